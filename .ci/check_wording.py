@@ -1,4 +1,4 @@
-"""Check the English of pages, docstrings and comments: words that fastloop does not use, and sentences that are too long.
+"""Check the English of pages, docstrings and comments: words that fastloop does not use, and overlong sentences.
 
     python .ci/check_wording.py [FILE ...]
 
@@ -48,9 +48,13 @@ OPENINGS = re.compile(
     r"|That (?:a|an|the|all|each|every|no|it|its|nothing)|An? \w+ of (?:it|them))\b"
 )
 """How no sentence begins: name the actor, then the verb. A question may begin with "What"."""
-PATTERNS = [(re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE), pattern, instead) for pattern, instead in WORDS.items()]
+PATTERNS = [
+    (re.compile(rf"(?<![\w-])(?:{pattern})(?![\w-])", re.IGNORECASE), pattern, instead)
+    for pattern, instead in WORDS.items()
+]
 SENTENCE = re.compile(
-    r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)\s+(?=[A-Z`\"'(])|(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)\s+|(?<=[.!?])\s*$"
+    r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)\s+(?=[A-Z`\"'(])|(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! "
+    r"al\.)\s+|(?<=[.!?])\s*$"
 )
 MADE = re.compile(r"(?ms)^<!-- made: ([\w-]+) -->$.*?^<!-- end: \1 -->$|\A<!-- made by `make docs-sources`.*\Z")
 """A part of a page that is made from docstrings, whose sentences have no limit."""
@@ -58,14 +62,20 @@ CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"]*\"|https?://\S+")
 
 
 def paragraphs(text: str) -> Iterator[tuple[int, str]]:
-    """The prose of a docstring or a Markdown page: ``(line offset, paragraph)``. Code, tables and headings are left out."""
+    """The prose of a docstring or a Markdown page: ``(line offset, paragraph)``. Code, tables and headings are left
+    out."""
     fenced, lines, first = False, [], 0
     for number, line in enumerate([*text.split("\n"), ""]):
         stripped = line.strip()
         if stripped.startswith("```"):
             fenced = not fenced
         begins = re.match(r"([-*+]|\d+\.)\s|(\w[\w ,.*]*|``[^`]*``):(?:\s|$)", stripped) is not None
-        ends = fenced or not stripped or stripped.startswith(("|", "#", "```", "<", ">>>", "$ ")) or (line.startswith("    ") and not lines)
+        ends = (
+            fenced
+            or not stripped
+            or stripped.startswith(("|", "#", "```", "<", ">>>", "$ "))
+            or (line.startswith("    ") and not lines)
+        )
         if (ends or begins) and lines:
             yield first, " ".join(lines)
             lines = []
@@ -84,13 +94,21 @@ def problems(text: str, limited: bool) -> Iterator[tuple[int, str]]:
                 yield offset, f"{match[0]!r}: write instead: {instead}"
         for sentence in SENTENCE.split(prose):
             if OPENINGS.match(sentence) and not sentence.rstrip().endswith("?"):
-                yield offset, f"a sentence begins with {' '.join(sentence.split()[:3])!r}: name the actor, then the verb"
+                yield (
+                    offset,
+                    f"a sentence begins with {' '.join(sentence.split()[:3])!r}: name the actor, then the verb",
+                )
             if limited and len(sentence.split()) > LONGEST:
-                yield offset, f"a sentence of {len(sentence.split())} words, {LONGEST} at most: {' '.join(sentence.split()[:8])} ..."
+                yield (
+                    offset,
+                    f"a sentence of {len(sentence.split())} words, {LONGEST} at most: "
+                    f"{' '.join(sentence.split()[:8])} ...",
+                )
 
 
 def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
-    """The docstrings and comments of a Python file, or the parts of a page: ``(first line, text, whether its sentences have a limit)``."""
+    """The docstrings and comments of a Python file, or the parts of a page:
+    ``(first line, text, whether its sentences have a limit)``."""
     source = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         written = MADE.sub(lambda part: "\n" * part[0].count("\n"), source)
@@ -103,11 +121,19 @@ def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
         for field in ("body",):
             body = getattr(node, field, None)
             for statement in body if isinstance(body, list) else []:
-                if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(statement.value.value, str):
+                if (
+                    isinstance(statement, ast.Expr)
+                    and isinstance(statement.value, ast.Constant)
+                    and isinstance(statement.value.value, str)
+                ):
                     value = statement.value
                     text = str(value.value)
                     first, _, rest = text.partition("\n")
-                    yield value.lineno, first + "\n" + "\n".join(line[value.col_offset :] for line in rest.split("\n")), False
+                    yield (
+                        value.lineno,
+                        first + "\n" + "\n".join(line[value.col_offset :] for line in rest.split("\n")),
+                        False,
+                    )
     previous, block = -1, []
     for token in [*tokenize.generate_tokens(io.StringIO(source).readline)]:
         if token.type != tokenize.COMMENT or token.string.startswith(("# type:", "# noqa", "# fmt:", "#!", "# --")):
@@ -124,7 +150,9 @@ def texts(path: Path) -> Iterator[tuple[int, str, bool]]:
 def main(names: list[str]) -> int:
     """Print every problem; returns the exit code."""
     if not names:
-        listed = subprocess.run(["git", "ls-files", "*.md", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+        listed = subprocess.run(
+            ["git", "ls-files", "*.md", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split()
         names = [name for name in listed if name != "CHANGELOG.md" and not name.startswith(".github/")]
     count = 0
     for name in names:

@@ -2,8 +2,9 @@
 
     python .ci/sbom.py sbom/fastloop.cdx.json
 
-It lists the packages of `pip install fastloop-train`, without extras, in the versions that are installed here: those that CI tests.
-`cyclonedx-py environment` would list the development tools of the environment, too. Both use the library cyclonedx-python-lib.
+It lists the packages of `pip install fastloop-train`, without extras, in the versions that are installed here: those
+that CI tests. `cyclonedx-py environment` would list the development tools of the environment, too. Both use the library
+cyclonedx-python-lib.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from packaging.version import Version
 
 
 def needed_packages(name: str, extras: Iterable[str] = ()) -> dict[str, set[str]]:
-    """Package -> the packages that it requires on this platform, for ``name`` with its extras and everything that it needs."""
+    """Package -> the packages that it requires on this platform, for ``name`` with its extras and everything that it
+    needs."""
     found: dict[str, set[str]] = {}
     waiting: list[tuple[str, frozenset[str]]] = [(name, frozenset(extras))]
     seen = set(waiting)
@@ -48,7 +50,11 @@ def needed_packages(name: str, extras: Iterable[str] = ()) -> dict[str, set[str]
 def component(package: Distribution, kind: ComponentType) -> Component:
     """A package as a component. The version is without torch's local suffix, such as ``+cpu``."""
     name, version = canonicalize_name(package.metadata["Name"]), Version(package.version).public
-    classifiers = (text.split(" :: ")[-1] for text in package.metadata.get_all("Classifier") or () if text.startswith("License :: "))
+    classifiers = (
+        text.split(" :: ")[-1]
+        for text in package.metadata.get_all("Classifier") or ()
+        if text.startswith("License :: ")
+    )
     license_name = package.metadata.get("License-Expression") or next(classifiers, "")
     return Component(
         name=name,

@@ -1,4 +1,4 @@
-"""The checks of benchmarks/architectures.py: tiny runs of one architecture, compared with plain PyTorch or with each other."""
+"""The checks of benchmarks/architectures.py: tiny runs of an architecture, compared with PyTorch or each other."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ from fastloop_plugins.tasks._tokenizers import check_saved_tokenizer
 from fastloop_tools.inference.chunks import Chunks, predict_dataset
 
 OK, REFUSED, WARNED, WRONG, ERROR = "ok", "refused", "warned", "WRONG", "ERROR"
-"""Equal within the bound; refused by a message of fastloop; differs with a warning; differs without one; any other exception."""
+"""Equal within the bound; refused by a message of fastloop; differs with a warning; differs without one; any other
+exception."""
 LOSS, UPDATE, BF16 = 1e-4, 1e-2, 0.03
-"""Largest differences: of a step's loss, relative; of the weights, as a share of their change in training; of the last loss in bf16.
+"""Largest differences: of a step's loss, relative; of the weights, as a share of their change in training; of the last
+loss in bf16.
 
-Rounding gives up to a tenth of the first two in three steps, since the weights are large; a wrong mask or weight ten times them."""
+Rounding gives up to a tenth of the first two in three steps, since the weights are large; a wrong mask or weight ten
+times them."""
 ROUNDING = 1e-6
-"""Relative change of weights that stands for rounding, eight times the precision of float32: sums over many numbers lose a few bits."""
+"""Relative change of weights that stands for rounding, eight times the precision of float32: sums over many numbers
+lose a few bits."""
 TIMES = 4
 """A difference counts as noise up to this many times the measured one, the largest of three draws."""
 NEW = 6
@@ -87,13 +91,23 @@ class Pair:
         tokenizer = None if self.images else plain.make_tokenizer(padding_side(kind))
         make_model(kind, self.task.auto, tokenizer, self.model)
         if tokenizer is not None:
-            check_saved_tokenizer(tokenizer, transformers.AutoConfig.from_pretrained(self.model), list(plain.WORDS), "model")
+            check_saved_tokenizer(
+                tokenizer, transformers.AutoConfig.from_pretrained(self.model), list(plain.WORDS), "model"
+            )
 
-    def recipe(self, output: str, plugins: Mapping[str, Any], settings: Mapping[str, Any], model: Path | None = None) -> dict[str, Any]:
+    def recipe(
+        self, output: str, plugins: Mapping[str, Any], settings: Mapping[str, Any], model: Path | None = None
+    ) -> dict[str, Any]:
         """The recipe of a run, with the default guards and without the default observers."""
         files = {split: str(self.folder / f"{split}.jsonl") for split in ("train", "validation")}
-        settings = {"epochs": plain.EPOCHS, "batch_size": plain.BATCH, "seed": plain.SEED, "lr": plain.LR} | dict(settings)
-        settings = {"optimizer": {"name": "SGD", "momentum": plain.MOMENTUM}, "max_grad_norm": plain.NORM, "device": "cpu"} | settings
+        settings = {"epochs": plain.EPOCHS, "batch_size": plain.BATCH, "seed": plain.SEED, "lr": plain.LR} | dict(
+            settings
+        )
+        settings = {
+            "optimizer": {"name": "SGD", "momentum": plain.MOMENTUM},
+            "max_grad_norm": plain.NORM,
+            "device": "cpu",
+        } | settings
         return {
             "model": {"name": str(model or self.model)},
             "data": self.task.data | ({"images": str(self.folder / "images")} if self.images else {"files": files}),
@@ -133,7 +147,9 @@ class Pair:
     @cached_property
     def before(self) -> dict[str, Tensor]:
         """The weights before training, without buffers: a norm's statistics depend on the order of samples."""
-        return {name: weight.detach().clone() for name, weight in plain.load(self.model, self.task)[0].named_parameters()}
+        return {
+            name: weight.detach().clone() for name, weight in plain.load(self.model, self.task)[0].named_parameters()
+        }
 
     @cached_property
     def rows(self) -> list[plain.Row]:
@@ -147,10 +163,13 @@ class Pair:
 
     @cached_property
     def noise(self) -> tuple[float, float]:
-        """Largest differences of losses and weights between plain loops with other random numbers, and with weights changed by rounding."""
+        """Largest differences of losses and weights between plain loops with other random numbers, and with weights
+        changed by rounding."""
         losses, weights = plain.train(self.model, self.task, self.rows, seed=1)
         draws = [plain.train(self.model, self.task, self.rows, seed=seed, nudge=ROUNDING) for seed in (2, 3, 4)]
-        return max(largest_difference(others, losses) for others, _ in draws), max(self.update(changed, weights) for _, changed in draws)
+        return max(largest_difference(others, losses) for others, _ in draws), max(
+            self.update(changed, weights) for _, changed in draws
+        )
 
     def update(self, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
         """The norm of the difference of two models' weights, as a share of the norm of the change in training."""
@@ -195,7 +214,9 @@ class Pair:
         """Micro-batches of similar length, against the same batches in micro-batches of chance: one batch an epoch."""
         batches = {"batch_size": plain.ROWS, "epochs": 3}
         whole = self.train(**batches)
-        return self.same(self.train({"length-bucketing": {}}, micro_batch_size=4, **batches), whole.losses, whole.weights)
+        return self.same(
+            self.train({"length-bucketing": {}}, micro_batch_size=4, **batches), whole.losses, whole.weights
+        )
 
     def check_plugin(self, column: str) -> Cell:
         """A speed plugin alone, against the run without plugins."""
@@ -213,7 +234,8 @@ class Pair:
         return self.near(self.train(AMP | {"cpu-attention": {}}), whole.losses)
 
     def check_auto(self) -> Cell:
-        """``auto``: it trains, and its last validation loss is near that of the run without plugins, or of one with ``amp`` alone."""
+        """``auto``: it trains, and its last validation loss is near that of the run without plugins, or of one with
+        ``amp`` alone."""
         last = [self.plain.metrics[-1][1]["loss"]]
         ours = self.train_auto().metrics[-1][1]["loss"]
         if abs(ours - last[0]) > BF16 * last[0]:
@@ -271,7 +293,8 @@ class Pair:
         return self.verdict(largest <= LOSS, f"probability {largest:.1e}")
 
     def predict(self, plugins: Mapping[str, Any], texts: list[str] | None = None) -> dict[str, list[Any]]:
-        """The predictions of `fastloop predict` for the validation split or for texts, with the model in the folder ``plain``."""
+        """The predictions of `fastloop predict` for the validation split or for texts, with the model in the folder
+        ``plain``."""
         recipe = make_recipe(self.recipe("predicted", plugins, {}))
         split = "validation" if texts is None else "predict"
         recipe.inference = Inference((self.folder / "plain" / "model").resolve(), split, texts, chunk=plain.BATCH)
@@ -299,7 +322,11 @@ CHECKS: dict[str, Callable[[Pair], Cell]] = {
 
 def columns(task: str) -> list[str]:
     """The checks of a task."""
-    return [name for name in CHECKS if task in PLUGINS.get(name, (task,)) and (name != "length-bucketing" or "image" not in task)]
+    return [
+        name
+        for name in CHECKS
+        if task in PLUGINS.get(name, (task,)) and (name != "length-bucketing" or "image" not in task)
+    ]
 
 
 def guarded(check: Callable[[], Any]) -> tuple[Any, Cell]:
@@ -311,11 +338,16 @@ def guarded(check: Callable[[], Any]) -> tuple[Any, Cell]:
     except Exception as error:  # models raise errors of any type
         cause = error.__cause__ if isinstance(error, FastloopError) and error.__cause__ is not None else error
         place = traceback.extract_tb(cause.__traceback__)[-1]
-        return None, (ERROR, f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]} ({Path(place.filename).name}:{place.lineno})")
+        return None, (
+            ERROR,
+            f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]} "
+            f"({Path(place.filename).name}:{place.lineno})",
+        )
 
 
 def serve(pipe: Any) -> None:
-    """A worker: receives ``(task, kind, names of checks)``, and answers ``(name, outcome, detail)`` for each check, then None."""
+    """A worker: receives ``(task, kind, names of checks)``, and answers ``(name, outcome, detail)`` for each check,
+    then None."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()

@@ -1,14 +1,18 @@
-"""One fine-tuning task for fastloop and its peers, on any device. Each arm trains epochs over the same tokenized reviews.
+"""One fine-tuning task for fastloop and its peers, on any device.
+
+Each arm trains epochs over the same tokenized reviews.
 
 * naive: fp32, every review padded to 512, torch's default AdamW.
 * bare: a PyTorch script: bf16 autocast, dynamic padding, ``AdamW(fused=True)``.
-* hf-trainer: ``Trainer`` with bf16, ``train_sampling_strategy="group_by_length"``, ``DataCollatorWithPadding``, its own fused AdamW.
+* hf-trainer: ``Trainer`` with bf16, ``train_sampling_strategy="group_by_length"``, ``DataCollatorWithPadding``, its own
+  fused AdamW.
 * hf-trainer-compile: the same with ``torch_compile=True``.
 * lightning: ``Trainer(precision="bf16-mixed")``, dynamic padding, ``AdamW(fused=True)``.
 * fastloop: a recipe with given plugins.
 
-All arms use AdamW at 5e-5 and the model's own dropout. No arm clips gradients, saves or evaluates. On CUDA, all peers read batches with two
-workers into pinned memory. They pad to a multiple of 8 tokens, as transformers' documentation recommends for tensor cores.
+All arms use AdamW at 5e-5 and the model's own dropout. No arm clips gradients, saves or evaluates. On CUDA, all peers
+read batches with two workers into pinned memory. They pad to a multiple of 8 tokens, as transformers' documentation
+recommends for tensor cores.
 """
 
 from __future__ import annotations
@@ -64,7 +68,9 @@ def collator(work: Work, padding: str = "longest") -> Any:
     """A collator of transformers."""
     from transformers import DataCollatorWithPadding
 
-    return DataCollatorWithPadding(padder(), padding=padding, max_length=work.max_length, pad_to_multiple_of=8 if work.cuda else None)
+    return DataCollatorWithPadding(
+        padder(), padding=padding, max_length=work.max_length, pad_to_multiple_of=8 if work.cuda else None
+    )
 
 
 def loader(work: Work, reviews: Reviews, padding: str = "longest") -> Any:
@@ -143,7 +149,9 @@ def run_hf_trainer(work: Work, reviews: Reviews, windows: Windows, compiles: boo
         dataloader_num_workers=2 if work.cuda else 0,
         dataloader_persistent_workers=work.cuda,
     )
-    trainer = Watched(model=model, args=arguments, train_dataset=reviews, data_collator=collator(work), callbacks=[Watch()])
+    trainer = Watched(
+        model=model, args=arguments, train_dataset=reviews, data_collator=collator(work), callbacks=[Watch()]
+    )
     trainer.train()
 
 

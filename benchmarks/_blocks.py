@@ -44,7 +44,9 @@ class Size:
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SIZES = {
-    "gpt2": Size({"model_type": "gpt2", "vocab_size": 50_304, "n_positions": 1024, **NO_DROPOUT}, 50_257, 1024, 16, 100),
+    "gpt2": Size(
+        {"model_type": "gpt2", "vocab_size": 50_304, "n_positions": 1024, **NO_DROPOUT}, 50_257, 1024, 16, 100
+    ),
     "tiny": Size(
         {
             "model_type": "gpt2",
@@ -88,7 +90,9 @@ def write_tokenizer(folder: Path, size: Size) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, "w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     last = f"w{len(words) - 1}"
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=last, eos_token=last, unk_token="w0").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=last, eos_token=last, unk_token="w0").save_pretrained(
+        folder
+    )
     return folder
 
 
@@ -126,7 +130,9 @@ def validation_loss(weights: Mapping[str, Any], size: Size, blocks: NDArray[np.u
         for first in range(0, len(blocks), size.batch):
             ids = torch.from_numpy(blocks[first : first + size.batch].astype(np.int64)).to(device)
             logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-            total += float(cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"))
+            total += float(
+                cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum")
+            )
     return total / (len(blocks) * (size.length - 1))
 
 

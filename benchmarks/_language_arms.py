@@ -84,7 +84,9 @@ def run_plain(work: LanguageWork, windows: Windows) -> None:
     def draw() -> tuple[Any, Any]:
         places = torch.randint(len(tokens) - size.length, (size.batch,), generator=chance)
         parts = [tokens[place : place + size.length + 1].astype(np.int64) for place in places.tolist()]
-        pair = [torch.stack([torch.from_numpy(part[shift : shift + size.length]) for part in parts]) for shift in (0, 1)]
+        pair = [
+            torch.stack([torch.from_numpy(part[shift : shift + size.length]) for part in parts]) for shift in (0, 1)
+        ]
         if work.device == "cuda":
             pair = [part.pin_memory().to(work.device, non_blocking=True) for part in pair]
         return pair[0], pair[1]
@@ -127,7 +129,8 @@ def prepare_recipe(work: LanguageWork) -> Any:
     return make_recipe(
         {
             "model": {"config": size.config, "tokenizer": str(tokenizer)},
-            "data": {"module": "_blocks:generate", "text": "text", "max_length": size.length},  # in whose place BlockTask reads a file
+            # in whose place BlockTask reads a file
+            "data": {"module": "_blocks:generate", "text": "text", "max_length": size.length},
             "train": train,
             "plugins": work.plugins,
             "output": str(work.folder / "fastloop"),

@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: fresh processes, interleaved rounds, intervals, facts about the machine, and docs/benchmarks.md."""
+"""Shared by the benchmarks: fresh processes, interleaved rounds, intervals, machine facts, and docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,19 @@ PAGE = ROOT / "docs" / "benchmarks.md"
 
 def run_suite(tests: Path, report: Path, *arguments: str, **variables: str) -> None:
     """Run tests and write pytest's report. Failures do not raise: the report contains them."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadscope", f"--junitxml={report}", *arguments, str(tests)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "auto",
+        "--dist",
+        "loadscope",
+        f"--junitxml={report}",
+        *arguments,
+        str(tests),
+    ]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"} | variables, check=False)
     if done.returncode not in (0, 1):
         sys.exit(f"error: pytest ended with {done.returncode}")
@@ -42,7 +54,9 @@ def rounds(arms: Sequence[str], repeats: int) -> Iterator[tuple[int, str]]:
             yield number, arm
 
 
-def spawn(arguments: Sequence[Any], environment: Mapping[str, str | None] | None = None, timeout: float | None = None) -> dict[str, Any]:
+def spawn(
+    arguments: Sequence[Any], environment: Mapping[str, str | None] | None = None, timeout: float | None = None
+) -> dict[str, Any]:
     """Run a script in a fresh process. The last line that it prints is its result, in JSON.
 
     Args:
@@ -53,7 +67,8 @@ def spawn(arguments: Sequence[Any], environment: Mapping[str, str | None] | None
         SystemExit: The script failed; with its output.
 
     Returns:
-        The result, with ``wall_seconds`` of the process and ``foreign_cores``: cores that other processes used meanwhile.
+        The result, with ``wall_seconds`` of the process and ``foreign_cores``: cores that other processes used
+        meanwhile.
     """
     command = [sys.executable, *map(str, arguments)]
     merged = os.environ | dict(environment or {})
@@ -87,7 +102,8 @@ def load(found: Sequence[Mapping[str, Any]]) -> str:
     if not foreign:
         return "The load by other processes was not measured."
     return (
-        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an arm ran, "
+        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an "
+        "arm ran, "
         f"{max(foreign):.2f} at most."
     )
 
@@ -119,7 +135,9 @@ def caution(count: int) -> str:
 def machine(*packages: str) -> dict[str, Any]:
     """Facts about the machine: processor, cores, versions of Python and packages, and the commit."""
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
     except OSError:  # a machine without git
         commit = ""
     versions = {"python": platform.python_version()} | {package: version(package) for package in packages}

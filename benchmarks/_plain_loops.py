@@ -50,15 +50,22 @@ def make_tokenizer(padding_side: str = "right") -> Any:
     from transformers import PreTrainedTokenizerFast
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate([*special, *WORDS])}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate([*special, *WORDS])}, unk_token="[UNK]")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names, bos_token="[CLS]", eos_token="[SEP]", padding_side=padding_side)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **names, bos_token="[CLS]", eos_token="[SEP]", padding_side=padding_side
+    )
 
 
 def write_data(folder: Path) -> None:
-    """Write ``train.jsonl`` and ``validation.jsonl`` with the columns of all text tasks, and images of three classes."""
+    """Write ``train.jsonl`` and ``validation.jsonl`` with the columns of all text tasks, and images of three
+    classes."""
     from PIL import Image
 
     for split, size in (("train", ROWS), ("validation", BATCH)):
@@ -72,7 +79,11 @@ def write_data(folder: Path) -> None:
                 "words": words,
                 "tags": [CLASSES[int(word[1:]) % 3] for word in words],
             }
-            row |= {"prompt": " ".join(words[:cut]), "completion": " " + " ".join([*words[cut:], "w1"]), "target": " ".join(words[::-2])}
+            row |= {
+                "prompt": " ".join(words[:cut]),
+                "completion": " " + " ".join([*words[cut:], "w1"]),
+                "target": " ".join(words[::-2]),
+            }
             rows.append(json.dumps(row))
             image = Image.new("RGB", (IMAGE, IMAGE))
             image.putdata([tuple(chance.randrange(256) for _ in range(3)) for _ in range(IMAGE * IMAGE)])
@@ -125,7 +136,9 @@ def completion_ids(row: Row, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 def language_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
     """Prompts with completions, padded on the right: no token attends to a later one."""
-    ids = [torch.tensor([*prompt, *completion]) for prompt, completion in (completion_ids(row, tokenizer) for row in rows)]
+    ids = [
+        torch.tensor([*prompt, *completion]) for prompt, completion in (completion_ids(row, tokenizer) for row in rows)
+    ]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=tokenizer.pad_token_id)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in ids], batch_first=True)
     return {"input_ids": padded, "attention_mask": mask}
@@ -158,12 +171,20 @@ def pixels(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:
 
 COLUMNS = {"text": "text", "max_length": LONGEST + 2}
 TASKS = {
-    "text-classification": Task("AutoModelForSequenceClassification", COLUMNS | {"label": "label"}, text_inputs, classes),
+    "text-classification": Task(
+        "AutoModelForSequenceClassification", COLUMNS | {"label": "label"}, text_inputs, classes
+    ),
     "token-classification": Task(
-        "AutoModelForTokenClassification", {"words": "words", "tags": "tags", "max_length": LONGEST + 2}, tag_inputs, tags
+        "AutoModelForTokenClassification",
+        {"words": "words", "tags": "tags", "max_length": LONGEST + 2},
+        tag_inputs,
+        tags,
     ),
     "causal-lm": Task(
-        "AutoModelForCausalLM", {"prompt": "prompt", "completion": "completion", "max_length": LONGEST + 3}, language_inputs, next_tokens
+        "AutoModelForCausalLM",
+        {"prompt": "prompt", "completion": "completion", "max_length": LONGEST + 3},
+        language_inputs,
+        next_tokens,
     ),
     "seq2seq": Task(
         "AutoModelForSeq2SeqLM",
@@ -173,7 +194,13 @@ TASKS = {
     ),
     "image-classification": Task(
         "AutoModelForImageClassification",
-        {"image_size": IMAGE, "crop_fraction": 1.0, "mean": [MEAN] * 3, "std": [STD] * 3, "augment": {"crop": False, "flip": 0}},
+        {
+            "image_size": IMAGE,
+            "crop_fraction": 1.0,
+            "mean": [MEAN] * 3,
+            "std": [STD] * 3,
+            "augment": {"crop": False, "flip": 0},
+        },
         pixels,
         classes,
     ),
@@ -203,7 +230,9 @@ def batches(rows: Sequence[Row]) -> Iterator[list[Row]]:
 def loss_of(model: Any, task: Task, rows: Sequence[Row], tokenizer: Any) -> Tensor:
     """The mean cross entropy over the targets of a batch."""
     inputs = task.inputs(rows, tokenizer)
-    logits = model(**inputs, **({} if "Image" in task.auto or "Classification" in task.auto else {"use_cache": False})).logits
+    logits = model(
+        **inputs, **({} if "Image" in task.auto or "Classification" in task.auto else {"use_cache": False})
+    ).logits
     return cross_entropy(logits.flatten(0, -2).float(), task.targets(rows, tokenizer, inputs))
 
 
@@ -264,6 +293,8 @@ def generate(folder: Path, task: Task, texts: Sequence[str], tokens: int) -> lis
     decoder, found = "Causal" in task.auto, []
     for text in texts:
         ids = tokenizer(text, add_special_tokens=not decoder, return_tensors="pt")["input_ids"]
-        new = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False)[0]
+        new = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
+        )[0]
         found.append(tokenizer.decode(new[ids.shape[1] :] if decoder else new, skip_special_tokens=True))
     return found

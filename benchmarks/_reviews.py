@@ -1,8 +1,8 @@
-"""Tokenized film reviews: the file that all arms of a comparison read, and the task with which fastloop trains on that file.
+"""Tokenized film reviews: the file that all arms of a comparison read, and the task with which fastloop trains on it.
 
-A file is a ``.npz`` with three arrays for each split. ``SPLIT_ids`` (uint16) has the token ids of all reviews, end to end,
-``SPLIT_lengths`` (uint16) the tokens in a review, and ``SPLIT_labels`` (uint8) 0 or 1. The ids come from BERT's uncased vocabulary. Reviews
-are truncated to 512 tokens.
+A file is a ``.npz`` with three arrays for each split. ``SPLIT_ids`` (uint16) has the token ids of all reviews, end to
+end, ``SPLIT_lengths`` (uint16) the tokens in a review, and ``SPLIT_labels`` (uint8) 0 or 1. The ids come from BERT's
+uncased vocabulary. Reviews are truncated to 512 tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ LENGTHS = (14, 86, 122, 147, 158, 168, 178, 188, 204, 218, 236, 256, 277, 305, 3
 """Tokens of IMDB's reviews with BERT's tokenizer, truncated at 512: the quantiles 0%, 5%, ..., 100%."""
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "distilbert": {"model_type": "distilbert", "vocab_size": VOCABULARY},
-    "tiny": {"model_type": "distilbert", "vocab_size": VOCABULARY, "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64},
+    "tiny": {
+        "model_type": "distilbert",
+        "vocab_size": VOCABULARY,
+        "dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "hidden_dim": 64,
+    },
 }
 """Models with random weights. Any other model is a folder that ``save_pretrained`` wrote."""
 
@@ -55,11 +62,14 @@ class Reviews:
 
     def keep(self, indices: Sequence[int]) -> Reviews:
         """The reviews with these indices."""
-        return Reviews(np.concatenate([self.row(index) for index in indices]), self.lengths[indices], self.labels[indices])
+        return Reviews(
+            np.concatenate([self.row(index) for index in indices]), self.lengths[indices], self.labels[indices]
+        )
 
 
 def spread(lengths: Sequence[int] | NDArray[Any], count: int, seed: int) -> list[int]:
-    """Draw ``count`` indices evenly over all lengths: one from each part of all samples sorted by length, in random order."""
+    """Draw ``count`` indices evenly over all lengths: one from each part of all samples sorted by length, in random
+    order."""
     order, chance = np.argsort(lengths, kind="stable").tolist(), random.Random(seed)
     parts = [order[index * len(order) // count : (index + 1) * len(order) // count] for index in range(count)]
     drawn = [chance.choice(part) for part in parts]
@@ -75,7 +85,8 @@ def tokenize(texts: Sequence[str], labels: Sequence[int], tokenizer: Any) -> Rev
 
 
 def generate(count: int, seed: int, longest: int = MAX_LENGTH) -> Reviews:
-    """Generate random reviews with IMDB's lengths, scaled to ``longest`` tokens. A few words depend on the label, so it can be learned."""
+    """Generate random reviews with IMDB's lengths, scaled to ``longest`` tokens. A few words depend on the label, so it
+    can be learned."""
     chance = np.random.default_rng(seed)
     lengths = np.interp(np.linspace(0, 1, count), np.linspace(0, 1, len(LENGTHS)), LENGTHS) * longest / MAX_LENGTH
     lengths = chance.permutation(np.maximum(lengths.astype(np.int64), 2))
@@ -93,7 +104,11 @@ def save(path: Path, **splits: Reviews) -> None:
     """Write splits to a file, uncompressed."""
     arrays = {}
     for name, split in splits.items():
-        arrays |= {f"{name}_ids": split.ids, f"{name}_lengths": split.lengths.astype(np.uint16), f"{name}_labels": split.labels}
+        arrays |= {
+            f"{name}_ids": split.ids,
+            f"{name}_lengths": split.lengths.astype(np.uint16),
+            f"{name}_labels": split.labels,
+        }
     np.savez(path, **arrays)
 
 
@@ -118,7 +133,9 @@ def padder() -> Any:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": PAD}, "[PAD]")), pad_token="[PAD]")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": PAD}, "[PAD]")), pad_token="[PAD]"
+    )
 
 
 def minilm() -> Path:
@@ -130,7 +147,8 @@ def minilm() -> Path:
 
 
 def build_model(name: str) -> Any:
-    """A classifier with two classes in float32, in train mode: one of ``ARCHITECTURES``, or a pretrained one from a folder."""
+    """A classifier with two classes in float32, in train mode: one of ``ARCHITECTURES``, or a pretrained one from a
+    folder."""
     import torch
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -166,13 +184,18 @@ class ReviewTask(TextClassification):
     def build_datasets(self) -> Mapping[str, Any]:
         from fastloop_plugins.tasks._text_batches import Sequences
 
-        return {name: Sequences(split.ids.astype(np.int32), split.lengths, split.labels) for name, split in self.splits.items()}
+        return {
+            name: Sequences(split.ids.astype(np.int32), split.lengths, split.labels)
+            for name, split in self.splits.items()
+        }
 
     @hookimpl
     def build_collator(self, run: Any) -> Collator:
         from fastloop_plugins.tasks._text_batches import Width
 
-        return Collator(PAD, Width(self.max_length, run.loader_settings.pad_to_multiple_of, self.padding == "max_length"), self.loss)
+        return Collator(
+            PAD, Width(self.max_length, run.loader_settings.pad_to_multiple_of, self.padding == "max_length"), self.loss
+        )
 
     @hookimpl
     def build_model(self) -> Any:

@@ -1,4 +1,4 @@
-"""Tiny models with random weights for every architecture of transformers: configurations are shrunk by the names of their fields."""
+"""Tiny models with random weights for every architecture of transformers: configurations are shrunk by field name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ WIDTH, HEADS, LAYERS, POSITIONS, WINDOW, IMAGE = 64, 2, 2, 64, 8, 64
 
 Heads have 32 features, the fewest that ``cpu-attention`` computes. Texts have up to 24 tokens, more than a window."""
 STD = 0.2
-"""Standard deviation of initial weights. With less, attention is almost uniform, and a wrong mask hardly changes the loss."""
+"""Standard deviation of initial weights. With less, attention is almost uniform, and a wrong mask hardly changes the
+loss."""
 SPARE = 4
 """Ids of the vocabulary that no text has, for the tokens of images and sounds."""
 ANY = 10**9
@@ -37,8 +38,14 @@ LIMITS: tuple[tuple[str, int], ...] = (
     (r"(n|num|.*_num|\w*encoder|\w*decoder)_?(attention_|mamba_)?heads?|.*attention_heads", HEADS),
     (r"\w*head_dim|d_kv|d_head|dim_head|attention_head_size|d_key|mamba_d_head|linear_\w+_dim", WIDTH // HEADS),
     (r".*lora_rank|\w+_rank|rotary_dim", 16),
-    (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|.*_max_position_embeddings|max_(source|target)_positions", POSITIONS),
-    (r"sliding_window|local_attention|window_size|attention_chunk_size|.*window_len|attention_window(_size)?|sliding_window_size", WINDOW),
+    (
+        r"max_position_embeddings|n_positions|n_ctx|max_seq_len|.*_max_position_embeddings|max_(source|target)_positions",
+        POSITIONS,
+    ),
+    (
+        r"sliding_window|local_attention|window_size|attention_chunk_size|.*window_len|attention_window(_size)?|sliding_window_size",
+        WINDOW,
+    ),
     (r"mem_len", 0),
     (r"(mamba_)?chunk_size|max_inference_chunksize", 16),
     (r"moe_intermediate_size|.*expert_\w*size", 48),
@@ -53,7 +60,13 @@ LIMITS: tuple[tuple[str, int], ...] = (
 )
 """Names of integer fields, as regular expressions, and the largest value of each. The first match counts."""
 LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
-MISSING = {"head_dim": WIDTH // HEADS, "num_key_value_heads": HEADS, "vocab_size": 0, "num_experts_per_tok": 2, "n_routed_experts": 4}
+MISSING = {
+    "head_dim": WIDTH // HEADS,
+    "num_key_value_heads": HEADS,
+    "vocab_size": 0,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 4,
+}
 MISSING |= {"n_shared_experts": 1}
 """Values of fields that are None by default, and that some models need."""
 DEPTHS = r"depths?|num_block_repeats|stage_num_blocks|stage_numb_of_layers|n_attn_blocks|block_sizes"
@@ -82,7 +95,8 @@ def make_model(kind: str, auto: str, tokenizer: Any, folder: Path) -> None:
     if auto == "AutoModelForCausalLM" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = names["cls" if kind == "encoder-decoder" else "pad"]  # which masks padding in its decoder
+        # which masks padding in its decoder
+        config.decoder_start_token_id = names["cls" if kind == "encoder-decoder" else "pad"]
     named = getattr(modeling_auto, MAPPINGS[auto])[kind]
     config.architectures = [named if isinstance(named, str) else named[0]]
     torch.manual_seed(0)
@@ -94,12 +108,15 @@ def make_model(kind: str, auto: str, tokenizer: Any, folder: Path) -> None:
 
 
 def padding_side(kind: str) -> str:
-    """The side on which the tokenizer of a model type pads; right for one that needs a package that is not installed."""
+    """The side on which the tokenizer of a model type pads; right for one that needs a package that is not
+    installed."""
     import transformers
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
     try:
-        return str(getattr(getattr(transformers, TOKENIZER_MAPPING_NAMES.get(kind) or "", None), "padding_side", "right"))
+        return str(
+            getattr(getattr(transformers, TOKENIZER_MAPPING_NAMES.get(kind) or "", None), "padding_side", "right")
+        )
     except ImportError:
         return "right"
 
@@ -133,24 +150,39 @@ def shrink(kind: str, tokens: Mapping[str, int], vocabulary: int) -> Any:
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Fields with changes, also in configurations inside."""
-    inside = {name: merged(fields[name], value) for name, value in changes.items() if isinstance(value, dict) and name in fields}
+    inside = {
+        name: merged(fields[name], value)
+        for name, value in changes.items()
+        if isinstance(value, dict) and name in fields
+    }
     return fields | changes | inside
 
 
 def shrunk_fields(plain: Any, tokens: Mapping[str, int], vocabulary: int) -> dict[str, Any]:
     """The fields of a default configuration to change, with their new values; also of the configurations inside."""
     found: dict[str, Any] = {}
-    fields, values = {field.name for field in dataclasses.fields(plain)} | {*type(plain).attribute_map.values()}, dict(vars(plain))
+    fields, values = (
+        {field.name for field in dataclasses.fields(plain)} | {*type(plain).attribute_map.values()},
+        dict(vars(plain)),
+    )
     layers, layer_lists = shrunk_layers(values)
     for name, value in values.items():
         if name in getattr(plain, "sub_configs", {}) and value is not None:
-            found[name] = shrunk_fields(value, tokens, vocabulary) | {"model_type": value.model_type} | EXCEPTIONS.get(value.model_type, {})
+            found[name] = (
+                shrunk_fields(value, tokens, vocabulary)
+                | {"model_type": value.model_type}
+                | EXCEPTIONS.get(value.model_type, {})
+            )
         elif name not in fields or isinstance(value, bool):
             continue
         elif re.search("drop", name) and isinstance(value, float | list | tuple):
             found[name] = 0.0 if isinstance(value, float) else [0.0] * len(value)
         elif role := re.fullmatch(r"(?:forced_|decoder_start_)?(\w+?)_(?:token_)?(?:id|index)", name):
-            found |= {name: tokens.get(role[1], vocabulary - 1)} if isinstance(value, int | list) or role[1] in tokens else {}
+            found |= (
+                {name: tokens.get(role[1], vocabulary - 1)}
+                if isinstance(value, int | list) or role[1] in tokens
+                else {}
+            )
         elif value is None and name in MISSING:
             found[name] = vocabulary if name == "vocab_size" else MISSING[name]
         elif isinstance(value, list | tuple):
@@ -169,10 +201,15 @@ def shrunk_layers(values: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """The number of layers, enough for one of each kind, and the lists that have a value for each layer."""
     before = next((values[name] for name in LAYER_COUNTS if name in values), None)
     lists = {name: value for name, value in values.items() if isinstance(value, list | tuple) and len(value) == before}
-    kinds = {name: list(dict.fromkeys(value)) for name, value in lists.items() if all(isinstance(item, str) for item in value)}
+    kinds = {
+        name: list(dict.fromkeys(value))
+        for name, value in lists.items()
+        if all(isinstance(item, str) for item in value)
+    }
     layers = max([LAYERS, *map(len, kinds.values())])
     return layers, {
-        name: [(found := kinds.get(name, value))[index % len(found)] for index in range(layers)] for name, value in lists.items()
+        name: [(found := kinds.get(name, value))[index % len(found)] for index in range(layers)]
+        for name, value in lists.items()
     }
 
 
@@ -204,11 +241,20 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "codegen": {"n_head": 4, "rotary_dim": 8},
     "cvt": {"depth": [1, 2, 3], "embed_dim": [8, 24, 48]},
     "donut-swin": SWIN,
-    "efficientnet": {"width_coefficient": 1.0, "depth_coefficient": 0.3, "hidden_dim": 1280, "in_channels": [32, 8, 8, 16, 16, 24, 24]}
+    "efficientnet": {
+        "width_coefficient": 1.0,
+        "depth_coefficient": 0.3,
+        "hidden_dim": 1280,
+        "in_channels": [32, 8, 8, 16, 16, 24, 24],
+    }
     | {"out_channels": [8, 8, 16, 16, 24, 24, 32]},
     "encoder-decoder": {"decoder": {"is_decoder": True, "add_cross_attention": True}},
     "focalnet": {"embed_dim": 16},
-    "hgnet_v2": {"stem_channels": [3, 16, 16], "stage_in_channels": [16, 16, 32, 48], "stage_out_channels": [16, 32, 48, 64]},
+    "hgnet_v2": {
+        "stem_channels": [3, 16, 16],
+        "stage_in_channels": [16, 16, 32, 48],
+        "stage_out_channels": [16, 32, 48, 64],
+    },
     "hiera": {"embed_dim": 16, "image_size": [IMAGE, IMAGE]},
     "mobilenet_v1": {"depth_multiplier": 0.25},
     "mobilenet_v2": {"depth_multiplier": 0.25},
@@ -227,7 +273,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "lilt": {"hidden_size": 96},
     "longcat_flash": {"qk_head_dim": 64},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8}
+    "reformer": {
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [16, 48],
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+    }
     | {"attn_layers": ["local", "lsh"]},
     "xmod": {"default_language": "en_XX"},
     "zamba": {

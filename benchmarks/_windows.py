@@ -1,7 +1,7 @@
 """Measurement windows: an arm measures one epoch, or a number of steps, at a time, in the way that a command requests.
 
-``warmup`` and ``measure`` time a window. ``syncs`` counts how often the host waits for the device in some of its steps. ``profile`` records
-the kernels of these steps. The device is synchronized at both ends of a window.
+``warmup`` and ``measure`` time a window. ``syncs`` counts how often the host waits for the device in some of its steps.
+``profile`` records the kernels of these steps. The device is synchronized at both ends of a window.
 """
 
 from __future__ import annotations
@@ -64,7 +64,11 @@ class Syncs:
         if "synchronizing" not in str(message):
             self.before(message, *rest, **more)
             return
-        frames = [frame for frame in traceback.extract_stack()[:-1] if "/torch/" not in frame.filename and frame.name != "_showwarnmsg"]
+        frames = [
+            frame
+            for frame in traceback.extract_stack()[:-1]
+            if "/torch/" not in frame.filename and frame.name != "_showwarnmsg"
+        ]
         self.places[f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "?"] += 1
 
     def stop(self) -> None:
@@ -123,7 +127,8 @@ def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, 
     """Sum the events of a trace over ``steps`` steps that took ``seconds``.
 
     Returns:
-        ``kernels``: name -> milliseconds in a step, for the longest ones; ``attention``: the same for attention kernels;
+        ``kernels``: name -> milliseconds in a step, for the longest ones; ``attention``: the same for attention
+            kernels;
         ``kernels_per_step``; ``busy``: share of the time in which at least one kernel ran.
     """
     found = [event for event in events if event.get("ph") == "X" and event.get("cat") == category]
@@ -154,7 +159,8 @@ def compile_seconds() -> float:
 
 
 class Windows:
-    """Callbacks of an arm: ``begin`` and ``end`` around each epoch, ``batch`` before each forward, ``step`` after each step.
+    """Callbacks of an arm: ``begin`` and ``end`` around each epoch, ``batch`` before each forward, ``step`` after each
+    step.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -172,7 +178,13 @@ class Windows:
         lengths: Any = None,
         trace: str | None = None,
     ) -> None:
-        self.device, self.next_command, self.report, self.lengths, self.trace = device, next_command, report, lengths, trace
+        self.device, self.next_command, self.report, self.lengths, self.trace = (
+            device,
+            next_command,
+            report,
+            lengths,
+            trace,
+        )
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -251,11 +263,16 @@ class Windows:
 def training_flops(model: Any, lengths: Any) -> float:
     """Floating-point operations of one epoch over samples of these lengths in tokens, without padding.
 
-    A forward and backward pass takes 6 operations for each weight and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Attention
-    takes 12 times the width for each pair of tokens and each layer. Embeddings, norms and the classifier are not counted.
+    A forward and backward pass takes 6 operations for each weight and token (Kaplan et al. 2020, arXiv:2001.08361,
+    section 2.1). Attention takes 12 times the width for each pair of tokens and each layer. Embeddings, norms and the
+    classifier are not counted.
     """
     from torch import nn
 
-    weights = sum(part.weight.numel() for name, part in model.named_modules() if isinstance(part, nn.Linear) and ".layer." in f".{name}")
+    weights = sum(
+        part.weight.numel()
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Linear) and ".layer." in f".{name}"
+    )
     config, squares = model.config, float((lengths.astype(float) ** 2).sum())
     return 6.0 * weights * float(lengths.sum()) + 12.0 * config.num_hidden_layers * config.hidden_size * squares

@@ -1,27 +1,31 @@
-"""Train a tiny model of every architecture of transformers, check it against plain PyTorch, and write docs/architectures.md.
+"""Train a tiny model of every architecture of transformers, check it against PyTorch, and write docs/architectures.md.
 
     python benchmarks/architectures.py                        # every architecture; 45 minutes on one core
     python benchmarks/architectures.py --sample               # a few of them, for CI; writes no page
     python benchmarks/architectures.py --only llama bert      # these types of models, for all tasks; writes no page
     python benchmarks/architectures.py --again                # forget the results of an interrupted run
 
-The models are those of transformers' Auto classes, with random weights that make attention matter. Each has two layers and 64 features,
-or little more. They train for three steps on texts of 1 to 22 words, or on images of 64 pixels, on a CPU and without dropout. A sliding
-window has 8 tokens. Tokenizers pad on the side on which the architecture's own tokenizer pads. Each column is one check:
+The models are those of transformers' Auto classes, with random weights that make attention matter. Each has two layers
+and 64 features, or little more. They train for three steps on texts of 1 to 22 words, or on images of 64 pixels, on a
+CPU and without dropout. A sliding window has 8 tokens. Tokenizers pad on the side on which the architecture's own
+tokenizer pads. Each column is one check:
 
 - *hand-written loop*: losses and weights of a run without plugins equal those of a loop in plain PyTorch;
 - *micro-batches*: micro-batches of one sample give the result of a whole batch;
-- a plugin: a run with it alone gives the result of the run without it. `attention` chooses its implementation itself, and *eager* is its
-  option. `length-bucketing` gets batches of all samples, and `cpu-attention` is compared with `amp` alone;
+- a plugin: a run with it alone gives the result of the run without it. `attention` chooses its implementation itself,
+  and *eager* is its option. `length-bucketing` gets batches of all samples, and `cpu-attention` is compared with `amp`
+  alone;
 - `amp` in bf16 has the losses of plain PyTorch under autocast;
-- *auto*: the run trains, and its last validation loss is within 3% of the run without plugins, or of one with `amp` alone. *auto, dropout*
-  trains with dropout of 0.1. Its validation loss is within 3% of plain PyTorch's with the same weights under autocast;
+- *auto*: the run trains, and its last validation loss is within 3% of the run without plugins, or of one with `amp`
+  alone. *auto, dropout* trains with dropout of 0.1. Its validation loss is within 3% of plain PyTorch's with the same
+  weights under autocast;
 - *resume*: a run that is stopped after two steps and resumed has the weights of one that is not, bit for bit;
 - *predict*: predictions in batches equal those of plain PyTorch for one sample at a time.
 
 Losses may differ by 1e-4 and weights by 1% of their change in training. In bf16, a loss may differ by 10%. Few
-models differ more: those that draw random numbers in training, such as PhiMoE, and those in which rounding grows fast, such as MobileNet.
-For them the limit is four times the difference of two plain loops, with two seeds, and with weights that differ by 1e-6 (relative).
+models differ more: those that draw random numbers in training, such as PhiMoE, and those in which rounding grows fast,
+such as MobileNet. For them the limit is four times the difference of two plain loops, with two seeds, and with weights
+that differ by 1e-6 (relative).
 """
 
 from __future__ import annotations
@@ -120,7 +124,11 @@ def study(worker: Worker, pair: Pair, done: Sequence[Result], record: Callable[[
     from _architecture_checks import columns
 
     finished = {result["check"] for result in done}
-    missing = [] if "model" in finished or (done and not is_accepted(done)) else [name for name in columns(pair[0]) if name not in finished]
+    missing = (
+        []
+        if "model" in finished or (done and not is_accepted(done))
+        else [name for name in columns(pair[0]) if name not in finished]
+    )
     found = [*done]
     for result in worker.check(pair, missing):
         found.append(result)
@@ -158,7 +166,9 @@ def page(found: dict[Pair, list[Result]]) -> str:
     """The text of docs/architectures.md."""
     accepted = {pair: results for pair, results in found.items() if is_accepted(results)}
     counts = Counter(result["outcome"] for results in accepted.values() for result in results)
-    trains = sum(result["outcome"] == "ok" for results in accepted.values() for result in results if result["check"] == "auto")
+    trains = sum(
+        result["outcome"] == "ok" for results in accepted.values() for result in results if result["check"] == "auto"
+    )
     whole = sum(all(result["outcome"] not in BAD for result in results) for results in accepted.values())
     versions = f"transformers {version('transformers')} and torch {version('torch')}"
     text = [
@@ -166,8 +176,10 @@ def page(found: dict[Pair, list[Result]]) -> str:
         "",
         f"Generated by `make architectures` ({Path(__file__).name}) with {versions}.",
         "",
-        f"**{len(accepted)} pairs of a task and an architecture: {trains} train with `auto`, and {whole} pass every check.** "
-        f"{counts.total()} checks: {counts['ok']} equal, {counts['refused']} refused with a reason, {counts['warned']} different with a "
+        f"**{len(accepted)} pairs of a task and an architecture: {trains} train with `auto`, and {whole} pass every "
+        "check.** "
+        f"{counts.total()} checks: {counts['ok']} equal, {counts['refused']} refused with a reason, {counts['warned']} "
+        "different with a "
         f"warning, {counts['WRONG']} different without one, {counts['ERROR']} with another error.",
         "",
         __doc__.partition("interrupted run\n")[2].strip(),
@@ -228,7 +240,9 @@ def main() -> None:
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     part = options.sample or options.only
-    pairs = [*SAMPLE] if options.sample else [pair for pair in every_pair() if pair[1] in options.only or not options.only]
+    pairs = (
+        [*SAMPLE] if options.sample else [pair for pair in every_pair() if pair[1] in options.only or not options.only]
+    )
     pairs = [pair for pair in pairs if options.task in (None, pair[0])]
     RESULTS.parent.mkdir(exist_ok=True)
     done = {} if options.again or part else read_results()

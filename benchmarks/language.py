@@ -3,23 +3,23 @@
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/language.py --nanogpt nanoGPT --repeats 3        # about 15 minutes on two cores
 
-* gpt: the model of recipes/gpt_stdlib.yaml. nanoGPT trains its own ``GPT`` of the same size, with the default options of its script
-  ``nanoGPT/train.py``.
-* llama: a Llama-like model of 30M parameters. Both arms train transformers' ``LlamaForCausalLM``, which nanoGPT's script imports as its
-  ``model``.
+* gpt: the model of recipes/gpt_stdlib.yaml. nanoGPT trains its own ``GPT`` of the same size, with the default options
+  of its script ``nanoGPT/train.py``.
+* llama: a Llama-like model of 30M parameters. Both arms train transformers' ``LlamaForCausalLM``, which nanoGPT's
+  script imports as its ``model``.
 
 Arms
 * nanogpt: ``train.py --device=cpu --compile=False``. On a CPU it computes in fp32, without autocast.
 * fastloop: ``fastloop train`` with the plugin ``auto``, which selects plugins for this machine.
 
-Both arms train the same number of tokens, in blocks of the same length, from the same files and tokenizer. Both use AdamW (betas 0.9 and
-0.95, weight decay 0.1 on matrices), clip gradients at 1, and have the same learning rate. nanoGPT draws blocks at random places; fastloop
-shuffles the blocks that follow each other. The validation loss is each program's own, on the same tokens, after the last step.
-nanoGPT's script sets its own seed, so all its rounds train the same. fastloop's rounds have different seeds: the losses of two of them
-differ by up to 0.3 after so few steps.
+Both arms train the same number of tokens, in blocks of the same length, from the same files and tokenizer. Both use
+AdamW (betas 0.9 and 0.95, weight decay 0.1 on matrices), clip gradients at 1, and have the same learning rate. nanoGPT
+draws blocks at random places; fastloop shuffles the blocks that follow each other. The validation loss is each
+program's own, on the same tokens, after the last step. nanoGPT's script sets its own seed, so all its rounds train the
+same. fastloop's rounds have different seeds: the losses of two of them differ by up to 0.3 after so few steps.
 
-Every arm is a fresh process. Each program logs the seconds of a step; the speed counts the steps after the first ``WARMUP``.
-Rounds are interleaved, A B, B A.
+Every arm is a fresh process. Each program logs the seconds of a step; the speed counts the steps after the first
+``WARMUP``. Rounds are interleaved, A B, B A.
 """
 
 from __future__ import annotations
@@ -37,7 +37,20 @@ from pathlib import Path
 from typing import Any
 
 from _language_arms import adamw_groups, next_token_loss
-from _measure import RESULTS, caution, load, machine, ratio, rounds, show_machine, show_ratio, spawn, table, write, write_section
+from _measure import (
+    RESULTS,
+    caution,
+    load,
+    machine,
+    ratio,
+    rounds,
+    show_machine,
+    show_ratio,
+    spawn,
+    table,
+    write,
+    write_section,
+)
 
 from fastloop.recipe import load_recipe
 
@@ -49,8 +62,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 """Block in tokens, blocks in a step, steps of an arm, and learning rate."""
 LLAMA = {
-    "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 1376,
-    "max_position_embeddings": 256, "attention_dropout": 0.0, "tie_word_embeddings": True,
+    "model_type": "llama", "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8,
+    "intermediate_size": 1376, "max_position_embeddings": 256, "attention_dropout": 0.0, "tie_word_embeddings": True,
 }  # fmt: skip
 """A config of 26M parameters in blocks and 1M in the embedding of 2,000 tokens."""
 
@@ -60,7 +73,14 @@ def write_recipe(model: str, steps: int, seed: int, folder: Path) -> Path:
     work = MODELS[model]
     config = LLAMA if model == "llama" else load_recipe("gpt_stdlib").model["config"]
     data = dict(load_recipe("gpt_stdlib").data) | {"max_length": work["block"]}
-    train = {"max_steps": steps, "epochs": 1000, "batch_size": work["batch"], "lr": work["lr"], "weight_decay": 0.1, "max_grad_norm": 1.0}
+    train = {
+        "max_steps": steps,
+        "epochs": 1000,
+        "batch_size": work["batch"],
+        "lr": work["lr"],
+        "weight_decay": 0.1,
+        "max_grad_norm": 1.0,
+    }
     train |= {"decay_biases_and_norms": False, "log_every": 1, "seed": seed, "device": "cpu"}
     train |= {"optimizer": {"name": "AdamW", "betas": [0.9, 0.95]}}
     tree = {"model": {"config": config, "tokenizer": {"kind": "bpe", "vocab_size": 2000}}, "data": data, "train": train}
@@ -79,7 +99,11 @@ def fastloop(model: str, folder: Path, seed: int, steps: int) -> dict[str, Any]:
     steps_of = [row for row in rows if "samples_per_second" in row]
     summary = json.loads((folder / "run" / "summary.json").read_text())
     seconds = [MODELS[model]["batch"] / row["samples_per_second"] for row in steps_of]
-    return {"losses": [row["loss"] for row in steps_of], "seconds": seconds, "validation_loss": summary["validation"]["loss"]}
+    return {
+        "losses": [row["loss"] for row in steps_of],
+        "seconds": seconds,
+        "validation_loss": summary["validation"]["loss"],
+    }
 
 
 def tokens(model: str, folder: Path) -> None:
@@ -119,7 +143,9 @@ def llama_module() -> types.ModuleType:
             """(batch, tokens) ids and targets -> logits, mean loss."""
             return next_token_loss(self.inner, ids, targets)
 
-        def configure_optimizers(self, weight_decay: float, lr: float, betas: tuple[float, float], device: str) -> torch.optim.Optimizer:
+        def configure_optimizers(
+            self, weight_decay: float, lr: float, betas: tuple[float, float], device: str
+        ) -> torch.optim.Optimizer:
             """As nanoGPT's own: no weight decay for vectors."""
             return torch.optim.AdamW(adamw_groups(self, weight_decay), lr=lr, betas=betas)
 
@@ -142,10 +168,12 @@ def nanogpt(model: str, folder: Path, seed: int, steps: int, source: Path) -> di
     warnings.simplefilter("ignore")
     work, printed = MODELS[model], io.StringIO()
     given = {
-        "out_dir": folder / "out", "dataset": folder, "device": "cpu", "dtype": "float32", "compile": False, "eval_interval": steps,
-        "eval_iters": 20, "log_interval": 1, "max_iters": steps, "gradient_accumulation_steps": 1, "batch_size": work["batch"],
-        "block_size": work["block"], "n_layer": 4, "n_head": 4, "n_embd": 128, "bias": True, "dropout": 0.0, "learning_rate": work["lr"],
-        "decay_lr": False, "always_save_checkpoint": False,
+        "out_dir": folder / "out", "dataset": folder, "device": "cpu", "dtype": "float32", "compile": False,
+        "eval_interval": steps,
+        "eval_iters": 20, "log_interval": 1, "max_iters": steps, "gradient_accumulation_steps": 1,
+        "batch_size": work["batch"],
+        "block_size": work["block"], "n_layer": 4, "n_head": 4, "n_embd": 128, "bias": True, "dropout": 0.0,
+        "learning_rate": work["lr"], "decay_lr": False, "always_save_checkpoint": False,
     }  # fmt: skip
     os.chdir(source)
     sys.path.insert(0, str(source))
@@ -159,8 +187,13 @@ def nanogpt(model: str, folder: Path, seed: int, steps: int, source: Path) -> di
         runpy.run_path("train.py", run_name="__main__")
     lines = re.findall(r"^iter \d+: loss ([\d.]+), time ([\d.]+)ms", printed.getvalue(), re.MULTILINE)
     validation = re.findall(r"val loss ([\d.]+)", printed.getvalue())
-    timed = [(float(loss), float(ms) / 1e3) for loss, ms in lines][:steps]  # the last line's time has the evaluation in it
-    return {"losses": [loss for loss, _ in timed], "seconds": [one for _, one in timed], "validation_loss": float(validation[-1])}
+    # the last line's time has the evaluation in it
+    timed = [(float(loss), float(ms) / 1e3) for loss, ms in lines][:steps]
+    return {
+        "losses": [loss for loss, _ in timed],
+        "seconds": [one for _, one in timed],
+        "validation_loss": float(validation[-1]),
+    }
 
 
 def summary(found: list[dict[str, dict[str, Any]]], model: str) -> tuple[list[dict[str, Any]], list[list[str]]]:
@@ -168,7 +201,10 @@ def summary(found: list[dict[str, dict[str, Any]]], model: str) -> tuple[list[di
     work, rows, lines = MODELS[model], [], []
     speeds = {
         arm: [
-            work["batch"] * work["block"] * len(one[f"{model} {arm}"]["seconds"][WARMUP:]) / sum(one[f"{model} {arm}"]["seconds"][WARMUP:])
+            work["batch"]
+            * work["block"]
+            * len(one[f"{model} {arm}"]["seconds"][WARMUP:])
+            / sum(one[f"{model} {arm}"]["seconds"][WARMUP:])
             for one in found
         ]
         for arm in ("nanogpt", "fastloop")
@@ -177,7 +213,13 @@ def summary(found: list[dict[str, dict[str, Any]]], model: str) -> tuple[list[di
         last = [statistics.mean(one[f"{model} {arm}"]["losses"][-10:]) for one in found]
         validation = [one[f"{model} {arm}"]["validation_loss"] for one in found]
         rows.append(
-            {"model": model, "arm": arm, "tokens_per_second": statistics.median(rates), "loss": last, "validation_loss": validation}
+            {
+                "model": model,
+                "arm": arm,
+                "tokens_per_second": statistics.median(rates),
+                "loss": last,
+                "validation_loss": validation,
+            }
         )
         over = ratio(rates, speeds["nanogpt"])
         rows[-1]["over_nanogpt"] = over
@@ -201,7 +243,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds (default 3)")
     parser.add_argument("--steps", type=int, help="optimizer steps of an arm")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
     for hidden in ("--arm", "--folder", "--seed"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -237,21 +281,32 @@ def main() -> None:
                 folder.mkdir()
             row = spawn([*common, "--arm", arm, "--folder", folder])
             runs[number][name] = row
-            print(f"round {number + 1} {name:16} {row['wall_seconds']:.0f} s, validation loss {row['validation_loss']:.3f}", flush=True)
+            print(
+                f"round {number + 1} {name:16} {row['wall_seconds']:.0f} s, validation loss "
+                f"{row['validation_loss']:.3f}",
+                flush=True,
+            )
 
     rows, lines = [], []
     for model in options.models:
         more, shown = summary(runs, model)
         rows += more
         lines += shown
-    shown_table = table(["model", "arm", "tokens/s", "over nanoGPT", "loss of the last 10 steps", "validation loss"], lines, text_columns=2)
+    shown_table = table(
+        ["model", "arm", "tokens/s", "over nanoGPT", "loss of the last 10 steps", "validation loss"],
+        lines,
+        text_columns=2,
+    )
     facts, every = machine("torch", "transformers", "fastloop-train"), [row for one in runs for row in one.values()]
     results = {"machine": facts, "models": MODELS, "llama": LLAMA, "load": load(every), "summary": rows, "rounds": runs}
     print(f"\n{shown_table}\n\n{load(every)}\n{write('language', results, options.results)}")
     if options.results == RESULTS:
         about = (__doc__ or "").partition("two cores\n\n")[2]
         text = f"{show_machine(facts)} {options.repeats} rounds. {load(every)} {caution(options.repeats)}"
-        write_section("Language models", "\n\n".join([shown_table, text, about, "Raw figures: `benchmarks/results/language.json`."]))
+        write_section(
+            "Language models",
+            "\n\n".join([shown_table, text, about, "Raw figures: `benchmarks/results/language.json`."]),
+        )
 
 
 if __name__ == "__main__":

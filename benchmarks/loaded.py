@@ -3,10 +3,11 @@
     python benchmarks/loaded.py --repeats 3 --steps 6        # about 20 minutes on two cores
     python benchmarks/loaded.py --busy 1 --arms hf-trainer fastloop
 
-The work and the arms equal ``peers.py``. An arm runs twice in a round: alone, and beside ``--busy`` processes. Each of these keeps one core
-busy while the arm trains. fastloop runs with the plugins of ``peers.py`` and ``cpu-affinity``, and once without it, as
-``fastloop-spinning``. The slowdown compares runs of the same round: samples/s alone, divided by samples/s beside the busy processes. Rounds
-are interleaved, A B C, C B A. The machine must be idle otherwise. The results record the load of other processes.
+The work and the arms equal ``peers.py``. An arm runs twice in a round: alone, and beside ``--busy`` processes. Each of
+these keeps one core busy while the arm trains. fastloop runs with the plugins of ``peers.py`` and ``cpu-affinity``, and
+once without it, as ``fastloop-spinning``. The slowdown compares runs of the same round: samples/s alone, divided by
+samples/s beside the busy processes. Rounds are interleaved, A B C, C B A. The machine must be idle otherwise. The
+results record the load of other processes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,20 @@ from typing import Any
 
 import peers
 from _arms import NEEDS
-from _measure import RESULTS, ROOT, caution, machine, ratio, rounds, show_machine, show_ratio, spawn, table, write, write_section
+from _measure import (
+    RESULTS,
+    ROOT,
+    caution,
+    machine,
+    ratio,
+    rounds,
+    show_machine,
+    show_ratio,
+    spawn,
+    table,
+    write,
+    write_section,
+)
 from _reviews import minilm
 
 SPINNING = "fastloop-spinning"
@@ -51,13 +65,19 @@ def summary(found: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
     rows, lines = [], []
     for arm in arms:
         speeds = {state: [one[f"{arm} {state}"]["samples_per_second"] for one in found] for state in ("idle", "busy")}
-        row = {state: statistics.median(values) for state, values in speeds.items()} | {"slowdown": ratio(speeds["idle"], speeds["busy"])}
+        row = {state: statistics.median(values) for state, values in speeds.items()} | {
+            "slowdown": ratio(speeds["idle"], speeds["busy"])
+        }
         if "fastloop" in arms:
-            row["fastloop_over_it"] = ratio([one["fastloop busy"]["samples_per_second"] for one in found], speeds["busy"])
+            row["fastloop_over_it"] = ratio(
+                [one["fastloop busy"]["samples_per_second"] for one in found], speeds["busy"]
+            )
         rows.append({"arm": arm} | row)
         over = show_ratio(row["fastloop_over_it"]) if "fastloop_over_it" in row and arm != "fastloop" else ""
         lines.append([f"`{arm}`", f"{row['idle']:.2f}", f"{row['busy']:.2f}", show_ratio(row["slowdown"]), over])
-    return rows, table(["arm", "samples/s, idle", "samples/s, busy", "slowdown", "speedup of fastloop over the arm, busy"], lines)
+    return rows, table(
+        ["arm", "samples/s, idle", "samples/s, busy", "slowdown", "speedup of fastloop over the arm, busy"], lines
+    )
 
 
 def main() -> None:
@@ -67,8 +87,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps measured (default 6)")
     parser.add_argument("--busy", type=int, default=1, help="busy processes (default 1)")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
     options = parser.parse_args()
     source = options.data / "train.parquet"
     if not source.is_file():
@@ -87,19 +111,37 @@ def main() -> None:
                 extra = ["--plugins", "cpu-affinity"] if arm == "fastloop" else []
                 with busy_processes(count):
                     name = arm.removesuffix("-spinning")
-                    row = spawn([Path(peers.__file__), "--arm", name, "--data", folder, "--seed", number, *extra], plain)
+                    row = spawn(
+                        [Path(peers.__file__), "--arm", name, "--data", folder, "--seed", number, *extra], plain
+                    )
                 found[number][f"{arm} {state}"] = row | {"arm": arm, "state": state}
                 print(f"round {number + 1} {arm:20} {state} {row['samples_per_second']:6.2f} samples/s", flush=True)
 
     rows, shown = summary(found, arms)
     facts = machine(*peers.PACKAGES) | {"device": f"{machine()['cpu']} (CPU)"}
-    results = {"machine": facts, "busy": options.busy, "steps": options.steps, "batch": peers.BATCH, "summary": rows, "rounds": found}
+    results = {
+        "machine": facts,
+        "busy": options.busy,
+        "steps": options.steps,
+        "batch": peers.BATCH,
+        "summary": rows,
+        "rounds": found,
+    }
     print(f"\n{shown}\n\n{write('loaded', results, options.results)}")
     if options.results == RESULTS:
-        said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps, beside {options.busy} busy process."
+        said = (
+            f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps, beside {options.busy} busy "
+            "process."
+        )
         given = f"fastloop's plugins: `{json.dumps([*peers.PLUGINS, 'cpu-affinity'])}`."
         about = (__doc__ or "").partition("--arms hf-trainer fastloop\n\n")[2]
-        parts = [shown, f"{said} {caution(options.repeats)}", given, about, "Raw figures: `benchmarks/results/loaded.json`."]
+        parts = [
+            shown,
+            f"{said} {caution(options.repeats)}",
+            given,
+            about,
+            "Raw figures: `benchmarks/results/loaded.json`.",
+        ]
         write_section("Beside a busy program", "\n\n".join(parts))
 
 

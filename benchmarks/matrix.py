@@ -1,15 +1,15 @@
-"""Check every subset of seven plugins: it trains like the plain run, or `fastloop plan` reports why not, and which plugin to leave out.
+"""Check every subset of seven plugins: it trains like the plain run, or `fastloop plan` names the plugin to leave out.
 
     python benchmarks/matrix.py                # all 128 subsets, about 15 minutes on two cores; writes docs/matrix.md
     python benchmarks/matrix.py --sample       # eight of them, for CI; writes nothing
 
-A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any other in one process. The recipe trains a small transformer
-from scratch on texts of 4 to 40 words, without dropout, for 32 optimizer steps. Two processes accumulate over two micro-steps. The check
-compares each step's loss with the plain run. The numerics class of the plugins limits the largest relative difference: bitwise 0,
-reassociated 1e-5, reduced-precision 0.1.
+A subset with a strategy (ddp, fsdp, deepspeed) is started with `--nproc 2`, any other in one process. The recipe trains
+a small transformer from scratch on texts of 4 to 40 words, without dropout, for 32 optimizer steps. Two processes
+accumulate over two micro-steps. The check compares each step's loss with the plain run. The numerics class of the
+plugins limits the largest relative difference: bitwise 0, reassociated 1e-5, reduced-precision 0.1.
 
-`tensor-parallel` is not among the seven, since this model has no plan for it. Its page lists the plugins that it excludes, and
-`tests/plugins/strategies/test_tensor_parallel.py` trains a language model with it.
+`tensor-parallel` is not among the seven, since this model has no plan for it. Its page lists the plugins that it
+excludes, and `tests/plugins/strategies/test_tensor_parallel.py` trains a language model with it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,14 @@ SAMPLE = (
     ("ddp", "fsdp"),
     ("amp", "ddp", "fsdp", "deepspeed"),
 )
-MODEL = {"model_type": "distilbert", "dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "max_position_embeddings": 64}
+MODEL = {
+    "model_type": "distilbert",
+    "dim": 32,
+    "n_layers": 2,
+    "n_heads": 2,
+    "hidden_dim": 64,
+    "max_position_embeddings": 64,
+}
 MODEL |= {"initializer_range": 0.1, "dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
 
 
@@ -53,8 +60,20 @@ def recipe(plugins: tuple[str, ...], output: str) -> dict[str, Any]:
     """The recipe of a subset."""
     return {
         "model": {"config": MODEL, "tokenizer": {"kind": "word"}},
-        "data": {"files": {"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"}, "label": "label", "max_length": 64},
-        "train": {"epochs": 2, "batch_size": 16, "micro_batch_size": 4, "lr": 2e-3, "max_grad_norm": 1.0, "save_every": 8, "log_every": 1}
+        "data": {
+            "files": {"train": "train.jsonl", "validation": "test.jsonl", "test": "test.jsonl"},
+            "label": "label",
+            "max_length": 64,
+        },
+        "train": {
+            "epochs": 2,
+            "batch_size": 16,
+            "micro_batch_size": 4,
+            "lr": 2e-3,
+            "max_grad_norm": 1.0,
+            "save_every": 8,
+            "log_every": 1,
+        }
         | {"device": "cpu"},
         "plugins": [{name: OPTIONS.get(name, {})} for name in plugins] + [{"progress": False}],
         "output": output,
@@ -68,7 +87,9 @@ def write_texts(folder: Path) -> None:
         rows = []
         for index in range(size):
             words = [f"word{chance.randrange(150)}" for _ in range(chance.randrange(3, 40))]
-            words.insert(chance.randrange(len(words)), chance.choice((("fine", "lovely"), ("dull", "dreadful"))[index % 2]))
+            words.insert(
+                chance.randrange(len(words)), chance.choice((("fine", "lovely"), ("dull", "dreadful"))[index % 2])
+            )
             rows.append(json.dumps({"text": " ".join(words), "label": index % 2}))
         (folder / f"{split}.jsonl").write_text("\n".join(rows) + "\n")
 
@@ -77,7 +98,9 @@ def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """The command line, in a new process."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "fastloop", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def numerics(plugins: tuple[str, ...]) -> str:
@@ -103,7 +126,9 @@ def spread(folder: Path, plain: list[float]) -> float:
         (folder / "seed.yaml").write_text(yaml.safe_dump(tree))
         done = fastloop("train", "seed.yaml", folder=folder)
         assert done.returncode == 0, done.stderr
-        found.append(max(abs(ours - theirs) / theirs for ours, theirs in zip(losses(folder / f"seed{seed}"), plain, strict=True)))
+        found.append(
+            max(abs(ours - theirs) / theirs for ours, theirs in zip(losses(folder / f"seed{seed}"), plain, strict=True))
+        )
     return min(found)
 
 
@@ -181,15 +206,23 @@ def main() -> None:
                 plain = row["losses"]
                 seeds = spread(Path(folder), plain)
             rows.append(row)
-            print(f"{'+'.join(plugins) or 'none':70} {row['outcome']:10} {row.get('difference', '')} {row.get('message', '')}", flush=True)
-    counts = {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in ("trains", "refused", "leaves its band", "failed")}
+            print(
+                f"{'+'.join(plugins) or 'none':70} {row['outcome']:10} {row.get('difference', '')} "
+                f"{row.get('message', '')}",
+                flush=True,
+            )
+    counts = {
+        outcome: sum(row["outcome"] == outcome for row in rows)
+        for outcome in ("trains", "refused", "leaves its band", "failed")
+    }
     told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
     print(f"{len(rows)} subsets: {told}")
     if not options.sample:
         text = (
             "# Which plugins work together\n\n"
             f"Generated by `make matrix` ({Path(__file__).name}): {len(rows)} subsets, {told}. "
-            f"The plain run's loss falls from {plain[0]:.3f} to {plain[-1]:.3f}; another seed changes some step's by {seeds:.0%}.\n\n"
+            f"The plain run's loss falls from {plain[0]:.3f} to {plain[-1]:.3f}; another seed changes some step's by "
+            f"{seeds:.0%}.\n\n"
             f"{__doc__.partition('writes nothing')[2].strip()}\n\n{table(rows)}"
         )
         (Path(__file__).parent.parent / "docs" / "matrix.md").write_text(text)

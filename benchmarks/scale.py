@@ -2,11 +2,13 @@
 
     python benchmarks/scale.py        # minutes on two cores; writes results/scale.json and a section of docs/scale.md
 
-* Processes: the bytes of the live tensors just before the optimizer steps (the largest over the processes), and the bytes per process that
-  the loopback interface carried in a step. benchmarks/strategies.py describes both, and provides the model. Nothing else may use loopback;
-  run the script, for example, as ``unshare --net sh -c 'ip link set lo up; make scale'``.
+* Processes: the bytes of the live tensors just before the optimizer steps (the largest over the processes), and the
+  bytes per process that the loopback interface carried in a step. benchmarks/strategies.py describes both, and provides
+  the model. Nothing else may use loopback; run the script, for example, as
+  ``unshare --net sh -c 'ip link set lo up; make scale'``.
 * Activations: bytes that autograd saves in a real forward on a CPU.
-* Large world sizes are simulated: one process runs the code of `fsdp` on torch's process group ``fake``, which exchanges nothing.
+* Large world sizes are simulated: one process runs the code of `fsdp` on torch's process group ``fake``, which
+  exchanges nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +65,9 @@ def activations() -> list[dict[str, Any]]:
             for checkpointing in (False, True):
                 plugins = [{"amp": {"dtype": "bf16"}}] * (precision == "bf16") + [CHECKPOINTING] * checkpointing
                 variants = estimate(scale_runs.tiny(kind, *plugins), 1).variants
-                estimated = next(row.saved for row in variants if row.name == "ddp" and row.checkpointing == checkpointing)
+                estimated = next(
+                    row.saved for row in variants if row.name == "ddp" and row.checkpointing == checkpointing
+                )
                 real = scale_runs.saved_by_a_real_step(scale_runs.tiny(kind, *plugins))
                 row = {"model": kind, "precision": precision, "checkpointing": checkpointing}
                 rows.append(row | {"estimated": estimated, "measured": real})
@@ -83,7 +87,11 @@ def simulated() -> list[dict[str, Any]]:
         (ended,) = start(1, scale_runs.sharding_of_torch, count)
         if ended.code:
             sys.exit(f"the simulation of {count} processes failed:\n{ended.output[-3000:]}")
-        row = next(row for row in estimate(scale_runs.recipe(device="auto", batch_size=count), count).variants if row.name == "fsdp")
+        row = next(
+            row
+            for row in estimate(scale_runs.recipe(device="auto", batch_size=count), count).variants
+            if row.name == "fsdp"
+        )
         for part, size in ended.result.items():
             rows.append({"processes": count, "part": part, "estimated": getattr(row, part), "measured": size})
         print(rows[-4:], flush=True)
@@ -94,21 +102,37 @@ def report(found: dict[str, list[dict[str, Any]]]) -> str:
     """The results in markdown."""
     lines = ["Written by `make scale`: gloo on a CPU, fp32, the 6.8M parameters of [strategies.md](strategies.md)."]
     lines += ["Sizes are MiB of a process.", ""]
-    lines += ["| strategy | processes | held, estimated | held, measured | ratio | wire, estimated | wire, measured | ratio |"]
+    lines += [
+        "| strategy | processes | held, estimated | held, measured | ratio | wire, estimated | wire, measured | ratio |"
+    ]
     lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
     for row in found["processes"]:
         cells = [row["arm"], str(row["processes"]), *_cells(row["estimated"], row["stepping"])]
         cells += _cells(row["estimated_wire"], row["wire"]) if row["processes"] > 1 else ["0", "", ""]
         lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "Bytes saved for backward, in MiB:", ""]
-    lines += ["| model | precision | activation checkpointing | estimated | measured | ratio |", "|---|---|---|---:|---:|---:|"]
+    lines += [
+        "| model | precision | activation checkpointing | estimated | measured | ratio |",
+        "|---|---|---|---:|---:|---:|",
+    ]
     for row in found["activations"]:
-        cells = [row["model"], row["precision"], "yes" if row["checkpointing"] else "no", *_cells(row["estimated"], row["measured"])]
+        cells = [
+            row["model"],
+            row["precision"],
+            "yes" if row["checkpointing"] else "no",
+            *_cells(row["estimated"], row["measured"]),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "`fsdp`, simulated: the plugin's code in one process, on torch's process group `fake`. Sizes in MiB:", ""]
+    lines += [
+        "",
+        "`fsdp`, simulated: the plugin's code in one process, on torch's process group `fake`. Sizes in MiB:",
+        "",
+    ]
     lines += ["| processes | part | estimated | of torch | ratio |", "|---:|---|---:|---:|---:|"]
     for row in found["simulated"]:
-        lines.append(f"| {' | '.join([str(row['processes']), row['part'], *_cells(row['estimated'], row['measured'])])} |")
+        lines.append(
+            f"| {' | '.join([str(row['processes']), row['part'], *_cells(row['estimated'], row['measured'])])} |"
+        )
     return "\n".join(lines)
 
 

@@ -3,16 +3,18 @@
     python benchmarks/scaling.py                     # under ten minutes on two cores
     python benchmarks/scaling.py --only plugins --repeats 5
 
-* length, batch: an encoder with two layers of width 128, trained from scratch on token ids of one length, with the plugins in ``PLUGINS``.
-  The figures are samples/s of one epoch after a warm-up epoch, and peak resident memory minus the memory before the model was built.
-* data: texts of about 20 words in a generated parquet file, through a recipe with ``token-cache``. The figures are the seconds until the
-  first step, and the growth of resident memory from the process's start to that step. Both include the import of libraries. The first start
-  reads and tokenizes the file. The second maps the token ids that the first has cached.
-* plugins: observers with four hooks that do nothing, with a model of one layer, on one thread. The figure is microseconds per step, from
-  the difference between a run of 2N steps and a run of N steps.
+* length, batch: an encoder with two layers of width 128, trained from scratch on token ids of one length, with the
+  plugins in ``PLUGINS``. The figures are samples/s of one epoch after a warm-up epoch, and peak resident memory minus
+  the memory before the model was built.
+* data: texts of about 20 words in a generated parquet file, through a recipe with ``token-cache``. The figures are the
+  seconds until the first step, and the growth of resident memory from the process's start to that step. Both include
+  the import of libraries. The first start reads and tokenizes the file. The second maps the token ids that the first
+  has cached.
+* plugins: observers with four hooks that do nothing, with a model of one layer, on one thread. The figure is
+  microseconds per step, from the difference between a run of 2N steps and a run of N steps.
 
-Every point is a fresh process. Rounds alternate between ascending and descending order of the points. The figures are medians over the
-rounds.
+Every point is a fresh process. Rounds alternate between ascending and descending order of the points. The figures are
+medians over the rounds.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from _measure import RESULTS, load, machine, memory, rounds, show_machine, spawn
 PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "fused-optimizer", "fast-dropout", "allocator"]
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 VOCABULARY, SAMPLES, STEPS = 2000, 240, 400
-MODEL = {"model_type": "distilbert", "dim": 128, "n_layers": 2, "n_heads": 4, "hidden_dim": 512, "max_position_embeddings": 512}
+MODEL = {
+    "model_type": "distilbert",
+    "dim": 128,
+    "n_layers": 2,
+    "n_heads": 4,
+    "hidden_dim": 512,
+    "max_position_embeddings": 512,
+}
 POINTS = {
     "length": [64, 128, 256, 384, 512],
     "batch": [4, 8, 12, 24, 48],
@@ -69,7 +78,13 @@ def train_ids(length: int, batch: int, folder: Path) -> dict[str, Any]:
     kind, rest = MODEL["model_type"], {key: value for key, value in MODEL.items() if key != "model_type"}
     model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, vocab_size=VOCABULARY, **rest))
     times = Times()
-    settings: dict[str, Any] = {"epochs": 2, "batch_size": batch, "save_every": None, "device": "cpu", "output": folder / "run"}
+    settings: dict[str, Any] = {
+        "epochs": 2,
+        "batch_size": batch,
+        "save_every": None,
+        "device": "cpu",
+        "output": folder / "run",
+    }
     Trainer(model, data, plugins=[*PLUGINS, *QUIET, times], **settings).fit()
     return {"samples_per_second": SAMPLES / (times.epochs[3] - times.epochs[2]), "bytes": memory("VmHWM") - before}
 
@@ -94,7 +109,9 @@ def data(value: int, folder: Path) -> dict[str, Any]:
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *words])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(folder / "tokenizer")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]").save_pretrained(
+        folder / "tokenizer"
+    )
     schema = pyarrow.schema({"text": pyarrow.string(), "label": pyarrow.int64()})
     with parquet.ParquetWriter(file, schema) as writer:
         for start in range(0, value, 10_000):
@@ -168,15 +185,28 @@ def plugins(value: int, folder: Path) -> dict[str, Any]:
         torch.manual_seed(0)
         rows = torch.utils.data.TensorDataset(torch.randn(8 * steps, 64), torch.arange(8 * steps) % 10)
         observers = [type("Observer", (Observer,), {"name": f"observer{index}"})() for index in range(value)]
-        settings: dict[str, Any] = {"epochs": 1, "batch_size": 8, "save_every": None, "device": "cpu", "output": folder / "run"}
-        trainer = Trainer(nn.Linear(64, 10), rows, plugins=[*QUIET, *observers], loss=nn.functional.cross_entropy, **settings)
+        settings: dict[str, Any] = {
+            "epochs": 1,
+            "batch_size": 8,
+            "save_every": None,
+            "device": "cpu",
+            "output": folder / "run",
+        }
+        trainer = Trainer(
+            nn.Linear(64, 10), rows, plugins=[*QUIET, *observers], loss=nn.functional.cross_entropy, **settings
+        )
         return float(trainer.fit()["train_seconds"])
 
     seconds(STEPS)
     return {"us_per_step": statistics.median((seconds(2 * STEPS) - seconds(STEPS)) / STEPS * 1e6 for _ in range(5))}
 
 
-STUDIES: dict[str, Callable[[int, Path], dict[str, Any]]] = {"length": length, "batch": batch, "data": data, "plugins": plugins}
+STUDIES: dict[str, Callable[[int, Path], dict[str, Any]]] = {
+    "length": length,
+    "batch": batch,
+    "data": data,
+    "plugins": plugins,
+}
 HEADS = {
     "length": ["tokens", "samples/s", "MiB"],
     "batch": ["samples per step", "samples/s", "MiB"],
@@ -200,7 +230,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(STUDIES), default=list(STUDIES), help="all by default")
     parser.add_argument("--repeats", type=int, default=2, help="rounds (default 2; one for a million rows)")
     parser.add_argument("--most", type=int, help="leave out the points above this, to try the script")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
     parser.add_argument("--point", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.point:
@@ -214,7 +246,11 @@ def main() -> None:
         for number, name in rounds([str(value) for value in values], options.repeats):
             if number and int(name) >= 1_000_000:
                 continue
-            found = spawn([__file__, "--point", study, name], environment) | {"study": study, "value": int(name), "round": number}
+            found = spawn([__file__, "--point", study, name], environment) | {
+                "study": study,
+                "value": int(name),
+                "round": number,
+            }
             raw.append(found)
             print({key: value for key, value in found.items() if key != "foreign_cores"}, flush=True)
         medians[study] = {
@@ -229,7 +265,8 @@ def main() -> None:
     results = {"machine": facts, "plugins": PLUGINS, "seconds": time.perf_counter() - started, "load": load(raw)}
     print(write("scaling", results | {"medians": medians, "raw": raw}, options.results))
     shown = [
-        f"### {study}\n\n" + table(HEADS[study], [row(study, value, one, next(iter(found.values()))) for value, one in found.items()], 0)
+        f"### {study}\n\n"
+        + table(HEADS[study], [row(study, value, one, next(iter(found.values()))) for value, one in found.items()], 0)
         for study, found in medians.items()
     ]
     print("\n\n".join(shown))

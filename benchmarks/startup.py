@@ -2,15 +2,16 @@
 
     python benchmarks/startup.py                 # about three minutes on two cores
 
-* commands: the list of commands, `fastloop plan quickstart`, and `fastloop train quickstart` until its first step is done, without and with
-  the plugin `auto`. A plugin in a file ends the process after that step.
+* commands: the list of commands, `fastloop plan quickstart`, and `fastloop train quickstart` until its first step is
+  done, without and with the plugin `auto`. A plugin in a file ends the process after that step.
 * torch: a process that imports torch, and ends.
-* bare script: a script that imports torch and transformers, builds the quickstart's model and an AdamW optimizer, and trains one step on
-  random token ids. It reads no data, trains no tokenizer and evaluates nothing. `fastloop train` does all of that, and collects garbage
-  less often while it imports libraries.
+* bare script: a script that imports torch and transformers, builds the quickstart's model and an AdamW optimizer, and
+  trains one step on random token ids. It reads no data, trains no tokenizer and evaluates nothing. `fastloop train`
+  does all of that, and collects garbage less often while it imports libraries.
 
-Each sample is a fresh process. Rounds alternate between ascending and descending order of the arms, and a first round warms the disk
-cache. Processor time is user and system time of the process. The figures are medians over the rounds, with their range.
+Each sample is a fresh process. Rounds alternate between ascending and descending order of the arms, and a first round
+warms the disk cache. Processor time is user and system time of the process. The figures are medians over the rounds,
+with their range.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=7, help="rounds (default 7)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON; with another folder, docs do not change")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder for the JSON; with another folder, docs do not change"
+    )
     options = parser.parse_args()
     found: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -108,16 +111,21 @@ def report(results: dict[str, Any]) -> str:
     for arm in ARMS:
         own = [row for row in results["samples"] if row["arm"] == arm]
         cells = [[row[kind] for row in own] for kind in ("processor", "wall")]
-        rows.append([arm, *(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in cells)])
+        rows.append(
+            [arm, *(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in cells)]
+        )
     method = (__doc__ or "").partition("\n\n* ")[2]
     return "\n\n".join(
         [
             table(["command", "processor, s", "wall, s"], rows),
             f"{show_machine(results['machine'])} {load(results['samples'])}",
             f"* {method.strip()}",
-            "Two costs of libraries are the largest. An optimizer of torch imports `torch._dynamo` when it is created. transformers reads "
-            "the text of all its model files, twice, and imports `torch.distributed.tensor`, and sympy with it. Where scipy is installed, "
-            "transformers and torchmetrics import it, too. `tests/core/test_startup.py` lists modules that a command must not import.",
+            "Two costs of libraries are the largest. An optimizer of torch imports `torch._dynamo` when it is created. "
+            "transformers reads "
+            "the text of all its model files, twice, and imports `torch.distributed.tensor`, and sympy with it. Where "
+            "scipy is installed, "
+            "transformers and torchmetrics import it, too. `tests/core/test_startup.py` lists modules that a command "
+            "must not import.",
             "Raw figures: `benchmarks/results/startup.json`.",
         ]
     )

@@ -1,10 +1,12 @@
-"""How much Python does a step run? The script counts function calls and bytecode instructions, which other load on the machine does not
-change.
+"""How much Python does a step run?
 
-The arms are those of ``overhead.py``: a model of one layer, a hand-written loop (raw), and fastloop with its default plugins. Then one
-plugin at a time is added (+) or left out (-). The figures are the difference between a run of 2N steps and a run of N steps, divided by N,
-so they exclude the cost of starting a run. They count the main thread only, and no calls of C functions.
-The log reads memory once a second, which adds at most 30 instructions a step if steps are slow.
+The script counts function calls and bytecode instructions, which other load on the machine does not change.
+
+The arms are those of ``overhead.py``: a model of one layer, a hand-written loop (raw), and fastloop with its default
+plugins. Then one plugin at a time is added (+) or left out (-). The figures are the difference between a run of 2N
+steps and a run of N steps, divided by N, so they exclude the cost of starting a run. They count the main thread only,
+and no calls of C functions. The log reads memory once a second, which adds at most 30 instructions a step if steps are
+slow.
 """
 
 from __future__ import annotations
@@ -27,7 +29,16 @@ from _measure import cpu_model, version, write_section
 
 DEFAULTS = ("log", "metric-check", "optimizer-check", "progress")
 """Plugins of every run, which are left out one at a time."""
-ADDED = ("lr-scheduler", "ema", "nan-guard", "fused-optimizer", "sample-audit", "watchdog", "tensorboard", "device-prefetch")
+ADDED = (
+    "lr-scheduler",
+    "ema",
+    "nan-guard",
+    "fused-optimizer",
+    "sample-audit",
+    "watchdog",
+    "tensorboard",
+    "device-prefetch",
+)
 """Plugins that are added one at a time."""
 Run = Callable[[int, str], float]
 
@@ -67,7 +78,8 @@ def count_instructions(run: Run, steps: int) -> int:
 
 
 def per_step(count: Callable[[Run, int], int], run: Run, steps: int) -> float:
-    """The count of one step. ``steps`` is a multiple of ``overhead.LOG_EVERY``, so that log points are counted in proportion."""
+    """The count of one step. ``steps`` is a multiple of ``overhead.LOG_EVERY``, so that log points are counted in
+    proportion."""
     return (count(run, 2 * steps) - count(run, steps)) / steps
 
 
@@ -114,20 +126,30 @@ def main() -> None:
         os.chdir(folder)
         for name, run in arms().items():
             if args.arms is None or name in ("raw", *args.arms):
-                per_step(count_calls, run, 4 * overhead.LOG_EVERY)  # imports and caches; the check of the first 25 steps
+                # imports and caches; the check of the first 25 steps
+                per_step(count_calls, run, 4 * overhead.LOG_EVERY)
                 rows[name] = {"calls": per_step(count_calls, run, args.steps)}
                 if not args.no_instructions:
                     rows[name]["instructions"] = per_step(count_instructions, run, args.steps)
     raw = rows["raw"]
-    lines = ["| arm | Python calls a step | over raw | instructions a step | over raw |", "| --- | ---: | ---: | ---: | ---: |"]
+    lines = [
+        "| arm | Python calls a step | over raw | instructions a step | over raw |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for name, row in rows.items():
-        cells = [f"{row[key]:.0f} | {row[key] - raw[key]:+.0f}" if key in row else " | " for key in ("calls", "instructions")]
+        cells = [
+            f"{row[key]:.0f} | {row[key] - raw[key]:+.0f}" if key in row else " | " for key in ("calls", "instructions")
+        ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    versions = {"python": sys.version.split()[0]} | {package: version(package) for package in ("torch", "accelerate", "fastloop-train")}
+    versions = {"python": sys.version.split()[0]} | {
+        package: version(package) for package in ("torch", "accelerate", "fastloop-train")
+    }
     table = "\n".join(lines)
     print(table)
     if target:
-        target.write_text(json.dumps({"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}, indent=1))
+        target.write_text(
+            json.dumps({"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}, indent=1)
+        )
     if args.docs:
         facts = ", ".join(f"{name} {value}" for name, value in versions.items())
         write_section("Python of a step", f"{__doc__.strip()}\n\n{table}\n\n{facts}.")

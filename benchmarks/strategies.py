@@ -1,20 +1,26 @@
-"""Measures the effect of strategies on losses, memory and network traffic with 1, 2 and 4 CPU processes. It measures no times.
+"""Measures the effect of strategies on losses, memory and network traffic with 1, 2 and 4 CPU processes.
 
-    python benchmarks/strategies.py            # about ten minutes on two cores; writes docs/strategies.md and results/strategies.json
+It measures no times.
 
-The work: a transformer of 6.8M parameters (six blocks of width 256, 8,000 words) on generated token ids, fp32, AdamW, no dropout. It trains
-30 optimizer steps of 16 sequences of 32 tokens, clipped at norm 1. Every arm is a fresh set of processes.
+    python benchmarks/strategies.py            # ten minutes; writes docs/strategies.md, results/strategies.json
+
+The work: a transformer of 6.8M parameters (six blocks of width 256, 8,000 words) on generated token ids, fp32, AdamW,
+no dropout. It trains 30 optimizer steps of 16 sequences of 32 tokens, clipped at norm 1. Every arm is a fresh set of
+processes.
 
 * Loss curves: the largest relative difference of any step's loss from the single process's.
-* Memory: the bytes of a process's distinct tensor storages. They are counted between two steps (weights, optimizer state, and a strategy's
-  own copies) and, with gradients, just before the optimizer steps. The figure is the largest over the processes. The column beside it is
-  computed from 16 bytes per parameter (fp32 weights 4, gradients 4, Adam's two moments 8). A strategy shards a part of them: Rajbhandari et
-  al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, sections 3 and 5.
-* Network traffic: the bytes that the loopback interface carried over 10 steps, divided by steps and processes. They include headers, norms
-  and the loop's own exchange of requests. The column beside it is the minimum of the method with ring algorithms. This is 2(n-1)/n of the
-  gradients to average them, or 3(n-1)/n if weights are gathered twice and gradients reduced once. Nothing else may use loopback; run the
-  script, for example, as ``unshare --net sh -c 'ip link set lo up; python benchmarks/strategies.py'``.
-* `ddp-bf16` is `ddp` with `compress: bf16`, and `hsdp` is `fsdp` with `shard_within: 2`: two groups, each with a sharded copy of the model.
+* Memory: the bytes of a process's distinct tensor storages. They are counted between two steps (weights, optimizer
+  state, and a strategy's own copies) and, with gradients, just before the optimizer steps. The figure is the largest
+  over the processes. The column beside it is computed from 16 bytes per parameter (fp32 weights 4, gradients 4, Adam's
+  two moments 8). A strategy shards a part of them: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training
+  Trillion Parameter Models", 2020, sections 3 and 5.
+* Network traffic: the bytes that the loopback interface carried over 10 steps, divided by steps and processes. They
+  include headers, norms and the loop's own exchange of requests. The column beside it is the minimum of the method with
+  ring algorithms. This is 2(n-1)/n of the gradients to average them, or 3(n-1)/n if weights are gathered twice and
+  gradients reduced once. Nothing else may use loopback; run the script, for example, as
+  ``unshare --net sh -c 'ip link set lo up; python benchmarks/strategies.py'``.
+* `ddp-bf16` is `ddp` with `compress: bf16`, and `hsdp` is `fsdp` with `shard_within: 2`: two groups, each with a
+  sharded copy of the model.
 """
 
 from __future__ import annotations
@@ -42,7 +48,17 @@ ARMS: dict[str, Any] = {
     "hsdp": {"fsdp": {"shard_within": 2}},
     **ZERO,
 }
-SHARDED = {"plain": 0, "ddp": 0, "ddp-bf16": 0, "fsdp": 16, "hsdp": 16, "zero-0": 0, "zero-1": 8, "zero-2": 12, "zero-3": 16}
+SHARDED = {
+    "plain": 0,
+    "ddp": 0,
+    "ddp-bf16": 0,
+    "fsdp": 16,
+    "hsdp": 16,
+    "zero-0": 0,
+    "zero-1": 8,
+    "zero-2": 12,
+    "zero-3": 16,
+}
 """Bytes for each parameter, out of 16, that are divided by the number of processes; with hsdp, by 2."""
 TRIPS = {"plain": 0, "ddp": 2, "ddp-bf16": 1, "fsdp": 3, "zero-0": 2, "zero-1": 2, "zero-2": 2, "zero-3": 3}
 """Minimum traffic of a process in a step, in units of (n-1)/n of the parameters' bytes."""
@@ -157,7 +173,9 @@ def loopback_bytes() -> int:
 def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
     """Run an arm on a number of processes."""
     output = folder / f"{name}-{processes}.json"
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if name in ARMS else []
+    command = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)] if name in ARMS else []
+    )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command, __file__, "--arm", name, "--output", str(output)],
@@ -174,28 +192,31 @@ def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
 READING = """
 Notes:
 
-* The memory of `fsdp` equals the computed value. Its traffic is above the minimum, because gloo has no reduce-scatter and torch all-reduces
-  instead. NCCL has a reduce-scatter.
-* `hsdp` shards over two processes instead of four, so it holds twice as much. Only gradients pass between
-  the groups. With a group for each of r machines, a process sends 2(r-1)/r of its shard of the gradients over the network.
+* The memory of `fsdp` equals the computed value. Its traffic is above the minimum, because gloo has no reduce-scatter
+  and torch all-reduces instead. NCCL has a reduce-scatter.
+* `hsdp` shards over two processes instead of four, so it holds twice as much. Only gradients pass between the groups.
+  With a group for each of r machines, a process sends 2(r-1)/r of its shard of the gradients over the network.
 * `ddp-bf16` all-reduces half the bytes, and its losses differ by rounding in bf16.
 * `ddp` keeps its gradients between steps: they are views of the buckets that are exchanged (`gradient_as_bucket_view`).
-* `deepspeed` on gloo sums gradients by all-reduce in stages 1 and 2 and then gathers the weights: 3(n-1)/n instead of 2(n-1)/n. In fp32
-  it keeps a flat copy of the process's weights beside them, and in stage 3 a gradient bucket, which is as large as this small model.
+* `deepspeed` on gloo sums gradients by all-reduce in stages 1 and 2 and then gathers the weights: 3(n-1)/n instead of
+  2(n-1)/n. In fp32 it keeps a flat copy of the process's weights beside them, and in stage 3 a gradient bucket, which
+  is as large as this small model.
 
 ## Layers that are not used in each step
 
-A router, a head for each task, or layers left out at random: in one step, processes use different layers, and some layers are used by none.
-`fsdp` and `deepspeed` then compute what one process computes, like `ddp` with `find_unused_parameters: true`:
+A router, a head for each task, or layers left out at random: in one step, processes use different layers, and some
+layers are used by none. `fsdp` and `deepspeed` then compute what one process computes, like `ddp` with
+`find_unused_parameters: true`:
 
 * A process that did not use a weight adds a zero gradient, and all processes reduce gradients in the same order.
-* A weight that no process used in a step keeps its value and its optimizer state. The reduction of the step's loss carries a flag of each
-  weight, so no step waits for another exchange.
-* `fsdp` and ZeRO stage 3 gather weights module by module. In the first forward pass, processes agree on the order of the modules. Later, a
-  process that leaves a module out calls it with an empty forward, in its place.
+* A weight that no process used in a step keeps its value and its optimizer state. The reduction of the step's loss
+  carries a flag of each weight, so no step waits for another exchange.
+* `fsdp` and ZeRO stage 3 gather weights module by module. In the first forward pass, processes agree on the order of
+  the modules. Later, a process that leaves a module out calls it with an empty forward, in its place.
 
-Calling a module where no process did in the first pass is an error with the module's name. Stage 3 with activation checkpointing also
-refuses to leave a module out: backward gathers its weights once more. For such models, use `ddp`, or stage 2.
+Calling a module where no process did in the first pass is an error with the module's name. Stage 3 with activation
+checkpointing also refuses to leave a module out: backward gathers its weights once more. For such models, use `ddp`, or
+stage 2.
 
 The largest difference of any weight from one process, after 16 steps of AdamW on two processes in fp32
 (`tests/plugins/strategies/test_unused_parameters.py` holds it below 1e-6):
@@ -231,8 +252,8 @@ longest difference between processes, such as the time in which the main process
 
 ## Open ports
 
-The processes of a group meet at a store, a key-value server, and then connect to each other. Neither asks who connects: a stranger who
-reaches the store can write to it. `tests/security/test_network.py` lists the ports of real runs.
+The processes of a group meet at a store, a key-value server, and then connect to each other. Neither asks who connects:
+a stranger who reaches the store can write to it. `tests/security/test_network.py` lists the ports of real runs.
 
 | started with | who reaches the store and gloo's ports |
 |---|---|
@@ -244,12 +265,13 @@ reaches the store can write to it. `tests/security/test_network.py` lists the po
 Between machines, let a firewall accept connections from the other machines of the run only. It must let these pass:
 
 * the port of `--master`, or of `--rdzv-endpoint`, on machine 0;
-* every port above 1023 between the machines: gloo and NCCL choose free ones. `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` name the
-  interface, which is best one of a private network.
+* every port above 1023 between the machines: gloo and NCCL choose free ones. `GLOO_SOCKET_IFNAME` and
+  `NCCL_SOCKET_IFNAME` name the interface, which is best one of a private network.
 
-DeepSpeed uses the same store and links, and opens no port of its own. On one machine with GPUs, `NCCL_SOCKET_IFNAME=lo` keeps NCCL on
-loopback. Other users of the same machine reach loopback: run on a shared machine only with users whom you trust.
-"""
+DeepSpeed uses the same store and links, and opens no port of its own. On one machine with GPUs, `NCCL_SOCKET_IFNAME=lo`
+keeps NCCL on loopback. Other users of the same machine reach loopback: run on a shared machine only with users whom you
+trust.
+"""  # noqa: E501
 
 
 def report(rows: list[dict[str, Any]], parameters: int) -> str:
@@ -259,26 +281,38 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
     lines = [
         "# Strategies: numbers, memory and traffic",
         "",
-        f"Generated by `python benchmarks/strategies.py` on {platform.machine()}, torch {importlib.metadata.version('torch')}, "
+        f"Generated by `python benchmarks/strategies.py` on {platform.machine()}, torch "
+        f"{importlib.metadata.version('torch')}, "
         f"deepspeed {importlib.metadata.version('deepspeed')}, gloo on CPU; {parameters:,} parameters in fp32.",
         "",
         (__doc__ or "").partition("results/strategies.json\n\n")[2].strip(),
         "",
-        "Memory is in MiB per process; `16 B` is the computed value. `wire` is the MiB that one process sends per step.",
+        "Memory is in MiB per process; `16 B` is the computed value. `wire` is the MiB that one process sends "
+        "per step.",
         "",
-        "| strategy | processes | largest loss difference | between steps | 16 B | with gradients | 16 B | wire | least | times |",
+        "| strategy | processes | largest loss difference | between steps | 16 B | with gradients | 16 B | wire | "
+        "least | times |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
         arm, n = row["arm"], row["processes"]
-        difference = max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row["losses"], plain["losses"], strict=True))
+        difference = max(
+            abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row["losses"], plain["losses"], strict=True)
+        )
         shards = 2 if arm == "hsdp" else n
         gradients = 4 / shards if SHARDED[arm] >= 12 else 4
         everything = (16 - SHARDED[arm] + SHARDED[arm] / shards) * parameters / mega
-        trips = 3 / 2 + 2 * (n / 2 - 1) / (n / 2) / 2 if arm == "hsdp" else TRIPS[arm] * (n - 1) / n  # within a group, and between groups
+        # within a group, and between groups
+        trips = 3 / 2 + 2 * (n / 2 - 1) / (n / 2) / 2 if arm == "hsdp" else TRIPS[arm] * (n - 1) / n
         least = trips * 4 * parameters / mega
         wire = row["wire"] / mega
-        facts = [arm, n, f"{difference:.1e}", f"{row['between'] / mega:.1f}", f"{everything - gradients * parameters / mega:.1f}"]
+        facts = [
+            arm,
+            n,
+            f"{difference:.1e}",
+            f"{row['between'] / mega:.1f}",
+            f"{everything - gradients * parameters / mega:.1f}",
+        ]
         facts += [
             f"{row['stepping'] / mega:.1f}",
             f"{everything:.1f}",
@@ -301,13 +335,18 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, processes in [("plain", 1), *((name, count) for count in (2, 4) for name in ARMS if (name, count) != ("hsdp", 2))]:
+        for name, processes in [
+            ("plain", 1),
+            *((name, count) for count in (2, 4) for name in ARMS if (name, count) != ("hsdp", 2)),
+        ]:
             rows.append(start(name, processes, Path(folder)))
             print(name, processes, {key: value for key, value in rows[-1].items() if key != "losses"}, flush=True)
     block = 2 * 2 * WIDTH + 4 * (WIDTH * WIDTH + WIDTH) + 2 * 4 * WIDTH * WIDTH + 5 * WIDTH
     parameters = WORDS * WIDTH + LENGTH * WIDTH + BLOCKS * block + 4 * WIDTH + 4
     here = Path(__file__).parent
-    (here / "results" / "strategies.json").write_text(json.dumps({"parameters": parameters, "rows": rows}, indent=1) + "\n")
+    (here / "results" / "strategies.json").write_text(
+        json.dumps({"parameters": parameters, "rows": rows}, indent=1) + "\n"
+    )
     (here.parent / "docs" / "strategies.md").write_text(report(rows, parameters))
 
 

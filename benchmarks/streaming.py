@@ -2,13 +2,14 @@
 
     python benchmarks/streaming.py                        # 0.5 and 2 GB
     python benchmarks/streaming.py --sizes 0.5 2 8 20     # needs as much disk as the largest; removes it
-    python benchmarks/streaming.py --sizes 20 --kinds rows.parquet --minutes 20     # adds one row; the other rows of the table stay
+    python benchmarks/streaming.py --sizes 20 --kinds rows.parquet --minutes 20     # adds one row to the table
 
-Generates shards of 250 MB, and reads each size once in a fresh process, without training and without data workers. With ``--minutes``, a
-pass stops after that time: row groups of all files are shuffled, so it has then read a part of the rows of every file. ``rows`` is
-``text-classification`` on rows of 10,000 characters. They are truncated to 4 tokens, so that reading takes most of the time. ``blocks`` is
-``causal-lm`` with ``data.blocks``, which tokenizes every character twice: once at the start to count tokens, and once to read. Memory is
-that of the process, as Linux counts it: its peak, and the growth of its resident memory after the first 50,000 samples (0.5 GB of rows).
+Generates shards of 250 MB, and reads each size once in a fresh process, without training and without data workers. With
+``--minutes``, a pass stops after that time: row groups of all files are shuffled, so it has then read a part of the
+rows of every file. ``rows`` is ``text-classification`` on rows of 10,000 characters. They are truncated to 4 tokens, so
+that reading takes most of the time. ``blocks`` is ``causal-lm`` with ``data.blocks``, which tokenizes every character
+twice: once at the start to count tokens, and once to read. Memory is that of the process, as Linux counts it: its peak,
+and the growth of its resident memory after the first 50,000 samples (0.5 GB of rows).
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ def write_shards(folder: Path, rows: int, suffix: str) -> None:
         tables = []
         for _ in range(first, min(first + SHARD, rows), GROUP):
             starts = draw.integers(0, len(base) - ROW, GROUP)
-            tables.append({"text": [base[start : start + ROW] for start in starts], "label": [NAMES[start % 2] for start in starts]})
+            tables.append(
+                {
+                    "text": [base[start : start + ROW] for start in starts],
+                    "label": [NAMES[start % 2] for start in starts],
+                }
+            )
         if suffix == ".parquet":
             with parquet.ParquetWriter(path, schema, use_dictionary=False, compression="none") as file:
                 for table in tables:
@@ -64,7 +70,9 @@ def write_shards(folder: Path, rows: int, suffix: str) -> None:
             continue
         with path.open("w") as lines:
             for table in tables:
-                lines.writelines(json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in zip(*table.values(), strict=True))
+                lines.writelines(
+                    json.dumps(dict(zip(table, row, strict=True))) + "\n" for row in zip(*table.values(), strict=True)
+                )
 
 
 def measure(kind: str, minutes: float, paths: list[str]) -> dict[str, Any]:
@@ -88,16 +96,39 @@ def measure(kind: str, minutes: float, paths: list[str]) -> dict[str, Any]:
         if time.perf_counter() - built > 60 * minutes:
             break
     end, used = time.perf_counter(), time.process_time() - cpu
-    sizes = {"samples": samples, "rows": len(run.datasets["train"]), "bytes": sum(Path(path).stat().st_size for path in paths)}
+    sizes = {
+        "samples": samples,
+        "rows": len(run.datasets["train"]),
+        "bytes": sum(Path(path).stat().st_size for path in paths),
+    }
     growth = {} if first is None else {"growth": memory("VmRSS") - first}
-    return {"kind": kind, **sizes, "startup": built - start, "seconds": end - built, "cpu": used, "peak": memory("VmHWM"), **growth}
+    return {
+        "kind": kind,
+        **sizes,
+        "startup": built - start,
+        "seconds": end - built,
+        "cpu": used,
+        "peak": memory("VmHWM"),
+        **growth,
+    }
 
 
 def report(found: list[dict[str, Any]], facts: str) -> str:
     """The results in markdown."""
     from _measure import table
 
-    head = ["files", "GB", "GB read", "samples read", "peak MiB", "growth, MiB", "start, s", "MB/s", "samples/s", "MB per CPU second"]
+    head = [
+        "files",
+        "GB",
+        "GB read",
+        "samples read",
+        "peak MiB",
+        "growth, MiB",
+        "start, s",
+        "MB/s",
+        "samples/s",
+        "MB per CPU second",
+    ]
     rows = []
     for row in found:
         read = row["bytes"] * row["samples"] / row.get("rows", row["samples"])
@@ -106,7 +137,10 @@ def report(found: list[dict[str, Any]], facts: str) -> str:
         growth = f"{row['growth'] / 2**20:.0f}" if "growth" in row else "-"
         rows.append([f"`{row['kind']}`", *sizes, growth, f"{row['startup']:.1f}", *(f"{value:.0f}" for value in speed)])
     most = max(row["bytes"] for row in found) / 1e9
-    lines = [f"Written by `python benchmarks/streaming.py`, which describes how it measures; the largest size here is {most:.1f} GB."]
+    lines = [
+        "Written by `python benchmarks/streaming.py`, which describes how it measures; the largest size here is "
+        f"{most:.1f} GB."
+    ]
     if any(row["samples"] < row.get("rows", 0) for row in found):
         lines.append("The passes that read fewer GB than their files have were ended by `--minutes`.")
     lines += [
@@ -125,7 +159,13 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--sizes", type=float, nargs="+", default=[0.5, 2.0], help="GB of each pass")
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), help="kinds to measure; the results of others stay")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        choices=list(KINDS),
+        default=list(KINDS),
+        help="kinds to measure; the results of others stay",
+    )
     parser.add_argument("--minutes", type=float, default=math.inf, help="end a pass after this time")
     parser.add_argument("--measure", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -154,7 +194,9 @@ def main() -> None:
     found.sort(key=lambda row: (list(KINDS).index(row["kind"]), row["bytes"]))
     facts = machine("torch", "transformers", "tokenizers", "pyarrow")
     write("streaming", {"machine": facts, "rows": found})
-    write_section("Memory and speed", report(found, f"{show_machine(facts)} {load(found)}"), HERE.parent / "docs" / "streaming.md")
+    write_section(
+        "Memory and speed", report(found, f"{show_machine(facts)} {load(found)}"), HERE.parent / "docs" / "streaming.md"
+    )
 
 
 if __name__ == "__main__":

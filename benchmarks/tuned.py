@@ -4,12 +4,13 @@
     python benchmarks/tuned.py                   # about twelve minutes on two cores
 
 Protocol
-* The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, truncated at 512 tokens. The given recipe is fp32, with all
-  reviews padded to 512.
+* The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, truncated at 512 tokens. The given recipe is
+  fp32, with all reviews padded to 512.
 * `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` runs as for users.
-* The speedup of an edit that was made at once with others is that over the recipe without it. Its estimate is for the given recipe.
-* Its result and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five interleaved pairs of
-  fresh processes.
+* The speedup of an edit that was made at once with others is that over the recipe without it. Its estimate is for the
+  given recipe.
+* Its result and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five
+  interleaved pairs of fresh processes.
 """
 
 from __future__ import annotations
@@ -33,13 +34,31 @@ PAIRS = 5
 def work(data: Path) -> list[str]:
     """Overrides for both recipes."""
     files = [f"data.files.{split}={data / f'{split}.parquet'}" for split in ("train", "validation", "test")]
-    return [f"model.name={minilm()}", "data.name=null", *files, "data.limit.train=2000", "data.limit.validation=12", "data.limit.test=12"]
+    return [
+        f"model.name={minilm()}",
+        "data.name=null",
+        *files,
+        "data.limit.train=2000",
+        "data.limit.validation=12",
+        "data.limit.test=12",
+    ]
 
 
 def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
     """Run the search, which writes ``target``; returns its report."""
     recipe = str(ROOT / "recipes" / "distilbert_imdb_baseline.yaml")
-    command = [sys.executable, "-m", "fastloop", "tune", recipe, *work(data), "--budget", budget, "--output", str(target)]
+    command = [
+        sys.executable,
+        "-m",
+        "fastloop",
+        "tune",
+        recipe,
+        *work(data),
+        "--budget",
+        budget,
+        "--output",
+        str(target),
+    ]
     if subprocess.run(command, check=False).returncode:
         sys.exit("fastloop tune failed")
     found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
@@ -68,9 +87,16 @@ def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
 def main() -> None:
     """Tune, compare, report."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with train.parquet and so on")
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=ROOT.parent / "shared" / "data" / "imdb",
+        help="folder with train.parquet and so on",
+    )
     parser.add_argument("--budget", default="10m", help="time budget of the search (default 10m)")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON; with another folder, docs do not change")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="folder for the JSON; with another folder, docs do not change"
+    )
     options = parser.parse_args()
     facts = machine("torch", "transformers", "fastloop-train")
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +121,9 @@ def report(results: dict[str, Any]) -> str:
     for trial in (*together, *report["trials"]):
         estimate = f"{trial['estimate']:.2f}" if trial["estimate"] else ""
         measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"] or "with the others"
-        rows.append([f"`{trial['edit']}`", trial["numerics"], estimate, measured, "kept" if trial["kept"] else "not kept"])
+        rows.append(
+            [f"`{trial['edit']}`", trial["numerics"], estimate, measured, "kept" if trial["kept"] else "not kept"]
+        )
     check = report["check"]
     held = check["numerics"]
     return "\n\n".join(

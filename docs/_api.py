@@ -94,8 +94,8 @@ RULES: dict[type, dict[str, str]] = {
     },
     Loaders: {"": "no", "set_datasets()": LIFECYCLE, "build()": LIFECYCLE, "close()": LIFECYCLE},
 }
-"""Class -> whether a plugin may change an attribute or call a method; ``""`` is the rule of the other attributes. It may call the other
-methods."""
+"""Class -> whether a plugin may change an attribute or call a method; ``""`` is the rule of the other attributes. It
+may call the other methods."""
 
 
 @dataclass
@@ -109,11 +109,18 @@ class Member:
 
 def api_reference() -> str:
     """Every class of the page."""
-    text = ["Contents: " + ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in RULES) + ", [run.hooks](#runhooks).\n"]
+    text = [
+        "Contents: "
+        + ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in RULES)
+        + ", [run.hooks](#runhooks).\n"
+    ]
     for cls, rules in RULES.items():
         found = members(cls)
         if unknown := {name for name in rules if name} - {member.name for member in found}:
-            sys.exit(f"docs/_api.py: RULES[{cls.__name__}] names {', '.join(sorted(unknown))}, which the class does not have.")
+            sys.exit(
+                f"docs/_api.py: RULES[{cls.__name__}] names {', '.join(sorted(unknown))}, which the class does "
+                "not have."
+            )
         attributes = [member for member in found if not member.name.endswith("()")]
         methods = [member for member in found if member.name.endswith("()")]
         text += [f"## {cls.__name__}\n", f"`from {importable(cls)} import {cls.__name__}`. {introduction(cls)}\n"]
@@ -129,7 +136,10 @@ def api_reference() -> str:
 def row(cls: type, member: Member, rule: str) -> tuple[str, ...]:
     """A row of a table."""
     if not member.meaning:
-        sys.exit(f"docs/_api.py: {cls.__module__}.{cls.__name__}.{member.name} has no meaning. Describe it in the class's docstring.")
+        sys.exit(
+            f"docs/_api.py: {cls.__module__}.{cls.__name__}.{member.name} has no meaning. Describe it in the class's "
+            "docstring."
+        )
     since = SINCE.get(f"{cls.__name__}.{member.name}", FIRST)
     return f"`{member.name}`", f"`{member.type}`", member.meaning, rule, since
 
@@ -149,7 +159,11 @@ def introduction(cls: type) -> str:
 def prose(doc: str) -> str:
     """The text of a docstring in one line, without arguments, with the errors that it raises."""
     parts = re.split(r"(?m)^(Args|Attributes|Returns|Raises|Yields):\n", doc)
-    raised = "".join(f" Raises {' '.join(text.split())}" for title, text in zip(parts[1::2], parts[2::2], strict=True) if title == "Raises")
+    raised = "".join(
+        f" Raises {' '.join(text.split())}"
+        for title, text in zip(parts[1::2], parts[2::2], strict=True)
+        if title == "Raises"
+    )
     return (" ".join(parts[0].split()) + raised).strip()
 
 
@@ -166,7 +180,11 @@ def members(cls: type) -> list[Member]:
     assert isinstance(tree, ast.ClassDef)
     meanings, types, methods = described(cls), {}, []
     for node, following in zip(tree.body, [*tree.body[1:], None], strict=True):
-        doc = following.value.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else ""
+        doc = (
+            following.value.value
+            if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            else ""
+        )
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             types[node.target.id] = re.sub(r"^ClassVar\[(.*)\]$", r"\1", ast.unparse(node.annotation))
             meanings.setdefault(node.target.id, prose(str(doc)))
@@ -196,7 +214,8 @@ def signature(node: ast.FunctionDef) -> str:
 
 
 def assigned(cls: type, init: ast.FunctionDef, known: dict[str, str]) -> dict[str, str]:
-    """Attribute -> type: the known ones, and those that ``__init__`` assigns, annotated or from an argument or an object of a class."""
+    """Attribute -> type: the known ones, and those that ``__init__`` assigns, annotated or from an argument or an
+    object of a class."""
     arguments = {argument.arg: ast.unparse(argument.annotation) for argument in init.args.args if argument.annotation}
     types = dict(known)
     for node in ast.walk(init):
@@ -230,7 +249,10 @@ def type_of(cls: type, value: ast.expr, arguments: dict[str, str]) -> str:
             found: Any = getattr(vars(sys.modules[cls.__module__])[arguments[owner]], attribute)
             getter = found.func if isinstance(found, cached_property) else found.fget
             return str(inspect.signature(getter).return_annotation)
-    sys.exit(f"docs/_api.py: the type of {ast.unparse(value)!r} in {cls.__module__}.{cls.__name__} is not known. Annotate the attribute.")
+    sys.exit(
+        f"docs/_api.py: the type of {ast.unparse(value)!r} in {cls.__module__}.{cls.__name__} is not known. Annotate "
+        "the attribute."
+    )
 
 
 def run_hooks() -> str:
@@ -240,7 +262,8 @@ def run_hooks() -> str:
         call = f"run.hooks.{name}({', '.join(f'{key}={key}' for key in inspect.signature(spec).parameters)})"
         rows.append((f"[`{name}`](loop.md#{name})", f"`{call}`", f"`{result(name, spec)}`", FIRST))
     about = (
-        "Call a hook on every plugin of the run. Arguments are passed by name. A *first* hook returns the first result that is not None; "
+        "Call a hook on every plugin of the run. Arguments are passed by name. A *first* hook returns the first result "
+        "that is not None; "
         "any other returns a list. A plugin may call a hook of its own (`Plugin.hookspecs`). A task may also call "
         "`compute_loss`. The loop calls the others. [loop.md](loop.md) describes each hook."
     )

@@ -3,7 +3,8 @@
     python docs/_public_api.py            # accept the current API: write tests/core/public_api.txt
     python docs/_public_api.py --check    # write nothing; exit with 1 and the differences
 
-A test compares the file with the code, so a change of the API is a decision. The lines of the run folder come from a short training.
+A test compares the file with the code, so a change of the API is a decision. The lines of the run folder come from a
+short training.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from fastloop.recipe import Train
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
 ACCEPT = (
-    "If the change is intended: run `make api-snapshot` and commit tests/core/public_api.txt, add a line to CHANGELOG.md, and follow "
+    "If the change is intended: run `make api-snapshot` and commit tests/core/public_api.txt, add a line to "
+    "CHANGELOG.md, and follow "
     "docs/stability.md, which states how a name is deprecated before it changes or goes."
 )
 NOTHING = "(none)"
@@ -73,12 +75,15 @@ def hook_lines() -> Iterator[tuple[str, str]]:
 
 
 def python_lines() -> Iterator[tuple[str, str]]:
-    """Exported names of ``fastloop`` and ``fastloop.testing``, and the classes of docs/api.md, with their public members."""
+    """Exported names of ``fastloop`` and ``fastloop.testing``, and the classes of docs/api.md, with their public
+    members."""
     named = {f"fastloop.{name}": getattr(fastloop, name) for name in fastloop.__all__}
     named |= {f"fastloop.testing.{name}": getattr(fastloop.testing, name) for name in fastloop.testing.__all__}
     named |= {f"{cls.__module__}.{cls.__name__}": cls for cls in RULES if cls not in named.values()}
     for name, value in named.items():
-        function = getattr(value, "__wrapped__", None) or getattr(value, "_get_wrapped_function", lambda found=value: found)()
+        function = (
+            getattr(value, "__wrapped__", None) or getattr(value, "_get_wrapped_function", lambda found=value: found)()
+        )
         if inspect.isclass(value):
             yield name, f"class({', '.join(base.__name__ for base in value.__bases__ if base is not object)})"
             constructor = vars(value).get("__init__")
@@ -160,7 +165,9 @@ def run_folder_lines() -> Iterator[tuple[str, str]]:
 def main() -> int:
     """Write the snapshot, or compare it; returns the exit code."""
     parser = argparse.ArgumentParser(description="Write the public API to tests/core/public_api.txt.")
-    parser.add_argument("--check", action="store_true", help="Write nothing; exit with 1 if the API differs from the file.")
+    parser.add_argument(
+        "--check", action="store_true", help="Write nothing; exit with 1 if the API differs from the file."
+    )
     new = current()
     if parser.parse_args().check:
         changes = differences(read(FILE.read_text(encoding="utf-8")), new)

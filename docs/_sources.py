@@ -1,4 +1,6 @@
-"""Write the reference parts of docs/ from the code: `make docs-sources`. They are committed, so that they can be read on a code host.
+"""Write the reference parts of docs/ from the code: `make docs-sources`.
+
+They are committed, so that they can be read on a code host.
 
     python docs/_sources.py            # write
     python docs/_sources.py --check    # write nothing; exit with 1 if a part is out of date
@@ -50,7 +52,10 @@ def ours() -> dict[str, type[Plugin]]:
 
 def option_table(rows: list[OptionInfo]) -> str:
     """The keys of a dataclass."""
-    cells = [(f"`{row.name}`", f"`{row.type}`", "" if row.default == "(required)" else f"`{row.default}`", row.help) for row in rows]
+    cells = [
+        (f"`{row.name}`", f"`{row.type}`", "" if row.default == "(required)" else f"`{row.default}`", row.help)
+        for row in rows
+    ]
     return table("key|type|default|meaning", cells)
 
 
@@ -90,7 +95,9 @@ def all_hooks() -> str:
     for name, spec in hooks().items():
         if name in PHASES:
             text.append(f"## Phase: {PHASES[name]}\n")
-        arguments = ", ".join(f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items())
+        arguments = ", ".join(
+            f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items()
+        )
         answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
         text += [
             f"### `{name}`\n",
@@ -158,7 +165,9 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
 
 def references(names: tuple[str, ...]) -> str:
     """Links to the plugins, or the slots, that another plugin names."""
-    return ", ".join(f"[`{name}`]({name}.md)" if name in ours() else f"the slot `{name.removeprefix('slot:')}`" for name in names)
+    return ", ".join(
+        f"[`{name}`]({name}.md)" if name in ours() else f"the slot `{name.removeprefix('slot:')}`" for name in names
+    )
 
 
 # -- recipes and commands ----------------------------------------------------------------------------------------------
@@ -211,7 +220,11 @@ def commands() -> str:
             default = "" if parameter.default in (None, "", False) else f"`{parameter.default}`"
             rows.append((f"`{argument(parameter)}`", default, parameter.help or ""))
         usage = [argument(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
-        text += [f"## {name}\n", f"    {' '.join([name, '[OPTIONS]', *usage])}\n", f"{inspect.cleandoc(command.help or '')}\n"]
+        text += [
+            f"## {name}\n",
+            f"    {' '.join([name, '[OPTIONS]', *usage])}\n",
+            f"{inspect.cleandoc(command.help or '')}\n",
+        ]
         text.append(table("argument|default|meaning", rows))
     return "\n".join(text)
 
@@ -230,8 +243,11 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def sources() -> dict[Path, str]:
-    """File -> its text as the code has it: the pages that hold a part, those of plugins, and the stub of ``run.hooks``."""
-    pages = {STUB: hook_types()} | {DOCS / "plugins" / f"{name}.md": plugin_page(name, cls) for name, cls in ours().items()}
+    """File -> its text as the code has it: the pages that hold a part, those of plugins, and the stub of
+    ``run.hooks``."""
+    pages = {STUB: hook_types()} | {
+        DOCS / "plugins" / f"{name}.md": plugin_page(name, cls) for name, cls in ours().items()
+    }
     for path in sorted(DOCS.rglob("*.md")):
         text = path.read_text(encoding="utf-8")
         if path not in pages and PART.search(text):
@@ -257,7 +273,9 @@ def main() -> int:
     for path, text in sorted(changes.items()):
         name = path.relative_to(DOCS.parent).as_posix()
         if check:
-            print(f"{name}: differs from the code that it is made from. Run `make docs-sources`, and commit the result.")
+            print(
+                f"{name}: differs from the code that it is made from. Run `make docs-sources`, and commit the result."
+            )
         elif text is None:
             path.unlink()
         else:

@@ -1,4 +1,6 @@
-"""The types of ``run.hooks``: core/fastloop/hook_types.pyi, written from the hook specifications. ``_sources.py`` writes it."""
+"""The types of ``run.hooks``: core/fastloop/hook_types.pyi, written from the hook specifications.
+
+``_sources.py`` writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from fastloop import hookspecs
 from fastloop.hooks import own_implementations
 
 STUB = Path(hookspecs.__file__).with_name("hook_types.pyi")
-WIDTH = 140
+WIDTH = 120
 """Characters of a line, as in ruff's settings."""
 HEAD = '''"""The types of `run.hooks`. Made by `make docs-sources` from hookspecs.py: edit that file."""
 '''
@@ -31,14 +33,19 @@ def specs() -> dict[str, Any]:
 
 def is_implemented(name: str) -> bool:
     """Whether fastloop itself implements a hook, beside its plugins."""
-    functions = [(key, getattr(value, "fastloop_impl", None)) for module in own_implementations() for key, value in vars(module).items()]
+    functions = [
+        (key, getattr(value, "fastloop_impl", None))
+        for module in own_implementations()
+        for key, value in vars(module).items()
+    ]
     return any(marks and not marks["wrapper"] and (marks["specname"] or key) == name for key, marks in functions)
 
 
 def result(name: str, spec: Any) -> str:
     """The type that a call of a hook returns.
 
-    A *first* hook returns None only if fastloop does not implement it. Other hooks return the results that are not None.
+    A *first* hook returns None only if fastloop does not implement it. Other hooks return the results that are not
+    None.
     """
     annotation = str(inspect.signature(spec).return_annotation)
     present = annotation.removesuffix(" | None")
@@ -65,7 +72,11 @@ def imports(used: set[str]) -> Iterator[str]:
     """The imports of hookspecs.py that the stub needs, grouped as ruff sorts them."""
     groups: list[list[str]] = [[], [], []]
     for node in ast.walk(ast.parse(inspect.getsource(hookspecs))):
-        if isinstance(node, ast.ImportFrom) and node.module and (names := sorted({alias.name for alias in node.names} & used)):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and (names := sorted({alias.name for alias in node.names} & used))
+        ):
             package = node.module.partition(".")[0]
             group = 0 if package in sys.stdlib_module_names else 2 if package == "fastloop" else 1
             groups[group].append(f"from {node.module} import {', '.join(names)}")

@@ -20,5 +20,7 @@ def table(head: str, rows: list[tuple[str, ...]]) -> str:
 
 def cell(text: str) -> str:
     """A text as a cell of a table."""
-    text = CODE.sub(lambda code: f"<code>{html.escape(code[1] or code[2], quote=False).replace('|', '&#124;')}</code>", text)
+    text = CODE.sub(
+        lambda code: f"<code>{html.escape(code[1] or code[2], quote=False).replace('|', '&#124;')}</code>", text
+    )
     return text.replace("|", "\\|")

@@ -28,7 +28,8 @@ class Digits(nn.Module):
 
 
 def digits(validation_fraction: float = 0.2, seed: int = 0) -> dict[str, Dataset]:
-    """The train, validation and test splits. Validation and test share ``validation_fraction`` of the images equally."""
+    """The train, validation and test splits. Validation and test share ``validation_fraction`` of the images
+    equally."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

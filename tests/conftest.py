@@ -8,7 +8,8 @@ import os
 import signal
 import sys
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: what tests start would not mind Ctrl-C either
+# In a shell's background job, processes that tests start would ignore Ctrl-C, too.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -32,14 +33,16 @@ pytest_plugins = ["fastloop.testing"]
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist may be missing
 def pytest_xdist_auto_num_workers() -> int:
-    """Three workers for two cores: tests wait for the processes that they started. More of them only repeat the imports."""
+    """Three workers for two cores: tests wait for the processes that they started. More of them only repeat the
+    imports."""
     return max(1, platform_support.cores() * 3 // 2)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """pytest-xdist: the workers fork from one process, which imports torch and the plugins once for all of them."""
-    from forked import server_address  # not above: pytest rewrites fastloop.testing, which it imports, when that is loaded as a plugin
+    # Not above: pytest rewrites fastloop.testing, which forked imports, when that is loaded as a plugin.
+    from forked import server_address
 
     node.workerinput["fork_server"] = server_address()
 

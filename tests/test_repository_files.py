@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import io
 import shutil
 import subprocess
-import tokenize
 import tomllib
 from pathlib import Path
 
@@ -33,7 +31,9 @@ def test_workflows_call_the_projects_own_script():
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_ci_runs_every_test_once():
     assert "make test test-all\n" in (ROOT / ".ci/run").read_text()
-    shown = subprocess.run(["make", "--dry-run", "test", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["make", "--dry-run", "test", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     marks = [line.rpartition(" -m ")[2] for line in shown.splitlines() if "-m pytest" in line]
     assert marks == ['"not slow"', "slow"]
 
@@ -53,24 +53,20 @@ def test_templates_and_hooks_parse():
     assert all(entry.split()[0].removeprefix(".venv/bin/") in makefile for entry in hooks)
 
 
-def code_lines(file: Path) -> int:
-    """Lines of code in a Python file: no blank lines, comments and docstrings."""
-    source = file.read_text(encoding="utf-8")
-    docs: set[int] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            docs |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    lines = {line for token in tokens if token.type not in skipped for line in range(token.start[0], token.end[0] + 1)}
-    return len(lines - docs)
+def count_statements(file: Path) -> int:
+    """Statements of a Python file, without imports and docstrings. The width of lines does not change them."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.stmt)]
+    texts = [node for node in nodes if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
+    return len(nodes) - sum(isinstance(node, ast.Import | ast.ImportFrom) for node in nodes) - len(texts)
 
 
 def test_core_stays_small():
     files = [file for file in (ROOT / "core" / "fastloop").rglob("*.py") if not {"cli", "testing"} & set(file.parts)]
-    assert sum(map(code_lines, files)) <= 4500, "lines of code without cli and testing: see docs/decisions/0027"
+    assert sum(map(count_statements, files)) <= 3_420, "statements without cli and testing: see docs/decisions/0027"
 
 
 def test_no_file_is_too_long():
     files = [file for folder in ("core", "plugins") for file in (ROOT / folder).rglob("*.py")]
-    assert {file.name: count for file in files if (count := len(file.read_text(encoding="utf-8").splitlines())) > 350} == {}
+    assert {
+        file.name: count for file in files if (count := len(file.read_text(encoding="utf-8").splitlines())) > 500
+    } == {}

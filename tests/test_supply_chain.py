@@ -49,7 +49,10 @@ def hashes() -> dict[str, tuple[str, list[str]]]:
         if line and not line.startswith("#"):
             requirement, *sums = line.split("--hash=sha256:")
             parsed = Requirement(requirement)
-            found[canonicalize_name(parsed.name)] = str(parsed.specifier).removeprefix("=="), [item.strip() for item in sums]
+            found[canonicalize_name(parsed.name)] = (
+                str(parsed.specifier).removeprefix("=="),
+                [item.strip() for item in sums],
+            )
     return found
 
 
@@ -65,7 +68,8 @@ def test_every_pinned_package_but_torch_has_hashes():
 
 
 def test_hashes_cover_everything_that_the_tests_need(sbom):
-    needed = set(sbom.needed_packages("fastloop-train", ["dev"])) - {"fastloop-train", "pip"} - UNHASHED  # Python's venv brings pip
+    # Python's venv brings pip
+    needed = set(sbom.needed_packages("fastloop-train", ["dev"])) - {"fastloop-train", "pip"} - UNHASHED
     assert len(needed) > 100
     missing = sorted(needed - set(hashes()))
     assert not missing, "pip would install these without hashes: add them to constraints.txt, and run `make hashes`"
@@ -77,7 +81,9 @@ def test_make_installs_by_hashes_before_anything_else():
     tools, packages, project = re.findall(r"pip install .*", rule)
     assert "--require-hashes" in tools
     assert "--no-deps --no-build-isolation --require-hashes --requirement requirements.txt" in packages
-    assert "--no-build-isolation --constraint constraints.txt" in project, "an isolated build would download its tools without hashes"
+    assert "--no-build-isolation --constraint constraints.txt" in project, (
+        "an isolated build would download its tools without hashes"
+    )
 
 
 def test_sbom_lists_what_a_run_needs(sbom):
@@ -95,17 +101,25 @@ def test_sbom_lists_what_a_run_needs(sbom):
     assert direct <= set(versions)
     assert not {"pytest", "mypy", "fastloop-train"} & set(versions), "neither tools for development nor fastloop itself"
     pinned = pins()
-    assert {name: version for name, version in versions.items() if name in direct} == {name: pinned[name] for name in direct}
+    assert {name: version for name, version in versions.items() if name in direct} == {
+        name: pinned[name] for name in direct
+    }
     edges = {item["ref"]: set(item.get("dependsOn", ())) for item in found["dependencies"]}
     assert edges[root["bom-ref"]] == {f"{name}=={versions[name]}" for name in direct}
     assert f"numpy=={versions['numpy']}" in edges[f"accelerate=={versions['accelerate']}"]
-    assert all(component["purl"] == f"pkg:pypi/{name}@{versions[name]}" for component in found["components"] if (name := component["name"]))
+    assert all(
+        component["purl"] == f"pkg:pypi/{name}@{versions[name]}"
+        for component in found["components"]
+        if (name := component["name"])
+    )
 
 
 def workflow_jobs() -> dict[str, dict[str, Any]]:
     """FILE.JOB -> job, of all workflows."""
     files = sorted((ROOT / ".github/workflows").glob("*.yml"))
-    return {f"{path.stem}.{name}": job for path in files for name, job in yaml.safe_load(path.read_text())["jobs"].items()}
+    return {
+        f"{path.stem}.{name}": job for path in files for name, job in yaml.safe_load(path.read_text())["jobs"].items()
+    }
 
 
 def test_release_is_attested_and_stores_no_token():
@@ -114,7 +128,9 @@ def test_release_is_attested_and_stores_no_token():
     assert steps["actions/attest-build-provenance"] == {"subject-path": "dist/*"}
     assert steps["actions/attest-sbom"] == {"subject-path": "dist/*", "sbom-path": "sbom/fastloop.cdx.json"}
     assert jobs["release.publish"]["steps"][-1]["with"] == {"attestations": True}
-    assert [step["run"] for job in ("build", "sbom") for step in jobs[f"release.{job}"]["steps"] if "run" in step][1:] == [
+    assert [step["run"] for job in ("build", "sbom") for step in jobs[f"release.{job}"]["steps"] if "run" in step][
+        1:
+    ] == [
         "make dist",
         "make sbom",
     ]
@@ -139,9 +155,12 @@ def test_jobs_that_sign_or_publish_install_nothing():
 
 @pytest.mark.slow
 def test_release_files_are_built_by_hashed_tools_alone(tmp_path):
-    """A pip that stops at an unhashed package; the source distribution has every file that a reader of the repository needs."""
+    """A pip that stops at an unhashed package; the source distribution has every file that a reader of the repository
+    needs."""
     copy = tmp_path / "copy"
-    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")[:-1]
+    files = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout.split("\0")[:-1]
     for file in files:
         (copy / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
@@ -150,7 +169,9 @@ def test_release_files_are_built_by_hashed_tools_alone(tmp_path):
     with tarfile.open(source) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"SECURITY.md", "CITATION.cff", "CHANGELOG.md", "LICENSE", "requirements.txt"} <= packed
-    listed = subprocess.run([copy / "build/dist/bin/pip", "list", "--format=json"], capture_output=True, check=True).stdout
+    listed = subprocess.run(
+        [copy / "build/dist/bin/pip", "list", "--format=json"], capture_output=True, check=True
+    ).stdout
     assert len(json.loads(listed)) < 12
 
 

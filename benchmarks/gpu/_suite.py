@@ -1,7 +1,8 @@
-"""Shared by the commands: the time budget, records that are written to disk immediately, and workers that measure on request.
+"""Shared by the commands: the time budget, records that are written immediately, and workers that measure on request.
 
-A worker is a process that trains one arm (``worker.py``). It is started and warmed up once. Each window is then requested separately, so
-that rounds interleave without a new start. If a worker fails or does not respond in time, this is recorded, and the others continue.
+A worker is a process that trains one arm (``worker.py``). It is started and warmed up once. Each window is then
+requested separately, so that rounds interleave without a new start. If a worker fails or does not respond in time, this
+is recorded, and the others continue.
 """
 
 from __future__ import annotations
@@ -92,13 +93,21 @@ class Records:
         text = str(error).strip()
         if log is not None:
             self.keep_log(name, during, log)
-        self.add("error", f"({during}): {text.splitlines()[-1][:200] if text else ''}", name=name, during=during, error=text[-2500:])
+        self.add(
+            "error",
+            f"({during}): {text.splitlines()[-1][:200] if text else ''}",
+            name=name,
+            during=during,
+            error=text[-2500:],
+        )
 
     def keep_log(self, name: str, during: str, log: Path) -> None:
         """Append the end of a log to ``gpu-failures.log``, which all commands share."""
         with self.logs.open("ab") as file:
             if file.tell() < LOG_BYTES:
-                file.write(f"== {self.path.stem}: {name} ({during})\n".encode() + log.read_bytes()[-LOG_BYTES // 16 :] + b"\n")
+                file.write(
+                    f"== {self.path.stem}: {name} ({during})\n".encode() + log.read_bytes()[-LOG_BYTES // 16 :] + b"\n"
+                )
 
 
 class Worker:
@@ -114,7 +123,13 @@ class Worker:
         self.folder.mkdir(parents=True)
         self.started = time.monotonic()
         read, write = os.pipe()
-        command = [sys.executable, str(FOLDER / "worker.py"), "--reply", str(write), json.dumps({**spec, "folder": str(self.folder)})]
+        command = [
+            sys.executable,
+            str(FOLDER / "worker.py"),
+            "--reply",
+            str(write),
+            json.dumps({**spec, "folder": str(self.folder)}),
+        ]
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))}
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
@@ -181,7 +196,8 @@ def workers(
     budget: Budget,
     parallel: int,
 ) -> Iterator[dict[str, Worker]]:
-    """Start workers and warm them up, a few at a time; returns them by name. Failed ones are recorded and omitted. All are ended at exit.
+    """Start workers and warm them up, a few at a time; returns them by name. Failed ones are recorded and omitted. All
+    are ended at exit.
 
     Args:
         specs: Name -> the worker's specification, its environment, and its number of warm-up epochs.
@@ -205,7 +221,9 @@ def workers(
             return
         seconds, compiling = time.monotonic() - worker.started, sum(reply["compile_seconds"] for reply in replies)
         note = f"{seconds:.0f} s, of which compilation {compiling:.0f}"
-        records.add("warmup", note, name=name, seconds=seconds, compile_seconds=compiling, plugins=replies[0]["plugins"])
+        records.add(
+            "warmup", note, name=name, seconds=seconds, compile_seconds=compiling, plugins=replies[0]["plugins"]
+        )
         found[name] = worker
 
     pool = ThreadPoolExecutor(parallel)
@@ -218,7 +236,9 @@ def workers(
             worker.stop()
 
 
-def measure(workers: dict[str, Worker], name: str, command: str, records: Records, budget: Budget, **fields: Any) -> dict[str, Any] | None:
+def measure(
+    workers: dict[str, Worker], name: str, command: str, records: Records, budget: Budget, **fields: Any
+) -> dict[str, Any] | None:
     """Request one window from a worker and record it. A worker that fails is ended and removed."""
     try:
         found = workers[name].ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
@@ -232,14 +252,19 @@ def measure(workers: dict[str, Worker], name: str, command: str, records: Record
     elif command == "syncs":
         note = f"{found.get('syncs_per_step')} a step"
     elif command == "profile":
-        note = f"busy {found.get('busy', 0):.0%}, attention: {', '.join(name[:60] for name in found.get('attention', {}))}"
+        note = (
+            f"busy {found.get('busy', 0):.0%}, attention: {', '.join(name[:60] for name in found.get('attention', {}))}"
+        )
     else:
         note = f"loss {found['validation_loss']:.4f}"
-    return records.add(command, note, name=name, **fields, **{key: value for key, value in found.items() if key != "plugins"})
+    return records.add(
+        command, note, name=name, **fields, **{key: value for key, value in found.items() if key != "plugins"}
+    )
 
 
 def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
-    """Speeds of a product of two bf16 matrices and of a copy, each measured for ``seconds``; see ``record_ceilings``."""
+    """Speeds of a product of two bf16 matrices and of a copy, each measured for ``seconds``; see
+    ``record_ceilings``."""
     import torch
 
     from fastloop_plugins.observe._machine_speed import seconds_of
@@ -293,7 +318,8 @@ def select_on_h200(recipe: Recipe) -> dict[str, Any]:
 
 
 def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
-    """The splits ``train`` and ``validation``, and the tokens of the longest review. Generated if the data file is missing.
+    """The splits ``train`` and ``validation``, and the tokens of the longest review. Generated if the data file is
+    missing.
 
     Args:
         count: Reviews to train on, if they are generated.
@@ -316,7 +342,8 @@ def chunks(names: Iterable[str], size: int) -> Iterator[list[str]]:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """Facts about the machine: its GPU and driver, versions, and a hash of the library's sources (git may be missing)."""
+    """Facts about the machine: its GPU and driver, versions, and a hash of the library's sources (git may be
+    missing)."""
     digest = hashlib.sha256()
     for file in sorted([*(ROOT / "core").rglob("*.py"), *(ROOT / "plugins").rglob("*.py")]):
         digest.update(file.read_bytes())
@@ -347,12 +374,22 @@ def find_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def options(doc: str | None, prepare: Callable[[argparse.ArgumentParser], None] = lambda parser: None) -> argparse.Namespace:
+def options(
+    doc: str | None, prepare: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+) -> argparse.Namespace:
     """Parse the options that the commands share."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=520.0, help="nothing begins that would end later (default 520)")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model and few steps, on any machine: a test of the command itself")
-    parser.add_argument("--results", type=Path, help="folder of the records (default: $OUT, else benchmarks/results; tiny: build/gpu-tiny)")
+    parser.add_argument(
+        "--seconds", type=float, default=520.0, help="nothing begins that would end later (default 520)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model and few steps, on any machine: a test of the command itself"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="folder of the records (default: $OUT, else benchmarks/results; tiny: build/gpu-tiny)",
+    )
     prepare(parser)
     found = parser.parse_args()
     usual = ROOT / "build" / "gpu-tiny" if found.tiny else ROOT / "benchmarks" / "results"

@@ -2,16 +2,18 @@
 
     bash benchmarks/gpu/all.sh ablation
 
-* The work: DistilBERT's architecture (66M parameters, random weights) on IMDB's reviews as BERT's tokenizer cuts them, 512 tokens at most.
-  It trains by AdamW at 5e-5, 12 reviews a step, with the model's dropout. The baseline is fp32 without TF32, every review padded to 512.
+* The work: DistilBERT's architecture (66M parameters, random weights) on IMDB's reviews as BERT's tokenizer cuts them,
+  512 tokens at most. It trains by AdamW at 5e-5, 12 reviews a step, with the model's dropout. The baseline is fp32
+  without TF32, every review padded to 512.
 * A variant adds to the one that it names in ``over``. All see the same reviews, drawn evenly over all lengths.
-* Each variant is a process that is started and warmed up once. Its windows are whole epochs over these reviews, with the device
-  synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
-* ``auto`` has the plugins that the plugin ``auto`` selects for the recipe ``distilbert_imdb`` on an H200. A variant with
-  the same plugins as an earlier one is not measured again.
+* Each variant is a process that is started and warmed up once. Its windows are whole epochs over these reviews, with
+  the device synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
+* ``auto`` has the plugins that the plugin ``auto`` selects for the recipe ``distilbert_imdb`` on an H200. A variant
+  with the same plugins as an earlier one is not measured again.
 * After the first round, a variant is dropped if its speed is below nine tenths of the variant that it extends.
-* The whole job: the fastest variant of 12 reviews a step trains 3 epochs of 35,000 reviews, and evaluates 5,000 after each. A fresh process
-  goes from token ids to the written model: with an empty folder of compiled code (cold), and with the one that this run left (warm).
+* The whole job: the fastest variant of 12 reviews a step trains 3 epochs of 35,000 reviews, and evaluates 5,000 after
+  each. A fresh process goes from token ids to the written model: with an empty folder of compiled code (cold), and with
+  the one that this run left (warm).
 * Accuracy: pretrained MiniLM-L6 trains one epoch with the baseline and with the fastest variant.
 """
 
@@ -67,7 +69,9 @@ GRAPHS: dict[str, Any] = {"compile": {"mode": "reduce-overhead"}}
 def recipe_plugins() -> dict[str, Any]:
     """The plugins of the recipe ``distilbert_imdb_gpu``, without those that save checkpoints."""
     listed = load_recipe("distilbert_imdb_gpu").plugins
-    return {name: options or {} for name, options in listed.items() if options is not False and name != "checkpoint-best"}
+    return {
+        name: options or {} for name, options in listed.items() if options is not False and name != "checkpoint-best"
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +96,9 @@ class Variant:
 def auto_plugins() -> dict[str, Any]:
     """The plugins that ``auto`` selects for the recipe ``distilbert_imdb`` on an H200."""
     recipe = load_recipe("distilbert_imdb")
-    return select_on_h200(replace(recipe, plugins={name: given for name, given in recipe.plugins.items() if name != "auto"}))
+    return select_on_h200(
+        replace(recipe, plugins={name: given for name, given in recipe.plugins.items() if name != "auto"})
+    )
 
 
 EAGER = AMP | BUCKETS | PREFETCH | OPTIMIZER | FIRST
@@ -112,20 +118,28 @@ VARIANTS: dict[str, Variant] = {
     "packing-graphs": Variant(over="packing-compile", plugins=recipe_plugins()),
     "auto": Variant(over="packing-compile", plugins=auto_plugins()),
     "workers": Variant(over="packing-graphs", plugins=recipe_plugins() | WORKERS, cuda=True),
-    "no-cudnn-attention": Variant(over="graphs", plugins=EAGER | GRAPHS, environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}),
+    "no-cudnn-attention": Variant(
+        over="graphs", plugins=EAGER | GRAPHS, environment={"TORCH_CUDNN_SDPA_DEPRIORITIZED": "1"}
+    ),
     "batch-48": Variant(over="packing-graphs", plugins=recipe_plugins(), batch_size=48),
 }
-"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``. ``workers`` reads in worker processes instead of a thread."""
+"""``packing-graphs`` is the recipe ``distilbert_imdb_gpu``. ``workers`` reads in worker processes instead of a
+thread."""
 CUDA_ALONE = ("tf32", "packing-graphs", "workers", "no-cudnn-attention")
 """Variants that differ from others only on CUDA."""
 
 
 def shrunk(variant: Variant) -> Variant:
-    """A variant for ``--tiny``: the compiler captures and differentiates it, but compiles no kernels, which takes minutes on a busy CPU."""
+    """A variant for ``--tiny``: the compiler captures and differentiates it, but compiles no kernels, which takes
+    minutes on a busy CPU."""
     if "compile" not in variant.plugins:
         return variant
     return replace(
-        variant, plugins={**variant.plugins, "compile": {**variant.plugins["compile"], "backend": "aot_eager", "mode": "default"}}
+        variant,
+        plugins={
+            **variant.plugins,
+            "compile": {**variant.plugins["compile"], "backend": "aot_eager", "mode": "default"},
+        },
     )
 
 
@@ -141,12 +155,25 @@ def repeated(chosen: Mapping[str, Variant]) -> dict[str, str]:
 def spec(variant: Variant, reviews: Path, work: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The specification of a worker. ``work`` holds the parts that are the same for all."""
     plugins = [{name: dict(given)} for name, given in variant.plugins.items()]
-    given = {"arm": "fastloop", "reviews": str(reviews), "plugins": plugins, "padding": variant.padding, "batch_size": variant.batch_size}
+    given = {
+        "arm": "fastloop",
+        "reviews": str(reviews),
+        "plugins": plugins,
+        "padding": variant.padding,
+        "batch_size": variant.batch_size,
+    }
     return {**work, **given, **more}
 
 
 def job(
-    name: str, given: Mapping[str, Any], compiled: Path, folder: Path, records: Records, budget: Budget, expected: float, **notes: Any
+    name: str,
+    given: Mapping[str, Any],
+    compiled: Path,
+    folder: Path,
+    records: Records,
+    budget: Budget,
+    expected: float,
+    **notes: Any,
 ) -> bool:
     """Train and evaluate in a fresh process, from its start to its end; returns whether that worked."""
     if not budget.fits(expected):
@@ -179,7 +206,13 @@ def speeds(records: Records) -> dict[str, float]:
 
 
 def run_rounds(
-    chosen: Mapping[str, Variant], settings: argparse.Namespace, specs: Any, folder: Path, records: Records, budget: Budget, kept: float
+    chosen: Mapping[str, Variant],
+    settings: argparse.Namespace,
+    specs: Any,
+    folder: Path,
+    records: Records,
+    budget: Budget,
+    kept: float,
 ) -> None:
     """Run windows of all variants, round by round. ``kept``: seconds reserved for the later parts."""
     for names in chunks(chosen, settings.hold):
@@ -190,7 +223,12 @@ def run_rounds(
                     drop(names, chosen, ready, records)
                 last = number
                 took = max(
-                    (line["seconds"] for line in records.lines if line.get("name") == name and line["kind"] == "measure"), default=10
+                    (
+                        line["seconds"]
+                        for line in records.lines
+                        if line.get("name") == name and line["kind"] == "measure"
+                    ),
+                    default=10,
                 )
                 if name not in ready:
                     continue
@@ -211,7 +249,13 @@ def drop(names: list[str], chosen: Mapping[str, Variant], ready: dict[str, Worke
     for name in [name for name in names if name in ready and name != "baseline"]:
         other = chosen[name].over
         if other in found and name in found and found[name] < PAYS * found[other]:
-            records.add("dropped", f"{found[name] / found[other]:.2f} of {other}", name=name, over=other, ratio=found[name] / found[other])
+            records.add(
+                "dropped",
+                f"{found[name] / found[other]:.2f} of {other}",
+                name=name,
+                over=other,
+                ratio=found[name] / found[other],
+            )
             ready.pop(name).stop()
 
 
@@ -219,17 +263,24 @@ def main() -> None:
     """Run the rounds and the jobs."""
 
     def prepare(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="default: all; tiny: those that differ on a CPU")
+        parser.add_argument(
+            "--variants", nargs="+", choices=list(VARIANTS), help="default: all; tiny: those that differ on a CPU"
+        )
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
         parser.add_argument("--steps", type=int, help="steps of 12 a window (default 192)")
-        parser.add_argument("--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)")
+        parser.add_argument(
+            "--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)"
+        )
         parser.add_argument("--parallel", type=int, help="workers that start at once (default: half of the cores)")
 
     settings = options(__doc__, prepare)
     budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-ablation.jsonl"), find_device()
     cuda = device == "cuda"
     settings.rounds = settings.rounds or (1 if settings.tiny else 3)
-    settings.hold, settings.parallel = settings.hold or (99 if cuda else 4), settings.parallel or max(2, (os.cpu_count() or 2) // 2)
+    settings.hold, settings.parallel = (
+        settings.hold or (99 if cuda else 4),
+        settings.parallel or max(2, (os.cpu_count() or 2) // 2),
+    )
     steps = settings.steps or (4 if settings.tiny else 192)
     model = "tiny" if settings.tiny else "distilbert"
     records.add("facts", **facts(device), tiny=settings.tiny, steps=steps, model=model)
@@ -254,14 +305,19 @@ def main() -> None:
         save(whole, **splits)
         shared = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
         specs = {
-            name: (spec(variant, windowed, work), {**shared, **variant.environment}, 2 if "compile" in variant.plugins else 1)
+            name: (
+                spec(variant, windowed, work),
+                {**shared, **variant.environment},
+                2 if "compile" in variant.plugins else 1,
+            )
             for name, variant in chosen.items()
         }
         run_rounds(chosen, settings, specs, folder, records, budget, kept=0 if settings.tiny else 200)
 
         found = speeds(records)
         candidates = sorted(
-            (name for name in found if chosen[name].batch_size == BATCH and not chosen[name].environment), key=found.__getitem__
+            (name for name in found if chosen[name].batch_size == BATCH and not chosen[name].environment),
+            key=found.__getitem__,
         )
         total = EPOCHS * (len(splits["train"]) + len(splits["validation"]) / 3)
         if candidates:
@@ -273,13 +329,33 @@ def main() -> None:
                 job("job-warm", given, fresh, folder, records, budget, training + 20, variant=best, cache="warm")
             elif len(candidates) > 1:
                 second = spec(chosen[candidates[-2]], whole, work, job=EPOCHS)
-                job("job-second", second, fresh, folder, records, budget, training + 60, variant=candidates[-2], cache="cold")
+                job(
+                    "job-second",
+                    second,
+                    fresh,
+                    folder,
+                    records,
+                    budget,
+                    training + 60,
+                    variant=candidates[-2],
+                    cache="cold",
+                )
             small = str(DATA / "minilm") if (DATA / "minilm").exists() and not settings.tiny else model
             for name in dict.fromkeys((best, "baseline")):
                 if name in found:  # MiniLM needs an eighth of DistilBERT's computation
                     expected = len(splits["train"]) / found[name] / (1 if settings.tiny else 4) + 40
                     quality = spec(chosen[name], whole, work, model=small, job=1)
-                    job(f"accuracy-{name}", quality, fresh, folder, records, budget, expected, variant=name, cache="other model")
+                    job(
+                        f"accuracy-{name}",
+                        quality,
+                        fresh,
+                        folder,
+                        records,
+                        budget,
+                        expected,
+                        variant=name,
+                        cache="other model",
+                    )
 
     from report import show_ablation
 

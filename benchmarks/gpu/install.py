@@ -1,4 +1,6 @@
-"""Make this checkout importable as an installed fastloop: writes metadata with entry points to a folder for PYTHONPATH. No build needed.
+"""Make this checkout importable as an installed fastloop: writes metadata with entry points to a folder for PYTHONPATH.
+
+No build needed.
 
 python3 benchmarks/gpu/install.py FOLDER
 """
@@ -20,7 +22,10 @@ def write_metadata(folder: Path) -> Path:
     lines = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
     groups = {"console_scripts": project["scripts"], **project["entry-points"]}
-    sections = [f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items()) for group, points in groups.items()]
+    sections = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
+        for group, points in groups.items()
+    ]
     (info / "entry_points.txt").write_text("\n".join(sections))
     return info
 

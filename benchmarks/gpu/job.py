@@ -38,7 +38,13 @@ def load_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
     file = DATA / "reviews" / "tokenizer.json"
     if file.exists():
         return PreTrainedTokenizerFast(tokenizer_file=str(file), **special)
@@ -46,7 +52,9 @@ def load_tokenizer() -> Any:
     words = {index: f"w{index}" for index in range(VOCABULARY)} | {index: name for name, index in ids.items()}
     tokenizer = Tokenizer(models.WordPiece({word: index for index, word in words.items()}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 101), ("[SEP]", 102)])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 101), ("[SEP]", 102)]
+    )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
@@ -66,24 +74,47 @@ def train(data: Path, length: int, folder: Path, environment: dict[str, str], ti
         subprocess.SubprocessError: It failed, or was not done after ``timeout`` seconds.
     """
     command = [sys.executable, "-m", "fastloop", "train", str(ROOT / "recipes" / "distilbert_imdb.yaml")]
-    command += [f"model.name={data / 'model'}", "data.name=null", "data.module=_reviews:read_texts", f"data.arguments.folder={data}"]
+    command += [
+        f"model.name={data / 'model'}",
+        "data.name=null",
+        "data.module=_reviews:read_texts",
+        f"data.arguments.folder={data}",
+    ]
     command += [f"data.max_length={length}", f"output={folder}"]
     started, log = time.perf_counter(), folder.with_suffix(".log")
     with log.open("w") as file:
-        subprocess.run(command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=True)
+        subprocess.run(
+            command, env=os.environ | environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout, check=True
+        )
     seconds, summary = time.perf_counter() - started, json.loads((folder / "summary.json").read_text())
-    spans = ("startup_seconds", "compile_seconds", "train_seconds", "evaluate_seconds", "save_seconds", "validation", "compile", "steps")
+    spans = (
+        "startup_seconds",
+        "compile_seconds",
+        "train_seconds",
+        "evaluate_seconds",
+        "save_seconds",
+        "validation",
+        "compile",
+        "steps",
+    )
     warnings = [line for line in log.read_text().splitlines() if "warning" in line.lower()]
     listed = yaml.safe_load((folder / "recipe.yaml").read_text())["plugins"]
     chosen = [entry if isinstance(entry, str) else next(iter(entry)) for entry in listed]
-    return {"wall_seconds": seconds, "plugins": chosen, "warnings": warnings, **{key: summary[key] for key in spans if key in summary}}
+    return {
+        "wall_seconds": seconds,
+        "plugins": chosen,
+        "warnings": warnings,
+        **{key: summary[key] for key in spans if key in summary},
+    }
 
 
 def main() -> None:
     """Write the model and the texts, and run the command."""
 
     def prepare(parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--caches", nargs="+", choices=list(RUN_SECONDS), default=list(RUN_SECONDS), help="runs (default: all)")
+        parser.add_argument(
+            "--caches", nargs="+", choices=list(RUN_SECONDS), default=list(RUN_SECONDS), help="runs (default: all)"
+        )
 
     settings = options(__doc__, prepare)
     os.environ["TOKENIZERS_PARALLELISM"] = "true"  # as fastloop sets it; all.sh turns it off
@@ -97,11 +128,18 @@ def main() -> None:
             characters[split] = write_texts(reviews, tokenizer, folder / f"{split}.jsonl")
         build_model(model).save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
-        records.add("texts", name="texts", reviews={split: len(reviews) for split, reviews in splits.items()}, characters=characters)
+        records.add(
+            "texts",
+            name="texts",
+            reviews={split: len(reviews) for split, reviews in splits.items()},
+            characters=characters,
+        )
         caches = folder / "caches"
         for name in settings.caches:
             if not budget.fits(RUN_SECONDS[name] / (10 if settings.tiny else 1)):
-                records.add("skipped", name=name, why=f"{RUN_SECONDS[name]:.0f} s may be needed, {budget.left():.0f} are left")
+                records.add(
+                    "skipped", name=name, why=f"{RUN_SECONDS[name]:.0f} s may be needed, {budget.left():.0f} are left"
+                )
                 continue
             if name != "cached":
                 shutil.rmtree(caches / "fastloop" / ("tokens" if name == "warm" else ""), ignore_errors=True)
@@ -111,8 +149,13 @@ def main() -> None:
                 log = folder / f"{name}.log"
                 records.error(name, "job", f"{log.read_text()[-2000:]}\n{error}", log)
                 continue
-            spans = ", ".join(f"{span} {found[f'{span}_seconds']:.1f}" for span in ("startup", "compile", "train", "evaluate", "save"))
-            shown = f"{found['wall_seconds']:.1f} s from start to end: {spans}; accuracy {found['validation']['accuracy']:.3f}"
+            spans = ", ".join(
+                f"{span} {found[f'{span}_seconds']:.1f}" for span in ("startup", "compile", "train", "evaluate", "save")
+            )
+            shown = (
+                f"{found['wall_seconds']:.1f} s from start to end: {spans}; accuracy "
+                f"{found['validation']['accuracy']:.3f}"
+            )
             records.add("job", shown, name=name, variant="auto", cache=name, **found)
 
     from report import show_text_job

@@ -103,10 +103,14 @@ def listed(plugins: Mapping[str, Any], tiny: bool) -> list[dict[str, Any]]:
     ]
 
 
-def run_rounds(specs: Mapping[str, Any], settings: argparse.Namespace, hold: int, folder: Path, records: Records, budget: Budget) -> None:
+def run_rounds(
+    specs: Mapping[str, Any], settings: argparse.Namespace, hold: int, folder: Path, records: Records, budget: Budget
+) -> None:
     """Run windows of all arms, round by round, and then the validation and the probes."""
     for names in chunks(specs, hold):
-        with workers({name: specs[name] for name in names}, folder, records, budget, max(2, (os.cpu_count() or 2) // 2)) as ready:
+        with workers(
+            {name: specs[name] for name in names}, folder, records, budget, max(2, (os.cpu_count() or 2) // 2)
+        ) as ready:
             for number, name in rounds(names, settings.rounds):
                 if name in ready and budget.fits(15):
                     measure(ready, name, "measure", records, budget, round=number)
@@ -127,7 +131,9 @@ def main() -> None:
     def prepare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--arms", nargs="+", choices=list(found), default=list(found))
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
-        parser.add_argument("--hold", type=int, help="workers that are held at once (default: 6 with 120 GiB on a GPU, else 3)")
+        parser.add_argument(
+            "--hold", type=int, help="workers that are held at once (default: 6 with 120 GiB on a GPU, else 3)"
+        )
 
     settings = options(__doc__, prepare)
     budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-lm.jsonl"), find_device()

@@ -2,12 +2,13 @@
 
     bash benchmarks/gpu/all.sh peers
 
-* The work is that of command 2: DistilBERT's architecture, IMDB's token ids, 12 reviews a step. `benchmarks/_arms.py` lists the arms; all
-  read one file. fastloop is the recipe ``distilbert_imdb_gpu``, or another variant of command 2.
-* Each arm is a process that is started and warmed up once, for two epochs where it compiles. Windows are whole epochs, with the device
-  synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
+* The work is that of command 2: DistilBERT's architecture, IMDB's token ids, 12 reviews a step. `benchmarks/_arms.py`
+  lists the arms; all read one file. fastloop is the recipe ``distilbert_imdb_gpu``, or another variant of command 2.
+* Each arm is a process that is started and warmed up once, for two epochs where it compiles. Windows are whole epochs,
+  with the device synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
 * A further window counts the synchronizations of 20 steps, and another records their kernels. Neither is timed.
-* Compile seconds are those of the warm-up: cold with an empty folder of compiled code; warm in a second process, with the same folder.
+* Compile seconds are those of the warm-up: cold with an empty folder of compiled code; warm in a second process, with
+  the same folder.
 * TFLOP/s count operations on real tokens only, padding left out, over seconds.
 * The cost of a step: ``benchmarks/overhead.py`` on the device.
 """
@@ -25,7 +26,19 @@ from typing import Any
 from _arms import ARMS, NEEDS
 from _measure import ROOT, rounds
 from _reviews import save, spread
-from _suite import Budget, Records, chunks, facts, find_device, measure, options, read_reviews, record_ceilings, scratch, workers
+from _suite import (
+    Budget,
+    Records,
+    chunks,
+    facts,
+    find_device,
+    measure,
+    options,
+    read_reviews,
+    record_ceilings,
+    scratch,
+    workers,
+)
 from ablation import BATCH, VARIANTS, shrunk
 
 COMPILED = ("hf-trainer-compile", "fastloop")
@@ -47,7 +60,11 @@ def step_cost(device: str, tiny: bool, records: Records, budget: Budget, folder:
         "--json",
         str(target),
     ]
-    command += ["--rounds", "1", "--steps", "20", "--repeats", "1"] if tiny else ["--rounds", "3", "--steps", "500", "--repeats", "2"]
+    command += (
+        ["--rounds", "1", "--steps", "20", "--repeats", "1"]
+        if tiny
+        else ["--rounds", "3", "--steps", "500", "--repeats", "2"]
+    )
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
         output, failed = done.stderr, done.returncode
@@ -65,11 +82,17 @@ def main() -> None:
 
     def prepare(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-        parser.add_argument("--variant", choices=list(VARIANTS), default="packing-graphs", help="fastloop's variant of command 2")
+        parser.add_argument(
+            "--variant", choices=list(VARIANTS), default="packing-graphs", help="fastloop's variant of command 2"
+        )
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
         parser.add_argument("--steps", type=int, help="steps of 12 a window (default 192)")
-        parser.add_argument("--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)")
-        parser.add_argument("--overhead", action=argparse.BooleanOptionalAction, default=True, help="the cost of a step too")
+        parser.add_argument(
+            "--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)"
+        )
+        parser.add_argument(
+            "--overhead", action=argparse.BooleanOptionalAction, default=True, help="the cost of a step too"
+        )
 
     settings = options(__doc__, prepare)
     budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-peers.jsonl"), find_device()
@@ -78,7 +101,9 @@ def main() -> None:
     steps, model = settings.steps or (4 if settings.tiny else 192), "tiny" if settings.tiny else "distilbert"
     variant = shrunk(VARIANTS[settings.variant]) if settings.tiny else VARIANTS[settings.variant]
     listed = [{name: dict(given)} for name, given in variant.plugins.items()]
-    records.add("facts", **facts(device), tiny=settings.tiny, steps=steps, model=model, variant=settings.variant, plugins=listed)
+    records.add(
+        "facts", **facts(device), tiny=settings.tiny, steps=steps, model=model, variant=settings.variant, plugins=listed
+    )
     missing = [arm for arm in settings.arms if importlib.util.find_spec(NEEDS.get(arm, "torch")) is None]
     for arm in missing:
         records.add("skipped", name=arm, why=f"{NEEDS[arm]} is not installed")
@@ -92,14 +117,26 @@ def main() -> None:
 
         def start(arm: str) -> tuple[dict[str, Any], dict[str, str], int]:
             plugins = listed if arm == "fastloop" else []
-            given = {"arm": arm, "reviews": str(reviews), "model": model, "device": device, "plugins": plugins, "max_length": longest}
+            given = {
+                "arm": arm,
+                "reviews": str(reviews),
+                "model": model,
+                "device": device,
+                "plugins": plugins,
+                "max_length": longest,
+            }
             given |= {"compile_backend": "aot_eager"} if settings.tiny else {}
-            environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled-{arm}"), **(variant.environment if plugins else {})}
+            environment = {
+                "TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled-{arm}"),
+                **(variant.environment if plugins else {}),
+            }
             return given, environment, 2 if arm in COMPILED else 1
 
         kept = OVERHEAD_SECONDS if cuda and settings.overhead else 0.0
         for names in chunks(arms, hold):
-            with workers({arm: start(arm) for arm in names}, folder, records, budget, len(names) if cuda else 2) as ready:
+            with workers(
+                {arm: start(arm) for arm in names}, folder, records, budget, len(names) if cuda else 2
+            ) as ready:
                 for number, arm in rounds(names, repeats):
                     if arm in ready and budget.fits(15):
                         measure(ready, arm, "measure", records, budget, round=number)
@@ -110,7 +147,9 @@ def main() -> None:
         again = [arm for arm in arms if arm in COMPILED]
         if budget.fits(kept + 60):
             (folder / "again").mkdir()
-            with workers({arm: start(arm) for arm in again}, folder / "again", records, budget, len(names) if cuda else 2):
+            with workers(
+                {arm: start(arm) for arm in again}, folder / "again", records, budget, len(names) if cuda else 2
+            ):
                 pass
         if settings.overhead and budget.fits(30):
             step_cost(device, settings.tiny, records, budget, folder)

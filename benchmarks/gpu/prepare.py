@@ -31,7 +31,9 @@ def halve(source: Path, target: Path) -> None:
 
     target.mkdir()
     weights = load_file(source / "model.safetensors")
-    halved = {name: tensor.to(torch.float16) if tensor.is_floating_point() else tensor for name, tensor in weights.items()}
+    halved = {
+        name: tensor.to(torch.float16) if tensor.is_floating_point() else tensor for name, tensor in weights.items()
+    }
     save_file(halved, target / "model.safetensors", metadata={"format": "pt"})
     for name in CONFIGURATION:
         if (source / name).exists():
@@ -50,7 +52,9 @@ def main() -> None:
     """Write the archives."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minilm", type=Path, required=True, help="folder of the pretrained model, with its tokenizer")
-    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder of IMDB's parquet files")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder of IMDB's parquet files"
+    )
     parser.add_argument("--target", type=Path, default=TARGET, help="folder of the archives")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -77,7 +81,9 @@ def main() -> None:
                 file.add(path, path.name)
             partial.replace(archive)
             print(f"{archive}: {archive.stat().st_size / 2**20:.1f} MiB")
-    shown = ", ".join(f"{name} {len(split):,} reviews of {split.lengths.mean():.0f} tokens" for name, split in splits.items())
+    shown = ", ".join(
+        f"{name} {len(split):,} reviews of {split.lengths.mean():.0f} tokens" for name, split in splits.items()
+    )
     print(shown)
 
 

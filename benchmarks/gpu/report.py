@@ -43,7 +43,9 @@ def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
 
 def compare(windows: dict[str, list[dict[str, Any]]], ours: str, theirs: str) -> str:
     """The ratio of two speeds, from the rounds that have both."""
-    by_round = [{line["round"]: line["samples_per_second"] for line in windows.get(name, ())} for name in (ours, theirs)]
+    by_round = [
+        {line["round"]: line["samples_per_second"] for line in windows.get(name, ())} for name in (ours, theirs)
+    ]
     both = sorted(by_round[0].keys() & by_round[1].keys())
     if ours == theirs or not both:
         return ""
@@ -66,11 +68,20 @@ def show_ceilings(lines: Lines) -> str:
     for line in lines:
         if line["kind"] != "ceilings":
             continue
-        text = f"Ceilings: a product of {line['rows']} x {line['rows']} matrices in bf16 {line['product_flops'] / 1e12:.0f} TFLOP/s"
-        text += f" (best window {line['product_flops_best'] / 1e12:.0f}), a copy {line['copy_bytes'] / 1e9:.0f} GB/s read and written"
+        text = (
+            f"Ceilings: a product of {line['rows']} x {line['rows']} matrices in bf16 "
+            f"{line['product_flops'] / 1e12:.0f} TFLOP/s"
+        )
+        text += (
+            f" (best window {line['product_flops_best'] / 1e12:.0f}), a copy {line['copy_bytes'] / 1e9:.0f} GB/s "
+            "read and written"
+        )
         text += f" (best window {line['copy_bytes_best'] / 1e9:.0f})."
         if line.get("nominal_flops"):
-            text += f" NVIDIA's figures: {line['nominal_flops'] / 1e12:.0f} TFLOP/s and {line['nominal_bytes'] / 1e9:.0f} GB/s."
+            text += (
+                f" NVIDIA's figures: {line['nominal_flops'] / 1e12:.0f} TFLOP/s and "
+                f"{line['nominal_bytes'] / 1e9:.0f} GB/s."
+            )
         shown.append(text)
     return "\n".join(shown)
 
@@ -114,15 +125,25 @@ def show_ablation(lines: Lines) -> str:
         )
     head = ["variant", "over", "samples/s", "TFLOP/s", "x baseline", "x over", "peak MiB", "compile s"]
     jobs = [show_job(name, line) for name, (line,) in of_kind(lines, "job").items()]
-    return "\n\n".join(filter(None, [table(head, rows, 2), "\n".join(jobs), show_ceilings(lines), show_probes(lines), failures(lines)]))
+    return "\n\n".join(
+        filter(None, [table(head, rows, 2), "\n".join(jobs), show_ceilings(lines), show_probes(lines), failures(lines)])
+    )
 
 
 def show_job(name: str, line: dict[str, Any]) -> str:
     """The section of a complete training."""
-    parts = [("start-up", "startup"), ("training", "train"), ("compilation in it", "compile"), ("evaluation", "evaluate")]
+    parts = [
+        ("start-up", "startup"),
+        ("training", "train"),
+        ("compilation in it", "compile"),
+        ("evaluation", "evaluate"),
+    ]
     spans = ", ".join(f"{shown} {line[f'{span}_seconds']:.1f}" for shown, span in parts)
     what = f"`{name}` (`{line['variant']}`, cache: {line['cache']})"
-    return f"* {what}: **{line['wall_seconds']:.1f} s** from start to end: {spans}; accuracy {line['validation']['accuracy']:.3f}."
+    return (
+        f"* {what}: **{line['wall_seconds']:.1f} s** from start to end: {spans}; accuracy "
+        f"{line['validation']['accuracy']:.3f}."
+    )
 
 
 def show_probes(lines: Lines) -> str:
@@ -141,7 +162,9 @@ def show_probes(lines: Lines) -> str:
                 f"{profile.get('busy', 0):.0%}",
             ]
         )
-    return table(["", "attention kernel", "host syncs a step", "kernels a step", "device busy"], rows, 2) if rows else ""
+    return (
+        table(["", "attention kernel", "host syncs a step", "kernels a step", "device busy"], rows, 2) if rows else ""
+    )
 
 
 def show_peers(lines: Lines) -> str:
@@ -163,7 +186,17 @@ def show_peers(lines: Lines) -> str:
                 f"{statistics.fmean(found[-1]['losses'][-20:]):.3f}",
             ]
         )
-    head = ["arm", "samples/s", "TFLOP/s", "x naive", "fastloop x it", "padding", "peak MiB", "compile s, cold / warm", "last losses"]
+    head = [
+        "arm",
+        "samples/s",
+        "TFLOP/s",
+        "x naive",
+        "fastloop x it",
+        "padding",
+        "peak MiB",
+        "compile s, cold / warm",
+        "last losses",
+    ]
     costs = [
         [
             f"`{name}`",
@@ -175,7 +208,9 @@ def show_peers(lines: Lines) -> str:
         for name, (line,) in of_kind(lines, "overhead").items()
     ]
     cost = table(["step around one layer", "us", "us over raw", "x raw", "same weights"], costs) if costs else ""
-    return "\n\n".join(filter(None, [table(head, rows), show_ceilings(lines), show_probes(lines), cost, failures(lines)]))
+    return "\n\n".join(
+        filter(None, [table(head, rows), show_ceilings(lines), show_probes(lines), cost, failures(lines)])
+    )
 
 
 def show_text_job(lines: Lines) -> str:
@@ -183,11 +218,14 @@ def show_text_job(lines: Lines) -> str:
     texts = next((line for line in lines if line["kind"] == "texts"), None)
     shown = [show_job(name, line) for name, (line,) in of_kind(lines, "job").items()]
     shown += [
-        f"  * plugins of `{name}`: {', '.join(f'`{plugin}`' for plugin in line['plugins'])}; {len(line['warnings'])} warnings."
+        f"  * plugins of `{name}`: {', '.join(f'`{plugin}`' for plugin in line['plugins'])}; {len(line['warnings'])} "
+        "warnings."
         for name, (line,) in of_kind(lines, "job").items()
     ][:1]
     if texts is not None:
-        shown.append(f"* texts: {', '.join(f'{split} {count:,} reviews' for split, count in texts['reviews'].items())}.")
+        shown.append(
+            f"* texts: {', '.join(f'{split} {count:,} reviews' for split, count in texts['reviews'].items())}."
+        )
     return "\n\n".join(filter(None, ["\n".join(shown), failures(lines)]))
 
 
@@ -235,7 +273,9 @@ def show_tests(lines: Lines) -> str:
     shown = [f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items()) or 'none'}."]
     for line in tests:
         if line["outcome"] == "failed":
-            last = next((text for text in reversed(line["reason"].splitlines()) if text.startswith("E ")), line["reason"][-200:])
+            last = next(
+                (text for text in reversed(line["reason"].splitlines()) if text.startswith("E ")), line["reason"][-200:]
+            )
             shown.append(f"* failed: `{line['name']}`: `{last[:200].strip()}`")
     return "\n\n".join(filter(None, ["\n".join(shown), failures(lines)]))
 
@@ -259,7 +299,10 @@ def section(folder: Path) -> str | None:
             continue
         windows = of_kind(parts[name], "measure")
         repeats = max(map(len, windows.values()), default=0)
-        machine = f"{show_machine(fact)} Driver {fact['driver']}, CUDA {fact['cuda']}, cuDNN {fact['cudnn']}; sources {fact['sources']}."
+        machine = (
+            f"{show_machine(fact)} Driver {fact['driver']}, CUDA {fact['cuda']}, cuDNN {fact['cudnn']}; "
+            f"sources {fact['sources']}."
+        )
         counts = f" {repeats} rounds of {fact['steps']} steps. {caution(repeats)}" if repeats else ""
         shown += [
             f"### {title} on {fact['device']}",

@@ -1,9 +1,10 @@
-"""One arm in a separate process, for ``_suite.Worker``: commands arrive on stdin, replies are written to a pipe as JSON lines.
+"""One arm in a separate process, for ``_suite.Worker``: reads commands from stdin, writes replies as JSON to a pipe.
 
-The specification is JSON: ``arm`` of ``_arms.ARMS``, ``reviews`` (a file of ``_reviews``), and the fields of ``_arms.Work``. With
-``job``, a number of epochs, fastloop trains them over the split ``train`` with an evaluation after each, and replies once. With ``tokens``
-(a file of ``_blocks``) instead of ``reviews``, ``arm`` is of ``_language_arms.LANGUAGE_ARMS``, and the fields are of ``LanguageWork``.
-``trace`` is the file that the command ``profile`` writes its trace to.
+The specification is JSON: ``arm`` of ``_arms.ARMS``, ``reviews`` (a file of ``_reviews``), and the fields of
+``_arms.Work``. With ``job``, a number of epochs, fastloop trains them over the split ``train`` with an evaluation after
+each, and replies once. With ``tokens`` (a file of ``_blocks``) instead of ``reviews``, ``arm`` is of
+``_language_arms.LANGUAGE_ARMS``, and the fields are of ``LanguageWork``. ``trace`` is the file that the command
+``profile`` writes its trace to.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
     recipe, task = prepare_fastloop(work, splits)
     with open_run(resolve(recipe, objects=[task])) as run:
         summary = execute(run)
-    spans = ("startup_seconds", "compile_seconds", "train_seconds", "evaluate_seconds", "validation", "compile", "steps")
+    spans = (
+        "startup_seconds",
+        "compile_seconds",
+        "train_seconds",
+        "evaluate_seconds",
+        "validation",
+        "compile",
+        "steps",
+    )
     return {key: summary[key] for key in spans if key in summary} | {
         "flops": work.epochs * training_flops(run.unwrap_model(), splits["train"].lengths),
     }
@@ -57,7 +66,11 @@ def main() -> None:
     arm, job, trace = given.pop("arm"), given.pop("job", 0), given.pop("trace", None)
     language = "tokens" in given
     folder, file = Path(given.pop("folder")), Path(given.pop("tokens" if language else "reviews"))
-    work: Any = LanguageWork(**given, folder=folder, tokens=file) if language else Work(**given, folder=folder, epochs=job or EPOCHS)
+    work: Any = (
+        LanguageWork(**given, folder=folder, tokens=file)
+        if language
+        else Work(**given, folder=folder, epochs=job or EPOCHS)
+    )
     if arm == "fastloop":
         (restart_language if language else restart_for_fastloop)(work)
     import torch
@@ -81,7 +94,11 @@ def main() -> None:
         return
     train = splits["train"]
     tokens = int(train.lengths.sum())
-    ARMS[arm](work, train, Windows(work.device, next_command, lambda found: reply(found | {"tokens": tokens}), train.lengths, trace))
+    ARMS[arm](
+        work,
+        train,
+        Windows(work.device, next_command, lambda found: reply(found | {"tokens": tokens}), train.lengths, trace),
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ class ProcessLost(FastloopError):
 
 
 class MetricError(UsageError):
-    """A metric failed in an evaluation, or its value is not one number. ``__cause__`` is the metric's exception, if it raised one.
+    """A metric failed in an evaluation, or its value is not one number. ``__cause__`` is the metric's exception, if it
+    raised one.
 
     Attributes:
         metric: Which metric: ``the metric 'accuracy'``.
@@ -83,7 +84,8 @@ class UserCodeError(FastloopError):
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """A suggestion such as ``" Did you mean 'lr'?"``. Without a close match: all choices if there are at most 24, else an empty string."""
+    """A suggestion such as ``" Did you mean 'lr'?"``. Without a close match: all choices if there are at most 24, else
+    an empty string."""
     choices = sorted(choices)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
     if close:

@@ -1,4 +1,6 @@
-"""The profile of a run's steps, the speedups that plugins estimate from it, and recommendations by rule. Imports no torch."""
+"""The profile of a run's steps, the speedups that plugins estimate from it, and recommendations by rule.
+
+Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any
 
 MULTIPLYING = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addbmm", "aten::linear", "aten::mkldnn_linear",
-    "mkldnn::_linear_pointwise", "aten::convolution", "aten::mkldnn_convolution", "aten::_convolution", "aten::convolution_backward",
+    "mkldnn::_linear_pointwise", "aten::convolution", "aten::mkldnn_convolution", "aten::_convolution",
+    "aten::convolution_backward",
 )  # fmt: skip
 """Names of matrix products in torch's profiler."""
 
@@ -33,8 +36,9 @@ class StepProfile:
         longest: ``padded``, if batches were padded to their longest sample.
         real: Tokens of ``padded`` that are not padding.
         reading: CPU seconds that this process spent on reading batches; small if it only waits for workers.
-        regions: Region of the loop -> seconds without nested regions. They add up to ``seconds``. On an accelerator: seconds in which the
-            device ran kernels of the region; ``data`` is time spent waiting for batches, ``launch`` waiting for the host.
+        regions: Region of the loop -> seconds without nested regions. They add up to ``seconds``. On an accelerator:
+            seconds in which the device ran kernels of the region; ``data`` is time spent waiting for batches,
+            ``launch`` waiting for the host.
         hooks: ``PLUGIN.hook`` -> seconds.
         operations: Operation -> seconds on the device, without nested operations.
         counts: Operation -> calls.

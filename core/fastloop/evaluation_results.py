@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fastloop.state import Output
 
 BUFFER_BYTES = 64 * 2**20
-"""Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do not fill the
-device."""
+"""Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do
+not fill the device."""
 
 
 @contextmanager
@@ -37,8 +37,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 class EvaluationResults:
     """Losses and metrics of an evaluation on this process.
 
-    Metrics are updated with the concatenated predictions of several batches. Torchmetrics guarantees the same result for any division
-    into updates. Predictions that are not tensors, or whose shape beyond the first dimension changes, start a new update.
+    Metrics are updated with the concatenated predictions of several batches. Torchmetrics guarantees the same result
+    for any division into updates. Predictions that are not tensors, or whose shape beyond the first dimension changes,
+    start a new update.
 
     Args:
         where: The recipe, for messages.
@@ -59,7 +60,8 @@ class EvaluationResults:
             metrics.reset()
 
     def add(self, output: Output, weight: float, samples: int) -> None:
-        """Add the output of a batch. Metrics ignore a batch without samples: its process only joined the collective operations."""
+        """Add the output of a batch. Metrics ignore a batch without samples: its process only joined the collective
+        operations."""
         self.newest = output
         self.losses.append(output.loss.detach())
         self.weights.append(weight)
@@ -94,10 +96,13 @@ class EvaluationResults:
             label = _label(self.metrics, error)
             reason = f"{type(error).__name__}: {error}".rstrip(". ")
             advice = "Choose a metric, or arguments of it, that fit the predictions and targets."
-            raise MetricError(f"{self.where}: {label} failed for {self.split}: {reason}. {advice}", label, self.newest) from error
+            raise MetricError(
+                f"{self.where}: {label} failed for {self.split}: {reason}. {advice}", label, self.newest
+            ) from error
 
     def read(self) -> tuple[float, float, dict[str, float]]:
-        """``(sum of loss times weight, sum of weights, metrics)``. Torchmetrics reduces the metrics over processes; the sums are local.
+        """``(sum of loss times weight, sum of weights, metrics)``. Torchmetrics reduces the metrics over processes; the
+        sums are local.
 
         The host reads the device once. A metric may read it more often."""
         self._update()
@@ -107,7 +112,9 @@ class EvaluationResults:
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         wide = torch.float32 if losses.device.type == "mps" else torch.float64  # represents narrower dtypes exactly
         scalars = [
-            name for name, value in values.items() if isinstance(value, Tensor) and (value.dim(), value.device) == (0, losses.device)
+            name
+            for name, value in values.items()
+            if isinstance(value, Tensor) and (value.dim(), value.device) == (0, losses.device)
         ]
         numbers = torch.cat([losses.to(wide), *(values[name].to(wide)[None] for name in scalars)]).tolist()
         total = 0.0
@@ -127,7 +134,8 @@ def check_number(where: str, metric: str, split: str, value: Any) -> None:
         return
     label = f"the metric {metric!r}"
     raise MetricError(
-        f"{where}: {label} gives {'' if isinstance(value, Tensor) else 'a value '}{describe(value)} for {split}, expected one number. "
+        f"{where}: {label} gives {'' if isinstance(value, Tensor) else 'a value '}{describe(value)} for {split}, "
+        "expected one number. "
         "Average over classes, such as average: macro, or choose another metric.",
         label,
         None,
@@ -142,7 +150,8 @@ def describe(value: Any) -> str:
 
 
 def _label(metrics: MetricCollection, error: Exception) -> str:
-    """``the metric 'accuracy'``: the one whose method raised the error. If the collection itself raised it: all names."""
+    """``the metric 'accuracy'``: the one whose method raised the error. If the collection itself raised it: all
+    names."""
     names = {id(metric): repr(str(name)) for name, metric in metrics.items(copy_state=False)}
     owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
     name = next((names[owner] for owner in owners if owner in names), None)

@@ -1,7 +1,7 @@
-"""``run.hooks``: one function per hook, which calls the implementations of the run's plugins and the wrappers around them.
+"""``run.hooks``: one function per hook, which calls the implementations of the run's plugins, and their wrappers.
 
-pluggy registers and orders the implementations. Its own caller needs six times as many Python calls, and does not report which
-implementation raised an error.
+pluggy registers and orders the implementations. Its own caller needs six times as many Python calls, and does not
+report which implementation raised an error.
 """
 
 from __future__ import annotations
@@ -56,10 +56,13 @@ class HookCallers(HookTypes):
         self.__dict__.pop(name, None)
 
 
-def make_caller(name: str, implementations: Iterable[pluggy.HookImpl], is_first: bool, on_error: OnError) -> Callable[..., Any]:
+def make_caller(
+    name: str, implementations: Iterable[pluggy.HookImpl], is_first: bool, on_error: OnError
+) -> Callable[..., Any]:
     """A function that calls implementations of a hook in the given order, by keyword, inside those that are wrappers.
 
-    Returns the first result that is not None if ``is_first``, otherwise a list of these results. A wrapper may replace it.
+    Returns the first result that is not None if ``is_first``, otherwise a list of these results. A wrapper may replace
+    it.
     """
     every: list[tuple[Any, Sequence[str]]] = [(impl, impl.argnames) for impl in implementations]
     wrappers, calls = ([call for call in every if call[0].wrapper is wraps] for wraps in (True, False))
@@ -128,8 +131,11 @@ def make_caller(name: str, implementations: Iterable[pluggy.HookImpl], is_first:
     return call_wrapped if wrappers else inner
 
 
-def enclose(function: Callable[..., Any], is_wrapper: bool, around: Callable[[], AbstractContextManager[Any]]) -> Callable[..., Any]:
-    """An implementation whose code runs inside ``around()``. For a wrapper, that is the code before and after its yield."""
+def enclose(
+    function: Callable[..., Any], is_wrapper: bool, around: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """An implementation whose code runs inside ``around()``. For a wrapper, that is the code before and after its
+    yield."""
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:

@@ -42,7 +42,8 @@ class Hooks(pluggy.PluginManager):
         failure: ``(error, plugin, hook)`` of the newest error that a plugin's hook raised.
 
     Raises:
-        PluginError: A plugin implements an unknown hook or takes unknown arguments, or two plugins declare the same hook.
+        PluginError: A plugin implements an unknown hook or takes unknown arguments, or two plugins declare the same
+            hook.
     """
 
     def __init__(self, plugins: Iterable[Plugin]) -> None:
@@ -61,7 +62,8 @@ class Hooks(pluggy.PluginManager):
                 raise PluginError(f"plugin {plugin.name!r}: {error}") from None
 
     def register_core(self) -> None:
-        """Register fastloop's own implementations. This imports torch, so it is done only before hooks of a run are called."""
+        """Register fastloop's own implementations. This imports torch, so it is done only before hooks of a run are
+        called."""
         for module in own_implementations():
             self.register(module, module.__name__)
 
@@ -70,7 +72,10 @@ class Hooks(pluggy.PluginManager):
     def _add_specs(self, plugins: Iterable[Plugin]) -> None:
         """Add the core's hooks and those of plugins. Several plugins may share one class or module of hooks."""
         owners: dict[str, tuple[Any, str]] = {}
-        for namespace, owner in [(hookspecs, "fastloop"), *((plugin.hookspecs, f"plugin {plugin.name!r}") for plugin in plugins)]:
+        for namespace, owner in [
+            (hookspecs, "fastloop"),
+            *((plugin.hookspecs, f"plugin {plugin.name!r}") for plugin in plugins),
+        ]:
             if namespace is None or any(namespace is other for other, _ in owners.values()):
                 continue
             names = [name for name in dir(namespace) if self.parse_hookspec_opts(namespace, name) is not None]
@@ -78,7 +83,10 @@ class Hooks(pluggy.PluginManager):
                 raise PluginError(f"{owner}: its `hookspecs` hold no function that is marked with fastloop.hookspec.")
             for name in names:
                 if name in owners:
-                    raise PluginError(f"{owner} and {owners[name][1]} both declare the hook {name!r}. One of them must rename its own.")
+                    raise PluginError(
+                        f"{owner} and {owners[name][1]} both declare the hook {name!r}. One of them must rename "
+                        "its own."
+                    )
                 owners[name] = (namespace, owner)
             self.add_hookspecs(namespace)
         for name in owners:
@@ -104,24 +112,30 @@ class Hooks(pluggy.PluginManager):
                     yield impl, caller.name
 
     def replace(self, replacement: Replacement) -> Callable[..., None]:
-        """Call ``replacement(plugin, hook, function, is_wrapper)`` in place of each plugin's implementation. Returns a function that
-        undoes it for all hooks, or for the given ones where no other replacement followed."""
+        """Call ``replacement(plugin, hook, function, is_wrapper)`` in place of each plugin's implementation. Returns a
+        function that undoes it for all hooks, or for the given ones where no other replacement followed."""
         replaced = []
         for plugin in self.get_plugins():
-            for impl, hook in self.implementations(plugin) if isinstance(plugin, Plugin) and plugin.name not in self.disabled else ():
+            for impl, hook in (
+                self.implementations(plugin) if isinstance(plugin, Plugin) and plugin.name not in self.disabled else ()
+            ):
                 replaced.append((impl, hook, impl.function, replacement(plugin, hook, impl.function, impl.wrapper)))
                 impl.function = replaced[-1][3]
 
         def undo(hooks: Collection[str] | None = None) -> None:
             for impl, hook, before, function in replaced:
-                if impl.plugin.name not in self.disabled if hooks is None else hook in hooks and impl.function is function:
+                if (
+                    impl.plugin.name not in self.disabled
+                    if hooks is None
+                    else hook in hooks and impl.function is function
+                ):
                     impl.function = before
 
         return undo
 
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
-        """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns whether the run
-        continues."""
+        """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns
+        whether the run continues."""
         if not isinstance(plugin, Plugin) or isinstance(error, Stopped):
             return False  # the core, or a signal
         if self._disable(plugin, hook, error):
@@ -131,7 +145,8 @@ class Hooks(pluggy.PluginManager):
         return False
 
     def _disable(self, plugin: Plugin, hook: str, error: BaseException) -> bool:
-        """Disable a failed plugin if its ``on_error`` is ``disable``. Its ``teardown`` is still called. Returns whether it did."""
+        """Disable a failed plugin if its ``on_error`` is ``disable``. Its ``teardown`` is still called. Returns whether
+        it did."""
         if plugin.on_error != "disable" or (isinstance(error, UsageError) and hook in ("check_recipe", "check_run")):
             return False
         reason = str(make_crash(plugin, hook, error))
@@ -148,12 +163,18 @@ def own_implementations() -> list[ModuleType]:
     They are imported by name: two are above this module, and the others belong to no part of the core.
     """
     points = own_entry_points(IMPLEMENTATIONS).values()
-    return [importlib.import_module(name) for name in ("fastloop.loop", "fastloop.defaults", *(point.value for point in points))]
+    return [
+        importlib.import_module(name)
+        for name in ("fastloop.loop", "fastloop.defaults", *(point.value for point in points))
+    ]
 
 
 def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
     """The error to raise for a plugin that failed in a hook."""
-    crash = PluginCrash(f"plugin {plugin.name!r} ({origin(type(plugin))}) failed in {hook}: {type(error).__name__}: {error}", plugin.name)
+    crash = PluginCrash(
+        f"plugin {plugin.name!r} ({origin(type(plugin))}) failed in {hook}: {type(error).__name__}: {error}",
+        plugin.name,
+    )
     crash.__cause__ = error
     return crash
 
@@ -161,7 +182,12 @@ def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
 def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None:
     """The distribution that a plugin is installed with; None for one of a file or a script."""
     package = cls.__module__.partition(".")[0]
-    points = [point for group in (GROUP, "fastloop.commands") for point in entry_points(group) if point.module.partition(".")[0] == package]
+    points = [
+        point
+        for group in (GROUP, "fastloop.commands")
+        for point in entry_points(group)
+        if point.module.partition(".")[0] == package
+    ]
     for point in sorted(points, key=lambda point: point.value != f"{cls.__module__}:{cls.__qualname__}"):
         return point.dist
     names = distributions_of(package)

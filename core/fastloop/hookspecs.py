@@ -12,7 +12,8 @@
     (move to the device, apply autocast, run.strategy.prepare)
     after_prepare                                   # the prepared model, on its device
     build_metrics
-    check_run                                       # everything is built, nothing is written yet. Then, with selected plugins: compute_loss
+    check_run                                       # everything is built, nothing is written yet
+                                                    # with selected plugins, it then calls compute_loss
     (load weights and optimizer,) load_state        # only with --resume
 
     before_fit                                      # a plugin may call compute_loss here, to try a batch
@@ -20,7 +21,7 @@
         before_epoch
         for each optimizer step:
             before_step
-            train_step                              # the core's calls the two helpers once; a plugin's may call them more often
+            train_step                              # the core calls both helpers once; a plugin may repeat them
                 run.accumulate_gradients:
                     for each micro-step: compute_loss, (backward)
                 run.apply_gradients:
@@ -41,21 +42,22 @@
     log_scalars, write_summary                      # log_scalars: values of run.log() since the last log point, if any
     recover                                         # when training or an evaluation raises
     teardown                                        # last, once: also after a failure, a stop signal or a failed build
-    build_prediction_data, predict                  # only to predict. Neither a prediction nor `fastloop evaluate` builds an optimizer
+    build_prediction_data, predict                  # only to predict; builds no optimizer, nor does evaluate
 
 Kinds of hooks:
 
 * *Draft* hooks modify the draft they receive. Two plugins must not set the same field.
-* *First* hooks return the first result that is not None, in the run's plugin order. Two plugins must not implement the same one, unless
-  one wraps the other or lists the hook in ``Plugin.fallback_hooks``.
+* *First* hooks return the first result that is not None, in the run's plugin order. Two plugins must not implement the
+  same one, unless one wraps the other or lists the hook in ``Plugin.fallback_hooks``.
 * *Chain* hooks may return a replacement, which is passed to the next plugin.
 * All other hooks are called on every plugin, in order.
 
-An implementation takes only the arguments it needs. To run code around a hook, mark the implementation ``@hookimpl(wrapper=True)``.
-Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` cannot be wrapped. ``Plugin.hookspecs`` declares more hooks.
-With several processes, every hook except ``log_scalars`` fires on each process, with the same counters, metrics and requests. A request
-of one process (``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
-``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files, and checkpoints hold only its result of ``save_state``.
+An implementation takes only the arguments it needs. To run code around a hook, mark the implementation
+``@hookimpl(wrapper=True)``. Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` cannot be wrapped.
+``Plugin.hookspecs`` declares more hooks. With several processes, every hook except ``log_scalars`` fires on each
+process, with the same counters, metrics and requests. A request of one process (``run.state.request_stop``) applies to
+all. Every process must call collective operations (``run.full_state_dict()``, ``run.processes.all_reduce_sum``). Only
+``run.is_main`` writes files, and checkpoints hold only its result of ``save_state``.
 """
 
 from __future__ import annotations
@@ -82,7 +84,14 @@ if TYPE_CHECKING:
 hookspec = pluggy.HookspecMarker("fastloop")
 first = hookspec(firstresult=True)
 
-CHANGING_HOOKS = ("environment", "configure_accelerator", "configure_dataloader", "configure_optimizer", "before_prepare", "after_prepare")
+CHANGING_HOOKS = (
+    "environment",
+    "configure_accelerator",
+    "configure_dataloader",
+    "configure_optimizer",
+    "before_prepare",
+    "after_prepare",
+)
 """Hooks that change a run, beside the *first* hooks."""
 
 UNWRAPPABLE_HOOKS = (*CHANGING_HOOKS, "save_state", "load_state", "teardown")
@@ -94,8 +103,9 @@ SHARED_FIRST_HOOKS = ("recover",)
 
 @hookspec
 def environment(recipe: Recipe) -> dict[str, str] | None:
-    """Environment variables that must be set before a process starts, such as LD_PRELOAD. `fastloop train` restarts itself with the
-    variables that are not set yet. The Python API does not call this hook. Implementations must not import torch."""
+    """Environment variables that must be set before a process starts, such as LD_PRELOAD. `fastloop train` restarts
+    itself with the variables that are not set yet. The Python API does not call this hook. Implementations must not
+    import torch."""
 
 
 @hookspec
@@ -120,20 +130,22 @@ def configure_optimizer(draft: OptimizerDraft) -> None:
 
 @hookspec
 def before_resume(run: Run, folder: Path) -> None:
-    """With --resume: fastloop will look for a checkpoint in ``folder``. A plugin may first put one there, on the main process."""
+    """With --resume: fastloop will look for a checkpoint in ``folder``. A plugin may first put one there, on the main
+    process."""
 
 
 @first
 def build_datasets(run: Run) -> Mapping[str, Any] | None:
-    """First. Split -> dataset, map-style or iterable (``fastloop.data.DatasetProtocol``): ``train``; maybe ``validation``, ``test``."""
+    """First. Split -> dataset, map-style or iterable (``fastloop.data.DatasetProtocol``): ``train``; maybe
+    ``validation``, ``test``."""
 
 
 @first
 def build_sampler(run: Run, split: str) -> BatchSampler | None:
     """First. The order of a map-style dataset: torch's ``BatchSampler`` around any sampler with a length.
-    Its ``drop_last`` drops the samples at an epoch's end that do not fill a batch. The batch has ``train.batch_size`` samples in training,
-    and the sampler's own ``batch_size`` in evaluation. Without a sampler, training shuffles all samples by seed and epoch, and evaluation
-    keeps the dataset's order."""
+    Its ``drop_last`` drops the samples at an epoch's end that do not fill a batch. The batch has ``train.batch_size``
+    samples in training, and the sampler's own ``batch_size`` in evaluation. Without a sampler, training shuffles all
+    samples by seed and epoch, and evaluation keeps the dataset's order."""
 
 
 @first
@@ -153,25 +165,28 @@ def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 
 @first
 def build_optimizer(run: Run, model: nn.Module) -> Optimizer | Mapping[str, Optimizer] | None:
-    """First. fastloop builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that plugins set.
-    A dict of name -> optimizer becomes one optimizer of all their groups. ``run.optimizer["generator"]`` is one of the dict."""
+    """First. fastloop builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that
+    plugins set. A dict of name -> optimizer becomes one optimizer of all their groups. ``run.optimizer["generator"]``
+    is one of the dict."""
 
 
 @first
 def build_scheduler(run: Run, optimizer: Optimizer) -> LRScheduler | Mapping[str, LRScheduler] | None:
-    """First. The loop steps it once per step, not by a metric, and not after a skipped update. Without one, the learning rate is constant.
-    With several optimizers, one scheduler schedules all groups. A dict of an optimizer's name -> scheduler schedules each by its steps."""
+    """First. The loop steps it once per step, not by a metric, and not after a skipped update. Without one, the
+    learning rate is constant. With several optimizers, one scheduler schedules all groups. A dict of an optimizer's
+    name -> scheduler schedules each by its steps."""
 
 
 @hookspec
 def after_prepare(run: Run, model: nn.Module) -> nn.Module | None:
-    """Chain. Change or replace the prepared model, for example to compile it. Its parameters must stay the ones that the optimizer steps;
-    use ``before_prepare`` to replace parameters."""
+    """Chain. Change or replace the prepared model, for example to compile it. Its parameters must stay the ones that
+    the optimizer steps; use ``before_prepare`` to replace parameters."""
 
 
 @first
 def build_metrics(run: Run) -> MetricCollection | None:
-    """First. Torchmetrics, updated with ``Output.predictions`` and ``Output.targets`` of several batches. ``loss`` is always computed."""
+    """First. Torchmetrics, updated with ``Output.predictions`` and ``Output.targets`` of several batches. ``loss`` is
+    always computed."""
 
 
 @hookspec
@@ -191,42 +206,49 @@ def before_epoch(run: Run) -> None:
 
 @hookspec
 def before_step(run: Run, batches: list[Batch]) -> None:
-    """The step's micro-batches on this process, on the device. A plugin may replace their ``inputs``, but not change the list."""
+    """The step's micro-batches on this process, on the device. A plugin may replace their ``inputs``, but not change
+    the list."""
 
 
 @first
 def train_step(run: Run, batches: list[Batch]) -> Tensor | None:
-    """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the loss.
-    A plugin that implements it owns the step, and may call both several times. Every process must make the same calls, and at least one of
-    ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all processes. None leaves the whole step to the core.
-    If it raises, ``recover`` may repeat the step: restore temporary changes of the weights in a ``finally`` block."""
+    """First. The core calls ``run.accumulate_gradients(batches)``, then ``run.apply_gradients(loss)``, and returns the
+    loss. A plugin that implements it owns the step, and may call both several times. Every process must make the same
+    calls, and at least one of ``apply_gradients``. Return the step's loss: 0-dim, detached, the mean over all
+    processes. None leaves the whole step to the core. If it raises, ``recover`` may repeat the step: restore temporary
+    changes of the weights in a ``finally`` block."""
 
 
 @first
 def compute_loss(run: Run, model: nn.Module, batch: Any) -> Output:  # type: ignore[empty-body]
-    """First. Forward and loss of one micro-batch, in training and evaluation. ``batch`` is ``Batch.inputs`` on the device."""
+    """First. Forward and loss of one micro-batch, in training and evaluation. ``batch`` is ``Batch.inputs`` on the
+    device."""
 
 
 @hookspec
 def after_backward(run: Run, loss: Tensor) -> None:
-    """The gradients to apply are computed, not clipped, and in fp16 still multiplied by the loss scale. ``loss``: as in ``after_step``."""
+    """The gradients to apply are computed, not clipped, and in fp16 still multiplied by the loss scale. ``loss``: as in
+    ``after_step``."""
 
 
 @hookspec
 def before_optimizer_step(run: Run, grad_norm: Tensor | None) -> None:
-    """Gradients are final. ``grad_norm``: 0-dim, before clipping; None without ``train.max_grad_norm``. See ``run.gradient_norm()``."""
+    """Gradients are final. ``grad_norm``: 0-dim, before clipping; None without ``train.max_grad_norm``. See
+    ``run.gradient_norm()``."""
 
 
 @hookspec
 def after_step(run: Run, loss: Tensor) -> None:
-    """A step is done and counted. ``loss``: 0-dim, detached, the mean over all processes. Reading it on the host waits for the device."""
+    """A step is done and counted. ``loss``: 0-dim, detached, the mean over all processes. Reading it on the host waits
+    for the device."""
 
 
 @hookspec
 def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
-    """Name -> value, at a log point or after an evaluation. Fires on the main process only, so call no collective operation. Names of the
-    core: ``train/loss`` (mean since the last log point), ``grad_norm`` (before clipping), ``lr``, ``samples_per_second``,
-    ``tokens_per_second``, ``memory_bytes``; ``validation/loss``, ``test/accuracy``, ... Values may be NaN or infinite."""
+    """Name -> value, at a log point or after an evaluation. Fires on the main process only, so call no collective
+    operation. Names of the core: ``train/loss`` (mean since the last log point), ``grad_norm`` (before clipping),
+    ``lr``, ``samples_per_second``, ``tokens_per_second``, ``memory_bytes``; ``validation/loss``, ``test/accuracy``, ...
+    Values may be NaN or infinite."""
 
 
 @hookspec
@@ -246,9 +268,9 @@ def before_evaluate(run: Run, split: str) -> None:
 
 @first
 def evaluate(run: Run, split: str) -> dict[str, float] | None:
-    """First; the core implements it. Wrap it to evaluate other weights than the trained ones. A wrapper that adds metrics needs
-    ``trylast=True``. When a signal stops the run, an exception passes through wrappers, and the run is saved afterwards. Restore what you
-    changed in a ``finally`` block."""
+    """First; the core implements it. Wrap it to evaluate other weights than the trained ones. A wrapper that adds
+    metrics needs ``trylast=True``. When a signal stops the run, an exception passes through wrappers, and the run is
+    saved afterwards. Restore what you changed in a ``finally`` block."""
 
 
 @hookspec
@@ -263,28 +285,33 @@ def save_state(run: Run) -> dict[str, Any] | None:
 
 @first
 def write_checkpoint(run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
-    """First; the core writes before training continues. Write both to ``folder`` with ``resume.write``. To write while training continues,
-    copy the tensors first: training changes them. The run waits for the future before the next save, before a rollback, and at its end."""
+    """First; the core writes before training continues. Write both to ``folder`` with ``resume.write``. To write while
+    training continues, copy the tensors first: training changes them. The run waits for the future before the next
+    save, before a rollback, and at its end."""
 
 
 @hookspec
 def load_state(run: Run, state: dict[str, Any]) -> None:
-    """Restore the result of this plugin's ``save_state``; tensors are on the CPU. Also called when a run rolls back to a checkpoint."""
+    """Restore the result of this plugin's ``save_state``; tensors are on the CPU. Also called when a run rolls back to
+    a checkpoint."""
 
 
 @first
 def export_model(run: Run, folder: Path) -> Path | None:
-    """First. Write ``run.full_state_dict()`` for use outside fastloop. Every process must call that method; the main process writes."""
+    """First. Write ``run.full_state_dict()`` for use outside fastloop. Every process must call that method; the main
+    process writes."""
 
 
 @first
 def build_prediction_data(run: Run, source: Any, start: int, size: int) -> Iterable[Any] | None:
-    """First. Map-style datasets of up to ``size`` samples, from sample ``start`` of ``source``: a file, texts, or None: a split."""
+    """First. Map-style datasets of up to ``size`` samples, from sample ``start`` of ``source``: a file, texts, or None:
+    a split."""
 
 
 @first
 def predict(run: Run, batch: Any) -> Mapping[str, Sequence[Any]] | None:
-    """First. Column -> a prediction for each sample of the batch: ``Batch.inputs`` on the device, as in ``compute_loss``; no gradients."""
+    """First. Column -> a prediction for each sample of the batch: ``Batch.inputs`` on the device, as in
+    ``compute_loss``; no gradients."""
 
 
 @hookspec
@@ -294,12 +321,14 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
 
 @first
 def recover(run: Run, error: Exception, split: str | None) -> bool | None:
-    """First. Training, or the evaluation of ``split``, raised. Return True to continue from ``run.state``'s counters without the step's
-    gradients, or to repeat the evaluation. All processes must return the same answer, and none may be inside a collective operation."""
+    """First. Training, or the evaluation of ``split``, raised. Return True to continue from ``run.state``'s counters
+    without the step's gradients, or to repeat the evaluation. All processes must return the same answer, and none may
+    be inside a collective operation."""
 
 
 @hookspec
 def teardown(run: Run) -> None:
-    """The run is over: close files, end threads, restore settings. Fires once on every process, also when the run could not be built (see
-    ``Run``) or ``on_error`` has disabled the plugin. Call no collective operation: other processes may be gone. An error is logged with the
-    plugin's name. It does not stop the other plugins' teardown or replace the run's own error, but fails a run that succeeded."""
+    """The run is over: close files, end threads, restore settings. Fires once on every process, also when the run could
+    not be built (see ``Run``) or ``on_error`` has disabled the plugin. Call no collective operation: other processes
+    may be gone. An error is logged with the plugin's name. It does not stop the other plugins' teardown or replace the
+    run's own error, but fails a run that succeeded."""

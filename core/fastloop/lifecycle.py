@@ -1,4 +1,4 @@
-"""The life cycle of a run, ``open_run``: build in the order of ``hookspecs``, train, test, export, summarize, tear down."""
+"""The life cycle of a run, ``open_run``: build in the order of ``hookspecs``, train, test, export, summarize, close."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ log = logging.getLogger("fastloop")
 
 @contextmanager
 def open_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Iterator[Run]:
-    """Build a run, and tear it down after the block, which trains by ``execute``, or evaluates. Then wait for the other processes.
+    """Build a run, and tear it down after the block, which trains by ``execute``, or evaluates. Then wait for the other
+    processes.
 
     Args:
         resolved: A result of ``resolve``, for this run only.
@@ -61,10 +62,15 @@ def open_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Pat
 
 
 def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Run:
-    """Build a run, without writing anything. With ``recipe.inference``, build it without training data and optimizer."""
+    """Build a run, without writing anything. With ``recipe.inference``, build it without training data and
+    optimizer."""
     started, resolved = perf_counter(), resolved.with_extra(extra) if extra else resolved
     recipe, build_one = resolved.recipe, partial(_build, resume_from=resume)
-    run = build_one(Run(recipe, resolved.plugins)) if recipe.selector is None else recipe.selector.build_selected(resolved, build_one)
+    run = (
+        build_one(Run(recipe, resolved.plugins))
+        if recipe.selector is None
+        else recipe.selector.build_selected(resolved, build_one)
+    )
     set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was built
     run.clock.seconds["startup"] = perf_counter() - started
     return run
@@ -96,7 +102,8 @@ def _build(run: Run, resume_from: Path | None) -> Run:
 
 
 def execute(run: Run) -> dict[str, Any]:
-    """Train, test and export an open run; a signal makes it save and stop. Returns the summary, which is also in the run folder.
+    """Train, test and export an open run; a signal makes it save and stop. Returns the summary, which is also in the
+    run folder.
 
     Raises:
         FastloopError: The run failed; the summary contains the error.
@@ -115,7 +122,9 @@ def execute(run: Run) -> dict[str, Any]:
                 _export(run)
                 log_points.flush(run)
             _share_disabled(run)  # also a barrier: no process exits while another still needs it
-            run._summary = folder.summarize(run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason)
+            run._summary = folder.summarize(
+                run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason
+            )
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
@@ -142,7 +151,9 @@ def close_after(run: Run) -> Iterator[None]:
             yield
         if (error := _teardown(run)) is not None:
             if run._summary is not None:
-                folder.write_summary(run, run._summary | {"status": "failed", "reason": str(error) or type(error).__name__})
+                folder.write_summary(
+                    run, run._summary | {"status": "failed", "reason": str(error) or type(error).__name__}
+                )
             raise error
 
 
@@ -181,7 +192,8 @@ def explain_errors(run: Run) -> Iterator[None]:
 
 def _build_accelerator(run: Run) -> None:
     recipe, plugins = run.recipe, run.plugins
-    if (cores := platform_support.cores()) < len(platform_support.processors()):  # torch does not know the quota of a control group
+    # torch does not know the quota of a control group
+    if (cores := platform_support.cores()) < len(platform_support.processors()):
         torch.set_num_threads(min(torch.get_num_threads(), cores))
     run.accelerator, run.processes = build_accelerator(recipe, plugins)
     device = run.accelerator.device
@@ -191,20 +203,31 @@ def _build_accelerator(run: Run) -> None:
     settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
     sharing = Processes() if settings.same_batches else run.processes
     run.loaders = Loaders(recipe, settings, sharing, *micro_batches(recipe, sharing.world_size))
-    run.optimizer_arguments = plugins.draft("configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)).arguments
+    run.optimizer_arguments = plugins.draft(
+        "configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)
+    ).arguments
 
 
 def _build_loaders(run: Run) -> None:
     loaders, inference, trains = run.loaders, run.recipe.inference, run.recipe.inference is None
-    datasets = run.hooks.build_datasets(run=run) or {} if inference is None or not inference.chunk else _first_chunk(run, inference)
+    datasets = (
+        run.hooks.build_datasets(run=run) or {}
+        if inference is None or not inference.chunk
+        else _first_chunk(run, inference)
+    )
     if trains and "train" not in datasets:
         raise PluginError(
-            f"{run.recipe.where}: no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}."
+            f"{run.recipe.where}: no plugin built a training dataset. The task in use: "
+            f"{run.plugins.in_slot('task') or 'none'}."
         )
     if loaders.first not in datasets:
-        raise RecipeError(f"{run.recipe.where}: data: there is no split {loaders.first!r}. There are: {', '.join(datasets) or 'none'}.")
+        raise RecipeError(
+            f"{run.recipe.where}: data: there is no split {loaders.first!r}. There are: "
+            f"{', '.join(datasets) or 'none'}."
+        )
     loaders.set_datasets({split: dataset for split, dataset in datasets.items() if trains or split == loaders.first})
-    for split in sorted(loaders.datasets, key=lambda split: split != "train"):  # train first: plugins fit the other splits to it
+    # train first: plugins fit the other splits to it
+    for split in sorted(loaders.datasets, key=lambda split: split != "train"):
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()
@@ -214,7 +237,10 @@ def _build_loaders(run: Run) -> None:
 
 def _first_chunk(run: Run, inference: Inference) -> dict[str, Any]:
     """The first samples to predict, as the split of the run. ``run.loaders.chunks`` gives all of them."""
-    chunks = iter(run.hooks.build_prediction_data(run=run, source=inference.source, start=inference.start, size=inference.chunk) or ())
+    chunks = iter(
+        run.hooks.build_prediction_data(run=run, source=inference.source, start=inference.start, size=inference.chunk)
+        or ()
+    )
     first: Any = next(chunks, [])
     run.loaders.chunks = chain([first], chunks)
     return {inference.split: first}
@@ -223,12 +249,16 @@ def _first_chunk(run: Run, inference: Inference) -> dict[str, Any]:
 def _build_model(run: Run) -> None:
     model = run.hooks.build_model(run=run)
     if model is None:
-        raise PluginError(f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}.")
+        raise PluginError(
+            f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}."
+        )
     if run.recipe.inference is not None:
         if run.recipe.inference.model is not None:
             load_model(model, run.recipe.inference.model, run.recipe.where)
         run.built_model = run.plugins.chain("before_prepare", model, run=run)
-        run.model = run.plugins.chain("after_prepare", run.accelerator.prepare_model(run.built_model, evaluation_mode=True), run=run)
+        run.model = run.plugins.chain(
+            "after_prepare", run.accelerator.prepare_model(run.built_model, evaluation_mode=True), run=run
+        )
         return
     _set_train_mode(model)
     model = run.plugins.chain("before_prepare", model, run=run)
@@ -245,7 +275,8 @@ def _build_model(run: Run) -> None:
 
 
 def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    """Move the model to its device and apply autocast to its forward; then the strategy wraps the model and its optimizer.
+    """Move the model to its device and apply autocast to its forward; then the strategy wraps the model and its
+    optimizer.
 
     Raises:
         PluginError: The strategy returned something else.
@@ -255,18 +286,21 @@ def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
     autocast = accelerator.native_amp
     if not strategy.sets_precision:
         model = accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
-        accelerator.native_amp = model._is_accelerate_prepared = False  # type: ignore[assignment] # a strategy may have it wrapped
+        # a strategy may have it wrapped
+        accelerator.native_amp = model._is_accelerate_prepared = False  # type: ignore[assignment]
     try:
         prepared = strategy.prepare(run, model, optimizer)
     finally:
         accelerator.native_amp = autocast
     if not (isinstance(prepared, tuple) and len(prepared) == 2 and isinstance(prepared[0], nn.Module)):
         raise PluginError(
-            f"{run.recipe.where}: plugin {strategy.name!r}: prepare returned a {type(prepared).__name__}, expected a tuple of the model "
+            f"{run.recipe.where}: plugin {strategy.name!r}: prepare returned a {type(prepared).__name__}, expected a "
+            "tuple of the model "
             "and the optimizer. docs/write-a-plugin.md describes the method."
         )
     model, stepped = prepared
-    if type(stepped) is AcceleratedOptimizer and hasattr(optimizer, "scale"):  # several optimizers skip their steps together
+    # several optimizers skip their steps together
+    if type(stepped) is AcceleratedOptimizer and hasattr(optimizer, "scale"):
         stepped = optimizer.scale(stepped.scaler)
     return model, stepped
 
@@ -278,12 +312,18 @@ def _set_train_mode(model: nn.Module) -> None:
     frozen = [name for name, module in model.named_modules() if not module.training]
     if frozen:
         more = ", ..." * (len(frozen) > 3)
-        log.warning("%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more)
+        log.warning(
+            "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more
+        )
 
 
 def warn_of_batch_norm(run: Run) -> None:
     """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
-    norms = [module for module in run.built_model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training]
+    norms = [
+        module
+        for module in run.built_model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
+    ]
     causes = []
     if run.loader_settings.split is not None:
         causes.append(f"plugin {run.loader_settings.writers['split']!r}, which splits steps")
@@ -293,7 +333,9 @@ def warn_of_batch_norm(run: Run) -> None:
     if run.loaders.processes.world_size > 1 and not all(isinstance(module, nn.SyncBatchNorm) for module in norms):
         causes.append("the number of processes")
     if norms and causes:
-        log.warning("batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes))
+        log.warning(
+            "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
+        )
 
 
 # -- execute -----------------------------------------------------------------------------------------------------------
@@ -315,4 +357,6 @@ def _export(run: Run) -> None:
         if run.is_main and (run.folder / "model").is_dir():
             sync_folder(run.folder / "model")  # before the summary says that the run is complete
     except (OSError, SafetensorError) as error:
-        raise SaveError(f"{run.folder / 'model'} was not written: {error}. Free disk space, then continue with --resume.") from error
+        raise SaveError(
+            f"{run.folder / 'model'} was not written: {error}. Free disk space, then continue with --resume."
+        ) from error

@@ -1,4 +1,4 @@
-"""Log points: every ``train.log_every`` steps, the core adds its own values to those of plugins and calls ``log_scalars``."""
+"""Log points: every ``train.log_every`` steps, the core adds its values to the plugins' and calls ``log_scalars``."""
 
 from __future__ import annotations
 

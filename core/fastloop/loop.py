@@ -10,7 +10,8 @@ for each epoch:
     evaluate and save when due
 
 A stop signal takes effect at the end of a step or within an evaluation; the resumed run repeats that evaluation.
-If training or an evaluation raises and a plugin recovers, training continues from the run's counters, or the evaluation starts again.
+If training or an evaluation raises and a plugin recovers, training continues from the run's counters, or the evaluation
+starts again.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class EvaluationInterrupted(Exception):
 
 
 def fit(run: Run) -> None:
-    """Train until the epochs or ``max_steps`` are done, or a plugin requests a stop. Then evaluate the final weights."""
+    """Train until the epochs or ``max_steps`` are done, or a plugin requests a stop. Then evaluate the final
+    weights."""
     with preserve_random_states(run.resume_point is not None):
         run.hooks.before_fit(run=run)
     log_points.start(run)
@@ -103,16 +105,23 @@ def train(run: Run) -> None:
 def upcoming(run: Run, steps: Lookahead[list[Batch]]) -> list[Batch] | None:
     """The next step's micro-batches, read early to exchange their totals along with the requests of this step.
 
-    None with one process; and before a pause that this process knows of, since a batch that cannot be read must not prevent a save.
+    None with one process; and before a pause that this process knows of, since a batch that cannot be read must not
+    prevent a save.
     """
     schedule = run.schedule
-    if run.loaders.processes.world_size == 1 or schedule.evaluation_due() or schedule.save_due() or schedule.should_stop():
+    if (
+        run.loaders.processes.world_size == 1
+        or schedule.evaluation_due()
+        or schedule.save_due()
+        or schedule.should_stop()
+    ):
         return None
     return steps.peek()
 
 
 def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None = None) -> T:
-    """Call ``function``, and call it again after a plugin recovered from its error. ``split``: the split to evaluate; None: training."""
+    """Call ``function``, and call it again after a plugin recovered from its error. ``split``: the split to evaluate;
+    None: training."""
     while True:
         try:
             return function()
@@ -123,7 +132,8 @@ def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None 
 
 
 def take_step(run: Run, batches: list[Batch]) -> Tensor:
-    """Do one step over its micro-batches, which are on the device: by the ``train_step`` hook, then the scheduler and the counters.
+    """Do one step over its micro-batches, which are on the device: by the ``train_step`` hook, then the scheduler and
+    the counters.
 
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
@@ -154,7 +164,8 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
     if run.updates:
         plugin = next(plugin.name for plugin, _ in run.plugins.each("train_step"))
         raise PluginError(
-            f"{run.recipe.where}: plugin {plugin!r}: train_step called run.apply_gradients and returned None. Return the step's loss. "
+            f"{run.recipe.where}: plugin {plugin!r}: train_step called run.apply_gradients and returned None. Return "
+            "the step's loss. "
             "None leaves the whole step to the core."
         )
     loss = accumulate_gradients(run, batches)
@@ -165,7 +176,8 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
     totals = run.totals(batches)
-    total = (totals.weight or 1) / run.loaders.processes.world_size  # processes average gradients, and their shares may differ
+    # processes average gradients, and their shares may differ
+    total = (totals.weight or 1) / run.loaders.processes.world_size
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1 or run.world_size == 1
@@ -186,7 +198,8 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         several = getattr(run.optimizer, "optimizer", run.optimizer)  # without the wrapper that scales losses
         if not hasattr(several, "select"):
             raise PluginError(
-                f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let build_optimizer return a dict "
+                f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let "
+                "build_optimizer return a dict "
                 "of name -> optimizer."
             )
         several.select(optimizer)
@@ -195,7 +208,8 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
     if max_norm is not None:
         with region("clip"):
             grad_norm = run.strategy.clip_gradients(run, max_norm)
-    run._clipped_at, run._gradient_norm = run.state.step, grad_norm  # run.gradient_norm() works until the optimizer steps
+    # run.gradient_norm() works until the optimizer steps
+    run._clipped_at, run._gradient_norm = run.state.step, grad_norm
     if run.scalars.enabled and run.schedule.log_due(run.state.step + 1):
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
@@ -211,13 +225,22 @@ def _step_error(run: Run, loss: Any) -> PluginError:
     plugin = next((plugin.name for plugin, _ in run.plugins.each("train_step")), "fastloop")
     where = f"{run.recipe.where}: plugin {plugin!r}: train_step"
     if not run.updates:
-        return PluginError(f"{where} did not call run.apply_gradients, so no weight changed. Call it at least once, on every process.")
-    found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if isinstance(loss, Tensor) else repr(loss)
-    return PluginError(f"{where} returned {found}. Return the step's loss, 0-dim and detached, as run.accumulate_gradients does.")
+        return PluginError(
+            f"{where} did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
+        )
+    found = (
+        f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+        if isinstance(loss, Tensor)
+        else repr(loss)
+    )
+    return PluginError(
+        f"{where} returned {found}. Return the step's loss, 0-dim and detached, as run.accumulate_gradients does."
+    )
 
 
 def evaluate(run: Run, split: str) -> None:
-    """Evaluate a split through the ``evaluate`` hook. If a signal interrupts it, it stays due. The random states are restored."""
+    """Evaluate a split through the ``evaluate`` hook. If a signal interrupts it, it stays due. The random states are
+    restored."""
     with run.clock("evaluate"), region("evaluate"), preserve_random_states():  # evaluation data may be random
         if split == "validation":
             run.state.evaluate_requested = False

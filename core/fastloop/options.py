@@ -48,7 +48,8 @@ class OptionInfo:
 
 @cache
 def pydantic_model(cls: Any) -> type[BaseModel]:
-    """The pydantic model of the mappings for a dataclass. Its fields have the prefix ``option_``, and the dataclass's names as aliases."""
+    """The pydantic model of the mappings for a dataclass. Its fields have the prefix ``option_``, and the dataclass's
+    names as aliases."""
     from pydantic import ConfigDict, Field, create_model
 
     hints = typing.get_type_hints(cls, include_extras=True)

@@ -11,8 +11,9 @@
         @hookimpl
         def before_fit(self, run): ...
 
-Register it with an entry point: ``[project.entry-points."fastloop.plugins"]  warmth = "my_package:Warmth"``, or list its file in a
-recipe: ``- ./warmth.py``. A package's own dependency on fastloop states which versions of fastloop it supports.
+Register it with an entry point, ``[project.entry-points."fastloop.plugins"]  warmth = "my_package:Warmth"``,
+or list its file in a recipe: ``- ./warmth.py``. A package's own dependency on fastloop states which versions of
+fastloop it supports.
 The resolver reads only declarations on the class, so it treats third-party plugins and bundled ones alike.
 """
 
@@ -48,8 +49,8 @@ GROUP = "fastloop.plugins"
 """Entry-point group of plugins."""
 
 DEFAULTS = "fastloop.defaults"
-"""Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an installed plugin is not
-active until a recipe names it."""
+"""Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an
+installed plugin is not active until a recipe names it."""
 
 IMPLEMENTATIONS = "fastloop.implementations"
 """Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
@@ -61,8 +62,8 @@ hookimpl = pluggy.HookimplMarker("fastloop")
 ConfigT = TypeVar("ConfigT", covariant=True)
 
 Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
-"""How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different training.
-Tests, `bench` and `tune` verify it."""
+"""How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different
+training. Tests, `bench` and `tune` verify it."""
 
 
 class Need(Protocol):
@@ -141,7 +142,8 @@ class Observer:
     """The additional option of read-only plugins (``read_only``)."""
 
     on_error: Annotated[
-        Literal["raise", "disable"], option("If the plugin fails: fail the run, or disable the plugin and record it in the summary.")
+        Literal["raise", "disable"],
+        option("If the plugin fails: fail the run, or disable the plugin and record it in the summary."),
     ] = "raise"
 
 
@@ -159,7 +161,8 @@ class Plugin:
 
     Options are keyword arguments, so a plugin also works without a recipe: ``Amp(dtype="bf16")``.
 
-    A plugin may declare hooks for other plugins to implement, in a class or module of functions marked with ``fastloop.hookspec``. These
+    A plugin may declare hooks for other plugins to implement, in a class or module of functions marked with
+    ``fastloop.hookspec``. These
     hooks exist only in runs with that plugin, and the plugin itself calls them::
 
         class Hooks:
@@ -173,11 +176,12 @@ class Plugin:
             def after_step(self, run):
                 run.hooks.after_warmth(run=run, degrees=20.0)
 
-    Mark an implementation ``@hookimpl(optionalhook=True)`` if it also works without the plugin that declares the hook. Otherwise, list
-    that plugin in ``requires``.
+    Mark an implementation ``@hookimpl(optionalhook=True)`` if it also works without the plugin that declares the hook.
+    Otherwise, list that plugin in ``requires``.
 
     Attributes:
-        where: The recipe's entry, for messages: ``recipes/x.yaml: plugins.warmth``. The name, if Python made the plugin.
+        where: The recipe's entry, for messages: ``recipes/x.yaml: plugins.warmth``. The name, if Python made the
+            plugin.
 
     Raises:
         RecipeError: An option is unknown, of the wrong type or out of range.
@@ -199,10 +203,12 @@ class Plugin:
     requirements: ClassVar[tuple[Need, ...]] = ()
     """Requirements on the device, dtypes and installed versions."""
     adds_metrics: tuple[str, ...] = ()
-    """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``. ``__init__`` may set it from options."""
+    """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``. ``__init__`` may set it
+    from options."""
     for_inference: ClassVar[bool] = False
-    """Whether runs that only evaluate or predict have the plugin too: it changes how data is read or how the forward pass is computed. In
-    such a run, the only split replaces ``train``, there is no optimizer, and ``check_run`` and ``before_fit`` are not called."""
+    """Whether runs that only evaluate or predict have the plugin too: it changes how data is read or how the forward
+    pass is computed. In such a run, the only split replaces ``train``, there is no optimizer, and ``check_run`` and
+    ``before_fit`` are not called."""
     sections: ClassVar[Mapping[str, type]] = {}
     """For a task: ``model`` and ``data`` -> the dataclass of their keys. `fastloop schema` and the docs show them."""
     numerics: ClassVar[Numerics] = "bitwise"
@@ -210,20 +216,22 @@ class Plugin:
     description: ClassVar[str] = ""
     """The plugin's effect on a run in a few words, for `fastloop plan`."""
     read_only: ClassVar[bool] = False
-    """Whether the plugin only observes: a run without it computes the same numbers. It must not wrap hooks, implement hooks that change a
-    run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that a failure on one process does not
-    block the others. Users can set ``on_error: disable`` to disable it when it fails."""
+    """Whether the plugin only observes: a run without it computes the same numbers. It must not wrap hooks, implement
+    hooks that change a run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that
+    a failure on one process does not block the others. Users can set ``on_error: disable`` to disable it when it
+    fails."""
     publishes: ClassVar[bool] = False
-    """Whether the plugin sends results out of the run folder, such as to a server. Commands that discard the run folder, such as `bench`
-    and `train --fast-dev-run`, leave it out."""
+    """Whether the plugin sends results out of the run folder, such as to a server. Commands that discard the run
+    folder, such as `bench` and `train --fast-dev-run`, leave it out."""
     fallback_hooks: tuple[str, ...] = ()
-    """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from options."""
+    """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from
+    options."""
     hookspecs: Any = None  # no ClassVar: mypy does not let a module override one
     """A class or module of hooks that the plugin declares."""
 
     on_error: Literal["raise", "disable"] = "raise"
-    """For a ``read_only`` plugin, what an error in a hook does: fail the run, or disable the plugin. A disabled plugin's ``teardown`` is
-    still called, so that it can close files and end threads; no other hook is."""
+    """For a ``read_only`` plugin, what an error in a hook does: fail the run, or disable the plugin. A disabled
+    plugin's ``teardown`` is still called, so that it can close files and end threads; no other hook is."""
 
     @dataclass(kw_only=True)
     class Config:
@@ -237,7 +245,8 @@ class Plugin:
         check_options(type(self).Config, f"{where}: its Config")
         if "on_error" in options and "on_error" not in [field.name for field in fields(type(self).Config)]:
             raise RecipeError(
-                f"{where}.on_error: only read-only plugins can be disabled, and {self.name!r} changes the run. Remove the option."
+                f"{where}.on_error: only read-only plugins can be disabled, and {self.name!r} changes the run. Remove "
+                "the option."
             )
         self._config = parse(type(self).Config, options, where)
 
@@ -254,14 +263,17 @@ class Plugin:
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        """For `fastloop profile`: the time of a step that this plugin would save, given a profile of the run; None for no estimate."""
+        """For `fastloop profile`: the time of a step that this plugin would save, given a profile of the run; None for
+        no estimate."""
         return None
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """For `auto`: why the plugin makes training of this recipe faster on this machine, and its options; None: it may not.
+        """For `auto`: why the plugin makes training of this recipe faster on this machine, and its options; None: it
+        may not.
 
-        It decides by rules, from the recipe and the machine. It must not measure anything, read data or use a network."""
+        It decides by rules, from the recipe and the machine. It must not measure anything, read data or use a
+        network."""
         return None
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
@@ -269,9 +281,11 @@ class Plugin:
         return {}
 
     def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
-        """Build a run of a recipe that lists the selected plugins, or of one without some of them. Every process calls it.
+        """Build a run of a recipe that lists the selected plugins, or of one without some of them. Every process calls
+        it.
 
-        ``build`` builds a ``Run(recipe, plugins)``. If that fails, it tears the run down and raises the error of the recipe or plugin."""
+        ``build`` builds a ``Run(recipe, plugins)``. If that fails, it tears the run down and raises the error of the
+        recipe or plugin."""
         from fastloop.run import Run  # imports torch
 
         return build(Run(resolved.recipe, resolved.plugins))
@@ -282,7 +296,8 @@ class Plugin:
 
 @contextmanager
 def listed_at(where: str) -> Iterator[None]:
-    """Inside, plugins that are created name ``where`` in messages: the recipe's entry. Their constructors need not pass it on."""
+    """Inside, plugins that are created name ``where`` in messages: the recipe's entry. Their constructors need not pass
+    it on."""
     token = _place.set(where)
     try:
         yield
@@ -307,14 +322,16 @@ def is_own(point: importlib.metadata.EntryPoint) -> bool:
 
 @lru_cache(maxsize=4096)
 def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Name and version of an installed package. Reads these two fields only: importlib.metadata parses the whole text for each of them."""
+    """Name and version of an installed package. Reads these two fields only: importlib.metadata parses the whole text
+    for each of them."""
     head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
     fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))
     return fields.get("Name", "?"), fields.get("Version", "?")
 
 
 def entry_points(group: str) -> importlib.metadata.EntryPoints:
-    """The entry points of a group. Raises ``UsageError`` if the other project's distribution ``fastloop`` is installed, too."""
+    """The entry points of a group. Raises ``UsageError`` if the other project's distribution ``fastloop`` is installed,
+    too."""
     return _entry_points(_metadata_folders()).get(group, importlib.metadata.EntryPoints())
 
 
@@ -324,8 +341,8 @@ def distributions_of(package: str) -> list[str]:
 
 
 def _metadata_folders() -> tuple[tuple[str, int], ...]:
-    """The folders of ``sys.path`` with their times of change. Reading all metadata takes up to a second, so the results are kept until one
-    of them changes."""
+    """The folders of ``sys.path`` with their times of change. Reading all metadata takes up to a second, so the results
+    are kept until one of them changes."""
     folders = []
     for path in sys.path:
         with suppress(OSError):
@@ -337,12 +354,17 @@ def _metadata_folders() -> tuple[tuple[str, int], ...]:
 def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.metadata.EntryPoints]:
     for other in importlib.metadata.distributions(name="fastloop"):
         raise UsageError(
-            f"two distributions with the import name fastloop are installed, and their files overwrite each other: {DISTRIBUTION}, and "
+            "two distributions with the import name fastloop are installed, and their files overwrite each other: "
+            f"{DISTRIBUTION}, and "
             f"fastloop {other.version}, which is another project. Remove both, then install this one: "
             f"pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
         )
     points = importlib.metadata.entry_points()
-    return {group: points.select(group=group) for group in points.groups if group.startswith(("fastloop.", "torch.backends"))}
+    return {
+        group: points.select(group=group)
+        for group in points.groups
+        if group.startswith(("fastloop.", "torch.backends"))
+    }
 
 
 @lru_cache(maxsize=2)

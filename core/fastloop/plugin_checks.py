@@ -1,4 +1,6 @@
-"""Check plugins' declarations when a recipe is resolved, and their hooks when a run registers them. Does not import torch."""
+"""Check plugins' declarations when a recipe is resolved, and their hooks when a run registers them.
+
+Does not import torch."""
 
 from __future__ import annotations
 
@@ -20,25 +22,32 @@ log = logging.getLogger("fastloop")
 REFERENCES = ("requires", "conflicts", "runs_after", "runs_before")
 """Declarations that name other plugins or ``slot:NAME``."""
 CLOSE = 0.8
-"""Similarity (difflib's ratio, in [0, 1]) from which an unknown name in a declaration is reported as misspelled. Higher than difflib's 0.6,
-because the name may be that of an optional plugin that is not installed."""
+"""Similarity (difflib's ratio, in [0, 1]) from which an unknown name in a declaration is reported as misspelled. Higher
+than difflib's 0.6, because the name may be that of an optional plugin that is not installed."""
 RESEMBLES = 0.9
-"""Similarity from which an attribute of a plugin's class is reported as a misspelled declaration: one letter more, less or other in ten.
-Lower values would report attributes of a plugin's own, such as ``published`` and ``required``."""
+"""Similarity from which an attribute of a plugin's class is reported as a misspelled declaration: one letter more, less
+or other in ten. Lower values would report attributes of a plugin's own, such as ``published`` and ``required``."""
 RENAMED = {
-    "parity": "numerics", "configures": "description", "observes": "read_only", "activates": "auto_enable", "needs": "requirements",
-    "forecast": "estimate_speedup",
+    "parity": "numerics", "configures": "description", "observes": "read_only", "activates": "auto_enable",
+    "needs": "requirements", "forecast": "estimate_speedup",
 }  # fmt: skip
 """Earlier name of a declaration -> its name. CHANGELOG.md lists both."""
-_DECLARED: dict[str, Any] = {name: value for name, value in vars(Plugin).items() if name[0] != "_" and not inspect.isfunction(value)}
+_DECLARED: dict[str, Any] = {
+    name: value for name, value in vars(Plugin).items() if name[0] != "_" and not inspect.isfunction(value)
+}
 _LIKE: dict[type, Any] = {tuple: Collection, dict: (tuple, list, set, Mapping), type(None): (str, type, ModuleType)}
-"""Type of a declaration's default -> types of the values that an author may have meant for it; for other declarations: the type itself."""
+"""Type of a declaration's default -> types of the values that an author may have meant for it; for other declarations:
+the type itself."""
 
 
 def exclusive_hooks() -> list[str]:
     """The core's *first* hooks that only one plugin of a run may implement."""
     marks = {name: getattr(spec, "fastloop_spec", None) for name, spec in vars(hookspecs).items()}
-    return [name for name, mark in marks.items() if mark and mark["firstresult"] and name not in hookspecs.SHARED_FIRST_HOOKS]
+    return [
+        name
+        for name, mark in marks.items()
+        if mark and mark["firstresult"] and name not in hookspecs.SHARED_FIRST_HOOKS
+    ]
 
 
 def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
@@ -70,7 +79,8 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], reason
     for plugin in plugins:
         if plugin.numerics not in get_args(Numerics):
             raise PluginError(
-                f"{where}: plugin {plugin.name!r} declares the numerics {plugin.numerics!r}, which is no numerics class."
+                f"{where}: plugin {plugin.name!r} declares the numerics {plugin.numerics!r}, which is no "
+                "numerics class."
                 f"{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
             )
         for message in misspelled(plugin, names, slots):
@@ -86,23 +96,31 @@ def check_declarations(plugin: Plugin, where: str) -> None:
     """
     where = f"{where}: plugin {plugin.name!r}"
     if not hasattr(plugin, "where"):
-        raise PluginError(f"{where}: its __init__ does not call super().__init__(**options), which sets its options. Call it first.")
+        raise PluginError(
+            f"{where}: its __init__ does not call super().__init__(**options), which sets its options. Call it first."
+        )
     for name, default in _DECLARED.items():
         value, kind = getattr(plugin, name), type(default)
         if kind in (tuple, dict) and (isinstance(value, str) or isinstance(value, Mapping) != (kind is dict)):
             raise PluginError(f"{where} declares {name} = {value!r}, expected a {kind.__name__}.")
     if (plugin.slot == Strategy.slot) != isinstance(plugin, Strategy):
-        found = f"slot = {plugin.slot!r}, and its class is {'' if isinstance(plugin, Strategy) else 'not '}a fastloop.Strategy"
+        found = (
+            f"slot = {plugin.slot!r}, and its class is {'' if isinstance(plugin, Strategy) else 'not '}a "
+            "fastloop.Strategy"
+        )
         raise PluginError(f"{where} declares {found}. The plugins in the slot 'strategy' are its subclasses.")
     classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
     own = {name: value for cls in classes for name, value in vars(cls).items()}
     for name, value in own.items():
-        meant = RENAMED.get(name) or next((known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None)
+        meant = RENAMED.get(name) or next(
+            (known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None
+        )
         kind = type(_DECLARED.get(meant or name))
         if meant and meant not in own and isinstance(value, _LIKE.get(kind, kind)):
             hint = f"It is now {meant!r}: rename it." if name in RENAMED else f"Did you mean {meant!r}?"
             raise PluginError(
-                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. {hint} An attribute of your own may "
+                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. {hint} An "
+                "attribute of your own may "
                 "have any name that begins with an underscore."
             )
 
@@ -127,7 +145,10 @@ def misspelled(plugin: Plugin | type[Plugin], names: Collection[str], slots: Col
                 close = difflib.get_close_matches(reference, list(names), n=1, cutoff=CLOSE)
             if close:
                 problem = "no plugin of this run is in this slot" if slot else "no plugin has this name"
-                yield f"plugin {plugin.name!r}: {declaration} names {reference!r}, and {problem}. Did you mean {close[0]!r}?"
+                yield (
+                    f"plugin {plugin.name!r}: {declaration} names {reference!r}, and {problem}. Did you mean "
+                    f"{close[0]!r}?"
+                )
 
 
 @functools.cache
@@ -147,10 +168,14 @@ def _check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], w
     for hook, rivals in main.items():
         if len(rivals) > 1:
             *others, last = (repr(plugin.name) for plugin in rivals)
-            fixes = [f"--without {','.join(other.name for other in rivals if other is not plugin)}" for plugin in rivals]
+            fixes = [
+                f"--without {','.join(other.name for other in rivals if other is not plugin)}" for plugin in rivals
+            ]
             raise PluginError(
-                f"{where}: plugins {', '.join(others)} and {last} both implement {hook}, but only the first would be called. "
-                f"Keep one: {' or '.join(fixes)}. An author can wrap the other implementation (@hookimpl(wrapper=True)) or leave the hook "
+                f"{where}: plugins {', '.join(others)} and {last} both implement {hook}, but only the first would be "
+                "called. "
+                f"Keep one: {' or '.join(fixes)}. An author can wrap the other implementation "
+                "(@hookimpl(wrapper=True)) or leave the hook "
                 f'to it (fallback_hooks = ("{hook}",)).'
             )
         for plugin in fallbacks[hook] if rivals else ():
@@ -172,7 +197,9 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         PluginError: A hook is wrong; the message states how to fix it.
     """
     if plugin.read_only and plugin.numerics != "bitwise":
-        raise PluginError(f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}.")
+        raise PluginError(
+            f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}."
+        )
     _check_unmarked(plugin, known)
     implemented = []
     for hook, method, marks in implementations(plugin):
@@ -198,7 +225,8 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
     for hook in plugin.fallback_hooks:
         if hook not in implemented or (hook in known and hook not in first):
             raise PluginError(
-                f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin implements."
+                f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin "
+                "implements."
                 f"{did_you_mean(hook, [name for name in implemented if name in first])}"
             )
 
@@ -212,7 +240,8 @@ def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
         code = getattr(inspect.unwrap(method), "__code__", None)
         place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
         raise PluginError(
-            f"plugin {plugin.name!r}: the method {hook}{place} has the name of a hook but no @hookimpl, so it would never be called. "
+            f"plugin {plugin.name!r}: the method {hook}{place} has the name of a hook but no @hookimpl, so it would "
+            "never be called. "
             f"Mark it with @hookimpl, or rename it: _{hook}."
         )
 
@@ -222,7 +251,8 @@ def unknown_hook(hook: str, known: Collection[str]) -> str:
     if hook in METHODS:
         return f"there is no hook {hook!r}. It is a method of fastloop.Strategy: subclass it, and leave out @hookimpl."
     hint = did_you_mean(hook, known) or (
-        " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be missing."
+        " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be "
+        "missing."
     )
     return f"there is no hook {hook!r}.{hint}"
 
@@ -243,4 +273,6 @@ def check_argument(where: str, known: Sequence[str], parameter: inspect.Paramete
     if name not in known:
         raise PluginError(f"{where} gets no argument {name!r}.{did_you_mean(name, known)}")
     if has_default or parameter.kind is parameter.KEYWORD_ONLY:
-        raise PluginError(f"{where}: the argument {name!r} must be positional and without a default, else it is not passed.")
+        raise PluginError(
+            f"{where}: the argument {name!r} must be positional and without a default, else it is not passed."
+        )

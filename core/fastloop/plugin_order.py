@@ -11,7 +11,8 @@ from fastloop.plugin import Plugin
 
 
 def order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
-    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before`` (Kahn's algorithm, earliest index first)."""
+    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before`` (Kahn's algorithm, earliest index
+    first)."""
     position = {plugin.name: index for index, plugin in enumerate(plugins)}
     before: dict[str, set[str]] = {plugin.name: set() for plugin in plugins}
     for plugin in plugins:
@@ -47,7 +48,10 @@ def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
             for reference in getattr(by_name[owner], attribute):
                 if by_name[other] in matching(reference, plugins):
                     declarations.append(f"{owner!r} {attribute} {reference!r}")
-    return f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a plugin: --without {names[0]}."
+    return (
+        f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a "
+        f"plugin: --without {names[0]}."
+    )
 
 
 def matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:

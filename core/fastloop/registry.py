@@ -1,4 +1,4 @@
-"""Find plugins by entry point or file, and resolve a recipe: its plugins, checked together, in call order, with reasons."""
+"""Find plugins by entry point or file, and resolve a recipe: its plugins, checked together, in call order."""
 
 from __future__ import annotations
 
@@ -45,10 +45,13 @@ def own_plugins() -> list[str]:
     for key, point in table.items():
         if is_own(point) and key != (name := point.name):
             rivals = ", ".join(
-                " ".join(name_and_version(other.dist)) for other in table.values() if other.name == name and not is_own(other)
+                " ".join(name_and_version(other.dist))
+                for other in table.values()
+                if other.name == name and not is_own(other)
             )
             warn_once(
-                f"plugin {name!r}: {rivals} installs a plugin of this name, too. `auto` and the estimates of other commands leave out "
+                f"plugin {name!r}: {rivals} installs a plugin of this name, too. `auto` and the estimates of other "
+                "commands leave out "
                 f"fastloop's. Uninstall that package, or list {key!r} in the recipe."
             )
     return [name for name, point in table.items() if is_own(point) and name == point.name]
@@ -65,7 +68,8 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
         reference: ``name`` or ``package:name``.
 
     Raises:
-        PluginError: The plugin is not installed (suggests the nearest name), needs another fastloop, cannot be imported, or is no plugin.
+        PluginError: The plugin is not installed (suggests the nearest name), needs another fastloop, cannot be
+            imported, or is no plugin.
     """
     point = find_entry_point(reference, where)
     source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
@@ -102,12 +106,15 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
     if points:
         choice = " or ".join(sorted(f"{_distribution(point)}:{name}" for point in points))
         raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
-    raise PluginError(f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, table)} `fastloop plugins` lists them.")
+    raise PluginError(
+        f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, table)} `fastloop plugins` lists them."
+    )
 
 
 def unsupported(point: importlib.metadata.EntryPoint) -> str:
     """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
-    from packaging.requirements import InvalidRequirement, Requirement  # takes long to import, and most runs need it not
+    # These take long to import, and most runs do not need them.
+    from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
     for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
@@ -118,14 +125,21 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
         except InvalidRequirement:
             continue
         name = canonicalize_name(requirement.name)
-        if name not in (DISTRIBUTION, "fastloop") or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        if name not in (DISTRIBUTION, "fastloop") or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
             continue
         if name != DISTRIBUTION:
-            return f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require {DISTRIBUTION!r} instead."
+            return (
+                f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require "
+                f"{DISTRIBUTION!r} instead."
+            )
         ours = importlib.metadata.version(DISTRIBUTION)
         if not requirement.specifier.contains(ours, prereleases=True):
             both = f"pip install -U {_distribution(point)} '{DISTRIBUTION}{requirement.specifier}'"
-            return f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
+            return (
+                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
+            )
     return ""
 
 
@@ -141,8 +155,14 @@ def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
     if (parts := split_file(reference)) is None:
         return load(reference, f"{recipe.where}: {key}")
     module = import_file(parts[0], recipe, key)
-    own = [cls for cls in vars(module).values() if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name]
-    return _check_class(getattr(module, parts[1], None) if parts[1] else next(iter(own), None), f"{recipe.where}: {key}: {reference}")
+    own = [
+        cls
+        for cls in vars(module).values()
+        if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name
+    ]
+    return _check_class(
+        getattr(module, parts[1], None) if parts[1] else next(iter(own), None), f"{recipe.where}: {key}: {reference}"
+    )
 
 
 def make(recipe: Recipe, name: str) -> Plugin:
@@ -172,10 +192,12 @@ def _check_class(cls: Any, label: str) -> type[Plugin]:
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """A recipe and its plugins: the result of ``resolve``, from which runs are built. A second run needs new plugins: resolve again.
+    """A recipe and its plugins: the result of ``resolve``, from which runs are built. A second run needs new plugins:
+    resolve again.
 
     Attributes:
-        recipe: A copy of the recipe, with the plugins that others, such as ``auto``, selected. The run writes it into its folder.
+        recipe: A copy of the recipe, with the plugins that others, such as ``auto``, selected. The run writes it into
+            its folder.
         plugins: In call order, with reasons.
     """
 
@@ -183,29 +205,36 @@ class ResolvedRecipe:
     plugins: PluginSet
 
     def with_extra(self, extra: Iterable[Plugin]) -> ResolvedRecipe:
-        """The same recipe with more plugin objects, before all others. They have no reason, and may fill a slot or implement a *first*
-        hook that a plugin of the recipe has, too."""
+        """The same recipe with more plugin objects, before all others. They have no reason, and may fill a slot or
+        implement a *first* hook that a plugin of the recipe has, too."""
         return ResolvedRecipe(self.recipe, PluginSet([*extra, *self.plugins], self.plugins.reasons))
 
     def with_only(self, names: Iterable[str]) -> ResolvedRecipe:
         """The same recipe with only these of its plugins, in this order. They are not checked again."""
         plugins = {plugin.name: plugin for plugin in self.plugins}
-        return ResolvedRecipe(self.recipe, PluginSet([plugins[name] for name in names if name in plugins], self.plugins.reasons))
+        return ResolvedRecipe(
+            self.recipe, PluginSet([plugins[name] for name in names if name in plugins], self.plugins.reasons)
+        )
 
 
 def resolve(
-    recipe: Recipe, machine: hardware.Machine | None = None, objects: Iterable[Plugin] = (), *, any_machine: bool = False
+    recipe: Recipe,
+    machine: hardware.Machine | None = None,
+    objects: Iterable[Plugin] = (),
+    *,
+    any_machine: bool = False,
 ) -> ResolvedRecipe:
     """Load the recipe's plugins, add the defaults, check them together, and order them. The recipe stays as it is.
 
     Args:
         machine: The machine to check requirements against, and to select plugins for; None: this one.
         objects: Plugin objects from Python, which follow the recipe's plugins.
-        any_machine: Whether to skip ``check_requirements``. Then torch is imported only for a recipe with ``auto``, without ``machine``.
+        any_machine: Whether to skip ``check_requirements``. Then torch is imported only for a recipe with ``auto``,
+            without ``machine``.
 
     Raises:
-        PluginError: A plugin is unknown, conflicts with another, or lacks a requirement. Or two plugins fill one slot or implement one
-            *first* hook, the ordering constraints are circular, or a numerics class is unknown.
+        PluginError: A plugin is unknown, conflicts with another, or lacks a requirement. Or two plugins fill one slot
+            or implement one *first* hook, the ordering constraints are circular, or a numerics class is unknown.
         RecipeError: An option of a plugin is invalid.
     """
     resolved = _collect(expand(recipe, machine), objects)
@@ -224,11 +253,14 @@ def check_requirements(resolved: ResolvedRecipe, machine: hardware.Machine | Non
     for plugin in resolved.plugins:
         for need in plugin.requirements:
             if missing := need.missing(plugin, machine):
-                raise PluginError(f"{where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}.")
+                raise PluginError(
+                    f"{where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
+                )
 
 
 def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
-    """A copy of a recipe, with each plugin that selects others, such as ``auto``, replaced by the ones that it selects for the machine.
+    """A copy of a recipe, with each plugin that selects others, such as ``auto``, replaced by the ones that it selects
+    for the machine.
 
     The run writes the copy, so its own recipe file does not depend on the machine.
     """
@@ -253,7 +285,9 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     for name, options in recipe.plugins.items():
         if options is False:
             if name not in names and name not in recipe.references:
-                raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}")
+                raise PluginError(
+                    f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}"
+                )
             continue
         if not _takes_part(load_listed(recipe, name), recipe):
             continue
@@ -281,17 +315,21 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
 
 
 def _check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None:
-    """Refuse a plugin from a file or from Python with the name of a default plugin. ``package:name`` is a user's choice."""
+    """Refuse a plugin from a file or from Python with the name of a default plugin. ``package:name`` is a user's
+    choice."""
     listed = plugin.name in recipe.plugins and split_file(recipe.references.get(plugin.name, "")) is None
     if not listed and not isinstance(plugin, cls):
         raise PluginError(
-            f"{recipe.where}: plugin {plugin.name!r} ({origin(type(plugin))}) has the name of a plugin that is on by default, "
-            f"and would replace it. Rename it. To leave the other one out, add {{{plugin.name!r}: False}} to the plugins."
+            f"{recipe.where}: plugin {plugin.name!r} ({origin(type(plugin))}) has the name of a plugin that is on by "
+            "default, "
+            f"and would replace it. Rename it. To leave the other one out, add {{{plugin.name!r}: False}} to the "
+            "plugins."
         )
 
 
 def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
-    """Whether a plugin of the recipe is in the run. Without training, only the task and plugins that declare ``for_inference`` are."""
+    """Whether a plugin of the recipe is in the run. Without training, only the task and plugins that declare
+    ``for_inference`` are."""
     return recipe.inference is None or cls.slot == "task" or cls.for_inference
 
 
@@ -307,20 +345,30 @@ def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
         if len(rivals) > 1:
             *others, last = map(repr, rivals)
             fixes = [f"--without {','.join(name for name in rivals if name != kept)}" for kept in rivals]
-            raise PluginError(f"{where}: {', '.join(others)} and {last} fill the slot {plugin.slot!r}. Keep one: {' or '.join(fixes)}.")
+            raise PluginError(
+                f"{where}: {', '.join(others)} and {last} fill the slot {plugin.slot!r}. Keep one: "
+                f"{' or '.join(fixes)}."
+            )
     for plugin in plugins:
         for reference, reason in plugin.conflicts.items():
             for other in matching(reference, plugins):
-                raise PluginError(f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {reason} Remove one of them.")
+                raise PluginError(
+                    f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {reason} Remove one "
+                    "of them."
+                )
         for reference in plugin.requires:
             if not matching(reference, plugins):
                 slot = reference.removeprefix("slot:")
                 if slot != reference:
-                    fix = f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
+                    fix = (
+                        f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows "
+                        "who fills it."
+                    )
                 elif reference in names and load(reference).slot == "task":
                     task = next((repr(other.name) for other in plugins if other.slot == "task"), "none")
                     fix = (
-                        f"the task {reference!r}, and the task of this run is {task}. If any task will do, its class requires 'slot:task'."
+                        f"the task {reference!r}, and the task of this run is {task}. If any task will do, its "
+                        "class requires 'slot:task'."
                     )
                 elif reference in names:
                     fix = f"{reference!r}, which the recipe does not list. Add it: --with {reference}."

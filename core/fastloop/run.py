@@ -40,9 +40,9 @@ log = logging.getLogger("fastloop")
 class Run:
     """The argument ``run`` of hooks. A field exists once its build step in ``hookspecs`` is done.
 
-    After a failed build, ``teardown`` finds at least ``recipe``, ``plugins``, ``hooks``, ``strategy``, ``state``, ``folder``,
-    ``processes`` (rank 0 of 1 before the accelerator is built), ``saver``, ``signals`` and ``scalars``. A plugin sets attributes that it
-    needs there in ``__init__``.
+    After a failed build, ``teardown`` finds at least ``recipe``, ``plugins``, ``hooks``, ``strategy``, ``state``,
+    ``folder``, ``processes`` (rank 0 of 1 before the accelerator is built), ``saver``, ``signals`` and ``scalars``. A
+    plugin sets attributes that it needs there in ``__init__``.
 
     Attributes:
         recipe: The resolved recipe.
@@ -56,11 +56,14 @@ class Run:
         device: The device of this process.
         clock: Seconds by phase.
         loaders: Datasets, samplers, collators and loaders by split; the ones in use most are passed through.
-        optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer beside ``lr`` and ``weight_decay``.
+        optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer beside ``lr`` and
+            ``weight_decay``.
         built_model: The model as built; ``unwrap_model()`` returns it.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
-        optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]`` for a dict.
-        scheduler: Stepped by the loop, once a step. ``run.scheduler["NAME"]`` for a dict. None: a constant learning rate.
+        optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]``
+            for a dict.
+        scheduler: Stepped by the loop, once a step. ``run.scheduler["NAME"]`` for a dict. None: a constant learning
+            rate.
         metrics: The task's metrics, or None.
         schedule: When to evaluate, save and stop.
         saver: The pending checkpoint, and the step of the newest complete one.
@@ -155,7 +158,8 @@ class Run:
             self.built_model = original
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must call it."""
+        """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must
+        call it."""
         weights = {}
         for name, tensor in self.strategy.model_state(self).items():
             full = gather_full(tensor)  # one at a time, to keep at most one full tensor on the device
@@ -178,11 +182,14 @@ class Run:
         if self.device.type != "cpu":
             with region("to device"):
                 for batch in batches:
-                    batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.loader_settings.pin_memory)
+                    batch.inputs = send_to_device(
+                        batch.inputs, self.device, non_blocking=self.loader_settings.pin_memory
+                    )
         return batches
 
     def totals(self, batches: list[Batch]) -> BatchTotals:
-        """Sums over the micro-batches of a step, on all processes. The result is kept for the next call with the same list."""
+        """Sums over the micro-batches of a step, on all processes. The result is kept for the next call with the same
+        list."""
         if self._totals is not None and self._totals[0] is batches:
             return self._totals[1]
         totals = BatchTotals.of(batches)
@@ -192,7 +199,8 @@ class Run:
         return totals
 
     def _exchange(self, flags: Iterable[float], totals: Iterable[float]) -> tuple[list[int], BatchTotals]:
-        """Sum six flags and the totals of a step over the processes. The one shape keeps the order of a sum, and so its bits."""
+        """Sum six flags and the totals of a step over the processes. The one shape keeps the order of a sum, and so its
+        bits."""
         numbers = self.processes.all_reduce_sum(torch.tensor([*flags, *totals], dtype=torch.float64))
         return [int(number) for number in numbers[:6].tolist()], BatchTotals.read(numbers[6:])
 
@@ -203,17 +211,17 @@ class Run:
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
         """Compute the gradients of a step's micro-batches and add them to ``grad``. Every process must call it.
 
-        Each micro-batch's mean loss is weighted by its samples or target tokens. The result is the gradient of the mean over the full step,
-        however it is split over micro-batches and processes. Gradients are reduced once, at the last micro-batch. A second call of a step
-        adds to the gradients; call ``run.optimizer.zero_grad()`` in between to replace them. In fp16, gradients stay multiplied by the loss
-        scale, and they may be infinite.
+        Each micro-batch's mean loss is weighted by its samples or target tokens. The result is the gradient of the mean
+        over the full step, however it is split over micro-batches and processes. Gradients are reduced once, at the
+        last micro-batch. A second call of a step adds to the gradients; call ``run.optimizer.zero_grad()`` in between
+        to replace them. In fp16, gradients stay multiplied by the loss scale, and they may be infinite.
 
         Dropout draws new random numbers in each call. To draw the same ones again, restore the states of
         ``fastloop.runtime.random_states.random_states()`` that you took before the first call.
 
         Args:
-            batches: Micro-batches on the device: the argument of ``train_step``, or other ones. Every process needs as many of them. Do not
-                change ``loss_weight`` between two calls with the same list.
+            batches: Micro-batches on the device: the argument of ``train_step``, or other ones. Every process needs as
+                many of them. Do not change ``loss_weight`` between two calls with the same list.
 
         Returns:
             The step's mean loss over all processes: 0-dim, detached, on the device, not multiplied by the loss scale.
@@ -225,12 +233,14 @@ class Run:
     def apply_gradients(self, loss: Tensor, optimizer: str | None = None) -> None:
         """Change the weights by the gradients, then clear all gradients. Every process must call it.
 
-        Calls ``after_backward``, clips to ``train.max_grad_norm``, calls ``before_optimizer_step``, and steps the optimizer.
+        Calls ``after_backward``, clips to ``train.max_grad_norm``, calls ``before_optimizer_step``, and steps the
+        optimizer.
 
         Args:
             loss: The argument ``loss`` of ``after_backward``: the result of ``accumulate_gradients``.
-            optimizer: The name of the only optimizer to step, where ``build_optimizer`` returned a dict. The gradients of the others are
-                cleared first, so clipping, ``gradient_norm()`` and hooks see only the gradients that are applied. None: step all.
+            optimizer: The name of the only optimizer to step, where ``build_optimizer`` returned a dict. The gradients
+                of the others are cleared first, so clipping, ``gradient_norm()`` and hooks see only the gradients that
+                are applied. None: step all.
 
         Raises:
             PluginError: There is no optimizer of this name, or none of its parameters has a gradient.
@@ -240,10 +250,12 @@ class Run:
         fastloop.loop.apply_gradients(self, loss, optimizer)
 
     def gradient_norm(self) -> Tensor:
-        """The total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in ``before_optimizer_step``.
+        """The total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in
+        ``before_optimizer_step``.
 
-        It is computed once a step; with ``train.max_grad_norm``, clipping has computed it. Gradients keep their bits. Every process must
-        call it. In fp16 loss scaling is undone, and an overflow gives infinity. Reading the value on the host waits for the device.
+        It is computed once a step; with ``train.max_grad_norm``, clipping has computed it. Gradients keep their bits.
+        Every process must call it. In fp16 loss scaling is undone, and an overflow gives infinity. Reading the value on
+        the host waits for the device.
 
         Raises:
             PluginError: It was called outside ``before_optimizer_step``.
@@ -257,26 +269,29 @@ class Run:
         return self._gradient_norm.to(self.device, non_blocking=True)
 
     def step_was_skipped(self) -> bool:
-        """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The counters include a skipped step and
-        its samples. With a fused optimizer, the first call after a step waits for the device."""
+        """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The counters include a
+        skipped step and its samples. With a fused optimizer, the first call after a step waits for the device."""
         return self.skipped_steps.newest()
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
-        """Log a value under a name of your own, such as ``my-plugin/noise``. Plugins receive it in ``log_scalars``, at the next log point.
+        """Log a value under a name of your own, such as ``my-plugin/noise``. Plugins receive it in ``log_scalars``, at
+        the next log point.
 
-        A log point follows every ``train.log_every`` steps; remaining values follow at the end of a completed run. Values logged during
-        an evaluation are ignored: its metrics are logged instead. A checkpoint contains the values since the last log point.
+        A log point follows every ``train.log_every`` steps; remaining values follow at the end of a completed run.
+        Values logged during an evaluation are ignored: its metrics are logged instead. A checkpoint contains the values
+        since the last log point.
 
         Args:
-            value: A real number or 0-dim tensor. A tensor is detached and stays on its device; the host reads all values of a log
-                point together. Every process must log a ``DTensor``. A device tensor has at least float32 precision.
-            reduce: How to combine the values since the last log point, over steps and processes: ``mean``, ``sum`` or ``max``. With
-                these, every process must log the same names between two log points. ``main``: the mean on the main process, without
-                communication; other processes may log the name, too.
+            value: A real number or 0-dim tensor. A tensor is detached and stays on its device; the host reads all
+                values of a log point together. Every process must log a ``DTensor``. A device tensor has at least
+                float32 precision.
+            reduce: How to combine the values since the last log point, over steps and processes: ``mean``, ``sum`` or
+                ``max``. With these, every process must log the same names between two log points. ``main``: the mean on
+                the main process, without communication; other processes may log the name, too.
 
         Raises:
-            PluginError: The value is not a real number, the name belongs to the core or was logged with another reduction, or (at a log
-                point) processes logged different names.
+            PluginError: The value is not a real number, the name belongs to the core or was logged with another
+                reduction, or (at a log point) processes logged different names.
         """
         self.scalars.add(name, value, reduce, self.device)
 
@@ -286,10 +301,12 @@ class Run:
         return self.schedule.interrupted
 
     def sync_requests(self, upcoming: list[Batch] | None = None) -> None:
-        """Share requests, signals and failed saves between processes: those of one process apply to all. Every process must call it.
+        """Share requests, signals and failed saves between processes: those of one process apply to all. Every process
+        must call it.
 
         Args:
-            upcoming: The next step's micro-batches, whose totals are exchanged in the same reduction. None: ``totals`` exchanges them.
+            upcoming: The next step's micro-batches, whose totals are exchanged in the same reduction. None: ``totals``
+                exchanges them.
 
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
@@ -298,10 +315,15 @@ class Run:
         failure = self.saver.take_failure()
         if self.processes.world_size > 1:
             reasons = (signal_name, failure, state.stop_reason)
-            flags = (*(reason is not None for reason in (*reasons, upcoming)), state.evaluate_requested, state.save_requested)
+            flags = (
+                *(reason is not None for reason in (*reasons, upcoming)),
+                state.evaluate_requested,
+                state.save_requested,
+            )
             (*any_reason, ready, evaluate, save), totals = self._exchange(flags, BatchTotals.of(upcoming or ()))
             state.evaluate_requested, state.save_requested = bool(evaluate), bool(save)
-            if upcoming is not None and ready == self.world_size:  # else a process expects to pause, or its epoch is over
+            # else a process expects to pause, or its epoch is over
+            if upcoming is not None and ready == self.world_size:
                 self._totals = upcoming, totals
             if any(any_reason):
                 gathered = zip(*self.processes.all_gather_object(reasons), strict=True)

@@ -16,7 +16,14 @@ from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, did_you_mean
 
 Reduction = Literal["mean", "sum", "max", "main"]
-CORE = ("train/loss", "train/grad_norm", "train/lr", "train/samples_per_second", "train/tokens_per_second", "train/memory_bytes")
+CORE = (
+    "train/loss",
+    "train/grad_norm",
+    "train/lr",
+    "train/samples_per_second",
+    "train/tokens_per_second",
+    "train/memory_bytes",
+)
 """Names that the core logs at each log point, without a reduction: their values are the same on all processes."""
 RESERVED = {"step", "epoch", "split", *CORE, *(name.removeprefix("train/") for name in CORE)}
 """Names that plugins cannot use: those of the core, and the keys of ``metrics.jsonl``."""
@@ -39,23 +46,38 @@ class Scalars:
         self.mark = (0.0, 0, 0)
 
     def add(self, name: str, value: float | Tensor, reduce: str, device: torch.device) -> None:
-        """Add a plugin's value; see ``Run.log``. A device tensor is copied, so that a change in place does not alter the value."""
+        """Add a plugin's value; see ``Run.log``. A device tensor is copied, so that a change in place does not alter
+        the value."""
         if reduce not in get_args(Reduction):
-            raise PluginError(f"run.log({name!r}): no reduction {reduce!r}.{did_you_mean(str(reduce), get_args(Reduction))}")
+            raise PluginError(
+                f"run.log({name!r}): no reduction {reduce!r}.{did_you_mean(str(reduce), get_args(Reduction))}"
+            )
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith(("validation/", "test/")):
             raise PluginError(
-                f"run.log: found the name {name!r}, expected one of your own, such as 'my-plugin/noise'. The core logs {', '.join(CORE)}, "
-                "and names of evaluation metrics begin with validation/ or test/. A wrapper of the hook evaluate can add metrics."
+                f"run.log: found the name {name!r}, expected one of your own, such as 'my-plugin/noise'. The core logs "
+                f"{', '.join(CORE)}, "
+                "and names of evaluation metrics begin with validation/ or test/. A wrapper of the hook evaluate can "
+                "add metrics."
             )
         if self.reductions.setdefault(name, reduce) != reduce:
-            raise PluginError(f"run.log({name!r}): found reduce={reduce!r}, and {self.reductions[name]!r} before. Use one of them.")
+            raise PluginError(
+                f"run.log({name!r}): found reduce={reduce!r}, and {self.reductions[name]!r} before. Use one of them."
+            )
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             value = gather_full(value.detach())
             dtype = torch.promote_types(value.dtype, torch.float32)
-            value = value.item() if value.device.type == "cpu" else value.to(device, dtype, non_blocking=True, copy=True)
+            value = (
+                value.item() if value.device.type == "cpu" else value.to(device, dtype, non_blocking=True, copy=True)
+            )
         elif not isinstance(value, Real):
-            found = f"a tensor of shape {tuple(value.shape)} and {value.dtype}" if isinstance(value, Tensor) else f"{value!r:.60}"
-            raise PluginError(f"run.log({name!r}): found {found}, expected a real number or a real tensor without dimensions.")
+            found = (
+                f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+                if isinstance(value, Tensor)
+                else f"{value!r:.60}"
+            )
+            raise PluginError(
+                f"run.log({name!r}): found {found}, expected a real number or a real tensor without dimensions."
+            )
         if self.enabled:
             self.values.setdefault(name, []).append(value if isinstance(value, Tensor) else float(value))
 
@@ -74,23 +96,31 @@ class Scalars:
             self.enabled = before
 
     def take(self, processes: Processes) -> dict[str, float]:
-        """Read, reduce and remove all values. Returns the main process's and the reduced ones. Every process must call it.
+        """Read, reduce and remove all values. Returns the main process's and the reduced ones. Every process must call
+        it.
 
         Raises:
             PluginError: Processes logged different names or reductions; raised on every process.
         """
         own = {name: Partial(sum(values), len(values), _largest(values)) for name, values in self.read().items()}
         self.values = {}
-        shared = {name: (reduction, own[name]) for name, reduction in self.reductions.items() if name in own and reduction != "main"}
+        shared = {
+            name: (reduction, own[name])
+            for name, reduction in self.reductions.items()
+            if name in own and reduction != "main"
+        }
         every = processes.all_gather_object(shared)
         for name in dict.fromkeys(name for partials in every for name in partials):
             if missing := [str(rank) for rank, partials in enumerate(every) if name not in partials]:
                 raise PluginError(
-                    f"run.log({name!r}): not logged on process {', '.join(missing)} of {len(every)} since the last log point. "
+                    f"run.log({name!r}): not logged on process {', '.join(missing)} of {len(every)} since the last "
+                    "log point. "
                     "Log it on every process, or with reduce='main'."
                 )
             if len(found := sorted({partials[name][0] for partials in every})) > 1:
-                raise PluginError(f"run.log({name!r}): processes use different reductions: {', '.join(found)}. Use one of them.")
+                raise PluginError(
+                    f"run.log({name!r}): processes use different reductions: {', '.join(found)}. Use one of them."
+                )
         parts = {name: [partials[name][1] for partials in every] if name in shared else [own[name]] for name in own}
         return {name: _reduce(self.reductions.get(name, "main"), parts[name]) for name in own}
 
@@ -98,14 +128,18 @@ class Scalars:
         """Name -> values, in one read of the device."""
         tensors = [value for values in self.values.values() for value in values if isinstance(value, Tensor)]
         numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-        return {name: [next(numbers) if isinstance(value, Tensor) else value for value in values] for name, values in self.values.items()}
+        return {
+            name: [next(numbers) if isinstance(value, Tensor) else value for value in values]
+            for name, values in self.values.items()
+        }
 
     def state(self, processes: Processes) -> list[dict[str, Any]]:
         """The values of all processes, for a checkpoint. Every process must call it."""
         return processes.all_gather_object({"values": self.read(), "reductions": self.reductions})
 
     def restore(self, states: Sequence[Mapping[str, Any]], processes: Processes) -> None:
-        """Restore the result of ``state``. With another number of processes, the main process continues the values of all."""
+        """Restore the result of ``state``. With another number of processes, the main process continues the values of
+        all."""
         self.reductions = dict(states[0]["reductions"])
         if len(states) == processes.world_size:
             self.values = dict(states[processes.rank]["values"])

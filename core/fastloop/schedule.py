@@ -1,6 +1,9 @@
-"""When a run logs, evaluates, saves and stops, by steps and epochs. Methods change nothing: the caller that handles a request clears it.
+"""When a run logs, evaluates, saves and stops, by steps and epochs.
 
-Processes must decide alike, so nothing here reads a clock. A decision by wall time is a request: ``Run.sync_requests`` shares it.
+Methods change nothing: the caller that handles a request clears it.
+
+Processes must decide alike, so nothing here reads a clock. A decision by wall time is a request: ``Run.sync_requests``
+shares it.
 """
 
 from __future__ import annotations
@@ -23,10 +26,19 @@ class Schedule:
     """
 
     def __init__(
-        self, train: Train, state: State, steps_per_epoch: int | None, epoch_samples: int | None, eval_loaders: Mapping[str, Any]
+        self,
+        train: Train,
+        state: State,
+        steps_per_epoch: int | None,
+        epoch_samples: int | None,
+        eval_loaders: Mapping[str, Any],
     ) -> None:
         self._train, self._state = train, state
-        limits = [limit for limit in (train.max_steps, steps_per_epoch and steps_per_epoch * train.epochs) if limit is not None]
+        limits = [
+            limit
+            for limit in (train.max_steps, steps_per_epoch and steps_per_epoch * train.epochs)
+            if limit is not None
+        ]
         self.total_steps: int | None = min(limits) if limits else None
         self.epoch_samples, self._eval_loaders = epoch_samples, eval_loaders
 
@@ -42,12 +54,15 @@ class Schedule:
         return self._state.stop_reason is not None or (limit is not None and self._state.step >= limit)
 
     def is_epoch_done(self) -> bool:
-        """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader ends."""
+        """Whether every sample of the current epoch was drawn. For data of unknown length, call it after the loader
+        ends."""
         return not self.should_stop() if self.epoch_samples is None else self._state.epoch_samples >= self.epoch_samples
 
     def needs_evaluation(self) -> bool:
         """Whether the current weights can be evaluated and are not yet."""
-        return "validation" in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
+        return (
+            "validation" in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
+        )
 
     def log_due(self, step: int) -> bool:
         """Whether ``step`` is a log point."""

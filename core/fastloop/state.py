@@ -38,7 +38,8 @@ class State:
         evaluate_requested: Whether an evaluation is requested and not yet done.
         save_requested: Whether a save is requested and not yet done.
         stop_reason: Why training ends early; None while it continues.
-        left_out: ``[epoch, epoch_samples]`` at the beginning of each step to skip, because it failed and the run was rolled back.
+        left_out: ``[epoch, epoch_samples]`` at the beginning of each step to skip, because it failed and the run was
+            rolled back.
         unreadable: Samples so far that could not be read, over all processes. Their batches do not contain them.
     """
 
@@ -93,12 +94,13 @@ class State:
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch. A collator may return one to set ``inputs``, ``loss_weight`` and ``tokens``. The loader sets the other fields.
+    """One micro-batch. A collator may return one to set ``inputs``, ``loss_weight`` and ``tokens``. The loader sets the
+    other fields.
 
     Attributes:
         inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors.
-        loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights; weights accumulated
-            micro-batches. 0: ``samples``.
+        loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights; weights
+            accumulated micro-batches. 0: ``samples``.
         samples: Number of samples.
         tokens: Number of tokens without padding. With 0, the default, ``tokens_per_second`` is 0 too.
         ids: Sample ids: indices of a map-style dataset, positions in an iterable one.
@@ -158,8 +160,8 @@ class Output:
 
     Attributes:
         loss: 0-dim tensor: the mean over the batch's ``loss_weight``.
-        predictions: First argument of the metrics, of shape (N, ...): evaluation concatenates several batches along the first dimension
-            before it updates a metric. None without metrics.
+        predictions: First argument of the metrics, of shape (N, ...): evaluation concatenates several batches along the
+            first dimension before it updates a metric. None without metrics.
         targets: Second argument of the metrics, of shape (N, ...).
     """
 
@@ -169,8 +171,8 @@ class Output:
 
 
 class Draft:
-    """Typed settings that plugins fill in before the core builds the real object. Two plugins must not set the same field. Mappings merge:
-    there, two plugins must not set the same key.
+    """Typed settings that plugins fill in before the core builds the real object. Two plugins must not set the same
+    field. Mappings merge: there, two plugins must not set the same key.
 
     Args:
         defaults: Values of fields that the core derives from the machine, before any plugin writes.
@@ -187,20 +189,24 @@ class Draft:
 
         fields = [key for cls in type(self).__mro__ for key in getattr(cls, "__annotations__", {})]
         if name not in fields:
-            raise PluginError(f"{self._writer}: {type(self).__name__} has no field {name!r}.{did_you_mean(name, fields)}")
+            raise PluginError(
+                f"{self._writer}: {type(self).__name__} has no field {name!r}.{did_you_mean(name, fields)}"
+            )
         is_mapping = isinstance(value, Mapping)
         parts = {f"{name}[{key!r}]": item for key, item in value.items()} if is_mapping else {name: value}
         for field_name, part in parts.items():
             writer = self.writers.setdefault(field_name, self._writer)
             if writer != self._writer:
                 raise PluginError(
-                    f"{self._where}plugins {writer!r} and {self._writer!r} both set {type(self).__name__}.{field_name}. Remove one of them."
+                    f"{self._where}plugins {writer!r} and {self._writer!r} both set "
+                    f"{type(self).__name__}.{field_name}. Remove one of them."
                 )
             self._written[field_name] = part
         self.__dict__[name] = {**getattr(self, name), **value} if is_mapping else value
 
     def written_by(self, plugin: str) -> dict[str, Any]:
-        """Field -> value, for the fields that one plugin set. A key of a mapping counts as a field: ``arguments['fused']``."""
+        """Field -> value, for the fields that one plugin set. A key of a mapping counts as a field:
+        ``arguments['fused']``."""
         return {name: self._written[name] for name, writer in self.writers.items() if writer == plugin}
 
     _writer: str
@@ -221,7 +227,8 @@ class AcceleratorDraft(Draft):
     init_handler: Any = None
     """``InitProcessGroupKwargs``."""
     timeout: float | None = None
-    """Seconds that a process waits for another in an exchange, before the run ends with an error; None: torch's default."""
+    """Seconds that a process waits for another in an exchange, before the run ends with an error; None: torch's
+    default."""
 
     def handlers(self) -> list[Any]:
         """The handlers that are set."""
@@ -234,17 +241,18 @@ class DataLoaderDraft(Draft):
     num_workers: int = 0
     """Worker processes of a loader; 0: the process reads its batches itself."""
     loader_class: type[DataLoader[Any]] | None = None
-    """Class of loaders with workers; its ``close()`` ends them. None: torch's. ``dataloader-workers`` sets one that explains why a worker
-    ended."""
+    """Class of loaders with workers; its ``close()`` ends them. None: torch's. ``dataloader-workers`` sets one that
+    explains why a worker ended."""
     thread_loader_class: type[DataLoader[Any]] | None = None
-    """Class of loaders without workers; its ``close()`` ends what it started. None: torch's. ``device-prefetch`` sets one that
-    reads the next batches in a thread."""
+    """Class of loaders without workers; its ``close()`` ends what it started. None: torch's. ``device-prefetch`` sets
+    one that reads the next batches in a thread."""
     persistent_workers: bool = False
     """Keep the worker processes between epochs."""
     prefetch_factor: int | None = None
     """Batches that a worker reads ahead; None: torch's default."""
     pin_memory: bool = False
-    """Put batches into page-locked memory, so that copies to the device do not block. Works without workers, too. True on CUDA."""
+    """Put batches into page-locked memory, so that copies to the device do not block. Works without workers, too. True
+    on CUDA."""
     timeout: float = 0.0
     """Seconds to wait for a batch before the run ends with an error; 0: no limit."""
     multiprocessing_context: str | None = None
@@ -252,21 +260,24 @@ class DataLoaderDraft(Draft):
     worker_init_fn: Callable[[int], None] | None = None
     """Called in each worker with its number, before it reads."""
     pad_to_multiple_of: int | None = None
-    """Tasks pad lengths to a multiple of this many tokens, so that shapes are few. The recipe's ``data.pad_to_multiple_of``; a plugin
-    may set a default for it. None: lengths are not padded further."""
+    """Tasks pad lengths to a multiple of this many tokens, so that shapes are few. The recipe's
+    ``data.pad_to_multiple_of``; a plugin may set a default for it. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
-    """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order of training, the same on all processes. In training,
-    ``ids`` have a random order, and ``generator`` supplies more random numbers. In evaluation, ``ids`` are sorted and ``generator`` is
-    None. Each optimizer step takes the next ``batch_size`` samples; its processes and micro-steps take consecutive shares of them."""
+    """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order of training, the same on all
+    processes. In training, ``ids`` have a random order, and ``generator`` supplies more random numbers. In evaluation,
+    ``ids`` are sorted and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its
+    processes and micro-steps take consecutive shares of them."""
     skip_unreadable: bool = False
     """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run."""
-    placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = None
-    """``placing(steps, place)`` yields the batches of ``steps`` on the device; ``place`` moves one step. None: move each step when the
-    loop needs it."""
+    placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = (
+        None
+    )
+    """``placing(steps, place)`` yields the batches of ``steps`` on the device; ``place`` moves one step. None: move
+    each step when the loop needs it."""
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None
-    """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches, instead of shares of ``micro_batch_size``. It must
-    return every id once, and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also
-    used for evaluation."""
+    """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches, instead of shares of
+    ``micro_batch_size``. It must return every id once, and the same result on all processes. In each micro-step, every
+    process takes the next micro-batch. Also used for evaluation."""
 
     same_batches: bool = False
     """All processes train on all samples of a step, because each computes a part of one model."""
@@ -282,8 +293,8 @@ class DataLoaderDraft(Draft):
         self.__dict__["suggested"] = {}
 
     def suggest(self, split: str, **values: Any) -> None:
-        """Suggest ``READING`` fields for one split. A plugin that sets such a field overrides it for every split, in any order. The
-        draft's own fields have the values for ``train``."""
+        """Suggest ``READING`` fields for one split. A plugin that sets such a field overrides it for every split, in
+        any order. The draft's own fields have the values for ``train``."""
         self.suggested[split] = values
         if split == "train":
             self.__dict__.update({name: value for name, value in values.items() if name not in self.writers})
@@ -298,8 +309,8 @@ class DataLoaderDraft(Draft):
 
 
 class OptimizerDraft(Draft):
-    """Arguments of the optimizer, in addition to the recipe's ``lr`` and ``weight_decay``. It starts with those in ``train.optimizer``,
-    which plugins cannot change."""
+    """Arguments of the optimizer, in addition to the recipe's ``lr`` and ``weight_decay``. It starts with those in
+    ``train.optimizer``, which plugins cannot change."""
 
     arguments: Mapping[str, Any] = MappingProxyType({})  # read-only, because all runs share this default
     """Additional keyword arguments of the optimizer's class, such as ``fused``."""

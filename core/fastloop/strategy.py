@@ -1,4 +1,5 @@
-"""``Strategy``: the plugin that makes one model train on several processes. The loop calls its methods as ``run.strategy``."""
+"""``Strategy``: the plugin that makes one model train on several processes. The loop calls its methods as
+``run.strategy``."""
 
 from __future__ import annotations
 
@@ -17,21 +18,24 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 METHODS = (
-    "prepare", "backward", "clip_gradients", "model_state", "load_model_state", "optimizer_state", "load_optimizer_state"
+    "prepare", "backward", "clip_gradients", "model_state", "load_model_state", "optimizer_state",
+    "load_optimizer_state",
 )  # fmt: skip
 """The methods that a strategy may override, in the order of a run."""
 
 
 class Strategy(Plugin):
-    """The base class of plugins in the slot ``strategy``, and itself the strategy of a run without one: Accelerate's default, which is DDP
-    for several processes. A subclass overrides the methods that differ. It may implement hooks, too.
+    """The base class of plugins in the slot ``strategy``, and itself the strategy of a run without one: Accelerate's
+    default, which is DDP for several processes. A subclass overrides the methods that differ. It may implement hooks,
+    too.
 
     The core places the model on its device and applies the run's precision to its forward, and then calls ``prepare``.
 
     Attributes:
         name: A subclass has its own.
         slot: The slot of all strategies.
-        sets_precision: Whether ``prepare`` does both instead of the core, such as DeepSpeed's engine. `amp` then checks the first step.
+        sets_precision: Whether ``prepare`` does both instead of the core, such as DeepSpeed's engine. `amp` then checks
+            the first step.
     """
 
     name = "accelerate"
@@ -41,9 +45,9 @@ class Strategy(Plugin):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """Wrap the model for training. Returns the model and the optimizer that the loop uses.
 
-        The model's forward must keep its arguments. The optimizer needs ``step``, ``zero_grad`` and ``param_groups``, and must step every
-        trained parameter. If ``param_groups`` hold other tensors, such as flat shards, the optimizer's ``model_parameters()`` must return
-        the parameters that it steps.
+        The model's forward must keep its arguments. The optimizer needs ``step``, ``zero_grad`` and ``param_groups``,
+        and must step every trained parameter. If ``param_groups`` hold other tensors, such as flat shards, the
+        optimizer's ``model_parameters()`` must return the parameters that it steps.
         """
         from accelerate.optimizer import AcceleratedOptimizer
 
@@ -53,12 +57,15 @@ class Strategy(Plugin):
         return model, prepared
 
     def backward(self, run: Run, loss: Tensor) -> None:
-        """Compute the gradients of one micro-batch. ``loss`` is scaled to its share of the step; loss scaling for fp16 follows here."""
-        scaler = run.accelerator.scaler  # Accelerate's own backward would divide the loss again, by its number of micro-batches
+        """Compute the gradients of one micro-batch. ``loss`` is scaled to its share of the step; loss scaling for fp16
+        follows here."""
+        # Accelerate's own backward would divide the loss again, by its number of micro-batches
+        scaler = run.accelerator.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
 
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        """Clip the gradients' total 2-norm to ``max_norm`` after loss scaling is undone. Returns the norm before, 0-dim.
+        """Clip the gradients' total 2-norm to ``max_norm`` after loss scaling is undone. Returns the norm before,
+        0-dim.
 
         With ``inf``, change no gradient: ``run.gradient_norm()`` reads the norm alone.
         """
@@ -66,7 +73,8 @@ class Strategy(Plugin):
 
         if max_norm < math.inf:
             return gather_full(run.accelerator.clip_grad_norm_(run.model.parameters(), max_norm))
-        # Torch would multiply by inf / norm, which is NaN for an infinite norm, and loss scaling may be undone only once a step.
+        # Torch would multiply by inf / norm, which is NaN for an infinite norm, and loss scaling may be undone only
+        # once a step.
         norm = total_norm(parameter.grad for parameter in run.model.parameters() if parameter.grad is not None)
         scaler = run.accelerator.scaler
         return norm if scaler is None else norm / scaler.scale(norm.new_ones(()))
@@ -89,26 +97,36 @@ class Strategy(Plugin):
         return state
 
     def load_optimizer_state(self, run: Run, state: dict[str, Any]) -> None:
-        """Load the result of ``optimizer_state``, possibly of another strategy. Full tensors are sharded like their parameters."""
+        """Load the result of ``optimizer_state``, possibly of another strategy. Full tensors are sharded like their
+        parameters."""
         from fastloop.distributed.tensors import shard_like
 
         parameters = [parameter for group in run.optimizer.param_groups for parameter in group["params"]]
         sharded = {
-            index: {name: shard_like(value, parameters[index]) if index < len(parameters) else value for name, value in values.items()}
+            index: {
+                name: shard_like(value, parameters[index]) if index < len(parameters) else value
+                for name, value in values.items()
+            }
             for index, values in state["state"].items()
         }
         run.optimizer.load_state_dict(state | {"state": sharded})
 
     @classmethod
     def estimate_memory(cls, layout: Any) -> Iterator[dict[str, Any]]:
-        """For `fastloop plan --device-memory`: the bytes of a process, for each variant. By default there is no estimate."""
+        """For `fastloop plan --device-memory`: the bytes of a process, for each variant. By default there is no
+        estimate."""
         return iter(())
 
 
 def method_that_raised(strategy: Strategy, error: BaseException) -> str | None:
-    """The method of a subclass that raised ``error``, itself or in what it called. None: the core raised it, such as in ``super()``."""
+    """The method of a subclass that raised ``error``, itself or in what it called. None: the core raised it, such as in
+    ``super()``."""
     core, own = ({_code(getattr(cls, name)): name for name in METHODS} for cls in (Strategy, type(strategy)))
-    frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code in own or frame.f_code in core]
+    frames = [
+        frame.f_code
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if frame.f_code in own or frame.f_code in core
+    ]
     return own[frames[-1]] if frames and frames[-1] not in core else None
 
 

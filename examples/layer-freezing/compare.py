@@ -21,7 +21,9 @@ def train(name: str, seed: int, overrides: list[str], *options: str) -> tuple[fl
     """Train once; returns seconds of training, without evaluation and saving, and test accuracy."""
     output = Path("runs/compare", f"{name}-{seed}")
     given = [*overrides, f"train.seed={seed}", f"output={output}", *options]
-    subprocess.run([sys.executable, "-m", "fastloop", "train", HERE / "recipe.yaml", *given], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "-m", "fastloop", "train", HERE / "recipe.yaml", *given], check=True, stdout=subprocess.DEVNULL
+    )
     summary = json.loads((output / "summary.json").read_text())
     return summary["train_seconds"], summary["test"]["accuracy"]
 
@@ -38,7 +40,11 @@ def main() -> None:
         for results, name, options in arms if seed % 2 else arms[::-1]:  # alternate which one runs first
             results.append(train(name, seed, given.overrides, *options))
         (before, reached), (after, kept) = full[-1], frozen[-1]
-        print(f"seed {seed}: {before:.1f} s, accuracy {reached:.3f}; with layer-freezing {after:.1f} s, accuracy {kept:.3f}", flush=True)
+        print(
+            f"seed {seed}: {before:.1f} s, accuracy {reached:.3f}; "
+            f"with layer-freezing {after:.1f} s, accuracy {kept:.3f}",
+            flush=True,
+        )
     ratios = [before / after for (before, _), (after, _) in zip(full, frozen, strict=True)]
     accuracy = [mean(reached for _, reached in results) for results in (full, frozen)]
     print(f"{median(ratios):.2f} times as fast; mean accuracy {accuracy[0]:.3f} without it, {accuracy[1]:.3f} with it")

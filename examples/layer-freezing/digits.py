@@ -9,8 +9,11 @@ from torch.utils.data import Dataset, TensorDataset
 
 
 def network(channels: int = 64, depth: int = 5) -> nn.Module:
-    """Images (batch, 1, 8, 8) float32 -> logits (batch, 10). The layers that can be frozen are the convolutions and the last one."""
-    layers = [nn.Sequential(nn.Conv2d(channels if index else 1, channels, 3, padding=1), nn.ReLU()) for index in range(depth)]
+    """Images (batch, 1, 8, 8) float32 -> logits (batch, 10). The layers that can be frozen are the convolutions and the
+    last one."""
+    layers = [
+        nn.Sequential(nn.Conv2d(channels if index else 1, channels, 3, padding=1), nn.ReLU()) for index in range(depth)
+    ]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(channels * 16, 10))
 
 

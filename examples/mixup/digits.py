@@ -1,4 +1,4 @@
-"""The model and data of recipe.yaml: three linear layers, and scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
+"""The model and data of recipe.yaml: linear layers, and scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ def network(width: int = 128) -> nn.Module:
 
 
 def digits(train: int = 600, wrong: int = 240) -> dict[str, Dataset]:
-    """The train, validation and test splits: ``train`` images of 1,197, 300 and 300. ``wrong`` training labels are random."""
+    """The train, validation and test splits: ``train`` images of 1,197, 300 and 300. ``wrong`` training labels are
+    random."""
     images, targets = load_digits(return_X_y=True)
     inputs = torch.tensor(images, dtype=torch.float32) / 16  # pixel values are 0 to 16
     labels, random = torch.tensor(targets), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The model and data of recipe.yaml: three linear layers, and scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
+"""The model and data of recipe.yaml: linear layers, and scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Files that plugins keep on disk between runs. Users can delete all of them at any time; later runs create them again.
 
-Each entry of token ids is a folder named by a hash of everything that determines the ids, so an entry is either correct or absent. A
-process writes an entry elsewhere and renames it into place. Readers never see a partial entry, and several processes can write the same one
-at once.
+Each entry of token ids is a folder named by a hash of everything that determines the ids, so an entry is either correct
+or absent. A process writes an entry elsewhere and renames it into place. Readers never see a partial entry, and several
+processes can write the same one at once.
 """
 
 from __future__ import annotations
@@ -46,16 +46,21 @@ def user_cache(name: str) -> Path:
     try:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastloop" / name
     except RuntimeError:
-        raise FileNotFoundError(errno.ENOENT, "this user has no home folder: set HOME or XDG_CACHE_HOME", name) from None
+        raise FileNotFoundError(
+            errno.ENOENT, "this user has no home folder: set HOME or XDG_CACHE_HOME", name
+        ) from None
 
 
 def _is_private(facts: os.stat_result) -> bool:
     """Whether only this user may write to a folder, which is not a link."""
-    return not hasattr(os, "getuid") or (stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022)
+    return not hasattr(os, "getuid") or (
+        stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    )
 
 
 def own_part(folder: Path) -> Path:
-    """Create a folder. Returns it, or this user's folder in it if others may write to it: they could change what is read from there.
+    """Create a folder. Returns it, or this user's folder in it if others may write to it: they could change what is
+    read from there.
 
     Raises:
         OSError: It cannot be written, or this user's folder belongs to another one.
@@ -71,13 +76,16 @@ def own_part(folder: Path) -> Path:
 
 
 def private_cache(name: str) -> Path:
-    """Create ``user_cache(name)`` for files that are executed; returns a new empty folder if other users can write to it."""
+    """Create ``user_cache(name)`` for files that are executed; returns a new empty folder if other users can write to
+    it."""
     try:
         folder = user_cache(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if _is_private(folder.stat()):
             return folder
-        logger.warning("others may write to %s: nothing in it is used. Remove their permission: chmod go-w %s", folder, folder)
+        logger.warning(
+            "others may write to %s: nothing in it is used. Remove their permission: chmod go-w %s", folder, folder
+        )
     except OSError as error:
         logger.warning("%s is not kept for later runs: %s", name, error)
     return Path(tempfile.mkdtemp(prefix=f"fastloop-{name}-"))
@@ -133,7 +141,8 @@ def kept(folder: Path, key: str, rows: Iterable[Sequence[int]], facts: dict[str,
 
 
 def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
-    """Rows of ids that ``kept`` wrote, mapped from disk; None if they are missing or incomplete. ``facts`` gets those beside them."""
+    """Rows of ids that ``kept`` wrote, mapped from disk; None if they are missing or incomplete. ``facts`` gets those
+    beside them."""
     import numpy as np
 
     if not entry.is_dir():
@@ -151,7 +160,9 @@ def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
         shutil.rmtree(entry, ignore_errors=True)
         return None
     # a plain array: slices of a memmap object cost more
-    return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(0, np.int32), lengths
+    return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(
+        0, np.int32
+    ), lengths
 
 
 def _write(entry: Path, rows: Iterable[Sequence[int]], facts: dict[str, int]) -> None:

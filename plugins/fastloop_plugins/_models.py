@@ -22,8 +22,8 @@ def transformers_model(model: nn.Module) -> Any:
 
 
 def model_type(recipe: Recipe) -> str | None:
-    """The transformers type of the recipe's model: by ``model.config``, by the folder's config.json, or by the hub's usual names, such as
-    ``distilbert-base-uncased``. None if that does not show it. Uses no network."""
+    """The transformers type of the recipe's model: by ``model.config``, by the folder's config.json, or by the hub's
+    usual names, such as ``distilbert-base-uncased``. None if that does not show it. Uses no network."""
     config, name = recipe.model.get("config"), recipe.model.get("name")
     if isinstance(config, dict):
         found = config.get("model_type")

@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def probing(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients. Afterwards, the model and the CPU's random states are what they were, also after an error.
+    """Eval mode without gradients. Afterwards, the model and the CPU's random states are what they were, also after an
+    error.
 
-    A forward pass may change a model for good. For example, BigBird keeps full attention after one short text, and rotary embeddings keep
-    the longest length. The block may also change the model itself, such as its attention or its hooks. Everything is restored: attributes,
-    submodules, hooks and configurations, and the values of buffers. Parameters are not copied, so the block must not write to them.
+    A forward pass may change a model for good. For example, BigBird keeps full attention after one short text, and
+    rotary embeddings keep the longest length. The block may also change the model itself, such as its attention or its
+    hooks. Everything is restored: attributes, submodules, hooks and configurations, and the values of buffers.
+    Parameters are not copied, so the block must not write to them.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Import the object that a key of a recipe names: ``package.module:name``, or ``file.py:name`` relative to the recipe."""
+"""Import the object that a recipe's key names: ``package.module:name``, or ``file.py:name`` relative to the recipe."""
 
 from __future__ import annotations
 
@@ -42,7 +42,11 @@ def import_object(reference: str, recipe: Recipe, key: str) -> Any:
         RecipeError: See ``check_reference``; or the import fails (names the line), or the name does not exist.
     """
     home, name = check_reference(reference, recipe, key)
-    module = import_file(home, recipe, key) if home.endswith(".py") else import_code(home, importlib.import_module, home, recipe, key)
+    module = (
+        import_file(home, recipe, key)
+        if home.endswith(".py")
+        else import_code(home, importlib.import_module, home, recipe, key)
+    )
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
         raise RecipeError(f"{recipe.where}: {key}: {home} has no {name!r}.{did_you_mean(name, public)}")

@@ -1,7 +1,8 @@
-"""Build a run with plugins that another plugin selected, such as ``auto``, and leave out those that fail with its model.
+"""Build a run with plugins that another plugin, such as ``auto``, selected; leave out those that fail with its model.
 
-A selected plugin leaves the run if one of its hooks raises while the run is built, or if a trial step fails with it and succeeds without
-it. So a recipe that trains without the selection trains with it. Plugins that a recipe lists, and strategies, are never left out.
+A selected plugin leaves the run if one of its hooks raises while the run is built, or if a trial step fails with it and
+succeeds without it. So a recipe that trains without the selection trains with it. Plugins that a recipe lists, and
+strategies, are never left out.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ class SelectedBuild:
     def _suspects(self, run: Run) -> list[str]:
         """The selected plugins that change what a step computes, those with the largest effect on the numbers first."""
         manager, effects = run.plugins.manager, get_args(Numerics)
-        found = [plugin for plugin in reversed(run.plugins.plugins) if self._is_selected(plugin) and plugin.numerics != "bitwise"]
+        found = [
+            plugin
+            for plugin in reversed(run.plugins.plugins)
+            if self._is_selected(plugin) and plugin.numerics != "bitwise"
+        ]
         found = [plugin for plugin in found if ACTING & {hook for _, hook in manager.implementations(plugin)}]
         return [plugin.name for plugin in sorted(found, key=lambda plugin: -effects.index(plugin.numerics))]
 
@@ -96,7 +101,8 @@ class SelectedBuild:
         return self._build(self._new(out), out)
 
     def _build(self, run: Run, out: dict[str, str]) -> tuple[Run, dict[str, str]]:
-        """Build a run, and instead of it one without the selected plugins whose hooks raise. Every process must call it.
+        """Build a run, and instead of it one without the selected plugins whose hooks raise. Every process must call
+        it.
 
         Args:
             out: Plugin -> why it is left out.
@@ -132,8 +138,11 @@ class SelectedBuild:
         before = self.resolved.plugins
         given = [plugin for plugin in before if before.reasons.get(plugin.name) == "given in Python"]
         resolved = resolve(recipe, objects=given, any_machine=True)
-        order = dict.fromkeys([*before.names(), *resolved.plugins.names()])  # without a plugin, others may have another place
-        resolved = resolved.with_only(order).with_extra(plugin for plugin in before if plugin.name not in before.reasons)
+        # without a plugin, others may have another place
+        order = dict.fromkeys([*before.names(), *resolved.plugins.names()])
+        resolved = resolved.with_only(order).with_extra(
+            plugin for plugin in before if plugin.name not in before.reasons
+        )
         return Run(resolved.recipe, resolved.plugins)
 
     def _blame(self, run: Run, error: Exception) -> tuple[str, str] | None:
@@ -162,34 +171,45 @@ def discard(run: Run, is_torn_down: bool = False) -> None:
 
 
 def dependents(recipe: Recipe, before: Mapping[str, Any], machine: Machine) -> dict[str, Recommendation | None]:
-    """The selected plugins whose recommendation is another one beside the plugins ``before`` than beside the fewer ones of the recipe.
+    """The selected plugins whose recommendation is another one beside the plugins ``before`` than beside the fewer ones
+    of the recipe.
 
     Returns:
         Plugin -> its recommendation now; None: it has none any more.
     """
     full = dataclasses.replace(recipe, plugins=dict(before))
-    pairs = {name: (recommend_beside(full, name, machine), recommend_beside(recipe, name, machine)) for name in recipe.selected}
-    return {name: now for name, (then, now) in pairs.items() if then is not None and (now is None or now.options != then.options)}
+    pairs = {
+        name: (recommend_beside(full, name, machine), recommend_beside(recipe, name, machine))
+        for name in recipe.selected
+    }
+    return {
+        name: now
+        for name, (then, now) in pairs.items()
+        if then is not None and (now is None or now.options != then.options)
+    }
 
 
 def try_step(run: Run) -> str | None:
     """Compute the loss of ``SAMPLES`` samples, and its gradients, as a training step would. Every process must call it.
 
-    It changes no weight, gradient or buffer. The caller restores the random states. There is no trial for weights that processes share, nor
-    for an iterable dataset that may not give its samples again.
+    It changes no weight, gradient or buffer. The caller restores the random states. There is no trial for weights that
+    processes share, nor for an iterable dataset that may not give its samples again.
 
     Returns:
-        The first error of any process, in one line. None: there was no trial or no error, or the trial cannot show its cause: the device
-        has too little memory, or a plugin failed that is neither the task nor selected.
+        The first error of any process, in one line. None: there was no trial or no error, or the trial cannot show its
+        cause: the device has too little memory, or a plugin failed that is neither the task nor selected.
     """
     problem = _compute(run) if _has_whole_weights(run) else None
     return next(filter(None, run.processes.all_gather_object(problem)), None)
 
 
 def _has_whole_weights(run: Run) -> bool:
-    """Whether this process can compute with the model alone: no strategy wraps it, except DDP, or shards its weights."""
+    """Whether this process can compute with the model alone: no strategy wraps it, except DDP, or shards its
+    weights."""
     wrapped = run.model is not run.built_model and not isinstance(run.model, nn.parallel.DistributedDataParallel)
-    return not wrapped and not any(weight.is_meta or isinstance(weight, DTensor) for weight in run.built_model.parameters())
+    return not wrapped and not any(
+        weight.is_meta or isinstance(weight, DTensor) for weight in run.built_model.parameters()
+    )
 
 
 def _compute(run: Run) -> str | None:
@@ -207,7 +227,9 @@ def _compute(run: Run) -> str | None:
         with run.scalars.paused(), eager:
             ((batch,),) = run.to_device([[loader.loader.collate_fn(samples)]])
             loss = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss
-            torch.autograd.grad(loss, [weight for weight in model.parameters() if weight.requires_grad], allow_unused=True)
+            torch.autograd.grad(
+                loss, [weight for weight in model.parameters() if weight.requires_grad], allow_unused=True
+            )
             with evaluating(model), torch.no_grad():  # some models compute otherwise in eval mode
                 run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
     except Exception as error:  # models raise errors of any type
@@ -223,8 +245,8 @@ def _compute(run: Run) -> str | None:
 
 
 def _samples(run: Run, count: int) -> list[Any] | None:
-    """The longest samples of the training split, or the first ones without ``lengths``; None for an iterable dataset that does not read by
-    position."""
+    """The longest samples of the training split, or the first ones without ``lengths``; None for an iterable dataset
+    that does not read by position."""
     dataset, loader = run.datasets["train"], run.train_loader
     if loader.stream is None:
         reader: Any = loader.loader.dataset

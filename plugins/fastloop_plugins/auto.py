@@ -3,19 +3,22 @@
     plugins:
       - auto
 
-Each plugin of fastloop has a rule, its method ``recommend``. It decides by device, dtypes, number of processes, task and type of the model
-whether the plugin speeds up a recipe on this machine. The rules measure nothing. `fastloop tune` measures the assumed effects.
+Each plugin of fastloop has a rule, its method ``recommend``. It decides by device, dtypes, number of processes, task
+and type of the model whether the plugin speeds up a recipe on this machine. The rules measure nothing. `fastloop tune`
+measures the assumed effects.
 
-The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``, and `fastloop plan` shows the reasons. ``auto`` leaves
-the listed plugins unchanged, and plugins that the recipe turns off (``packing: false``, ``--without packing``) stay off.
-``--without auto`` trains without the selection.
+The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``, and `fastloop plan` shows the reasons.
+``auto`` leaves the listed plugins unchanged, and plugins that the recipe turns off (``packing: false``,
+``--without packing``) stay off. ``--without auto`` trains without the selection.
 
-The selected plugins are tried on the model while the run is built. If one refuses the model or fails, or if the loss and the gradients of
-two samples fail with it, the run is built again without it, and a warning gives the reason. So a recipe that trains without ``auto`` trains
-with it. A trial of gradients needs whole weights: with a strategy that shards them, only refusals and errors of plugins are found.
+The selected plugins are tried on the model while the run is built. If one refuses the model or fails, or if the loss
+and the gradients of two samples fail with it, the run is built again without it, and a warning gives the reason. So a
+recipe that trains without ``auto`` trains with it. A trial of gradients needs whole weights: with a strategy that
+shards them, only refusals and errors of plugins are found.
 
-``numerics`` is the largest effect on the numbers that a selected plugin may have. With the default, ``reduced-precision``, batches and
-schedule do not change. ``changes-training`` also allows plugins that group samples by length.
+``numerics`` is the largest effect on the numbers that a selected plugin may have. With the default,
+``reduced-precision``, batches and schedule do not change. ``changes-training`` also allows plugins that group samples
+by length.
 """
 
 from __future__ import annotations
@@ -52,7 +55,9 @@ class Auto(Plugin):
     class Config:
         """Options."""
 
-        numerics: Annotated[Numerics, option("The largest effect on the numbers that a selected plugin may have.")] = "reduced-precision"
+        numerics: Annotated[Numerics, option("The largest effect on the numbers that a selected plugin may have.")] = (
+            "reduced-precision"
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -64,7 +69,8 @@ class Auto(Plugin):
 
         candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
         candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]
-        candidates.sort(key=lambda cls: -EFFECTS.index(cls.numerics))  # plugins that arrange the data come first: rules of others read it
+        # plugins that arrange the data come first: rules of others read it
+        candidates.sort(key=lambda cls: -EFFECTS.index(cls.numerics))
         chosen: dict[str, Recommendation] = {}
         plugins = {name: options for name, options in recipe.plugins.items() if name != self.name}
         problem = self._problem(dataclasses.replace(recipe, plugins=dict(plugins), selected={}))

@@ -1,1 +1,3 @@
-"""Commands implemented as plugins: ``fastloop bench``, ``profile``, ``tune``, ``report`` and ``new``. The core imports none of them."""
+"""Commands implemented as plugins: ``fastloop bench``, ``profile``, ``tune``, ``report`` and ``new``.
+
+The core imports none of them."""

@@ -1,7 +1,8 @@
-"""A mypy plugin, ``plugins = ["fastloop_tools.mypy_plugin"]``: reports hooks and arguments of hooks that do not exist, before a run does.
+"""A mypy plugin, ``plugins = ["fastloop_tools.mypy_plugin"]``: reports hooks and hook arguments that do not exist.
 
-It applies the checks of ``plugin_checks`` to the source code. It knows the hooks of the core, those in the class's ``hookspecs``, and those
-of the plugins in its ``requires``. Errors have the code ``fastloop``. Only mypy imports this module.
+It applies the checks of ``plugin_checks`` to the source code. It knows the hooks of the core, those in the class's
+``hookspecs``, and those of the plugins in its ``requires``. Errors have the code ``fastloop``. Only mypy imports this
+module.
 """
 
 from __future__ import annotations
@@ -13,7 +14,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mypy.errorcodes import ErrorCode
-from mypy.nodes import AssignmentStmt, CallExpr, Decorator, Expression, FuncDef, MypyFile, NameExpr, RefExpr, StrExpr, TupleExpr, TypeInfo
+from mypy.nodes import (
+    AssignmentStmt,
+    CallExpr,
+    Decorator,
+    Expression,
+    FuncDef,
+    MypyFile,
+    NameExpr,
+    RefExpr,
+    StrExpr,
+    TupleExpr,
+    TypeInfo,
+)
 from mypy.plugin import AttributeContext, ClassDefContext, Plugin, ReportConfigContext
 from mypy.types import Type
 
@@ -36,7 +49,8 @@ CORE = declared(hookspecs)
 
 
 def hooks_of(info: TypeInfo, name: str) -> dict[str, list[str]] | None:
-    """The hooks that a class may implement, with their arguments. None: not known, because a required plugin cannot be imported."""
+    """The hooks that a class may implement, with their arguments. None: not known, because a required plugin cannot be
+    imported."""
     own = [base.metadata.get("fastloop", {}) for base in info.mro]
     known = CORE | {hook: arguments for data in own for hook, arguments in data.get("hooks", {}).items()}
     required = {plugin for data in own for plugin in data.get("requires", ()) if not plugin.startswith("slot:")}
@@ -49,20 +63,31 @@ def hooks_of(info: TypeInfo, name: str) -> dict[str, list[str]] | None:
 
 
 def read_declarations(ctx: ClassDefContext) -> None:
-    """Store the class's ``hookspecs`` and ``requires`` in its metadata, which mypy's cache keeps for subclasses in other modules."""
+    """Store the class's ``hookspecs`` and ``requires`` in its metadata, which mypy's cache keeps for subclasses in
+    other modules."""
     data = ctx.cls.info.metadata.setdefault("fastloop", {})
     for line in ctx.cls.defs.body:
         match line:
             case AssignmentStmt(lvalues=[NameExpr(name="requires")], rvalue=TupleExpr(items=items)):
                 data["requires"] = [item.value for item in items if isinstance(item, StrExpr)]
-            case AssignmentStmt(lvalues=[NameExpr(name="hookspecs")], rvalue=RefExpr(node=MypyFile() | TypeInfo() as namespace)):
-                specs = {name: symbol.node.func for name, symbol in namespace.names.items() if isinstance(symbol.node, Decorator)}
-                data["hooks"] = {name: [str(key) for key in spec.arg_names if key != "self"] for name, spec in specs.items()}
+            case AssignmentStmt(
+                lvalues=[NameExpr(name="hookspecs")], rvalue=RefExpr(node=MypyFile() | TypeInfo() as namespace)
+            ):
+                specs = {
+                    name: symbol.node.func
+                    for name, symbol in namespace.names.items()
+                    if isinstance(symbol.node, Decorator)
+                }
+                data["hooks"] = {
+                    name: [str(key) for key in spec.arg_names if key != "self"] for name, spec in specs.items()
+                }
 
 
 def implementations(info: TypeInfo) -> Iterator[tuple[str, FuncDef, dict[str | None, Expression]]]:
     """``(hook, method, arguments of @hookimpl)`` for each hook that the body of a class implements."""
-    for name, method in ((name, symbol.node) for name, symbol in info.names.items() if isinstance(symbol.node, Decorator)):
+    for name, method in (
+        (name, symbol.node) for name, symbol in info.names.items() if isinstance(symbol.node, Decorator)
+    ):
         for mark in method.original_decorators:
             marks = dict(zip(mark.arg_names, mark.args, strict=True)) if isinstance(mark, CallExpr) else {}
             callee, other = mark.callee if isinstance(mark, CallExpr) else mark, marks.get("specname")
@@ -80,8 +105,14 @@ def check_class(ctx: ClassDefContext) -> None:
         try:
             if hook not in known:
                 raise PluginError(unknown_hook(hook, known))
-            for argument in (argument for argument in method.arguments[not method.is_static :] if not argument.kind.is_star()):
-                kind = inspect.Parameter.KEYWORD_ONLY if argument.kind.is_named() else inspect.Parameter.POSITIONAL_OR_KEYWORD
+            for argument in (
+                argument for argument in method.arguments[not method.is_static :] if not argument.kind.is_star()
+            ):
+                kind = (
+                    inspect.Parameter.KEYWORD_ONLY
+                    if argument.kind.is_named()
+                    else inspect.Parameter.POSITIONAL_OR_KEYWORD
+                )
                 default = ... if argument.kind.is_optional() else inspect.Parameter.empty
                 check_argument(hook, known[hook], inspect.Parameter(argument.variable.name, kind, default=default))
         except PluginError as error:
@@ -89,7 +120,8 @@ def check_class(ctx: ClassDefContext) -> None:
 
 
 def check_call(ctx: AttributeContext, name: str) -> Type:
-    """Report ``run.hooks.NAME`` where the name is close to a hook of the core and no plugin of the class declares it."""
+    """Report ``run.hooks.NAME`` where the name is close to a hook of the core and no plugin of the class declares
+    it."""
     scopes = reversed(ctx.api.scope.stack)  # type: ignore[attr-defined]
     known = next((hooks_of(scope, name) for scope in scopes if isinstance(scope, TypeInfo)), CORE)
     close = difflib.get_close_matches(name, CORE, n=1, cutoff=CLOSE)

@@ -41,7 +41,11 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_page_has_every_architecture(script: Any) -> None:
     """Tables, and the list of architectures that a task does not accept."""
     text = script.TABLE.read_text(encoding="utf-8")
-    missing = [pair for pair in script.every_pair() if f"| {pair[1]} |" not in text and pair[1] not in text.partition("## Not accepted")[2]]
+    missing = [
+        pair
+        for pair in script.every_pair()
+        if f"| {pair[1]} |" not in text and pair[1] not in text.partition("## Not accepted")[2]
+    ]
     assert not missing, "run `make architectures`"
 
 
@@ -75,13 +79,20 @@ def test_a_crash_costs_one_check(script: Any) -> None:
     worker = script.Worker(end_at_second)
     found = list(worker.check(("causal-lm", "llama"), ["first", "second", "third"]))
     worker.stop()
-    assert [(result["check"], result["outcome"]) for result in found] == [("first", "ok"), ("second", "ERROR"), ("third", "ok")]
+    assert [(result["check"], result["outcome"]) for result in found] == [
+        ("first", "ok"),
+        ("second", "ERROR"),
+        ("third", "ok"),
+    ]
     assert found[1]["detail"] == "the process ended with 3"
 
 
 def test_results_become_a_page(script: Any) -> None:
     def results(**outcomes: str) -> list[dict[str, str]]:
-        return [{"check": name, "outcome": outcome, "detail": f"recipe: plugins.{name}: because"} for name, outcome in outcomes.items()]
+        return [
+            {"check": name, "outcome": outcome, "detail": f"recipe: plugins.{name}: because"}
+            for name, outcome in outcomes.items()
+        ]
 
     loop = {"hand-written loop": "ok"}
     found = {
@@ -94,13 +105,20 @@ def test_results_become_a_page(script: Any) -> None:
     assert "| bloom | ok | WRONG (2) |  |" in lines
     assert lines[lines.index("## Reasons") + 2] == "1. packing: because"
     assert lines[-1].startswith("| seq2seq | led | ")
-    assert any(line.startswith("**2 pairs of a task and an architecture: 1 train with `auto`, and 1 pass every check.**") for line in lines)
+    assert any(
+        line.startswith("**2 pairs of a task and an architecture: 1 train with `auto`, and 1 pass every check.**")
+        for line in lines
+    )
 
 
 @pytest.mark.slow
 def test_a_sample_of_architectures_equals_plain_pytorch() -> None:
     """The whole table takes most of an hour: `make architectures`."""
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "architectures.py"), "--sample"], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, str(BENCHMARKS / "architectures.py"), "--sample"],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -23,7 +23,8 @@ def test_every_second_round_goes_backwards(measure: Any) -> None:
 
 
 def test_a_ratio_is_the_median_of_pairs_inside_its_interval(measure: Any) -> None:
-    found = measure.ratio([2.0, 30.0, 6.0], [1.0, 10.0, 1.5])  # the pairs' ratios are 2, 3, 4: the speeds' medians would say 4
+    # the pairs' ratios are 2, 3, 4: the speeds' medians would say 4
+    found = measure.ratio([2.0, 30.0, 6.0], [1.0, 10.0, 1.5])
     assert found["ratios"] == [2.0, 3.0, 4.0]
     assert found["median"] == 3.0
     assert found["interval95"] == (2.0, 4.0)
@@ -42,7 +43,8 @@ def test_a_section_takes_the_place_of_its_older_self(measure: Any, tmp_path: Pat
 def test_a_process_gives_its_last_line_and_a_failed_one_its_error(measure: Any, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import json, os, sys\nprint('noise')\nif len(sys.argv) > 1: raise ValueError('broken')\nprint(json.dumps({'a': os.environ['A']}))"
+        "import json, os, sys\nprint('noise')\nif len(sys.argv) > 1: raise "
+        "ValueError('broken')\nprint(json.dumps({'a': os.environ['A']}))"
     )
     assert measure.spawn([script], {"A": "1"})["a"] == "1"
     with pytest.raises(SystemExit, match="broken"):
@@ -80,7 +82,9 @@ def test_reviews_are_read_as_they_were_written(measure: Any, tmp_path: Path) -> 
         (1.1, [0.9, 1.0, 1.2], 0.1, ""),
     ],
 )
-def test_an_estimate_has_an_error_and_a_sign(measure: Any, estimate: float, ratios: list[float], off: float, sign: str) -> None:
+def test_an_estimate_has_an_error_and_a_sign(
+    measure: Any, estimate: float, ratios: list[float], off: float, sign: str
+) -> None:
     import planted
 
     trial = {"estimate": estimate, "ratios": ratios}

@@ -1,4 +1,4 @@
-"""docs/conformance.md: it is made from a report of pytest's, and has a row for each of our plugins and those of the examples."""
+"""docs/conformance.md: made from a report of pytest's, with a row for each of our plugins and those of the examples."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ def test_every_plugin_of_ours_has_a_row_and_breaks_no_promise() -> None:
     text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     rows = [line.split(" | ")[0].removeprefix("| ") for line in text.splitlines() if line.startswith("| ")][1:]
     ours = [name for name, point in installed().items() if is_own(point)]
-    projects = [tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in ROOT.glob("examples/*/pyproject.toml")]
-    assert rows == sorted([*ours, *(name for project in projects for name in project["entry-points"]["fastloop.plugins"])])
+    projects = [
+        tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in ROOT.glob("examples/*/pyproject.toml")
+    ]
+    assert rows == sorted(
+        [*ours, *(name for project in projects for name in project["entry-points"]["fastloop.plugins"])]
+    )
     assert "FAILED" not in text
 
 
@@ -59,5 +63,7 @@ def test_a_strategy_of_another_package_is_reported_with_itself(script: Any, tmp_
     )
     (tmp_path / "report.xml").write_text(report.replace('value="ema"', 'value="local-sgd"'))
     found = script.read(tmp_path / "report.xml")["local-sgd"]
-    assert {check for check in found if check.startswith("processes")} == {f"processes[{name}]" for name in ("ddp", "deepspeed", "fsdp")}
+    assert {check for check in found if check.startswith("processes")} == {
+        f"processes[{name}]" for name in ("ddp", "deepspeed", "fsdp")
+    }
     assert found["processes[ddp]"] == ("passed", "with itself: it fills the slot 'strategy', too")

@@ -1,4 +1,4 @@
-"""The GPU suite in benchmarks/gpu, in short form on this machine: its commands, its records, and its handling of failures."""
+"""The GPU suite in benchmarks/gpu, in short form on this machine: its commands, records, and handling of failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,16 @@ import forked
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-GPU = {"device": "NVIDIA H100", "driver": "580", "cuda": "13.0", "cudnn": 91900, "sources": "abc", "cpu": "x", "cores": 16, "versions": {}}
+GPU = {
+    "device": "NVIDIA H100",
+    "driver": "580",
+    "cuda": "13.0",
+    "cudnn": 91900,
+    "sources": "abc",
+    "cpu": "x",
+    "cores": 16,
+    "versions": {},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +47,15 @@ def read(path: Path) -> list[dict[str, Any]]:
 def run(name: str, results: Path, *options: str) -> list[dict[str, Any]]:
     """Run a command of the suite; its records."""
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
-    done = forked.run(str(BENCHMARKS / "gpu" / f"{name}.py"), "--tiny", "--results", str(results), *options, env=environment, timeout=600)
+    done = forked.run(
+        str(BENCHMARKS / "gpu" / f"{name}.py"),
+        "--tiny",
+        "--results",
+        str(results),
+        *options,
+        env=environment,
+        timeout=600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return read(results / f"gpu-{name}.jsonl")
 
@@ -63,7 +80,9 @@ def test_the_ablation_measures_variants_and_the_whole_job(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_the_peers_are_measured_on_the_same_reviews(tmp_path: Path) -> None:
-    lines = run("peers", tmp_path, "--arms", "naive", "bare", "fastloop", "--variant", "fused-optimizer", "--no-overhead")
+    lines = run(
+        "peers", tmp_path, "--arms", "naive", "bare", "fastloop", "--variant", "fused-optimizer", "--no-overhead"
+    )
     windows = {line["name"]: line for line in lines if line["kind"] == "measure"}
     assert windows.keys() == {"naive", "bare", "fastloop"}
     assert len({(line["samples"], line["tokens"]) for line in windows.values()}) == 1
@@ -107,7 +126,9 @@ def test_each_test_is_a_record(tmp_path: Path) -> None:
         "--files",
         "test_small_speedups.py",
     ]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600)
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = read(tmp_path / "gpu-plugin-tests.jsonl")
     outcomes = {line["name"].rpartition("::")[2]: line["outcome"] for line in lines if line["kind"] == "test"}
@@ -123,8 +144,19 @@ def test_the_packed_folder_runs_without_a_checkout(tmp_path: Path) -> None:
     assert {"tree.tar.gz", "all.sh"} <= {path.name for path in target.iterdir()}
     again = subprocess.run(pack, capture_output=True, text=True, check=False, timeout=600)
     assert (again.returncode, again.stderr) == (2, f"{target} is not empty. Give an empty folder.\n")
-    command = ["bash", str(target / "all.sh"), "plugin-tests", "--tiny", "--results", str(results), "--files", "test_small_speedups.py"]
-    done = subprocess.run(command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600)
+    command = [
+        "bash",
+        str(target / "all.sh"),
+        "plugin-tests",
+        "--tiny",
+        "--results",
+        str(results),
+        "--files",
+        "test_small_speedups.py",
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     outcomes = {line["outcome"] for line in read(results / "gpu-plugin-tests.jsonl") if line["kind"] == "test"}
     assert "passed" in outcomes
@@ -195,7 +227,9 @@ def test_the_texts_of_generated_reviews_have_their_tokens(tmp_path: Path, monkey
     assert again.labels.tolist() == reviews.labels.tolist()
 
 
-def test_arms_of_missing_plugins_and_repeated_arms_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arms_of_missing_plugins_and_repeated_arms_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import _blocks
     import _suite
     import lm
@@ -203,7 +237,12 @@ def test_arms_of_missing_plugins_and_repeated_arms_are_left_out(tmp_path: Path, 
     monkeypatch.setattr(lm, "own_plugins", lambda: ["amp", "compile", "fused-optimizer"])
     records = _suite.Records(tmp_path / "records.jsonl")
     graphs = {"arm": "fastloop", "plugins": {"amp": {}, "compile": {"mode": "reduce-overhead"}}}
-    arms = {"plain": {"arm": "plain"}, "graphs": graphs, "auto": graphs, "fused-loss": {**graphs, "plugins": {"fused-loss": {}}}}
+    arms = {
+        "plain": {"arm": "plain"},
+        "graphs": graphs,
+        "auto": graphs,
+        "fused-loss": {**graphs, "plugins": {"fused-loss": {}}},
+    }
     assert list(lm.leave_out(arms, list(arms), records)) == ["plain", "graphs"]
     assert {line["name"]: line["why"] for line in read(tmp_path / "records.jsonl")} == {
         "auto": "it has the same plugins as graphs",
@@ -218,7 +257,8 @@ def test_arms_of_missing_plugins_and_repeated_arms_are_left_out(tmp_path: Path, 
 def test_operations_of_a_token_are_those_of_gpt2() -> None:
     from _blocks import SIZES, token_flops
 
-    weights = 50_304 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768  # embeddings, blocks with biases and norms, last norm
+    # embeddings, blocks with biases and norms, last norm
+    weights = 50_304 * 768 + 12 * (12 * 768**2 + 13 * 768) + 2 * 768
     assert token_flops(SIZES["gpt2"]) == 6 * weights + 12 * 12 * 768 * 1024
 
 
@@ -227,7 +267,10 @@ def test_half_of_the_generated_tokens_follow_from_the_one_before() -> None:
 
     tokens = generate(200, SIZES["tiny"], 0)
     again = generate(200, SIZES["tiny"], 1)
-    pairs = [set(zip(found[:, :-1].ravel().tolist(), found[:, 1:].ravel().tolist(), strict=True)) for found in (tokens, again)]
+    pairs = [
+        set(zip(found[:, :-1].ravel().tolist(), found[:, 1:].ravel().tolist(), strict=True))
+        for found in (tokens, again)
+    ]
     assert tokens.max() < 500
     assert len(pairs[0] & pairs[1]) > 400, "the rule does not depend on the seed"
 
@@ -235,7 +278,10 @@ def test_half_of_the_generated_tokens_follow_from_the_one_before() -> None:
 def test_a_variant_with_the_plugins_of_another_is_measured_once() -> None:
     import ablation
 
-    first, second = ablation.Variant(plugins={"amp": {}, "compile": {}}), ablation.Variant(over="bf16", plugins={"compile": {}, "amp": {}})
+    first, second = (
+        ablation.Variant(plugins={"amp": {}, "compile": {}}),
+        ablation.Variant(over="bf16", plugins={"compile": {}, "amp": {}}),
+    )
     other = ablation.Variant(plugins={"amp": {}, "compile": {}}, batch_size=48)
     assert ablation.repeated({"one": first, "other": other, "two": second}) == {"two": "one"}
     assert ablation.repeated(ablation.VARIANTS) == {"auto": "packing-graphs"}, "the recipe has what auto selects"
@@ -374,7 +420,12 @@ def test_the_section_has_ratios_formed_inside_rounds(tmp_path: Path) -> None:
     speeds = [("baseline", 10.0, 20.0, 10.0), ("bf16", 30.0, 40.0, 30.0)]  # ratios 3, 2, 3; of the medians 3
     windows = [window(name, number, speed) for name, *row in speeds for number, speed in enumerate(row)]
     facts = {"kind": "facts", "tiny": False, "steps": 4, **GPU}
-    lines = [facts, *warm, *windows, {"kind": "error", "name": "graphs", "during": "warm-up", "error": "a\nout of memory"}]
+    lines = [
+        facts,
+        *warm,
+        *windows,
+        {"kind": "error", "name": "graphs", "during": "warm-up", "error": "a\nout of memory"},
+    ]
     text = "\n".join(map(json.dumps, lines)) + '\n{"kind": "measure", "na'  # killed while it wrote
     (tmp_path / "gpu-ablation.jsonl").write_text(text)
     shown = report.section(tmp_path)
@@ -393,7 +444,9 @@ def test_the_section_has_the_share_of_the_peak(tmp_path: Path) -> None:
     warm = [{"kind": "warmup", "name": name, "compile_seconds": 9.0} for name in ("plain", "auto")]
     speeds = {"plain": 2.0, "auto": 1.0}  # seconds of 400,000 tokens
     windows = [
-        window(name, number, 1 / seconds, computed=400_000, seconds=seconds) for name, seconds in speeds.items() for number in range(2)
+        window(name, number, 1 / seconds, computed=400_000, seconds=seconds)
+        for name, seconds in speeds.items()
+        for number in range(2)
     ]
     losses = [{"kind": "validate", "name": "auto", "windows": 5, "validation_loss": 3.25}]
     (tmp_path / "gpu-lm.jsonl").write_text("\n".join(map(json.dumps, [facts, ceilings, *warm, *windows, *losses])))
@@ -421,7 +474,18 @@ def test_the_step_cost_of_all_arms_is_that_of_one_device(device: str, tmp_path: 
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs CUDA")
     target = tmp_path / "overhead.json"
-    command = [sys.executable, str(BENCHMARKS / "overhead.py"), "--device", device, "--rounds", "1", "--steps", "4", "--repeats", "1"]
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "overhead.py"),
+        "--device",
+        device,
+        "--rounds",
+        "1",
+        "--steps",
+        "4",
+        "--repeats",
+        "1",
+    ]
     subprocess.run([*command, "--json", str(target)], check=True, timeout=600, capture_output=True)
     (found,) = json.loads(target.read_text())["rounds"]
     assert {"raw", "accelerate", "hf-trainer", "fastloop"} <= found.keys()

@@ -1,4 +1,4 @@
-"""docs/reliability.md and docs/security-tests.md: pytest's reports have a row for each test of their folders, in its own words."""
+"""docs/reliability.md and docs/security-tests.md: made from pytest's reports, with a row for each test."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ def page(script: Any, request: pytest.FixtureRequest) -> Any:
 def docstrings(file: Path) -> dict[str, str]:
     """Test -> docstring, as one line."""
     functions = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.FunctionDef)]
-    return {node.name: " ".join((ast.get_docstring(node) or "").split()) for node in functions if node.name.startswith("test_")}
+    return {
+        node.name: " ".join((ast.get_docstring(node) or "").split())
+        for node in functions
+        if node.name.startswith("test_")
+    }
 
 
 def test_every_file_of_tests_has_its_group(page: Any) -> None:
@@ -38,7 +42,9 @@ def test_every_file_of_tests_has_its_group(page: Any) -> None:
 
 def test_every_docstring_is_a_fault_and_a_promise(page: Any) -> None:
     for path in page.suite.glob("test_*.py"):
-        wrong = {name: words for name, words in docstrings(path).items() if not re.fullmatch(r"[^:\n]+: [^\n]*[^.\n]", words)}
+        wrong = {
+            name: words for name, words in docstrings(path).items() if not re.fullmatch(r"[^:\n]+: [^\n]*[^.\n]", words)
+        }
         assert not wrong, path.name
 
 
@@ -46,11 +52,18 @@ def test_every_test_has_a_row_and_every_row_a_test(page: Any) -> None:
     text = page.table.read_text(encoding="utf-8")
     for file, title in page.groups.items():
         part = text.partition(f"## {title}\n")[2].partition("\n## ")[0]
-        rows = {cells[2].strip("`"): cells for line in part.splitlines() if "`test_" in line for cells in [line[2:-2].split(" | ")]}
+        rows = {
+            cells[2].strip("`"): cells
+            for line in part.splitlines()
+            if "`test_" in line
+            for cells in [line[2:-2].split(" | ")]
+        }
         expected = docstrings(page.suite / f"{file}.py")
         assert rows.keys() == expected.keys(), title
         for name, words in expected.items():
-            assert f"{rows[name][0]}: {rows[name][1]}".replace("\\|", "|").startswith(words), f"{name}: write {page.table.name} again"
+            assert f"{rows[name][0]}: {rows[name][1]}".replace("\\|", "|").startswith(words), (
+                f"{name}: write {page.table.name} again"
+            )
             assert rows[name][5] in ("", "0"), f"{name} lost something"
 
 
@@ -58,7 +71,10 @@ def case(file: str, name: str, fault: str, promise: str, inside: str = "", **mor
     """A test's case in a report."""
     said = {"fault": fault, "promise": promise, "times": 10, **more}
     properties = "".join(f'<property name="{key}" value="{value}" />' for key, value in said.items())
-    return f'<testcase classname="tests.reliability.{file}" name="{name}"><properties>{properties}</properties>{inside}</testcase>'
+    return (
+        f'<testcase classname="tests.reliability.{file}" '
+        f'name="{name}"><properties>{properties}</properties>{inside}</testcase>'
+    )
 
 
 CASES = [
@@ -79,7 +95,9 @@ def test_a_report_becomes_a_table(script: Any, tmp_path: Path, monkeypatch: pyte
         script.main()
     assert ended.value.code, "something was lost"
     lines = (tmp_path / "page.md").read_text().splitlines()
-    assert "| a kill | nothing \\| all (skipped 1 of 2 cases: cannot fork) | `test_kills` | 1,200 | 1,200 | 0 |" in lines
+    assert (
+        "| a kill | nothing \\| all (skipped 1 of 2 cases: cannot fork) | `test_kills` | 1,200 | 1,200 | 0 |" in lines
+    )
     assert "| a full disk | said | `test_disk` | 1 | 0 | **1** |" in lines
     assert "| control | the same | `test_same` |  |  |  |" in lines
     assert "| **all** | 3 | 1,201 | 1,200 | 1 | 1 |" in lines
@@ -87,6 +105,8 @@ def test_a_report_becomes_a_table(script: Any, tmp_path: Path, monkeypatch: pyte
 
 
 def test_reliability_test_without_docstring_is_rejected(script: Any, tmp_path: Path) -> None:
-    (tmp_path / "report.xml").write_text('<testsuites><testcase classname="tests.core.test_data" name="test_order" /></testsuites>')
+    (tmp_path / "report.xml").write_text(
+        '<testsuites><testcase classname="tests.core.test_data" name="test_order" /></testsuites>'
+    )
     with pytest.raises(SystemExit, match=r"test_data.test_order"):
         script.read(script.PAGES["security"], tmp_path / "report.xml")

@@ -1,4 +1,6 @@
-"""Batch norm over a part of a step's samples changes what is trained: a warning names the cause. Several processes: ``test_ddp_fsdp``."""
+"""Batch norm over a part of a step's samples changes what is trained: a warning names the cause.
+
+Several processes: ``test_ddp_fsdp``."""
 
 from __future__ import annotations
 

@@ -27,7 +27,9 @@ def classified(sizes: tuple[int, ...] = (8, 8, 8, 3)) -> list[Output]:
 
 
 def metrics() -> MetricCollection:
-    return MetricCollection({"accuracy": MulticlassAccuracy(5, average="micro"), "f1": MulticlassF1Score(5, average="macro")})
+    return MetricCollection(
+        {"accuracy": MulticlassAccuracy(5, average="micro"), "f1": MulticlassF1Score(5, average="macro")}
+    )
 
 
 class Updates(Metric):
@@ -91,7 +93,9 @@ def test_predictions_of_other_shapes_start_an_update():
 
 def test_predictions_that_are_no_tensors_are_passed_on_batch_by_batch():
     listed: Any = [{"boxes": 1}, {"boxes": 2}]
-    assert updates([Output(torch.tensor(0.0), listed, listed), *classified((3,)), Output(torch.tensor(0.0), listed, listed)]) == [2, 3, 2]
+    assert updates(
+        [Output(torch.tensor(0.0), listed, listed), *classified((3,)), Output(torch.tensor(0.0), listed, listed)]
+    ) == [2, 3, 2]
 
 
 def test_without_metrics_or_batches_there_is_a_loss_alone():
@@ -135,7 +139,9 @@ def test_the_error_of_a_metric_names_it_and_the_split(method):
     collection = MetricCollection({"good": Updates(), "bad": Fails(method)}, prefix="my_")
     found, (output, *_) = EvaluationResults(collection, "r.yaml", "test"), classified()
     found.add(output, 8, 8)
-    with pytest.raises(MetricError, match=rf"^r\.yaml: the metric 'my_bad' failed for test: ValueError: no {method}\. Choose ") as raised:
+    with pytest.raises(
+        MetricError, match=rf"^r\.yaml: the metric 'my_bad' failed for test: ValueError: no {method}\. Choose "
+    ) as raised:
         found.read()
     assert raised.value.output is output
     assert isinstance(raised.value.__cause__, ValueError)
@@ -153,10 +159,13 @@ class Gives(Updates):
 
 
 @pytest.mark.parametrize(
-    ("value", "described"), [(torch.zeros(2, 3), r"\(2, 3\) float32"), (torch.zeros(0), r"\(0,\) float32"), ([1.0], "a value of type list")]
+    ("value", "described"),
+    [(torch.zeros(2, 3), r"\(2, 3\) float32"), (torch.zeros(0), r"\(0,\) float32"), ([1.0], "a value of type list")],
 )
 def test_a_value_that_is_not_one_number_is_an_error(value, described):
     found = EvaluationResults(MetricCollection({"m": Gives(value)}), "r.yaml", "test")
     found.add(classified()[0], 8, 8)
-    with pytest.raises(MetricError, match=rf"^r\.yaml: the metric 'm' gives {described} for test, expected one number\. "):
+    with pytest.raises(
+        MetricError, match=rf"^r\.yaml: the metric 'm' gives {described} for test, expected one number\. "
+    ):
         found.read()

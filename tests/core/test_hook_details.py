@@ -15,7 +15,10 @@ from fastloop.testing import VECTORS, start, tiny_data, tiny_model, train
 
 def plugin(plugin_name: str, **hooks: Any) -> Plugin:
     """A plugin with these hooks; the other values are attributes of its class."""
-    marked = {key: value if hasattr(value, "fastloop_impl") or not callable(value) else hookimpl(value) for key, value in hooks.items()}
+    marked = {
+        key: value if hasattr(value, "fastloop_impl") or not callable(value) else hookimpl(value)
+        for key, value in hooks.items()
+    }
     return type(plugin_name, (Plugin,), {"name": plugin_name, **marked})()
 
 
@@ -74,7 +77,11 @@ def recording(found: list[float]) -> Any:
 def backward_losses() -> tuple[list[float], list[float], list[dict[str, Any]]]:
     found: list[float] = []
     seen: list[dict[str, Any]] = []
-    sections = {"plugins": [*VECTORS["plugins"], "ddp"], "train": {"batch_size": 8, "max_steps": 1, "device": "cpu"}, "output": "run"}
+    sections = {
+        "plugins": [*VECTORS["plugins"], "ddp"],
+        "train": {"batch_size": 8, "max_steps": 1, "device": "cpu"},
+        "output": "run",
+    }
     records = plugin("records", before_fit=recording(found))
     return found, train(VECTORS | sections, records, summaries(seen)).losses, seen
 
@@ -115,7 +122,8 @@ def test_in_fp16_gradients_are_scaled_until_they_are_clipped(tiny_run, max_norm,
 
     hooks = {name: norm(name) for name in ("after_backward", "before_optimizer_step")}
     result = tiny_run(
-        [plugin("fp16", before_prepare=scaler, after_prepare=fp16, **hooks), plugin("loss", after_backward=losses)], max_grad_norm=max_norm
+        [plugin("fp16", before_prepare=scaler, after_prepare=fp16, **hooks), plugin("loss", after_backward=losses)],
+        max_grad_norm=max_norm,
     )
     true = found["gradient_norm"]
     assert found["after_backward"] == pytest.approx(scale * true, rel=1e-4)
@@ -130,7 +138,11 @@ def test_marks_come_before_the_order_of_plugins(tiny_run):
     fired: list[str] = []
 
     def after_step(name, **marks):
-        return plugin(name, after_step=hookimpl(**marks)(lambda self: fired.append(name)), runs_before=("plain-2",) * (name == "last-2"))
+        return plugin(
+            name,
+            after_step=hookimpl(**marks)(lambda self: fired.append(name)),
+            runs_before=("plain-2",) * (name == "last-2"),
+        )
 
     marks: dict[str, dict[str, bool]] = {"plain-1": {}, "last-1": {"trylast": True}, "first-1": {"tryfirst": True}}
     marks |= {"plain-2": {}, "last-2": {"trylast": True}, "first-2": {"tryfirst": True}}
@@ -152,15 +164,38 @@ def test_wrappers_are_outside_of_other_implementations_whatever_their_marks(tiny
         fired.append("implementation")
 
     plugins = [plugin("implementation", evaluate=hookimpl(tryfirst=True)(evaluate)), wrapper("last", trylast=True)]
-    tiny_run([*plugins, wrapper("outer"), wrapper("inner"), wrapper("first", tryfirst=True)], data=tiny_data(8), epochs=1)
+    tiny_run(
+        [*plugins, wrapper("outer"), wrapper("inner"), wrapper("first", tryfirst=True)], data=tiny_data(8), epochs=1
+    )
     assert fired == ["first", "outer", "inner", "last", "implementation"]
 
 
 # -- the summary -------------------------------------------------------------------------------------------------------
 
 KEYS = {
-    *("status", "reason", "steps", "epochs", "samples", "world_size", "device", "plugins", "disabled", "train_seconds", "startup_seconds"),
-    *("compile_seconds", "evaluate_seconds", "save_seconds", "peak_memory_bytes", "validation", "test", "best", "save_errors"),
+    *(
+        "status",
+        "reason",
+        "steps",
+        "epochs",
+        "samples",
+        "world_size",
+        "device",
+        "plugins",
+        "disabled",
+        "train_seconds",
+        "startup_seconds",
+    ),
+    *(
+        "compile_seconds",
+        "evaluate_seconds",
+        "save_seconds",
+        "peak_memory_bytes",
+        "validation",
+        "test",
+        "best",
+        "save_errors",
+    ),
     "recipe",
 }
 LATER = {"samples_per_second", "tokens_per_second", "versions"}
@@ -191,7 +226,9 @@ def test_write_summary_fires_after_a_stop_and_after_a_failure(tiny_run, tmp_path
     order: list[str] = []
     hooks = {name: (lambda self, name=name: order.append(name)) for name in ("write_summary", "teardown")}
     with pytest.raises(PluginCrash, match="on purpose"):
-        tiny_run([plugin("fails", after_step=fail), plugin("order", **hooks), summaries(seen)], output=tmp_path / "failed")
+        tiny_run(
+            [plugin("fails", after_step=fail), plugin("order", **hooks), summaries(seen)], output=tmp_path / "failed"
+        )
     assert order == ["write_summary", "teardown"]
     assert (seen[1]["status"], seen[1]["validation"]) == ("failed", None)
     assert json.loads((tmp_path / "failed/summary.json").read_text())["status"] == "failed"

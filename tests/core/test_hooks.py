@@ -57,7 +57,9 @@ def short_run(plugin: Plugin, output: str, **arguments: Any) -> Trainer:
     settings = {"epochs": 2, "batch_size": 4, "micro_batch_size": 2, "max_grad_norm": 1.0, "lr": 0.1} | arguments
     plugins: list[Any] = [plugin, {"log": False}, {"progress": False}]
     loss = nn.functional.cross_entropy
-    return Trainer(tiny_model(), tiny_data(8), tiny_data(4), tiny_data(4), plugins=plugins, loss=loss, output=output, **settings)
+    return Trainer(
+        tiny_model(), tiny_data(8), tiny_data(4), tiny_data(4), plugins=plugins, loss=loss, output=output, **settings
+    )
 
 
 BUILD = """
@@ -177,7 +179,9 @@ def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():
 
     trainer = short_run(scribe(lines), "run")
     trainer.resolved = trainer.resolved.with_extra([Broken()])
-    with pytest.raises(PluginCrash, match=r"plugin 'broken' \(test_hooks\) failed in after_backward: ValueError: broken"):
+    with pytest.raises(
+        PluginCrash, match=r"plugin 'broken' \(test_hooks\) failed in after_backward: ValueError: broken"
+    ):
         trainer.fit()
     assert lines[-4:] == ["after_backward", "recover", "write_summary", "teardown"]
 
@@ -227,11 +231,12 @@ def test_every_hook_gets_what_its_specification_says(tmp_path):
     assert seen["folder"] == tmp_path / "run" / "model"
 
 
-# -- what hooks may change -----------------------------------------------------------------------------------------------------------
+# -- what hooks may change ---------------------------------------------------------------------------------------------
 
 
 class Norms(Plugin):
-    """Records what torch computes of the unclipped gradients, what ``gradient_norm`` returns, and how often the hook is called."""
+    """Records what torch computes of the unclipped gradients, what ``gradient_norm`` returns, and how often the hook is
+    called."""
 
     name = "norms"
 

@@ -42,16 +42,23 @@ print("LOADED", *(name for name in {heavy} if name in sys.modules))
 def test_fast_commands_import_neither_torch_nor_plugins(code):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", PROBE.format(code=code, heavy=HEAVY)], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-c", PROBE.format(code=code, heavy=HEAVY)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "LOADED"
 
 
 def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_path):
-    (tmp_path / "recipe.yaml").write_text("data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n"
+    )
     code = (
-        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; from fastloop.registry import resolve; "
+        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; from fastloop.registry "
+        "import resolve; "
         "recipe = load_recipe('recipe.yaml', (), ('allocator', 'cpu-affinity'), ()); "
         "assert environment(resolve(recipe, any_machine=True)) is not None"
     )
@@ -98,7 +105,8 @@ FILES = sorted(CORE.rglob("*.py"))
 
 def test_core_names_no_plugin():
     plugins = {name.rpartition(":")[2] for name in installed()}
-    ordinary = {"compile", "log", "allocator", "profile", "progress", "module", "auto"}  # words that mean something else too
+    # words that mean something else too
+    ordinary = {"compile", "log", "allocator", "profile", "progress", "module", "auto"}
     for path in FILES:
         assert not [name for name in imports(path) if name.partition(".")[0] == "fastloop_plugins"], path
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -110,13 +118,21 @@ def test_core_names_no_plugin():
 def test_the_kit_for_tests_is_opted_into():
     for path in FILES:
         if path.relative_to(CORE).parts[0] != "testing":
-            assert not [name for name in imports(path) if name.partition(".")[0] == "pytest" or name.startswith("fastloop.testing")], path
+            assert not [
+                name
+                for name in imports(path)
+                if name.partition(".")[0] == "pytest" or name.startswith("fastloop.testing")
+            ], path
 
 
 @pytest.mark.slow
 def test_each_module_imports_alone():
     """No circle: every module can be the first to be imported."""
-    modules = [".".join(path.relative_to(CORE.parent).with_suffix("").parts) for path in FILES if path.stem not in ("__init__", "__main__")]
+    modules = [
+        ".".join(path.relative_to(CORE.parent).with_suffix("").parts)
+        for path in FILES
+        if path.stem not in ("__init__", "__main__")
+    ]
     code = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -125,7 +141,9 @@ for name in sys.argv[1:]:
         del sys.modules[key]
 """
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *modules], capture_output=True, text=True, env=environment, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -36,7 +36,10 @@ def test_good_values_become_the_dataclass_with_its_defaults():
 
 WRONG: dict[str, tuple[Any, list[str]]] = {
     "unknown key": ({"size": 1, "rat": 2.0}, ["r.yaml: heater.rat: no such option. Did you mean 'rate'?"]),
-    "unknown key far from all": ({"size": 1, "zzz": 1}, ["heater.zzz: no such option. Expected one of: dtype, limit, names,"]),
+    "unknown key far from all": (
+        {"size": 1, "zzz": 1},
+        ["heater.zzz: no such option. Expected one of: dtype, limit, names,"],
+    ),
     "a key that is not text": ({"size": 1, 7: 1}, ["heater.7: no such option."]),
     "missing": ({}, ["r.yaml: heater.size: missing. Expected int: How large."]),
     "text for a number": ({"size": "3"}, ["r.yaml: heater.size: found '3' (str). Expected int: How large."]),
@@ -45,19 +48,34 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "a number for a truth value": ({"size": 1, "quiet": 1}, ["heater.quiet: found 1 (int). Expected bool."]),
     "too small": ({"size": 0}, ["heater.size: found 0 (int) (should be greater than or equal to 1). Expected int"]),
     "too large": ({"size": 10}, ["heater.size: found 10 (int) (should be less than or equal to 9)"]),
-    "on the open bound": ({"size": 1, "rate": 0.0}, ["heater.rate: found 0.0 (float) (should be greater than 0). Expected float"]),
+    "on the open bound": (
+        {"size": 1, "rate": 0.0},
+        ["heater.rate: found 0.0 (float) (should be greater than 0). Expected float"],
+    ),
     "infinite": ({"size": 1, "rate": float("inf")}, ["heater.rate: found inf (float) (should be a finite number)"]),
-    "in no member of a union": ({"size": 1, "workers": "aut"}, ["heater.workers: found 'aut' (str). Expected int | auto: How many."]),
-    "out of range in a union": ({"size": 1, "workers": -1}, ["heater.workers: found -1 (int) (should be greater than or equal to 0)"]),
+    "in no member of a union": (
+        {"size": 1, "workers": "aut"},
+        ["heater.workers: found 'aut' (str). Expected int | auto: How many."],
+    ),
+    "out of range in a union": (
+        {"size": 1, "workers": -1},
+        ["heater.workers: found -1 (int) (should be greater than or equal to 0)"],
+    ),
     "another choice": ({"size": 1, "dtype": "fp15"}, ["heater.dtype: found 'fp15' (str). Expected bf16 | fp16."]),
     "null where a value is needed": ({"size": None}, ["heater.size: found None (NoneType). Expected int"]),
     "one wrong item": ({"size": 1, "names": ["a", 2]}, ["heater.names: found 2 (int). Expected list[str]."]),
-    "one wrong value": ({"size": 1, "shares": {"a": "b"}}, ["heater.shares: found 'b' (str). Expected dict[str, float]."]),
+    "one wrong value": (
+        {"size": 1, "shares": {"a": "b"}},
+        ["heater.shares: found 'b' (str). Expected dict[str, float]."],
+    ),
     "several": (
         {"sise": 1, "rate": "x"},
         ["heater.sise: no such option. Did you mean 'size'?", "heater.rate: found 'x'", "heater.size: missing"],
     ),
-    "each right, together wrong": ({"size": 1, "quiet": True, "limit": 2}, ["r.yaml: heater: quiet and limit exclude each other."]),
+    "each right, together wrong": (
+        {"size": 1, "quiet": True, "limit": 2},
+        ["r.yaml: heater: quiet and limit exclude each other."],
+    ),
     "no mapping": ([1], ["r.yaml: heater: found [1] (list), expected a mapping of options."]),
 }
 
@@ -95,7 +113,9 @@ def test_option_may_be_named_like_a_validator_method():
         copy: int = 1
         model_fields: bool = False
 
-    assert parse(Config, {"schema": "b", "copy": 2, "model_fields": True}, "x") == Config(schema="b", copy=2, model_fields=True)
+    assert parse(Config, {"schema": "b", "copy": 2, "model_fields": True}, "x") == Config(
+        schema="b", copy=2, model_fields=True
+    )
     with pytest.raises(RecipeError, match=r"^x.copy: found 'c' \(str\)\. Expected int\.$"):
         parse(Config, {"copy": "c"}, "x")
 

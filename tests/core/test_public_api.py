@@ -44,10 +44,31 @@ def test_a_snapshot_is_read_as_it_was_written(api):
 def test_snapshot_covers_what_is_promised(api):
     stored = api.read(api.FILE.read_text(encoding="utf-8"))
     for name in (
-        *("hook after_step", "fastloop.Run.log()", "fastloop.State.step", "fastloop.Batch.loss_weight", "fastloop.Output.loss"),
-        *("fastloop.OptimizerDraft.arguments", "fastloop.Plugin.requires", "fastloop.Trainer.fit()", "fastloop.testing.tiny_run"),
-        *("recipe train.lr", "recipe data.text of text-classification", "plugin amp.dtype", "command fastloop train --nproc N"),
-        *("run folder checkpoints/step-N/manifest.json", "run folder metrics.jsonl", "summary.json steps", "metrics.jsonl loss"),
+        *(
+            "hook after_step",
+            "fastloop.Run.log()",
+            "fastloop.State.step",
+            "fastloop.Batch.loss_weight",
+            "fastloop.Output.loss",
+        ),
+        *(
+            "fastloop.OptimizerDraft.arguments",
+            "fastloop.Plugin.requires",
+            "fastloop.Trainer.fit()",
+            "fastloop.testing.tiny_run",
+        ),
+        *(
+            "recipe train.lr",
+            "recipe data.text of text-classification",
+            "plugin amp.dtype",
+            "command fastloop train --nproc N",
+        ),
+        *(
+            "run folder checkpoints/step-N/manifest.json",
+            "run folder metrics.jsonl",
+            "summary.json steps",
+            "metrics.jsonl loss",
+        ),
     ):
         assert name in stored
 
@@ -70,14 +91,15 @@ def test_changed_hook_and_option_are_found(api, patch):
         """Another one."""
 
     patch.setattr(hookspecs, "after_step", after_step)
-    patch.delattr(hookspecs, "after_fit")
+    patch.delattr(hookspecs, "train_step")
     patch.setattr(hookspecs, "after_warmth", after_step, raising=False)
     patch.setattr(Train.__dataclass_fields__["lr"], "default", 1.0)
     assert api.differences(stored, {**dict(api.hook_lines()), **dict(api.recipe_lines())}) == [
-        "hook after_fit\n    old: (run: Run) -> None [every plugin]\n    new: (none)",
         "hook after_step\n    old: (run: Run, loss: Tensor) -> None [every plugin]"
         "\n    new: (run: Any, loss: Any, seconds: float) -> None [every plugin]",
         "hook after_warmth\n    old: (none)\n    new: (run: Any, loss: Any, seconds: float) -> None [every plugin]",
+        "hook train_step\n    old: (run: Run, batches: list[Batch]) -> Tensor | None [first result wins]"
+        "\n    new: (none)",
         "recipe train.lr\n    old: float = 5e-05\n    new: float = 1.0",
     ]
 
@@ -105,7 +127,9 @@ def test_changed_method_fails_the_check_with_the_command_that_accepts_it(tmp_pat
     state = tmp_path / "core/fastloop/state.py"
     text = state.read_text(encoding="utf-8")
     assert "def request_stop(self, reason: str)" in text
-    state.write_text(text.replace("def request_stop(self, reason: str)", "def request_stop(self, reason: str, code: int = 0)"))
+    state.write_text(
+        text.replace("def request_stop(self, reason: str)", "def request_stop(self, reason: str, code: int = 0)")
+    )
     folders = [tmp_path / "core", tmp_path / "plugins"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*folders, *filter(None, sys.path)]))}
 
@@ -118,4 +142,6 @@ def test_changed_method_fails_the_check_with_the_command_that_accepts_it(tmp_pat
     for word in ("make api-snapshot", "CHANGELOG.md", "docs/stability.md"):
         assert word in out
     assert done.returncode == 0, done.stderr
-    assert f"fastloop.State.request_stop(): {new}" in (tmp_path / "tests/core/public_api.txt").read_text(encoding="utf-8")
+    assert f"fastloop.State.request_stop(): {new}" in (tmp_path / "tests/core/public_api.txt").read_text(
+        encoding="utf-8"
+    )

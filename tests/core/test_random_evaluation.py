@@ -31,7 +31,15 @@ def trained(output: str, data: Any, **settings: Any) -> torch.Tensor:
     model = tiny_model()
     quiet: list[Any] = [{"log": False}, {"progress": False}]
     Trainer(
-        model, tiny_data(), data, plugins=quiet, loss=nn.functional.cross_entropy, output=output, epochs=1, device="cpu", **settings
+        model,
+        tiny_data(),
+        data,
+        plugins=quiet,
+        loss=nn.functional.cross_entropy,
+        output=output,
+        epochs=1,
+        device="cpu",
+        **settings,
     ).fit()
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 

@@ -14,7 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop import DataLoaderDraft, Device, Dtype, OptimizerDraft, Package, Plugin, PluginCrash, PluginError, RecipeError, When, hookimpl
+from fastloop import (
+    DataLoaderDraft,
+    Device,
+    Dtype,
+    OptimizerDraft,
+    Package,
+    Plugin,
+    PluginCrash,
+    PluginError,
+    RecipeError,
+    When,
+    hookimpl,
+)
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import PluginSet, installed, load, resolve
 from fastloop.runtime.hardware import Machine
@@ -61,7 +73,7 @@ class Warmth(Plugin):
         raise KeyError("cold")
 """
 
-# -- installed plugins -------------------------------------------------------------------------------------------------------
+# -- installed plugins -------------------------------------------------------------------------------------------------
 
 
 def test_an_installed_plugin_is_found_without_being_imported_and_loaded_when_named(install):
@@ -94,7 +106,9 @@ def test_an_installed_plugin_cannot_turn_itself_on(install):
 
 def test_option_error_of_installed_plugin_names_its_key(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
-    with pytest.raises(RecipeError, match=r"^recipe: plugins\.warmth\.degree: no such option\. Did you mean 'degrees'\?$"):
+    with pytest.raises(
+        RecipeError, match=r"^recipe: plugins\.warmth\.degree: no such option\. Did you mean 'degrees'\?$"
+    ):
         resolve(recipe({"warmth": {"degree": 1}}), CPU)
 
 
@@ -106,7 +120,10 @@ def test_unknown_plugin_is_rejected_with_closest_name(install):
 
 
 def test_without_unknown_plugin_is_rejected():
-    assert refusal({"progres": False}) == "recipe: plugins.progres: no plugin 'progres' is installed. Did you mean 'progress'?"
+    assert (
+        refusal({"progres": False})
+        == "recipe: plugins.progres: no plugin 'progres' is installed. Did you mean 'progress'?"
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +137,11 @@ def test_without_unknown_plugin_is_rejected():
         ("1 / 0", "warm_pack:Warmth", "cannot be imported: ZeroDivisionError: division by zero"),
         (PLUGIN, "warm_pack:Warm", "cannot be imported: AttributeError: "),
         ("class Warmth: pass", "warm_pack:Warmth", "is not a subclass of fastloop.Plugin."),
-        (PLUGIN.replace('"warmth"', '"heat"'), "warm_pack:Warmth", "calls itself 'heat'. Its `name` and its entry point must be the same."),
+        (
+            PLUGIN.replace('"warmth"', '"heat"'),
+            "warm_pack:Warmth",
+            "calls itself 'heat'. Its `name` and its entry point must be the same.",
+        ),
     ],
     ids=["missing import", "error", "missing class", "no plugin", "another name"],
 )
@@ -135,12 +156,13 @@ def test_same_plugin_name_in_two_distributions(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
     install("hot-pack", PLUGIN, warmth="hot_pack:Warmth")
     assert refusal("warmth") == (
-        "recipe: plugins[0]: 'warmth' is the name of plugins in several packages. Say which: hot-pack:warmth or warm-pack:warmth."
+        "recipe: plugins[0]: 'warmth' is the name of plugins in several packages. Say which: hot-pack:warmth or "
+        "warm-pack:warmth."
     )
     assert type(resolve(recipe("hot-pack:warmth"), CPU).plugins.plugins[0]).__module__ == "hot_pack"
 
 
-# -- the core's own defaults -----------------------------------------------------------------------------------------------------
+# -- the core's own defaults -------------------------------------------------------------------------------------------
 
 
 def test_default_plugins_come_last_with_reason_and_can_be_disabled():
@@ -157,7 +179,7 @@ def test_a_default_plugin_that_is_listed_keeps_its_options_and_place():
     assert resolution.reasons["progress"] == "listed in the recipe"
 
 
-# -- order -------------------------------------------------------------------------------------------------------------------
+# -- order -------------------------------------------------------------------------------------------------------------
 
 
 def test_hooks_are_called_in_the_recipes_order():
@@ -187,7 +209,11 @@ def test_order_constraints_move_plugins_minimally():
 
 def test_reordered_plugin_has_reason():
     resolution = resolve(recipe(), CPU, [make("a", runs_after=("c",)), make("b"), make("c")]).plugins
-    assert resolution.reasons == {"a": "given in Python; moved after 'c'", "b": "given in Python", "c": "given in Python"}
+    assert resolution.reasons == {
+        "a": "given in Python; moved after 'c'",
+        "b": "given in Python",
+        "c": "given in Python",
+    }
 
 
 def test_cyclic_order_is_rejected_with_its_members():
@@ -199,11 +225,13 @@ def test_cyclic_order_is_rejected_with_its_members():
         make("late", runs_after=("a",)),
     )
     assert message.startswith("recipe: the order of plugins is a cycle: ")
-    assert all(declaration in message for declaration in ("'c' runs_after 'a'", "'b' runs_after 'c'", "'a' runs_after 'b'"))
+    assert all(
+        declaration in message for declaration in ("'c' runs_after 'a'", "'b' runs_after 'c'", "'a' runs_after 'b'")
+    )
     assert "Drop one of these declarations, or a plugin: --without " in message
 
 
-# -- together --------------------------------------------------------------------------------------------------------------------
+# -- together ----------------------------------------------------------------------------------------------------------
 
 
 def test_two_plugins_in_one_slot_are_refused():
@@ -233,21 +261,26 @@ def test_missing_required_plugin_is_rejected_with_repair():
         "recipe: plugin 'a' requires 'ema', which the recipe does not list. Add it: --with ema."
     )
     message = refusal(make("a", requires=("slot:strategy",)))
-    assert message.startswith("recipe: plugin 'a' requires a plugin in the slot 'strategy', which the recipe does not list.")
+    assert message.startswith(
+        "recipe: plugin 'a' requires a plugin in the slot 'strategy', which the recipe does not list."
+    )
     assert "--with slot" not in message
     assert order(make("a", requires=("b", "slot:x")), make("b", slot="x")) == ["a", "b"]
 
 
-# -- needs -----------------------------------------------------------------------------------------------------------------------
+# -- needs -------------------------------------------------------------------------------------------------------------
 
 
 def test_missing_or_old_package_is_rejected_with_install_command(install):
     install("warm-pack")
     assert refusal(make("a", requirements=(Package("nothing-of-this-name", ">=2"),))) == (
-        "recipe: plugin 'a' needs nothing-of-this-name>=2, which is not installed. Install it: pip install 'nothing-of-this-name>=2'. "
+        "recipe: plugin 'a' needs nothing-of-this-name>=2, which is not installed. Install it: pip install "
+        "'nothing-of-this-name>=2'. "
         "Or leave it out: --without a."
     )
-    assert "pip install 'fastloop-train[lora]'" in refusal(make("a", requirements=(Package("nothing-of-this-name", extra="lora"),)))
+    assert "pip install 'fastloop-train[lora]'" in refusal(
+        make("a", requirements=(Package("nothing-of-this-name", extra="lora"),))
+    )
     assert "needs warm-pack>=2, but 1.2 is installed. Upgrade it: pip install -U 'warm-pack>=2'" in refusal(
         make("a", requirements=(Package("warm-pack", ">=2"),))
     )
@@ -255,8 +288,12 @@ def test_missing_or_old_package_is_rejected_with_install_command(install):
 
 
 def test_missing_device_or_dtype_is_rejected_with_available_ones():
-    assert "'a' needs a device of type cuda or xpu; this run is on cpu." in refusal(make("a", requirements=(Device("cuda", "xpu"),)))
-    assert "'a' needs fp8, which cpu here does not have. It has: fp32, bf16." in refusal(make("a", requirements=(Dtype("fp8"),)))
+    assert "'a' needs a device of type cuda or xpu; this run is on cpu." in refusal(
+        make("a", requirements=(Device("cuda", "xpu"),))
+    )
+    assert "'a' needs fp8, which cpu here does not have. It has: fp32, bf16." in refusal(
+        make("a", requirements=(Dtype("fp8"),))
+    )
     assert order(make("a", requirements=(Device("cuda", "cpu"), Dtype("bf16")))) == ["a"]
 
 
@@ -278,10 +315,13 @@ def test_custom_requirement():
         def missing(self, plugin: Plugin, machine: Machine) -> str | None:
             return f"needs a full moon over the {machine.device}."
 
-    assert refusal(make("a", requirements=(Full(),))) == "recipe: plugin 'a' needs a full moon over the cpu. Or leave it out: --without a."
+    assert (
+        refusal(make("a", requirements=(Full(),)))
+        == "recipe: plugin 'a' needs a full moon over the cpu. Or leave it out: --without a."
+    )
 
 
-# -- hooks that are written wrongly -------------------------------------------------------------------------------------------------
+# -- hooks that are written wrongly ------------------------------------------------------------------------------------
 
 
 def test_a_misspelled_hook_is_refused():
@@ -318,7 +358,9 @@ def test_hook_argument_with_default_is_rejected():
         def after_step(self, *, run: Any) -> None: ...
 
     for plugin in (Default(), Keyword()):
-        assert refusal(plugin).endswith("after_step: the argument 'run' must be positional and without a default, else it is not passed.")
+        assert refusal(plugin).endswith(
+            "after_step: the argument 'run' must be positional and without a default, else it is not passed."
+        )
 
 
 def test_invalid_wrapper_is_rejected():
@@ -336,11 +378,14 @@ def test_invalid_wrapper_is_rejected():
         def after_fit(self) -> None:
             return None
 
-    assert refusal(Chain()) == "plugin 'chain': before_prepare cannot be a wrapper: it is called on each plugin separately."
+    assert (
+        refusal(Chain())
+        == "plugin 'chain': before_prepare cannot be a wrapper: it is called on each plugin separately."
+    )
     assert "not a generator function" in refusal(Silent())
 
 
-# -- drafts and chains ----------------------------------------------------------------------------------------------------------------
+# -- drafts and chains -------------------------------------------------------------------------------------------------
 
 
 def writer(name: str, **values: Any) -> Plugin:
@@ -353,8 +398,12 @@ def writer(name: str, **values: Any) -> Plugin:
 
 
 def test_conflicting_draft_fields_name_both_plugins():
-    resolution = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)]).plugins
-    with pytest.raises(PluginError, match=r"^plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"):
+    resolution = resolve(
+        recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)]
+    ).plugins
+    with pytest.raises(
+        PluginError, match=r"^plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"
+    ):
         resolution.draft("configure_dataloader", DataLoaderDraft())
 
 
@@ -365,7 +414,9 @@ def test_draft_records_setter_and_rejects_unknown_fields():
     assert draft.written_by("a") == {"num_workers": 2}
     assert draft.written_by("b") == {"pin_memory": True}
     assert DataLoaderDraft().num_workers == 0  # each run has its own
-    with pytest.raises(PluginError, match=r"a: DataLoaderDraft has no field 'num_worker'\. Did you mean 'num_workers'\?"):
+    with pytest.raises(
+        PluginError, match=r"a: DataLoaderDraft has no field 'num_worker'\. Did you mean 'num_workers'\?"
+    ):
         resolve(recipe(), CPU, [writer("a", num_worker=2)]).plugins.draft("configure_dataloader", DataLoaderDraft())
 
 
@@ -385,7 +436,7 @@ def test_chain_hook_passes_result_to_next_plugin():
     assert seen == [("a", "first"), ("b", "second"), ("c", "second")]
 
 
-# -- blame ---------------------------------------------------------------------------------------------------------------------------
+# -- blame -------------------------------------------------------------------------------------------------------------
 
 
 def blamed(hook: str, *plugins: Plugin, **arguments: Any) -> PluginCrash | None:
@@ -443,7 +494,9 @@ def test_an_error_in_a_plugin_names_plugin_hook_and_error():
 
 def test_the_distribution_of_an_installed_plugin_is_named(install):
     install("warm-pack", PLUGIN, warmth="warm_pack:Warmth")
-    assert str(blamed("after_fit", load("warmth")(), run=None)).startswith("plugin 'warmth' (warm-pack 1.2) failed in after_fit: KeyError")
+    assert str(blamed("after_fit", load("warmth")(), run=None)).startswith(
+        "plugin 'warmth' (warm-pack 1.2) failed in after_fit: KeyError"
+    )
 
 
 def test_wrapper_is_not_named_for_error_it_passes_on():
@@ -482,7 +535,8 @@ def test_wrapper_is_named_for_its_own_error():
 
 def test_decorated_hook_is_not_named_for_error_of_another():
     assert "plugin 'broken' (" in str(blamed("evaluate", Broken(), Decorated(), run=None, split="validation"))
-    assert blamed("evaluate", Decorated(), run=None, split="validation") is None  # the core's own loop is under no_grad too
+    # the core's own loop is under no_grad too
+    assert blamed("evaluate", Decorated(), run=None, split="validation") is None
 
 
 def test_inherited_hook_error_names_the_failing_plugin():
@@ -548,8 +602,12 @@ def test_drafts_of_two_plugins_merge_mappings_by_key():
     draft = resolution.draft("configure_optimizer", OptimizerDraft())
     assert draft.arguments == {"fused": True, "maximize": False}
     assert draft.written_by("b") == {"arguments['maximize']": False}
-    with pytest.raises(PluginError, match=r"^plugins 'a' and 'b' both set OptimizerDraft.arguments\['fused'\]\. Remove one of them\.$"):
-        resolve(recipe(), CPU, [setter("a", fused=True), setter("b", fused=False)]).plugins.draft("configure_optimizer", OptimizerDraft())
+    with pytest.raises(
+        PluginError, match=r"^plugins 'a' and 'b' both set OptimizerDraft.arguments\['fused'\]\. Remove one of them\.$"
+    ):
+        resolve(recipe(), CPU, [setter("a", fused=True), setter("b", fused=False)]).plugins.draft(
+            "configure_optimizer", OptimizerDraft()
+        )
 
 
 def test_a_draft_conflict_names_the_recipe(tmp_path):
@@ -569,6 +627,7 @@ def test_a_draft_conflict_names_the_recipe(tmp_path):
 def test_a_task_that_is_required_by_name_is_explained():
     message = refusal(make("a", requires=("module",)), make("my-task", slot="task"))
     assert message == (
-        "recipe: plugin 'a' requires the task 'module', and the task of this run is 'my-task'. If any task will do, its class requires "
+        "recipe: plugin 'a' requires the task 'module', and the task of this run is 'my-task'. If any task will do, "
+        "its class requires "
         "'slot:task'."
     )

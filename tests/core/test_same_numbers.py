@@ -13,7 +13,8 @@ from fastloop.testing import tiny_data, tiny_model
 def plain_loop(
     epochs: int, batch_size: int, micro: int, lr: float = 1e-2, seed: int = 123, clip: float | None = None
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The loop a person would write: AdamW, shuffled by ``seed + epoch``, a step's gradient the mean over its samples."""
+    """The loop a person would write: AdamW, shuffled by ``seed + epoch``, a step's gradient the mean over its
+    samples."""
     data, model = tiny_data(), tiny_model()
     inputs, targets = data.tensors
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)

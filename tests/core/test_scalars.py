@@ -14,7 +14,9 @@ import torch
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.testing import VECTORS, start, tiny_data, train
 
-CORE = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")}
+CORE = {
+    f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")
+}
 
 
 class Logger(Plugin):
@@ -86,7 +88,9 @@ def test_a_logger_receives_the_values_of_the_core_of_plugins_and_of_evaluations(
         assert scalars["own/max"] == 3 - step
     assert logger.lines[2][1] == {"validation/loss": result.summary["validation"]["loss"]}
     assert logger.lines[3][1] == {"test/loss": result.summary["test"]["loss"]}
-    assert logger.lines[4][1] == {"own/mean": 9.0, "own/sum": 9.0, "own/max": -9.0, "own/main": 9.0}, "the rest, at the end"
+    assert logger.lines[4][1] == {"own/mean": 9.0, "own/sum": 9.0, "own/max": -9.0, "own/main": 9.0}, (
+        "the rest, at the end"
+    )
 
 
 def test_metrics_jsonl_has_the_values_of_plugins_under_their_names(tiny_run):
@@ -128,9 +132,15 @@ def test_values_of_other_hooks_arrive_with_the_next_log_point_or_at_the_end(tiny
 @pytest.mark.parametrize(
     ("log", "message"),
     [
-        (lambda run: (run.log("own", 1), run.log("own", 1, reduce="sum")), r"run.log\('own'\): found reduce='sum', and 'mean' before"),
+        (
+            lambda run: (run.log("own", 1), run.log("own", 1, reduce="sum")),
+            r"run.log\('own'\): found reduce='sum', and 'mean' before",
+        ),
         (lambda run: run.log("own", 1, reduce="men"), r"run.log\('own'\): no reduction 'men'. Did you mean 'mean'\?"),
-        (lambda run: run.log("own", torch.ones(2)), r"found a tensor of shape \(2,\) and torch.float32, expected a real number"),
+        (
+            lambda run: run.log("own", torch.ones(2)),
+            r"found a tensor of shape \(2,\) and torch.float32, expected a real number",
+        ),
         (lambda run: run.log("own", torch.tensor(1j)), "and torch.complex64, expected a real number"),
         (lambda run: run.log("own", "1"), "found '1', expected a real number"),
         (lambda run: run.log("train/loss", 1), "found the name 'train/loss', expected one of your own"),
@@ -156,7 +166,7 @@ def test_a_resumed_run_continues_the_values_of_the_interval(tiny_run):
             assert found[name] == expected[name], name
 
 
-# -- several processes -----------------------------------------------------------------------------------------------------------------
+# -- several processes -------------------------------------------------------------------------------------------------
 
 
 class Ranks(Plugin):
@@ -183,7 +193,12 @@ def on_processes(max_steps: int, resume: str | None, only: int | None = None) ->
     settings = {"epochs": 2, "batch_size": 8, "log_every": 4, "save_every": 2, "max_steps": max_steps, "device": "cpu"}
     plugins = [{"module": {"loss": "cross_entropy"}}, "ddp", {"progress": False}]
     logger = Logger()
-    train({**VECTORS, "train": settings, "plugins": plugins, "output": "run"}, Ranks(only), logger, resume=resume and Path(resume))
+    train(
+        {**VECTORS, "train": settings, "plugins": plugins, "output": "run"},
+        Ranks(only),
+        logger,
+        resume=resume and Path(resume),
+    )
     return logger.lines
 
 

@@ -1,4 +1,4 @@
-"""fp16's loss scaling skips the steps that overflow, with a fused optimizer too: the learning rate schedule does not advance then.
+"""fp16's loss scaling skips steps that overflow, also with a fused optimizer: the learning rate schedule then waits.
 
 The forward pass runs in fp16 on the CPU, and gradients overflow for real: the first loss scale is far too large.
 """
@@ -97,7 +97,8 @@ def test_a_resumed_run_skips_the_same_steps(tiny_run, tmp_path):
 def test_without_a_schedule_a_fused_step_is_not_waited_for(tiny_run):
     fp16 = Fp16()
     tiny_run(["fused-optimizer", fp16])
-    examined = [2**power - 1 for power in range(4)]  # the check of the first updates asks while steps are skipped: 1, 2, 4, 8
+    # the check of the first updates asks while steps are skipped: 1, 2, 4, 8
+    examined = [2**power - 1 for power in range(4)]
     assert all(unread for step, unread in enumerate(fp16.unread) if step not in examined)
     assert sum(fp16.skipped) > 3
 

@@ -1,4 +1,6 @@
-"""The modules that a command imports before its work begins. The tests count modules and measure no times, so other load has no effect."""
+"""The modules that a command imports before its work begins.
+
+The tests count modules and measure no times, so other load has no effect."""
 
 from __future__ import annotations
 
@@ -14,7 +16,18 @@ from fastloop.registry import resolve
 from fastloop.runtime.hardware import this_machine
 
 HELP_NEEDS_NONE = (
-    *("torch", "transformers", "accelerate", "numpy", "pydantic", "annotated_types", "omegaconf", "yaml", "rich", "packaging"),
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "numpy",
+        "pydantic",
+        "annotated_types",
+        "omegaconf",
+        "yaml",
+        "rich",
+        "packaging",
+    ),
     "fastloop_plugins",
 )
 FIRST_STEP_NEEDS_NONE = ("datasets", "deepspeed", "pandas", "peft", "scipy.signal", "sklearn", "tensorboard")
@@ -47,7 +60,11 @@ main()
 
 def modules(*arguments: str, **variables: str) -> tuple[set[str], str]:
     """Run ``python ARGUMENTS``. Returns the modules that it reports, and its output."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_WAIT_POLICY")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("LD_PRELOAD", "GLIBC_TUNABLES", "OMP_WAIT_POLICY")
+    }
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **variables}
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -56,7 +73,10 @@ def modules(*arguments: str, **variables: str) -> tuple[set[str], str]:
 
 
 def test_help_imports_no_library_of_training():
-    code = "import sys\nfrom fastloop.cli import main\ntry:\n    main()\nexcept SystemExit:\n    print('MODULES', *sys.modules)"
+    code = (
+        "import sys\nfrom fastloop.cli import main\ntry:\n    main()\nexcept SystemExit:\n    print('MODULES', "
+        "*sys.modules)"
+    )
     found, shown = modules("-c", code, "--help")
     assert "  tune " in shown
     assert not found.intersection(HELP_NEEDS_NONE)
@@ -66,7 +86,9 @@ def test_help_imports_no_library_of_training():
 def test_quickstart_imports_little_before_its_first_step():
     Path("probe.py").write_text(PROBE)
     data = "data.arguments={train: 64, validation: 32, test: 32}"
-    found, _ = modules("-m", "fastloop", "train", "quickstart", data, "train.device=cpu", "--with", "probe.py", OMP_NUM_THREADS="1")
+    found, _ = modules(
+        "-m", "fastloop", "train", "quickstart", data, "train.device=cpu", "--with", "probe.py", OMP_NUM_THREADS="1"
+    )
     assert "torch" in found
     assert not found.intersection(FIRST_STEP_NEEDS_NONE)
 
@@ -82,8 +104,10 @@ def test_auto_restarts_before_torch_is_imported():
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
 def test_the_machine_is_the_same_before_and_after_torch_is_imported():
     code = (
-        "import dataclasses, sys; from fastloop.cli.startup import cpu_machine; from fastloop.runtime.hardware import this_machine; "
-        "before = cpu_machine('cpu'); assert 'torch' not in sys.modules; found = this_machine('cpu'); assert cpu_machine('cpu') is None; "
+        "import dataclasses, sys; from fastloop.cli.startup import cpu_machine; from fastloop.runtime.hardware import "
+        "this_machine; "
+        "before = cpu_machine('cpu'); assert 'torch' not in sys.modules; found = this_machine('cpu'); assert "
+        "cpu_machine('cpu') is None; "
         "assert dataclasses.replace(before, name=found.name) == found, (before, found); print('MODULES')"
     )
     modules("-c", code + "; print('MODULES ')", WORLD_SIZE="3")
@@ -92,7 +116,8 @@ def test_the_machine_is_the_same_before_and_after_torch_is_imported():
 def test_auto_selects_the_same_plugins_before_and_after_torch_is_imported():
     code = (
         "import sys; from fastloop.cli.launch import resolve_early; from fastloop.recipe import load_recipe; "
-        "recipe = resolve_early(load_recipe('distilbert_imdb', ['train.device=cpu'])).recipe; print('MODULES', *sys.modules); "
+        "recipe = resolve_early(load_recipe('distilbert_imdb', ['train.device=cpu'])).recipe; print('MODULES', "
+        "*sys.modules); "
         "print('PLUGINS', recipe.plugins)"
     )
     found, shown = modules("-c", code)

@@ -102,7 +102,10 @@ def test_prepare_must_return_a_model_and_an_optimizer(tiny_run, result):
             return result
 
     found = type(result).__name__
-    with pytest.raises(PluginError, match=f"recipe: plugin 'wrong': prepare returned a {found}, expected a tuple of the model and the opt"):
+    with pytest.raises(
+        PluginError,
+        match=f"recipe: plugin 'wrong': prepare returned a {found}, expected a tuple of the model and the opt",
+    ):
         tiny_run([Wrong()])
 
 
@@ -113,7 +116,10 @@ def test_a_plugin_in_the_slot_that_is_no_strategy_is_refused(tiny_run):
     class Elsewhere(Strategy):
         name, slot = "elsewhere", "task"
 
-    for plugin, found in ((Claims(), "'strategy', and its class is not a fastloop.Strategy"), (Elsewhere(), "'task', and its class is a")):
+    for plugin, found in (
+        (Claims(), "'strategy', and its class is not a fastloop.Strategy"),
+        (Elsewhere(), "'task', and its class is a"),
+    ):
         with pytest.raises(PluginError, match=f"plugin {plugin.name!r} declares slot = {found}"):
             tiny_run([plugin])
 
@@ -121,7 +127,9 @@ def test_a_plugin_in_the_slot_that_is_no_strategy_is_refused(tiny_run):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_method_that_is_marked_as_a_hook_is_refused(method):
     plugin = type("Marked", (Plugin,), {"name": "marked", method: hookimpl(lambda self: None)})()
-    with pytest.raises(PluginError, match=f"there is no hook '{method}'. It is a method of fastloop.Strategy: subclass it"):
+    with pytest.raises(
+        PluginError, match=f"there is no hook '{method}'. It is a method of fastloop.Strategy: subclass it"
+    ):
         PluginSet([plugin]).hooks  # noqa: B018
 
 
@@ -129,7 +137,8 @@ def test_a_strategy_is_listed_with_its_slot_without_being_imported(monkeypatch, 
     package = tmp_path / "halves-1.0.dist-info"
     package.mkdir()
     Path(tmp_path, "halves.py").write_text(
-        '"""Halves."""\nfrom fastloop import Strategy\nraise SystemExit("imported")\nclass Halves(Strategy):\n    name = "halves"\n'
+        '"""Halves."""\nfrom fastloop import Strategy\nraise SystemExit("imported")\nclass Halves(Strategy):\n    name '
+        '= "halves"\n'
     )
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: halves\nVersion: 1.0\n")
     (package / "entry_points.txt").write_text("[fastloop.plugins]\nhalves = halves:Halves\n")

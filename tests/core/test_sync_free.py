@@ -1,4 +1,4 @@
-"""Steps wait for the device only where they are logged, and while the first ones are checked; an evaluation waits after its last batch."""
+"""Steps wait for the device only at log points and in the checks of the first ones; an evaluation waits at its end."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def recipe(task: Mapping[str, Any] = TEXTS, plugins: tuple[Any, ...] = (), **tra
 
 @pytest.fixture
 def emulated(monkeypatch):
-    """Trains on the emulated device: ``emulated(task, plugins, epochs=2)`` -> the plugin that recorded the waits, and the summary."""
+    """Trains on the emulated device: ``emulated(task, plugins, epochs=2)`` -> the plugin that recorded the waits, and
+    the summary."""
 
     def train(
         *arguments: Any, pin_memory: bool = True, objects: tuple[Plugin, ...] = (), **settings: Any
@@ -66,10 +67,11 @@ def waiting(device: EmulatedDevice) -> dict[int, list[str]]:
 
 
 CHECK, LOG = "fastloop_plugins/guards/_updates.py", "fastloop/scalars.py"
-"""The first steps are read once each until all weights are known to change: step 1, and step 2 where warm-up starts from a rate of 0."""
+"""The first steps are read once each until all weights are known to change: step 1, and step 2 where warm-up starts
+from a rate of 0."""
 
 
-# -- the emulation itself --------------------------------------------------------------------------------------------------------------
+# -- the emulation itself ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +119,7 @@ def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated
     assert len(device.steps) == 5
 
 
-# -- steps and evaluations -------------------------------------------------------------------------------------------------------------
+# -- steps and evaluations ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", [TEXTS, LANGUAGE], ids=["classification", "language model"])
@@ -175,7 +177,7 @@ def test_unpinned_batch_waits_for_each_tensor(emulated):
     assert {len(waits) for waits in device.steps[1:]} == {3}, "token ids, mask and labels"
 
 
-# -- parts -----------------------------------------------------------------------------------------------------------------------------
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
@@ -233,7 +235,9 @@ def test_values_of_plugins_are_read_with_the_losses_of_a_log_point(emulated):
 
     device, _ = emulated(TEXTS, objects=(Logs(),), log_every=2, evaluate_every=None, max_grad_norm=1.0)
     assert waiting(device) == {1: [CHECK], 2: [LOG], 4: [LOG]}
-    assert Logs.received[:2] == [{"logs/steps": mean, "logs/last": mean + 0.5, "logs/integer": 2 * mean} for mean in (1.5, 3.5)]
+    assert Logs.received[:2] == [
+        {"logs/steps": mean, "logs/last": mean + 0.5, "logs/integer": 2 * mean} for mean in (1.5, 3.5)
+    ]
 
 
 def test_without_a_plugin_that_receives_scalars_no_step_waits_for_a_log_point(emulated):

@@ -71,7 +71,8 @@ def test_it_is_the_last_hook_of_a_run_that_succeeds(tiny_run, hook_calls):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(ValueError("broken"), "failed"), (KeyboardInterrupt(), "stopped"), (Stopped(signal.SIGTERM), "stopped")]
+    ("error", "status"),
+    [(ValueError("broken"), "failed"), (KeyboardInterrupt(), "stopped"), (Stopped(signal.SIGTERM), "stopped")],
 )
 def test_it_is_the_last_hook_of_a_run_that_fails_or_is_stopped_at_once(tiny_run, error, status):
     ends, other = Ends("after_step", raising(error)), Other()
@@ -117,7 +118,9 @@ def test_it_fires_for_a_run_that_cannot_be_built_with_the_fields_that_exist(tiny
 
 def test_its_error_fails_a_run_that_succeeded_after_the_other_plugins_teardown(tiny_run, caplog):
     ends, other = Ends("teardown", raising(OSError("no space"))), Other()
-    with pytest.raises(PluginCrash, match=r"plugin 'ends' \(test_teardown\) failed in teardown: OSError: no space") as raised:
+    with pytest.raises(
+        PluginCrash, match=r"plugin 'ends' \(test_teardown\) failed in teardown: OSError: no space"
+    ) as raised:
         tiny_run([ends, other], output="out")
     assert isinstance(raised.value.__cause__, OSError)
     assert other.fired[-1] == "teardown"
@@ -162,7 +165,15 @@ LOSS = {"module": {"loss": "cross_entropy"}}
 
 
 def trained() -> None:
-    train({**VECTORS, "train": {"epochs": 1, "batch_size": 8, "device": "cpu"}, "plugins": [LOSS, "ddp"], "output": "run"}, Leaves())
+    train(
+        {
+            **VECTORS,
+            "train": {"epochs": 1, "batch_size": 8, "device": "cpu"},
+            "plugins": [LOSS, "ddp"],
+            "output": "run",
+        },
+        Leaves(),
+    )
 
 
 @pytest.mark.slow

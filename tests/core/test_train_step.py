@@ -1,4 +1,4 @@
-"""The hook train_step, and the two helpers that every step consists of: run.accumulate_gradients and run.apply_gradients."""
+"""The hook train_step, and the two helpers of every step: run.accumulate_gradients and run.apply_gradients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Plain(Plugin):
 
 
 class TwoPasses(Plugin):
-    """Sharpness-aware minimization: the second gradient is computed at shifted weights, and applied to the original ones."""
+    """Sharpness-aware minimization: the second gradient is computed at shifted weights, and applied to the original
+    ones."""
 
     name = "two-passes"
     numerics = "changes-training"
@@ -125,7 +126,9 @@ def test_the_loss_is_the_mean_over_the_step_and_detached(tiny_run):
 
     tiny_run([Check()])
     assert len(Check.losses) == 18
-    assert all(loss.dim() == 0 and not loss.requires_grad and torch.equal(loss, newest) for loss, newest in Check.losses)
+    assert all(
+        loss.dim() == 0 and not loss.requires_grad and torch.equal(loss, newest) for loss, newest in Check.losses
+    )
 
 
 @pytest.mark.parametrize("restored", [True, False])
@@ -141,7 +144,9 @@ def test_a_second_pass_draws_the_same_dropout_if_the_random_states_are_restored(
             if restored:
                 restore_random_states(states)
             loss = run.accumulate_gradients(batches)
-            self.same.append(all(torch.equal(a, weight.grad) for a, weight in zip(first, run.model.parameters(), strict=True)))
+            self.same.append(
+                all(torch.equal(a, weight.grad) for a, weight in zip(first, run.model.parameters(), strict=True))
+            )
             run.apply_gradients(loss)
             return loss
 
@@ -157,7 +162,9 @@ def test_a_second_pass_adds_to_the_gradients(tiny_run):
             run.accumulate_gradients(batches)
             once = [weight.grad.clone() for weight in run.model.parameters()]
             loss = run.accumulate_gradients(batches)
-            torch.testing.assert_close([weight.grad for weight in run.model.parameters()], [2 * gradient for gradient in once])
+            torch.testing.assert_close(
+                [weight.grad for weight in run.model.parameters()], [2 * gradient for gradient in once]
+            )
             run.apply_gradients(loss)
             return loss
 
@@ -214,7 +221,8 @@ class Attached(Plain):
 
 
 WRONG = {
-    NoUpdate: r"plugin 'plain': train_step did not call run.apply_gradients, so no weight changed. Call it at least once",
+    NoUpdate: r"plugin 'plain': train_step did not call run.apply_gradients, so no weight changed. Call it at "
+    r"least once",
     NoLoss: r"plugin 'plain': train_step called run.apply_gradients and returned None. Return the step's loss",
     Number: r"plugin 'plain': train_step returned \d\.\d+. Return the step's loss, 0-dim and detached",
     Attached: r"plugin 'plain': train_step returned a tensor of shape \(\), requires_grad=True. Return the step's loss",
@@ -271,7 +279,15 @@ def test_a_run_that_is_interrupted_and_resumed_ends_as_one_that_is_not(tiny_run,
 @pytest.mark.parametrize("plugin", [TwoPasses, TwoUpdates])
 def test_two_processes_compute_what_one_does(processes, tmp_path, plugin):
     settings = {
-        "train": {"epochs": 2, "batch_size": 8, "micro_batch_size": 2, "lr": 1e-2, "seed": 1, "device": "cpu", "max_grad_norm": 0.5}
+        "train": {
+            "epochs": 2,
+            "batch_size": 8,
+            "micro_batch_size": 2,
+            "lr": 1e-2,
+            "seed": 1,
+            "device": "cpu",
+            "max_grad_norm": 0.5,
+        }
     }
     plugins = [*VECTORS["plugins"], {"progress": False}, SCHEDULE]
     one = VECTORS | settings | {"plugins": plugins, "output": "one"}

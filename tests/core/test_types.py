@@ -1,5 +1,4 @@
-"""Types for plugin authors and users of ``Trainer``: a real ``mypy --strict`` of a package of ``fastloop new plugin``, with mistakes in
-modules of their own."""
+"""Types for plugin authors and users of ``Trainer``: a real ``mypy --strict`` of a plugin package, with mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from fastloop_tools.new.command import render
 pytestmark = pytest.mark.slow
 
 CACHE = Path(__file__).parents[2] / ".mypy_cache" / "new_package"
-"""mypy's results for torch and the like, which it checks by version and content. Without them, it reads torch for most of its time."""
+"""mypy's results for torch and the like, which it checks by version and content. Without them, it reads torch for most
+of its time."""
 
 UNUSED = """
 [[tool.mypy.overrides]]
@@ -105,7 +105,10 @@ MISTAKES = {
         "after_steps gets no argument 'degree'. Did you mean 'degrees'?",
     ),
     "config": ("def use(self) -> None: self.config.missing", '"Config" has no attribute "missing"'),
-    "config_type": ("def use(self) -> str: return self.config.rate", 'Incompatible return value type (got "float", expected "str")'),
+    "config_type": (
+        "def use(self) -> str: return self.config.rate",
+        'Incompatible return value type (got "float", expected "str")',
+    ),
     "call": (
         "def use(self, run: Run) -> None: run.hooks.evaluate(run=run)",
         'Missing named argument "split" for "evaluate" of "HookTypes"',
@@ -122,7 +125,10 @@ MISTAKES = {
         "def use(self, run: Run) -> None: run.hooks.after_epocs(run=run)",
         "run.hooks has no hook 'after_epocs'. Did you mean 'after_epoch'?",
     ),
-    "optimizer": ("def use(self, run: Run) -> None: run.optimizer.zero_grads()", '"RunOptimizer" has no attribute "zero_grads"'),
+    "optimizer": (
+        "def use(self, run: Run) -> None: run.optimizer.zero_grads()",
+        '"RunOptimizer" has no attribute "zero_grads"',
+    ),
 }
 """Module -> a mistake in a plugin's class, and mypy's message."""
 

@@ -1,4 +1,4 @@
-"""The callbacks of docs/write-a-plugin.md: fastloop's is not longer than the others, and those of installed frameworks run."""
+"""The callbacks of docs/write-a-plugin.md: fastloop's is not longer than others, and those of installed ones run."""
 
 from __future__ import annotations
 
@@ -75,8 +75,16 @@ def test_that_of_transformers_logs_and_stops(tmp_path):
         "logging_steps": 1,
         "eval_strategy": "epoch",
     }
-    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "dataloader_pin_memory": False}
-    trainer = Trainer(Model(), TrainingArguments(tmp_path, **settings, **quiet), train_dataset=train, eval_dataset=validation)
+    quiet = {
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    trainer = Trainer(
+        Model(), TrainingArguments(tmp_path, **settings, **quiet), train_dataset=train, eval_dataset=validation
+    )
     trainer.add_callback(made("perplexity_hf.py")(trainer))
     trainer.train()
     history = trainer.state.log_history

@@ -1,4 +1,4 @@
-"""docs/tasks/image-classification.md: its recipe and its commands, on a folder of images, from the page to the predictions."""
+"""docs/tasks/image-classification.md: its recipe and its commands, on a folder of images, up to the predictions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,12 @@ def test_commands_of_the_page_train_evaluate_and_predict(cli: Any) -> None:
     assert f"model: {{name: {name}}}" in PAGE
     config = AutoConfig.for_model("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     AutoModelForImageClassification.from_config(config).save_pretrained(name)
-    settings = {"crop_pct": 0.875, "image_processor_type": "ConvNextFeatureExtractor", "resample": 3, "size": {"shortest_edge": 224}}
+    settings = {
+        "crop_pct": 0.875,
+        "image_processor_type": "ConvNextFeatureExtractor",
+        "resample": 3,
+        "size": {"shortest_edge": 224},
+    }
     Path(name, "preprocessor_config.json").write_text(json.dumps(settings))
     write_photos()
     (recipe,) = re.findall(r'(?ms)^```yaml title="photos\.yaml"\n(.*?)^```$', PAGE)

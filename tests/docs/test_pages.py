@@ -1,8 +1,8 @@
-"""The documentation is true: its code runs, its recipes are recipes, its parts made from the code are current, its links lead somewhere.
+"""The documentation is true: its code runs, its recipes load, its generated parts are current, and its links resolve.
 
-In a page, a block with ``title="FILE"`` is that file, and a diff with ``title="OLD NEW"`` is both. A python block without a title is
-executed, all of a page in one namespace. The commands of a console block are run, and the shown part of their output is compared: ``...``
-stands for any text. Packages are installed into a
+In a page, a block with ``title="FILE"`` is that file, and a diff with ``title="OLD NEW"`` is both. A python block
+without a title is executed, all of a page in one namespace. The commands of a console block are run, and the shown part
+of their output is compared: ``...`` stands for any text. Packages are installed into a
 folder of the test's own. Blocks in other languages (``sh``: takes long, or needs a network) are only shown.
 """
 
@@ -81,7 +81,7 @@ def sources() -> Any:
         sys.path.remove(str(ROOT / "docs"))
 
 
-# -- code --------------------------------------------------------------------------------------------------------------------------
+# -- code --------------------------------------------------------------------------------------------------------------
 
 RUN = [page for page in PAGES if any(block.language in ("python", "console") for block in blocks(page))]
 BESIDE = {"lightning.md": "lightning"}
@@ -104,7 +104,9 @@ PROGRAMS = {"fastloop": ["-P", "-m", "fastloop"], "pytest": ["-P", *forked.PYTES
 
 
 def test_there_are_pages_that_run():
-    assert {"write-a-plugin.md", "pytorch.md", "lightning.md", "hf-trainer.md", "recipe.md", "resolver.md"} <= {page.name for page in RUN}
+    assert {"write-a-plugin.md", "pytorch.md", "lightning.md", "hf-trainer.md", "recipe.md", "resolver.md"} <= {
+        page.name for page in RUN
+    }
 
 
 @pytest.mark.slow
@@ -171,15 +173,20 @@ def execute(program: str, arguments: list[str], folder: Path, environment: dict[
     return done.returncode, done.stdout
 
 
-# -- recipes and names ---------------------------------------------------------------------------------------------------------------
+# -- recipes and names -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", [page for page in WRITTEN if any(block.language == "yaml" for block in blocks(page))], ids=name)
+@pytest.mark.parametrize(
+    "page", [page for page in WRITTEN if any(block.language == "yaml" for block in blocks(page))], ids=name
+)
 def test_its_recipes_are_recipes(page):
     validator = Draft202012Validator(recipe_schema()[0])
     for block in blocks(page):
         if block.language == "yaml":
-            errors = [error.message for error in validator.iter_errors(OmegaConf.to_container(OmegaConf.create(block.text), resolve=False))]
+            errors = [
+                error.message
+                for error in validator.iter_errors(OmegaConf.to_container(OmegaConf.create(block.text), resolve=False))
+            ]
             assert not errors, f"{name(page)}:{block.line}"
 
 
@@ -205,7 +212,11 @@ def test_migration_pages_name_existing_arguments():
     import transformers
 
     page = (ROOT / "docs/migrate/hf-trainer.md").read_text()
-    cells = [line.split("|")[1] for line in page.partition("## Mapping of arguments")[2].splitlines() if line.startswith("| `")]
+    cells = [
+        line.split("|")[1]
+        for line in page.partition("## Mapping of arguments")[2].splitlines()
+        if line.startswith("| `")
+    ]
     words = {word for cell in cells for word in re.findall(r"`(\w+)(?:=[^`]*)?`", cell)}
     fields = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
     elsewhere = {"model", "from_pretrained", "load_dataset", "map", "compute_metrics", "peft", "resume_from_checkpoint"}
@@ -223,7 +234,7 @@ def test_migration_pages_name_existing_arguments():
         assert hasattr(__import__("lightning.pytorch.callbacks", fromlist=[word]), word)
 
 
-# -- made from the code ----------------------------------------------------------------------------------------------------------------
+# -- made from the code ------------------------------------------------------------------------------------------------
 
 
 def unescaped(page: Path) -> str:
@@ -249,7 +260,9 @@ def test_stale_page_is_detected_and_rewritten(tmp_path):
     (docs / "plugins" / "gone.md").write_text("# gone\n")
     checked = forked.run(str(docs / "_sources.py"), "--check")
     assert checked.returncode == 1
-    assert checked.stdout.splitlines() == [f"docs/{page}: {STALE}" for page in ("cli.md", "plugins/ema.md", "plugins/gone.md")]
+    assert checked.stdout.splitlines() == [
+        f"docs/{page}: {STALE}" for page in ("cli.md", "plugins/ema.md", "plugins/gone.md")
+    ]
     assert forked.run(str(docs / "_sources.py")).returncode == 0
     assert (ema.read_text(), cli.read_text()) == before
     assert not (docs / "plugins" / "gone.md").exists()
@@ -280,7 +293,12 @@ def test_every_plugin_has_a_page_with_its_every_option(plugin):
     for other in (*cls.requires, *cls.conflicts, *cls.runs_after, *cls.runs_before):
         assert f"`{other.removeprefix('slot:')}`" in text
     assert cls.slot is None or f"| slot | `{cls.slot}` |" in text
-    section = (ROOT / "docs/plugins/index.md").read_text().partition(f"\n## {cls.__module__.split('.')[1]}\n")[2].partition("\n## ")[0]
+    section = (
+        (ROOT / "docs/plugins/index.md")
+        .read_text()
+        .partition(f"\n## {cls.__module__.split('.')[1]}\n")[2]
+        .partition("\n## ")[0]
+    )
     assert f"| [`{plugin}`]({plugin}.md) |" in section
 
 
@@ -291,7 +309,11 @@ def test_every_command_is_shown_with_its_every_option(sources):
     for command, made in found.items():
         part = text.partition(f"## {command}\n")[2].partition("\n## ")[0]
         for parameter in made.params:
-            for flag in parameter.opts if parameter.param_type_name == "option" else [parameter.metavar or parameter.name.upper()]:
+            for flag in (
+                parameter.opts
+                if parameter.param_type_name == "option"
+                else [parameter.metavar or parameter.name.upper()]
+            ):
                 assert flag in part, f"{command}: {flag}"
             assert (parameter.help or "").partition("`")[0] in part
 
@@ -307,11 +329,17 @@ def test_every_key_of_a_recipe_is_shown():
 @pytest.mark.parametrize("cls", API, ids=lambda cls: cls.__name__)
 def test_every_public_member_is_in_the_api_reference(cls):
     part = (ROOT / "docs/api.md").read_text().partition(f"\n## {cls.__name__}\n")[2].partition("\n## ")[0]
-    methods = [key for key, value in vars(cls).items() if inspect.isroutine(inspect.unwrap(getattr(value, "__func__", value)))]
+    methods = [
+        key for key, value in vars(cls).items() if inspect.isroutine(inspect.unwrap(getattr(value, "__func__", value)))
+    ]
     fields = [*inspect.get_annotations(cls), *(key for key in vars(cls) if key not in methods)]
     for init in re.findall(r"(?ms)^    def __(?:post_)?init__\(.*?(?=^    (?:def|@|# --)|\Z)", inspect.getsource(cls)):
         fields += re.findall(r"\bself\.([a-z]\w*)(?:: [^=\n]+)?(?: =|, self|$)", init, re.MULTILINE)
-    fields = [key for key in fields if not key.startswith("_") and key not in methods and not inspect.isclass(getattr(cls, key, None))]
+    fields = [
+        key
+        for key in fields
+        if not key.startswith("_") and key not in methods and not inspect.isclass(getattr(cls, key, None))
+    ]
     rows = dict(re.findall(r"(?m)^\| `(\w+(?:\(\))?)` \|(.*)\|$", part))
     assert {key.removesuffix("()") for key in rows} >= {*fields, *(key for key in methods if not key.startswith("_"))}
     assert all(len(re.findall(r" \| ", text)) == 3 and text.endswith(" | 0.1 ") for text in rows.values())
@@ -319,12 +347,20 @@ def test_every_public_member_is_in_the_api_reference(cls):
 
 def test_every_hook_is_in_the_api_reference():
     part = (ROOT / "docs/api.md").read_text().partition("\n## run.hooks\n")[2]
-    assert re.findall(r"(?m)^\| \[`(\w+)`\]", part) == [key for key, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")]
+    assert re.findall(r"(?m)^\| \[`(\w+)`\]", part) == [
+        key for key, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")
+    ]
 
 
-# -- on a code host ----------------------------------------------------------------------------------------------------------------------
+# -- on a code host ----------------------------------------------------------------------------------------------------
 
-READ = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES, *sorted(ROOT.glob("examples/*/README.md"))]
+READ = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *PAGES,
+    *sorted(ROOT.glob("examples/*/README.md")),
+]
 
 
 def anchors(page: Path) -> set[str]:
@@ -361,7 +397,7 @@ def test_it_names_paths_that_exist(page):
             assert any(path.exists() for path in found), word
 
 
-# -- the site --------------------------------------------------------------------------------------------------------------------------
+# -- the site ----------------------------------------------------------------------------------------------------------
 
 
 class Loaded(HTMLParser):
@@ -403,7 +439,9 @@ def test_the_site_has_every_page_and_loads_nothing_from_a_network(site):
         assert [url for url in loaded if re.match(r"(?i)\s*(https?:)?//", url)] == [], path
         assert not re.search(r"(?i)@import|url\(\s*['\"]?(https?:)?//", text), path
     for style in site.rglob("*.css"):
-        assert not re.search(r"(?i)@import\s*['\"u]|url\(\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style
+        assert not re.search(r"(?i)@import\s*['\"u]|url\(\s*['\"]?(https?:)?//", style.read_text(encoding="utf-8")), (
+            style
+        )
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CHECKER = [sys.executable, str(ROOT / ".ci" / "check_wording.py")]
 PAIRS = re.findall(
-    r"(?m)^\| (.+) \| (.+) \|$", (ROOT / "CONTRIBUTING.md").read_text().partition("## English")[2].partition("|---|---|\n")[2]
+    r"(?m)^\| (.+) \| (.+) \|$",
+    (ROOT / "CONTRIBUTING.md").read_text().partition("## English")[2].partition("|---|---|\n")[2],
 )
 
 
@@ -51,7 +52,9 @@ def test_dropped_words_are_found_with_their_line(sentence, found, tmp_path):
 
 
 def test_questions_code_and_tables_pass(tmp_path):
-    assert check(tmp_path / "page.md", "What is it? See `run goes on`.\n\n    the run goes on\n\n| what | told |\n") == []
+    assert (
+        check(tmp_path / "page.md", "What is it? See `run goes on`.\n\n    the run goes on\n\n| what | told |\n") == []
+    )
 
 
 def test_docstrings_and_comments_are_checked_without_a_limit_of_length(tmp_path):

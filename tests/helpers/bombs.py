@@ -43,7 +43,7 @@ def hole(path: str, head: bytes, size: int) -> str:
     return path
 
 
-# -- archives --------------------------------------------------------------------------------------------------------------
+# -- archives ----------------------------------------------------------------------------------------------------------
 
 
 def tar(path: str, members: Iterable[tuple[tarfile.TarInfo | bytes, bytes]]) -> str:
@@ -56,7 +56,9 @@ def tar(path: str, members: Iterable[tuple[tarfile.TarInfo | bytes, bytes]]) -> 
     return path
 
 
-def member(name: str, content: bytes, size: int | None = None, kind: bytes = tarfile.REGTYPE) -> tuple[tarfile.TarInfo, bytes]:
+def member(
+    name: str, content: bytes, size: int | None = None, kind: bytes = tarfile.REGTYPE
+) -> tuple[tarfile.TarInfo, bytes]:
     """A member of an archive, which may claim another size than its content has."""
     info = tarfile.TarInfo(name)
     info.size, info.type = len(content) if size is None else size, kind
@@ -74,7 +76,7 @@ def sparse(name: str, size: int) -> tuple[bytes, bytes]:
     return bytes(header), content
 
 
-# -- Parquet ---------------------------------------------------------------------------------------------------------------
+# -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
 def varint(value: int) -> bytes:
@@ -88,18 +90,29 @@ def varint(value: int) -> bytes:
 
 def write_parquet(path: str, texts: Any, labels: Any, **options: Any) -> str:
     """A Parquet file of one row group. The column of texts is its last."""
-    options = {"compression": "zstd", "row_group_size": 10**9, "write_page_checksum": False, "data_page_size": GIB} | options
+    options = {
+        "compression": "zstd",
+        "row_group_size": 10**9,
+        "write_page_checksum": False,
+        "data_page_size": GIB,
+    } | options
     parquet.write_table(pyarrow.table({"label": labels, "text": texts}), path, **options)
     return path
 
 
 def edit_parquet(path: str, page: int | None = None, chunk: int | None = None, rows: int | None = None) -> str:
-    """Change what a file claims: the size of the first page of texts, that of the whole column, or the number of rows."""
+    """Change what a file claims: the size of the first page of texts, that of the whole column, or the number of
+    rows."""
     with parquet.ParquetFile(path) as file:
         group = file.metadata.row_group(0)
         text = group.column(1)
         first = text.dictionary_page_offset or text.data_page_offset
-        unpacked, stored, count, size = text.total_uncompressed_size, text.total_compressed_size, group.num_rows, group.total_byte_size
+        unpacked, stored, count, size = (
+            text.total_uncompressed_size,
+            text.total_compressed_size,
+            group.num_rows,
+            group.total_byte_size,
+        )
     data = Path(path).read_bytes()
     length = struct.unpack("<I", data[-8:-4])[0]
     body, footer = data[: -8 - length], data[-8 - length : -8]
@@ -112,7 +125,9 @@ def edit_parquet(path: str, page: int | None = None, chunk: int | None = None, r
         new = stored
     sizes, total = (b"\x16" + varint(unpacked) + b"\x16", b"\x16" + varint(size) + b"\x16")
     assert footer.count(sizes + varint(stored)) == footer.count(total + varint(count)) == 1
-    footer = footer.replace(sizes + varint(stored), b"\x16" + varint(unpacked if chunk is None else chunk) + b"\x16" + varint(new))
+    footer = footer.replace(
+        sizes + varint(stored), b"\x16" + varint(unpacked if chunk is None else chunk) + b"\x16" + varint(new)
+    )
     footer = footer.replace(total + varint(count), total + varint(count if rows is None else rows))
     if rows is not None:
         assert footer.count(b"\x16" + varint(count) + b"\x19") == 1  # of the whole file, before the list of row groups
@@ -121,17 +136,29 @@ def edit_parquet(path: str, page: int | None = None, chunk: int | None = None, r
     return path
 
 
-# -- images ----------------------------------------------------------------------------------------------------------------
+# -- images ------------------------------------------------------------------------------------------------------------
 
 
-def png(path: Path, width: int, height: int, bits: int = 1, more: Sequence[tuple[bytes, bytes]] = (), written: int | None = None) -> Path:
+def png(
+    path: Path,
+    width: int,
+    height: int,
+    bits: int = 1,
+    more: Sequence[tuple[bytes, bytes]] = (),
+    written: int | None = None,
+) -> Path:
     """A black PNG. ``written``: rows in the file, if they are not all."""
     line, rows = b"\0" * (1 + -(-width * bits // 8)), height if written is None else written
     packer, pixels = zlib.compressobj(9), io.BytesIO()
     for _ in range(rows):
         pixels.write(packer.compress(line))
     pixels.write(packer.flush())
-    chunks = [(b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)), *more, (b"IDAT", pixels.getvalue()), (b"IEND", b"")]
+    chunks = [
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, bits, 0, 0, 0, 0)),
+        *more,
+        (b"IDAT", pixels.getvalue()),
+        (b"IEND", b""),
+    ]
     found = b"\x89PNG\r\n\x1a\n"
     for name, data in chunks:
         found += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
@@ -139,7 +166,7 @@ def png(path: Path, width: int, height: int, bits: int = 1, more: Sequence[tuple
     return path
 
 
-# -- tensors ---------------------------------------------------------------------------------------------------------------
+# -- tensors -----------------------------------------------------------------------------------------------------------
 
 
 def safetensors(path: Path, header: Any, data: bytes = b"", size: int | None = None) -> Path:

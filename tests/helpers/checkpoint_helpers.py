@@ -1,4 +1,4 @@
-"""Shared by the tests of checkpoints and tasks: small files, checkpoints as save_pretrained writes them, and runs of them."""
+"""Shared by the tests of checkpoints and tasks: small files, checkpoints as save_pretrained writes them, and runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def write_rows(names: Sequence[Any], path: str = "rows.jsonl", count: int = 48) 
     """Rows of ``text`` and ``label``, every class in turn. ``names``: what the file calls the classes of ``WORDS``."""
     kinds = list(WORDS)[: len(names)]
     rows = [
-        {"text": f"a {WORDS[kinds[index % len(kinds)]][index // len(kinds) % 3]} film {index}", "label": names[index % len(kinds)]}
+        {
+            "text": f"a {WORDS[kinds[index % len(kinds)]][index // len(kinds) % 3]} film {index}",
+            "label": names[index % len(kinds)],
+        }
         for index in range(count)
     ]
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -61,7 +64,9 @@ def tokenizer(ends: bool = False, path: str = "rows.jsonl") -> PreTrainedTokeniz
     return PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=32, **special)
 
 
-def save_checkpoint(auto: Any, config: Mapping[str, Any], folder: str = "checkpoint", ends: bool = False, **fields: Any) -> Any:
+def save_checkpoint(
+    auto: Any, config: Mapping[str, Any], folder: str = "checkpoint", ends: bool = False, **fields: Any
+) -> Any:
     """A model with random weights, saved with its tokenizer; returns it.
 
     Args:
@@ -77,9 +82,14 @@ def save_checkpoint(auto: Any, config: Mapping[str, Any], folder: str = "checkpo
 
 
 def text_recipe(
-    task: str, model: Mapping[str, Any] | str, data: Mapping[str, Any] | None = None, plugins: Sequence[Any] = (), **train: Any
+    task: str,
+    model: Mapping[str, Any] | str,
+    data: Mapping[str, Any] | None = None,
+    plugins: Sequence[Any] = (),
+    **train: Any,
 ) -> Recipe:
-    """A recipe of a text task. ``model``: the section, or a checkpoint's folder; ``data``: more keys beside the file."""
+    """A recipe of a text task. ``model``: the section, or a checkpoint's folder; ``data``: more keys beside the
+    file."""
     tree = {
         "model": {"name": model} if isinstance(model, str) else dict(model),
         "data": {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}, "max_length": 16} | dict(data or {}),

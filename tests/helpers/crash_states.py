@@ -1,11 +1,13 @@
 """Folders as a loss of power may leave them, made from a trace of ``file_trace``.
 
-The model is that of ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018), with the weakest promises of POSIX:
+The model is that of ALICE (Pillai et al., OSDI 2014) and CrashMonkey (Mohan et al., OSDI 2018), with the weakest
+promises of POSIX:
 
-* After ``fsync`` of a file, its data is durable. Until then, each change may be missing. The file may have its new length with
-  zeros in place of the data, a first part of the data, or a last part of it.
-* After ``fsync`` of a folder, the names in it are durable. Until then, any of their changes may be missing, in any order, except that
-  changes of one name stay in order. A rename is atomic. ``fsync`` of a file does not make its name durable.
+* After ``fsync`` of a file, its data is durable. Until then, each change may be missing. The file may have its new
+  length with zeros in place of the data, a first part of the data, or a last part of it.
+* After ``fsync`` of a folder, the names in it are durable. Until then, any of their changes may be missing, in any
+  order, except that changes of one name stay in order. A rename is atomic. ``fsync`` of a file does not make its name
+  durable.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Node:
     def __init__(self, is_folder: bool) -> None:
         self.is_folder = is_folder
         self.names: dict[str, Node] = {}
-        self.changes: list[tuple[int, int, bytes | None]] = []  # (position, offset, data), or (position, size, None) of a truncate
+        # (position, offset, data), or (position, size, None) of a truncate
+        self.changes: list[tuple[int, int, bytes | None]] = []
         self.contents: dict[tuple[int, int, str, int], bytes] = {}
 
     def before(self, position: int) -> int:
@@ -111,7 +114,10 @@ class History:
         self.end = self.records[-1].position + 1
         for path in self.root.rglob("*"):  # files that a system call renamed, and that were not touched afterwards
             self._moved(self.end, path.stat().st_ino, str(path))
-        left = {str(path.relative_to(self.root)): None if path.is_dir() else path.read_bytes() for path in self.root.rglob("*")}
+        left = {
+            str(path.relative_to(self.root)): None if path.is_dir() else path.read_bytes()
+            for path in self.root.rglob("*")
+        }
         assert self.last() == left, "the trace does not lead to the files that are there"
 
     def positions(self) -> list[int]:
@@ -130,7 +136,8 @@ class History:
         """The states after a crash at each position; a state that is the same with the same marks comes once.
 
         Args:
-            limit: The most states for a position. If there are more, the most regular ones, and a random choice of the others.
+            limit: The most states for a position. If there are more, the most regular ones, and a random choice of the
+                others.
             every: Take every n-th position only, from the last one back.
         """
         chance = random.Random(seed)
@@ -144,7 +151,7 @@ class History:
                     seen.add(key)
                     yield Crash(files, marks)
 
-    # -- reading a trace ------------------------------------------------------------------------------------------------------------
+    # -- reading a trace -----------------------------------------------------------------------------------------------
 
     def _add(self, record: Record) -> None:
         at, node = record.position, self.nodes.get(record.inode)
@@ -202,16 +209,20 @@ class History:
                 self.places[id(node)] = folder, name
         self.changes.append(NameChange(at, sets))
 
-    # -- states after a crash ---------------------------------------------------------------------------------------------------------
+    # -- states after a crash ------------------------------------------------------------------------------------------
 
-    def _choices(self, position: int, limit: int, chance: random.Random) -> Iterator[tuple[list[NameChange], dict[Node, bytes]]]:
+    def _choices(
+        self, position: int, limit: int, chance: random.Random
+    ) -> Iterator[tuple[list[NameChange], dict[Node, bytes]]]:
         """The state that the changes before a position leave: the names, and the possible contents of each file."""
         synced: dict[Node, int] = {}
         for at, begun, node in self.syncs:
             if at < position:
                 synced[node] = max(begun, synced.get(node, 0))
         known = [change for change in self.changes if change.position < position]
-        durable = {change for change in known if any(change.position < synced.get(folder, 0) for folder, _, _ in change.sets)}
+        durable = {
+            change for change in known if any(change.position < synced.get(folder, 0) for folder, _, _ in change.sets)
+        }
         open_names = [change for change in known if change not in durable]
         open_files = []
         for node in dict.fromkeys(node for change in known for _, _, node in change.sets if node is not None):
@@ -221,7 +232,9 @@ class History:
 
         def choice(chosen: set[NameChange], variants: Sequence[str]) -> tuple[list[NameChange], dict[Node, bytes]]:
             contents = {
-                node: node.content(first, end, variant, chance.randrange(size + 1) if variant in ("first", "last") else 0)
+                node: node.content(
+                    first, end, variant, chance.randrange(size + 1) if variant in ("first", "last") else 0
+                )
                 for (node, first, end, size), variant in zip(open_files, variants, strict=True)
             }
             return _closed(known, durable, chosen), contents
@@ -239,9 +252,14 @@ class History:
             yield choice(names, [variant] * len(open_files))
         for _ in range(limit - len(pairs)):
             odds = chance.random()
-            yield choice({change for change in open_names if chance.random() < odds}, [chance.choice(VARIANTS) for _ in open_files])
+            yield choice(
+                {change for change in open_names if chance.random() < odds},
+                [chance.choice(VARIANTS) for _ in open_files],
+            )
 
-    def _files(self, names: Sequence[NameChange], position: int, contents: dict[Node, bytes]) -> dict[str, bytes | None]:
+    def _files(
+        self, names: Sequence[NameChange], position: int, contents: dict[Node, bytes]
+    ) -> dict[str, bytes | None]:
         """Path -> content. A file that is not in ``contents`` has all of its changes before the position."""
         entries: dict[Node, dict[str, Node]] = {}
         for change in names:
@@ -289,7 +307,9 @@ def _apply(changes: Sequence[tuple[int, int, bytes | None]]) -> bytes:
     return bytes(content)
 
 
-def _cut(changes: Sequence[tuple[int, int, bytes | None]], durable: int, cut: int) -> list[tuple[int, int, bytes | None]]:
+def _cut(
+    changes: Sequence[tuple[int, int, bytes | None]], durable: int, cut: int
+) -> list[tuple[int, int, bytes | None]]:
     """The durable changes, and the first ``cut`` bytes that the others write."""
     left = list(changes[:durable])
     for at, offset, data in changes[durable:]:

@@ -23,7 +23,13 @@ def text_data(files: dict[str, Any] | str | None = None, label: str | None = "la
 def named_rows(data: TextData, role: str = "train") -> list[tuple[str, str | None]]:
     """Each row's text and the name of its class."""
     rows: Rows = data.load()[role]
-    return list(zip(rows.texts, [None] * len(rows.texts) if rows.labels is None else [data.classes[i] for i in rows.labels], strict=True))
+    return list(
+        zip(
+            rows.texts,
+            [None] * len(rows.texts) if rows.labels is None else [data.classes[i] for i in rows.labels],
+            strict=True,
+        )
+    )
 
 
 def refusal(files: dict[str, Any] | str | None = None, **data: Any) -> str:

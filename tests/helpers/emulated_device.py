@@ -1,13 +1,15 @@
 """A device that is emulated on the CPU and records each time the host waits for it, as it would wait for a GPU.
 
-``DeviceTensor`` reports another device than the CPU and computes with the CPU's kernels. So a run takes the paths of an accelerator, its
-numbers are real, and a wait shows without a GPU. Three kinds of operation wait:
+``DeviceTensor`` reports another device than the CPU and computes with the CPU's kernels. So a run takes the paths of an
+accelerator, its numbers are real, and a wait shows without a GPU. Three kinds of operation wait:
 
-* a read: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``.cpu()``, ``torch.equal``; a ``copy_`` to the host that is not ``non_blocking``;
+* a read: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``.cpu()``, ``torch.equal``; a ``copy_`` to the host that is not
+  ``non_blocking``;
 * an operation whose output's shape follows from values: ``nonzero``, ``unique``, ``bincount``, a boolean index;
 * a copy to the device that is not ``non_blocking``, such as ``torch.tensor(1.0, device=device)``.
 
-A tensor on the host is none of the device's: a batch's totals, the sampler's order and random states are read without a wait.
+A tensor on the host is none of the device's: a batch's totals, the sampler's order and random states are read without a
+wait.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from fastloop.runtime.clock import Clock
 
 aten = torch.ops.aten
 DEVICE = torch.device("meta")
-"""The name that the emulated device goes by: autograd runs its tensors' backward in the calling thread, as the CPU's."""
+"""The name that the emulated device goes by: autograd runs its tensors' backward in the calling thread, as the
+CPU's."""
 READS, SHAPES = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 PACKAGES = ("fastloop", "fastloop_plugins", "transformers", "torchmetrics", "accelerate")
 
@@ -47,7 +50,12 @@ class DeviceTensor(Tensor):
     def __new__(cls, host: Tensor) -> DeviceTensor:
         """Wrap a tensor of the CPU; it keeps its shape, strides and dtype."""
         made: DeviceTensor = torch.Tensor._make_wrapper_subclass(
-            cls, host.size(), strides=host.stride(), storage_offset=host.storage_offset(), dtype=host.dtype, device=DEVICE
+            cls,
+            host.size(),
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=DEVICE,
         )
         made.host = host
         return made
@@ -68,7 +76,8 @@ class DeviceTensor(Tensor):
 
 
 def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> Any:
-    """Run an operation on the CPU, its result on the device that a GPU run would have it on; append to ``waits`` if the host waits."""
+    """Run an operation on the CPU, its result on the device that a GPU run would have it on; append to ``waits`` if the
+    host waits."""
     flat = tree_leaves((args, kwargs))
     inputs = [leaf for leaf in flat if isinstance(leaf, Tensor)]
     wrapped = {id(leaf.host): leaf for leaf in inputs if isinstance(leaf, DeviceTensor)}
@@ -82,10 +91,13 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
     if any(tensor.is_meta for tensor in inputs if not isinstance(tensor, DeviceTensor)):
         raise RuntimeError(f"{func} has an input without numbers")
     if wrapped and elsewhere and not copies:
-        raise RuntimeError(f"{func} has inputs on the device and on the host: {[tuple(tensor.shape) for tensor in elsewhere]}")
+        raise RuntimeError(
+            f"{func} has inputs on the device and on the host: {[tuple(tensor.shape) for tensor in elsewhere]}"
+        )
     if wrapped and (READS in func.tags or (SHAPES in func.tags and _shape_from_values(func, args))):
         waits.append(_place(func))
-    if copies and to_host and wrapped and args[2:] != (True,):  # copy_(tensor, non_blocking=True), into page-locked memory
+    # copy_(tensor, non_blocking=True), into page-locked memory
+    if copies and to_host and wrapped and args[2:] != (True,):
         waits.append(_place(func))
     if copies and on_device and any(not isinstance(leaf, DeviceTensor) for leaf in inputs):
         blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
@@ -100,13 +112,16 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
     def wrap(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not on_device:
             return leaf
-        return wrapped[id(leaf)] if id(leaf) in wrapped else DeviceTensor(leaf)  # an operation in place returns its own input
+        # an operation in place returns its own input
+        return wrapped[id(leaf)] if id(leaf) in wrapped else DeviceTensor(leaf)
 
     return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs)))
 
 
 def _shape_from_values(func: Any, args: Any) -> bool:
-    return func is not aten.index.Tensor or any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return func is not aten.index.Tensor or any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
 
 
 def _place(func: Any) -> str:
@@ -130,11 +145,16 @@ class _Operations(TorchDispatchMode):
 
 
 class _Constructors(TorchFunctionMode):
-    """Makes tensors from Python numbers on the host first, as torch does for every device but the one whose name is borrowed here."""
+    """Makes tensors from Python numbers on the host first, as torch does for every device but the one whose name is
+    borrowed here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") is not None and torch.device(kwargs["device"]) == DEVICE:
+        if (
+            func in (torch.tensor, torch.as_tensor)
+            and kwargs.get("device") is not None
+            and torch.device(kwargs["device"]) == DEVICE
+        ):
             return func(*args, **kwargs | {"device": "cpu"}).to(DEVICE)
         return func(*args, **kwargs)
 
@@ -154,8 +174,8 @@ class EmulatedDevice(Plugin):
 
     Attributes:
         waits: Operation and source line of each wait since the start of a step or an evaluation.
-        steps: The waits of each training step, from the copy of its batches to the end of ``after_step``. With ``LogPointWaits``, they
-            include those of a log point.
+        steps: The waits of each training step, from the copy of its batches to the end of ``after_step``. With
+            ``LogPointWaits``, they include those of a log point.
         evaluations: The waits of each evaluation, without what plugins wrap around it.
     """
 
@@ -182,10 +202,13 @@ class EmulatedDevice(Plugin):
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        draft.pin_memory = self.pin_memory  # without an accelerator torch pins nothing; copies are non-blocking all the same
+        # without an accelerator torch pins nothing; copies are non-blocking all the same
+        draft.pin_memory = self.pin_memory
         draft.placing = self.placed
 
-    def placed(self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
+    def placed(
+        self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]
+    ) -> Iterator[list[Batch]]:
         """Each step's batches on the device, when it is its turn."""
         for step in steps:
             if not self.evaluating:

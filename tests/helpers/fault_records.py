@@ -1,6 +1,7 @@
-"""Record the rows of the tables of faults and attacks: each test's docstring, "fault: promise", goes into pytest's report (`--junitxml`).
+"""Record the rows of the fault tables: each test's docstring, "fault: promise", goes into pytest's report.
 
-A test of several faults records their number: ``record_property("faults", n)``. benchmarks/reliability.py writes the tables.
+A test of several faults records their number: ``record_property("faults", n)``. benchmarks/reliability.py writes the
+tables.
 """
 
 from __future__ import annotations

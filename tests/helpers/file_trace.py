@@ -1,4 +1,6 @@
-"""Records every change that a command makes under a folder: writes, names and fsyncs, in order. ``crash_states`` replays them."""
+"""Records every change that a command makes under a folder: writes, names and fsyncs, in order.
+
+``crash_states`` replays them."""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ class Record(NamedTuple):
 
     Attributes:
         position: Where the record begins in the trace, in bytes.
-        kind: ``O`` open with O_CREAT or O_TRUNC, ``W`` write, ``T`` truncate, ``S`` fsync or fdatasync, ``R`` rename, ``L`` link,
-            ``U`` unlink or rmdir, ``M`` mkdir, ``K`` mark, ``P`` shared writable mapping.
+        kind: ``O`` open with O_CREAT or O_TRUNC, ``W`` write, ``T`` truncate, ``S`` fsync or fdatasync, ``R`` rename,
+            ``L`` link, ``U`` unlink or rmdir, ``M`` mkdir, ``K`` mark, ``P`` shared writable mapping.
         inode: The inode of the file or folder, for O, W, T, S and M.
-        value: The offset of a write, the size of a truncate, O_TRUNC if an open has it, or the trace's length when an fsync began.
+        value: The offset of a write, the size of a truncate, O_TRUNC if an open has it, or the trace's length when an
+            fsync began.
         first: The path at that time, or the text of a mark.
         second: The new path of a rename or link.
         data: The bytes that were written.
@@ -41,19 +44,28 @@ class Record(NamedTuple):
 
 
 def build(folder: Path, source: Path = SOURCE) -> Path:
-    """Compile a library for LD_PRELOAD. Skips the test without a C compiler, or where the compiled library cannot be loaded."""
+    """Compile a library for LD_PRELOAD. Skips the test without a C compiler, or where the compiled library cannot be
+    loaded."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
         pytest.skip("there is no C compiler (cc or gcc)")
     library = folder / f"{source.stem}.so"
-    done = subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         pytest.skip(f"{source.name} does not compile here: {done.stderr.strip().splitlines()[-1]}")
     return library
 
 
 def record(
-    library: Path, root: Path, commands: Sequence[Sequence[str | Path]], environments: Sequence[Mapping[str, str]] = ({},)
+    library: Path,
+    root: Path,
+    commands: Sequence[Sequence[str | Path]],
+    environments: Sequence[Mapping[str, str]] = ({},),
 ) -> list[Record]:
     """Run commands at the same time, and return the changes that they made under the empty folder ``root``, in order.
 
@@ -67,7 +79,9 @@ def record(
     trace.touch()
     added = {"LD_PRELOAD": str(library), "FILE_TRACE": str(trace), "FILE_TRACE_ROOT": str(root), "OMP_NUM_THREADS": "1"}
     running = [
-        subprocess.Popen(command, env={**os.environ, **added, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        subprocess.Popen(
+            command, env={**os.environ, **added, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
         for command, more in zip(commands, environments, strict=True)
     ]
     for process in running:

@@ -1,12 +1,13 @@
-"""Python commands in processes forked from one that has imported torch and transformers: each starts within a fraction of a second.
+"""Python commands in processes forked from one that has imported torch and transformers, so they start in an instant.
 
     done = forked.run("-m", "fastloop", "train", "recipe.yaml", "--nproc", "2", timeout=600)
     with forked.Command("-m", "fastloop", "train", "recipe.yaml") as command: ...
 
-The arguments are those of ``python``. Environment, current folder, import path and streams are the command's own, and so is everything that
-it loads of fastloop's commands and plugins. Processes that it starts with ``python -m fastloop`` or ``python FILE.py`` are forked
-from it, unless it is another launcher. Use a real
-``subprocess`` where the start of the process matters: variables that the loader or an allocator reads, imports, or hash seeds.
+The arguments are those of ``python``. Environment, current folder, import path and streams are the command's own, and
+so is everything that it loads of fastloop's commands and plugins. Processes that it starts with ``python -m fastloop``
+or ``python FILE.py`` are forked from it, unless it is another launcher. Use a real
+``subprocess`` where the start of the process matters: variables that the loader or an allocator reads, imports, or hash
+seeds.
 """
 
 from __future__ import annotations
@@ -45,11 +46,13 @@ def server_address() -> str:
 
 
 def use_server(address: str) -> None:
-    """Fork commands, and what ``fastloop.testing`` starts, from a process that another one has started, and that imported all already."""
+    """Fork commands, and what ``fastloop.testing`` starts, from a process that another one has started, and that
+    imported all already."""
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
     server._forkserver_address = address
     if server._forkserver_alive_fd is None:
-        server._forkserver_alive_fd = os.pipe()[1]  # handed to each forked process; the server watches that of its starter alone
+        # handed to each forked process; the server watches that of its starter alone
+        server._forkserver_alive_fd = os.pipe()[1]
     server.ensure_running = resource_tracker.ensure_running
 
 
@@ -62,15 +65,25 @@ class Command:
         output: A file to which stdout and stderr are appended; None: ``stdout`` and ``stderr`` have them.
     """
 
-    def __init__(self, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, output: Path | None = None) -> None:
+    def __init__(
+        self, *arguments: str, env: Mapping[str, str] | None = None, cwd: Path | None = None, output: Path | None = None
+    ) -> None:
         self.arguments = arguments
         folder = Path(tempfile.mkdtemp(prefix="forked-"))
-        util.Finalize(self, shutil.rmtree, (folder, True), exitpriority=0)  # in this process only, not in one that is forked from it
+        # in this process only, not in one that is forked from it
+        util.Finalize(self, shutil.rmtree, (folder, True), exitpriority=0)
         streams = (output.resolve(), output.resolve()) if output else (folder / "stdout", folder / "stderr")
         self._streams = streams
         for stream in streams:
             stream.touch()
-        given = (arguments, dict(os.environ if env is None else env), Path(cwd or Path.cwd()).resolve(), *streams, PATH, server_address())
+        given = (
+            arguments,
+            dict(os.environ if env is None else env),
+            Path(cwd or Path.cwd()).resolve(),
+            *streams,
+            PATH,
+            server_address(),
+        )
         self._process = starting._context().Process(target=_start, args=given)
         self._process.start()
         self.pid: int = self._process.pid
@@ -114,7 +127,9 @@ class Command:
     def __enter__(self) -> Command:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.kill()
 
 
@@ -126,7 +141,13 @@ def run(*arguments: str, timeout: float = 600, **options: Any) -> subprocess.Com
 
 
 def _start(
-    arguments: Sequence[str], environment: Mapping[str, str], folder: Path, stdout: Path, stderr: Path, path: Sequence[str], server: str
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    folder: Path,
+    stdout: Path,
+    stderr: Path,
+    path: Sequence[str],
+    server: str,
 ) -> None:
     """Become the command, in a process of the fork server."""
     PATH[:] = path
@@ -164,10 +185,15 @@ def _python(arguments: Sequence[str], environment: Mapping[str, str] | None, fol
 
 
 class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """A ``Popen`` that forks for ``python -m fastloop...`` and ``python FILE.py``, in a command that was forked itself."""
+    """A ``Popen`` that forks for ``python -m fastloop...`` and ``python FILE.py``, in a command that was forked
+    itself."""
 
-    def _execute_child(self, args: Any, executable: Any, preexec: Any, close: Any, fds: Any, cwd: Any, env: Any, *rest: Any) -> None:
-        ours = args[0] == sys.executable and (args[1].endswith(".py") or (args[1] == "-m" and args[2].startswith("fastloop")))
+    def _execute_child(
+        self, args: Any, executable: Any, preexec: Any, close: Any, fds: Any, cwd: Any, env: Any, *rest: Any
+    ) -> None:
+        ours = args[0] == sys.executable and (
+            args[1].endswith(".py") or (args[1] == "-m" and args[2].startswith("fastloop"))
+        )
         if not ours:
             super()._execute_child(args, executable, preexec, close, fds, cwd, env, *rest)  # type: ignore[misc]
             return
@@ -181,11 +207,17 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _become(
-    arguments: Sequence[str], environment: Any, folder: Any, streams: Sequence[int], others: Sequence[int], new_session: bool
+    arguments: Sequence[str],
+    environment: Any,
+    folder: Any,
+    streams: Sequence[int],
+    others: Sequence[int],
+    new_session: bool,
 ) -> NoReturn:
     code = 1
     try:
-        weakref.finalize._registry.clear()  # type: ignore[attr-defined] # temporary folders that the parent removes itself
+        # temporary folders that the parent removes itself
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]
         if new_session:
             os.setsid()
         for number, stream in enumerate(streams):

@@ -1,4 +1,4 @@
-"""Folders of small images, models that train on them in a second, and runs of several processes: ``processes(2, all_of, specs)``."""
+"""Folders of small images, models that learn them in a second, and runs of several processes."""
 
 from __future__ import annotations
 
@@ -131,5 +131,7 @@ def all_of(specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for spec in specs:
         watch, summary = watched(**spec)
         pixels = {f"{epoch} {index}": value for (epoch, index), value in watch.pixels.items()}
-        results.append({"losses": watch.losses, "pixels": pixels, "validation": summary["validation"], "test": summary["test"]})
+        results.append(
+            {"losses": watch.losses, "pixels": pixels, "validation": summary["validation"], "test": summary["test"]}
+        )
     return results

@@ -21,7 +21,8 @@ TRAIN = {"epochs": 3, "batch_size": 8, "lr": 1e-2, "device": "cpu", "save_every"
 
 
 def texts(count: int, offset: int = 0) -> list[dict[str, str]]:
-    """Rows of ``text`` and ``label``, of different lengths. A tenth of the labels is wrong, so that metrics are not 1."""
+    """Rows of ``text`` and ``label``, of different lengths. A tenth of the labels is wrong, so that metrics are not
+    1."""
     rows = []
     for index in range(offset, offset + count):
         label = CLASSES[index % 3]
@@ -48,7 +49,12 @@ def write_recipe(folder: Path, plugins: Iterable[Any] = (), **sections: Any) -> 
         write_csv(folder / f"{split}.csv", texts(count, 100 * number))
     recipe = {
         "model": {"config": TINY, "tokenizer": {"kind": "word"}},
-        "data": {"files": {split: f"{split}.csv" for split in files}, "text": "text", "label": "label", "max_length": 32},
+        "data": {
+            "files": {split: f"{split}.csv" for split in files},
+            "text": "text",
+            "label": "label",
+            "max_length": 32,
+        },
         "train": TRAIN,
         "plugins": list(plugins),
         "output": str(folder / "run"),

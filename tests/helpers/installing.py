@@ -1,4 +1,4 @@
-"""Distributions for tests: folders with metadata on the import path, which Python finds as it finds what pip installs."""
+"""Distributions for tests: folders with metadata on the import path, found by Python like those of pip."""
 
 from __future__ import annotations
 
@@ -11,14 +11,20 @@ import pytest
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Install a distribution: ``install("warm-pack", warmth="warm_pack:Warmth", code="...")``; its module is ``warm_pack``."""
+    """Install a distribution: ``install("warm-pack", warmth="warm_pack:Warmth", code="...")``; its module is
+    ``warm_pack``."""
     site = tmp_path / "site"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
     modules = []
 
     def put(
-        distribution: str, code: str = "", version: str = "1.2", group: str = "fastloop.plugins", requires: str = "", **points: str
+        distribution: str,
+        code: str = "",
+        version: str = "1.2",
+        group: str = "fastloop.plugins",
+        requires: str = "",
+        **points: str,
     ) -> None:
         metadata = site / f"{distribution.replace('-', '_')}-{version}.dist-info"
         metadata.mkdir()

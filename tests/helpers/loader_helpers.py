@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 from torch.utils.data import WeightedRandomSampler as Weighted
 
 from fastloop import Plugin, Trainer, hookimpl
@@ -86,10 +94,18 @@ LOADERS: dict[str, Callable[..., DataLoader[Any]]] = {
     "shuffle, generator, workers": lambda data: DataLoader(
         data, batch_size=4, shuffle=True, generator=seeded(), num_workers=1, persistent_workers=True
     ),
-    "replacement": lambda data: DataLoader(data, 4, sampler=RandomSampler(data, replacement=True, num_samples=30, generator=seeded())),
-    "weighted": lambda data: DataLoader(data, batch_size=4, sampler=Weighted(WEIGHTS, 17, generator=seeded()), drop_last=True),
-    "subset": lambda data: DataLoader(data, batch_size=4, sampler=SubsetRandomSampler([2, 3, 5, 7, 11, 13], generator=seeded())),
-    "BatchSampler": lambda data: DataLoader(data, batch_sampler=BatchSampler(SequentialSampler(data), 5, drop_last=True)),
+    "replacement": lambda data: DataLoader(
+        data, 4, sampler=RandomSampler(data, replacement=True, num_samples=30, generator=seeded())
+    ),
+    "weighted": lambda data: DataLoader(
+        data, batch_size=4, sampler=Weighted(WEIGHTS, 17, generator=seeded()), drop_last=True
+    ),
+    "subset": lambda data: DataLoader(
+        data, batch_size=4, sampler=SubsetRandomSampler([2, 3, 5, 7, 11, 13], generator=seeded())
+    ),
+    "BatchSampler": lambda data: DataLoader(
+        data, batch_sampler=BatchSampler(SequentialSampler(data), 5, drop_last=True)
+    ),
     "set_epoch": lambda data: DataLoader(data, batch_size=4, sampler=EveryOther()),
     "with a state": lambda data: DataLoader(data, batch_size=4, sampler=Rotating()),
 }

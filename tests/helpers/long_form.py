@@ -1,4 +1,4 @@
-"""``LONG``: whether tests run in their long form, ``FASTLOOP_RELIABILITY=1 make test-all``: every value of a parameter, not one."""
+"""``LONG``: whether tests run in their long form, ``FASTLOOP_RELIABILITY=1 make test-all``: every parameter value."""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
     venv.install(*build_wheels(folder, project))
     done = venv.run("-m", "fastloop", "train", "recipe.yaml", cwd=folder)
 
-``fastloop_wheel`` is a fixture of ``conftest.py``, and so is ``clean_venv``, which has fastloop alone. No package index is used.
+``fastloop_wheel`` is a fixture of ``conftest.py``, and so is ``clean_venv``, which has fastloop alone. No package index
+is used.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def build_wheels(into: Path, *projects: Path) -> list[Path]:
 class CleanVenv:
     """A real venv in which nothing is installed but the given wheels.
 
-    The site-packages of the interpreter that runs the tests come after the venv's own, so that torch is not installed again. Their
-    ``.pth`` files do not count there: an editable fastloop, as a checkout has, is not on the venv's path.
+    The site-packages of the interpreter that runs the tests come after the venv's own, so that torch is not installed
+    again. Their ``.pth`` files do not count there: an editable fastloop, as a checkout has, is not on the venv's path.
 
     Attributes:
         folder: The venv's folder.
@@ -95,7 +96,8 @@ class CleanVenv:
     def install(self, *wheels: Path) -> None:
         """Install wheels, without what they require: an index is not asked."""
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", self.python]
-        # what is installed beside the venv under the same name, an editable fastloop first of all, is no reason to leave one out
+        # what is installed beside the venv under the same name, an editable fastloop first of all, is no reason to
+        # leave one out
         subprocess.run([*pip, "install", "--no-deps", "--no-index", "--ignore-installed", *wheels], check=True)
 
     def environment(self) -> dict[str, str]:
@@ -104,13 +106,15 @@ class CleanVenv:
         return own | {"VIRTUAL_ENV": str(self.folder), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def run(self, *arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-        """Run the venv's Python in a folder: ``run("-m", "fastloop", "plugins", cwd=folder)``. Its output is text; it may fail."""
+        """Run the venv's Python in a folder: ``run("-m", "fastloop", "plugins", cwd=folder)``. Its output is text; it
+        may fail."""
         own = self.environment() | environment
         return subprocess.run([self.python, *arguments], cwd=cwd, env=own, capture_output=True, text=True, timeout=900)
 
 
 class ForkingVenv:
-    """``fastloop`` commands of a venv, in processes forked from one of its Python that has imported torch. Use it in a ``with`` block.
+    """``fastloop`` commands of a venv, in processes forked from one of its Python that has imported torch. Use it in a
+    ``with`` block.
 
     Packages in the venv are found and imported by each command, as in a new Python.
     """

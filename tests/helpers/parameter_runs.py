@@ -1,7 +1,7 @@
 """Runs on several processes in which a plugin replaces weights: ``processes(2, all_of, runs)``.
 
-A run: ``name``, its folder; ``plugins``; ``replaces``: the hook in which a weight is replaced. Its result: the error, the warnings about
-trained parameters, and the step after which the check of the first updates ended.
+A run: ``name``, its folder; ``plugins``; ``replaces``: the hook in which a weight is replaced. Its result: the error,
+the warnings about trained parameters, and the step after which the check of the first updates ended.
 """
 
 from __future__ import annotations
@@ -73,17 +73,29 @@ class LastExaminedStep(Plugin):
 def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     """One run, or its error."""
     warnings, ended = Warnings(), LastExaminedStep()
-    plugins = [{"log": False}, {"progress": False}, *spec["plugins"], ended, *([Replaces(spec["replaces"])] if "replaces" in spec else [])]
+    plugins = [
+        {"log": False},
+        {"progress": False},
+        *spec["plugins"],
+        ended,
+        *([Replaces(spec["replaces"])] if "replaces" in spec else []),
+    ]
     train = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "max_steps": 3, "save_every": None, "evaluate_every": None}
     logging.getLogger("fastloop").addHandler(warnings)
     error = None
     try:
-        Trainer(Deep(), data(64, 0), plugins=plugins, loss=nn.functional.cross_entropy, output=spec["name"], **train).fit()
+        Trainer(
+            Deep(), data(64, 0), plugins=plugins, loss=nn.functional.cross_entropy, output=spec["name"], **train
+        ).fit()
     except FastloopError as failed:
         error = f"{type(failed).__name__}: {failed}"
     finally:
         logging.getLogger("fastloop").removeHandler(warnings)
-    return {"error": error, "warnings": [text for text in warnings.messages if "trained parameters" in text], "step": ended.step}
+    return {
+        "error": error,
+        "warnings": [text for text in warnings.messages if "trained parameters" in text],
+        "step": ended.step,
+    }
 
 
 def all_of(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Runs on several processes of plugins that act on more than one: ``processes(2, all_of, runs)``.
 
-A run: ``name``, its folder; ``plugins``: names; ``audit``, ``bucketing`` and ``recompute``: options of those; ``faulty``: each
-process takes the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``; ``train``; ``resume``. Its result:
-losses, weights, the summary's audit or the error.
+A run: ``name``, its folder; ``plugins``: names; ``audit``, ``bucketing`` and ``recompute``: options of those;
+``faulty``: each process takes the same share; ``data``: map, lengths, stream or sharded; ``dropout``; ``workers``;
+``train``; ``resume``. Its result: losses, weights, the summary's audit or the error.
 """
 
 from __future__ import annotations
@@ -76,7 +76,12 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     objects += [ActivationCheckpointing(**spec["recompute"])] if "recompute" in spec else []
     objects += [LengthBucketing(**spec["bucketing"])] if "bucketing" in spec else []
     objects += [Faulty()] * spec.get("faulty", False)
-    plugins = [{"log": False}, {"progress": False}, {"dataloader-workers": {"num_workers": spec.get("workers", 0)}}, *spec["plugins"]]
+    plugins = [
+        {"log": False},
+        {"progress": False},
+        {"dataloader-workers": {"num_workers": spec.get("workers", 0)}},
+        *spec["plugins"],
+    ]
     try:
         trainer = Trainer(
             model,

@@ -28,7 +28,8 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.embed = nn.Linear(4, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh()) for _ in range(2))
+        blocks = (nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.ModuleList(blocks)
         self.head = nn.Linear(width, 3)
 
     def forward(self, inputs):
@@ -78,7 +79,8 @@ def make_run(
     task: Mapping[str, Any] | None = None,
     **train: Any,
 ) -> Run:
-    """Build the run of a recipe file ``r.yaml`` in the current folder. ``train`` are keys of that section, ``task`` of the task."""
+    """Build the run of a recipe file ``r.yaml`` in the current folder. ``train`` are keys of that section, ``task`` of
+    the task."""
     tree = {
         "model": {"module": "code.py:Net", **(model or {})},
         "data": {"module": "code.py:data"},

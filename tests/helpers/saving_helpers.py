@@ -95,7 +95,12 @@ RECIPE: dict[str, Any] = {
     "train": {"epochs": 3, "batch_size": 8, "lr": 1e-2, "save_every": 4, "evaluate_every": 5, "log_every": 3}
     | {"device": "cpu", "eval_batch_size": 4},
     "plugins": [
-        {"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}},
+        {
+            "module": {
+                "loss": "cross_entropy",
+                "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}},
+            }
+        },
         {"checkpoint-best": {"monitor": "loss"}},
         {"lr-scheduler": {"schedule": "cosine", "warmup": 4}},
         {"ema": {"decay": 0.9}},
@@ -134,7 +139,9 @@ class Forked:
         first: Called in the new process before anything else.
     """
 
-    def __init__(self, *arguments: str, environment: Mapping[str, str] | None = None, first: Callable[[], Any] = lambda: None) -> None:
+    def __init__(
+        self, *arguments: str, environment: Mapping[str, str] | None = None, first: Callable[[], Any] = lambda: None
+    ) -> None:
         self.code: int | None = None
         self.began = time.monotonic()
         sys.stdout.flush()
@@ -256,7 +263,8 @@ NEW_MOUNTS, NEW_USER = 0x00020000, 0x10000000
 
 
 def with_tmpfs(folder: str, size: str) -> Callable[[], None]:
-    """For ``Forked``: the process finds an empty tmpfs of a size at ``folder``. Skips the test where namespaces are not permitted."""
+    """For ``Forked``: the process finds an empty tmpfs of a size at ``folder``. Skips the test where namespaces are not
+    permitted."""
     check = ["unshare", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", folder]
     try:
         done = subprocess.run(check, capture_output=True, text=True, check=False)

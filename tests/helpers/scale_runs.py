@@ -1,6 +1,7 @@
-"""Shared by the tests of `fastloop plan --device-memory` and benchmarks/scale.py: runs whose memory and traffic are measured.
+"""Shared by tests of `fastloop plan --device-memory` and benchmarks/scale.py: runs with measured memory and traffic.
 
-``Encoder`` is the model of benchmarks/strategies.py, so that its counts of the loopback interface are counts of this model.
+``Encoder`` is the model of benchmarks/strategies.py, so that its counts of the loopback interface are counts of this
+model.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def recipe(*plugins: Any, output: str = "run", **train: Any) -> Recipe:
 
 
 class Counter(Plugin):
-    """Counts the bytes of a process: between steps, before the optimizer steps, and sent over loopback by all processes."""
+    """Counts the bytes of a process: between steps, before the optimizer steps, and sent over loopback by all
+    processes."""
 
     name = "counter"
 
@@ -123,7 +125,8 @@ class Counter(Plugin):
 
 
 def measured(arm: str, steps: int = 7) -> dict[str, Any]:
-    """Train an arm on this process of several. Returns the largest bytes over the processes, and the wire if ``steps`` suffice."""
+    """Train an arm on this process of several. Returns the largest bytes over the processes, and the wire if ``steps``
+    suffice."""
     if arm.startswith("zero") and "RANK" not in os.environ:  # DeepSpeed needs a launcher
         os.environ.update(launch.member(0, 1, "127.0.0.1", str(launch.free_port())))
     counter = Counter()
@@ -148,7 +151,9 @@ def predicted(processes: int) -> dict[str, dict[str, Any]]:
 
     with tempfile.TemporaryDirectory() as folder:
         found = estimate(recipe(output=f"{folder}/run"), processes)
-    return {variant.name: json.loads(json.dumps(vars(variant))) for variant in found.variants if not variant.checkpointing}
+    return {
+        variant.name: json.loads(json.dumps(vars(variant))) for variant in found.variants if not variant.checkpointing
+    }
 
 
 def tiny(kind: str, *plugins: Any, **train: Any) -> Recipe:
@@ -157,10 +162,15 @@ def tiny(kind: str, *plugins: Any, **train: Any) -> Recipe:
 
 
 def saved_by_a_real_step(recipe: Recipe) -> int:
-    """Bytes of the distinct storages that autograd saves in a real forward, by their addresses, without weights and inputs."""
+    """Bytes of the distinct storages that autograd saves in a real forward, by their addresses, without weights and
+    inputs."""
     run = build(resolve(recipe))
     inputs = next(iter(run.train_loader.batches())).inputs
-    known = [*run.model.parameters(), *run.model.buffers(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
+    known = [
+        *run.model.parameters(),
+        *run.model.buffers(),
+        *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)),
+    ]
     skipped = {tensor.untyped_storage().data_ptr() for tensor in known}
     saved: list[Tensor] = []
 
@@ -182,7 +192,8 @@ def distinct_bytes(tensors: Iterable[Any]) -> int:
 
 
 def sharding_of_torch(world_size: int) -> dict[str, float]:
-    """The bytes of rank 0 of ``world_size`` in one process: the plugin's own code, on torch's process group that exchanges nothing."""
+    """The bytes of rank 0 of ``world_size`` in one process: the plugin's own code, on torch's process group that
+    exchanges nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from fastloop_plugins.strategies.fsdp import FSDP
@@ -210,7 +221,12 @@ def sharding_of_torch(world_size: int) -> dict[str, float]:
         gradients = distinct_bytes(parameter.grad for parameter in model.parameters())
         optimizer.step()
         state = distinct_bytes(value for values in optimizer.state.values() for value in values.values() if value.dim())
-        return {"weights": distinct_bytes(model.parameters()), "gradients": gradients, "optimizer": state, "wire": sent.bytes}
+        return {
+            "weights": distinct_bytes(model.parameters()),
+            "gradients": gradients,
+            "optimizer": state,
+            "wire": sent.bytes,
+        }
     finally:
         torch.distributed.destroy_process_group()
 
@@ -225,7 +241,9 @@ class Collectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name()
         if "allreduce" in name:
-            assert [tensor.numel() for tensor in args[0]] == [1], "in the first forward pass, processes agree on the order of modules"
+            assert [tensor.numel() for tensor in args[0]] == [1], (
+                "in the first forward pass, processes agree on the order of modules"
+            )
         elif name.startswith("c10d::"):
             assert "_allgather_base_" in name or "_reduce_scatter_base_" in name, name
             self.bytes += min(args[0].nbytes, args[1].nbytes) * (self.processes - 1)

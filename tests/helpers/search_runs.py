@@ -36,7 +36,12 @@ RECIPE: dict[str, Any] = {
     "data": {"module": "code.py:rows"},
     "train": {"epochs": 2, "batch_size": 8, "lr": 1e-2, "device": "cpu"},
     "plugins": [
-        {"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}},
+        {
+            "module": {
+                "loss": "cross_entropy",
+                "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}},
+            }
+        },
         {"checkpoint-best": {"monitor": "accuracy"}},
     ],
     "output": "run",

@@ -18,7 +18,9 @@ COMPILER = [  # warnings that torch's compiler ignores by default
 ]
 
 
-def same(run: dict[str, Any], plain: dict[str, Any], tolerance: float, keys: tuple[str, ...] = ("losses", "norms", "metrics")) -> None:
+def same(
+    run: dict[str, Any], plain: dict[str, Any], tolerance: float, keys: tuple[str, ...] = ("losses", "norms", "metrics")
+) -> None:
     """A run, or the last part of one, has the losses, norms, metrics and learning rates of the plain one."""
     assert "error" not in run, run["error"]
     for key in keys:

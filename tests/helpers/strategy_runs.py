@@ -1,9 +1,9 @@
 """Runs on several processes: ``processes(2, all_of, runs)``.
 
-A run: ``name``, which is its folder too; ``plugins``; ``train``: keys of a recipe's ``train``; ``resume``: a checkpoint; ``model``: a
-name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``: force it; ``log``: options of the
-plugin; ``twice``: ``add`` or ``replace``, for two passes a step. Its result: losses, learning rates and gradient norms of
-the steps, metrics, how often gradients were exchanged, or the error.
+A run: ``name``, which is its folder too; ``plugins``; ``train``: keys of a recipe's ``train``; ``resume``: a
+checkpoint; ``model``: a name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``:
+force it; ``log``: options of the plugin; ``twice``: ``add`` or ``replace``, for two passes a step. Its result: losses,
+learning rates and gradient norms of the steps, metrics, how often gradients were exchanged, or the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,15 @@ from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 
-TRAIN = {"lr": 1e-2, "batch_size": 8, "device": "cpu", "epochs": 2, "save_every": 4, "keep_checkpoints": 9, "max_grad_norm": 0.5}
+TRAIN = {
+    "lr": 1e-2,
+    "batch_size": 8,
+    "device": "cpu",
+    "epochs": 2,
+    "save_every": 4,
+    "keep_checkpoints": 9,
+    "max_grad_norm": 0.5,
+}
 
 
 class Net(nn.Module):
@@ -60,7 +68,8 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Three like blocks of a width that two or four processes cannot share evenly, a tied weight and a buffer that is not saved."""
+    """Three like blocks of a width that two or four processes cannot share evenly, a tied weight and a buffer that is
+    not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +148,12 @@ class Skipped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.blocks, self.head, self.step = nn.Linear(8, 9), nn.ModuleList([Block(9) for _ in range(5)]), nn.Linear(9, 3), 0
+        self.first, self.blocks, self.head, self.step = (
+            nn.Linear(8, 9),
+            nn.ModuleList([Block(9) for _ in range(5)]),
+            nn.Linear(9, 3),
+            0,
+        )
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         hidden = self.first(inputs)
@@ -255,7 +269,8 @@ class Exchanges(Plugin):
     @hookimpl
     def after_fit(self) -> None:
         self.profile.stop()
-        recorded = self.profile.profiler.kineto_results.events()  # key_averages() would build a tree of all operations, for seconds
+        # key_averages() would build a tree of all operations, for seconds
+        recorded = self.profile.profiler.kineto_results.events()
         self.counts = Counter(event.name() for event in recorded if event.name().startswith("gloo:"))
 
 

@@ -1,4 +1,4 @@
-"""Shared by the tests of ``data.streaming``: files of rows, recipes that stream them, and the ids of all processes' batches."""
+"""Shared by the tests of ``data.streaming``: files of rows, recipes that stream them, and the ids of all batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,13 @@ from fastloop_plugins.data._watched_loader import WatchedLoader
 from fastloop_plugins.tasks._streaming_files import Reader
 
 NAMES = ("bad", "good")
-STREAM: dict[str, Any] = {"streaming": True, "validation_fraction": 0, "max_length": 16, "shuffle_buffer": 100, "lanes": 4}
+STREAM: dict[str, Any] = {
+    "streaming": True,
+    "validation_fraction": 0,
+    "max_length": 16,
+    "shuffle_buffer": 100,
+    "lanes": 4,
+}
 MODEL: dict[str, Any] = {"config": TINY, "tokenizer": {"kind": "word", "vocab_size": 60}}
 LANGUAGE: dict[str, Any] = {"config": TINY_GPT | {"n_positions": 64}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 
@@ -58,7 +64,11 @@ def classify(train: Any, objects: Any = (), **changes: Any) -> Run:
 def data_section(train: Any, changes: Mapping[str, Any]) -> dict[str, Any]:
     """The ``data`` section. With ``streaming=None``, the rows are in memory."""
     keys = STREAM if "streaming" not in changes else {"validation_fraction": 0, "max_length": 16}
-    return {name: value for name, value in ({**keys, "files": {"train": train}} | dict(changes)).items() if value is not None}
+    return {
+        name: value
+        for name, value in ({**keys, "files": {"train": train}} | dict(changes)).items()
+        if value is not None
+    }
 
 
 def generate(train: Any, **changes: Any) -> Run:
@@ -71,7 +81,14 @@ def loader(run: Run, rank: int = 0, world_size: int = 1, workers: int = 0, batch
     draft = DataLoaderDraft(num_workers=workers, loader_class=WatchedLoader)
     size = batch_size // world_size
     settings = {"rank": rank, "world_size": world_size, "seed": 1, "shuffle": True}
-    return Loader(run.datasets["train"], run.loaders.collators["train"], draft, batch_size=batch_size, micro_batch_size=size, **settings)
+    return Loader(
+        run.datasets["train"],
+        run.loaders.collators["train"],
+        draft,
+        batch_size=batch_size,
+        micro_batch_size=size,
+        **settings,
+    )
 
 
 def ids_by_step(run: Run, world_size: int = 1, workers: int = 0, epoch: int = 0, start: int = 0) -> list[list[int]]:
@@ -91,7 +108,8 @@ def every_column(count: int) -> list[dict[str, Any]]:
         words = row["text"].split()
         question = [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": row["text"]}]
         found.append(
-            row | {"other": f"number {number % 7}", "words": words, "tags": ["NUMBER" if word == "number" else "O" for word in words]}
+            row | {"other": f"number {number % 7}", "words": words}
+            | {"tags": ["NUMBER" if word == "number" else "O" for word in words]}
             | {"messages": question, "prompt": f"number {number}", "short": " ".join(words[-3:])}
         )  # fmt: skip
     if count > 30:
@@ -100,10 +118,12 @@ def every_column(count: int) -> list[dict[str, Any]]:
 
 
 def samples_of(dataset: Any) -> list[dict[str, Any]]:
-    """The samples of a dataset in its order, as plain lists and numbers. Without ``row``, which is a place and no content."""
+    """The samples of a dataset in its order, as plain lists and numbers. Without ``row``, which is a place and no
+    content."""
     found = dataset if hasattr(dataset, "read_ranges") else (dataset[number] for number in range(len(dataset)))
     return [
-        {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items() if name != "row"} for sample in found
+        {name: value.tolist() if hasattr(value, "tolist") else value for name, value in sample.items() if name != "row"}
+        for sample in found
     ]
 
 

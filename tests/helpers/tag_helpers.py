@@ -1,4 +1,4 @@
-"""Helpers for the tests of ``token-classification``: sentences, files with them, small runs, and tags from a separate forward pass."""
+"""Helpers for the tests of ``token-classification``: sentences, files with them, small runs, and independent tags."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from fastloop.run import Run
 from fastloop_plugins.datasets.dispatches import dispatches
 
 TASK = "token-classification"
-SCRATCH: dict[str, Any] = {"config": DISTILBERT | {"max_position_embeddings": 64}, "tokenizer": {"kind": "bpe", "vocab_size": 320}}
+SCRATCH: dict[str, Any] = {
+    "config": DISTILBERT | {"max_position_embeddings": 64},
+    "tokenizer": {"kind": "bpe", "vocab_size": 320},
+}
 SPLITS = {"train": 40, "validation": 16, "test": 20}
 TAGS = ["B-LOC", "B-ORG", "B-PER", "I-LOC", "I-ORG", "I-PER", "O"]
 
@@ -57,7 +60,13 @@ def make(
 ) -> Run:
     """Write ``recipe.yaml``, and build its run."""
     listed = [{TASK: dict(task or {})}, *plugins]
-    tree = {"model": dict(model), "data": dict(data), "train": TRAIN | {"device": "cpu"} | train, "plugins": listed, "output": output}
+    tree = {
+        "model": dict(model),
+        "data": dict(data),
+        "train": TRAIN | {"device": "cpu"} | train,
+        "plugins": listed,
+        "output": output,
+    }
     Path("recipe.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe("recipe.yaml")
     recipe.plugins |= {"progress": False}
@@ -75,7 +84,10 @@ def tags_by_hand(folder: Path, sentences: Iterable[list[str]]) -> list[tuple[lis
     """The tag of each word and its probability, by transformers' classes and the first token of each word."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
 
-    model, tokenizer = AutoModelForTokenClassification.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForTokenClassification.from_pretrained(folder).eval(),
+        AutoTokenizer.from_pretrained(folder),
+    )
     found = []
     for words in sentences:
         inputs = tokenizer(words, is_split_into_words=True, return_tensors="pt")
@@ -83,5 +95,10 @@ def tags_by_hand(folder: Path, sentences: Iterable[list[str]]) -> list[tuple[lis
             probabilities, best = model(**inputs).logits[0].softmax(-1).max(-1)
         ids = inputs.word_ids()
         firsts = [ids.index(word) for word in range(len(words))]
-        found.append(([model.config.id2label[int(best[place])] for place in firsts], [float(probabilities[place]) for place in firsts]))
+        found.append(
+            (
+                [model.config.id2label[int(best[place])] for place in firsts],
+                [float(probabilities[place]) for place in firsts],
+            )
+        )
     return found

@@ -12,19 +12,32 @@ from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 from fastloop.run import Run
 
-TINY = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+TINY = {
+    "model_type": "distilbert",
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 32,
+}
 TINY_GPT = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 16}
 GOOD, BAD = "a fine and lovely film", "a dull and dreadful bore"
 
 
 def rows(count: int = 24, labels: tuple[Any, Any] = (0, 1)) -> list[dict[str, Any]]:
     """Rows of ``text`` and ``label``, all different, the two labels in turn."""
-    return [{"text": f"{(BAD, GOOD)[i % 2]} number {i}" + " indeed" * (i % 5), "label": labels[i % 2]} for i in range(count)]
+    return [
+        {"text": f"{(BAD, GOOD)[i % 2]} number {i}" + " indeed" * (i % 5), "label": labels[i % 2]} for i in range(count)
+    ]
 
 
-def make_run(task: str, model: Mapping[str, Any], data: Mapping[str, Any], objects: Iterable[Plugin] = (), **train: Any) -> Run:
+def make_run(
+    task: str, model: Mapping[str, Any], data: Mapping[str, Any], objects: Iterable[Plugin] = (), **train: Any
+) -> Run:
     """A run of one task, logging aside; ``objects``: further plugins."""
     train = {"epochs": 1, "batch_size": 8, "lr": 1e-2, "device": "cpu"} | train
     tree = {"model": dict(model), "data": dict(data), "train": train, "output": "run"}
-    recipe = make_recipe(tree | {"plugins": [task, {"log": False}, {"progress": False}, {"module": False}]}, Path("recipe.yaml"))
+    recipe = make_recipe(
+        tree | {"plugins": [task, {"log": False}, {"progress": False}, {"module": False}]}, Path("recipe.yaml")
+    )
     return build(resolve(recipe, objects=objects))

@@ -50,7 +50,13 @@ def trained(
     **train: Any,
 ) -> Run:
     """Write ``recipe.yaml`` and train it."""
-    tree = {"model": model, "data": data, "train": TRAIN | {"device": "cpu"} | train, "plugins": list(plugins), "output": output}
+    tree = {
+        "model": model,
+        "data": data,
+        "train": TRAIN | {"device": "cpu"} | train,
+        "plugins": list(plugins),
+        "output": output,
+    }
     Path("recipe.yaml").write_text(yaml.safe_dump(tree))
     recipe = load_recipe("recipe.yaml")
     recipe.plugins |= {"progress": False}
@@ -60,7 +66,11 @@ def trained(
 
 
 def plain_loop(
-    folder: str, columns: Sequence[Sequence[str]], targets: Tensor, loss: Callable[[Tensor, Tensor], Tensor], max_length: int = 32
+    folder: str,
+    columns: Sequence[Sequence[str]],
+    targets: Tensor,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    max_length: int = 32,
 ) -> dict[str, Tensor]:
     """Train ``folder`` with SGD on the batches that fastloop documents: one permutation an epoch. Returns the weights.
 

@@ -1,12 +1,12 @@
-"""Two machines on one: two network namespaces with an address each, and a link that delays packets, loses them or is cut.
+"""Two machines on one: two network namespaces with an address each, and a link that delays or loses packets or is cut.
 
     with TwoNodes() as nodes:  # skips the test where this user may not make namespaces
         commands = [nodes.start(node, "-m", "fastloop", "train", "recipe.yaml", ...) for node in (0, 1)]
         nodes.set_link(delay=0.005, loss=0.01)
         nodes.lose(1)
 
-A process passes the packets from one namespace to the other, because `tc netem` is not in every kernel. The files and the process ids are
-those of the machine.
+A process passes the packets from one namespace to the other, because `tc netem` is not in every kernel. The files and
+the process ids are those of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """The address of each node."""
 INTERFACE = "eth0"
 """The name of each node's interface."""
-ALL_PROTOCOLS, PACKET_LEVEL, HEADER_OPTION = 0x0003, 263, 15  # ETH_P_ALL, SOL_PACKET and PACKET_VNET_HDR of <linux/if_packet.h>
+# ETH_P_ALL, SOL_PACKET and PACKET_VNET_HDR of <linux/if_packet.h>
+ALL_PROTOCOLS, PACKET_LEVEL, HEADER_OPTION = 0x0003, 263, 15
 LARGEST = 1 << 17
 """Bytes to read at once: more than a packet that the kernel has not yet split, with its header."""
 
@@ -47,12 +48,16 @@ class TwoNodes:
     def __init__(self) -> None:
         command = ["unshare", "--user", "--map-root-user", "--net", sys.executable, __file__, "relay"]
         try:
-            self._relay = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            self._relay = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
         except OSError as error:
             pytest.skip(f"cannot make network namespaces: {error}")
         assert self._relay.stdout is not None
         if not (line := self._relay.stdout.readline()):
-            pytest.skip(f"cannot make network namespaces: {self._relay.communicate()[1].strip().rpartition(chr(10))[2]}")
+            pytest.skip(
+                f"cannot make network namespaces: {self._relay.communicate()[1].strip().rpartition(chr(10))[2]}"
+            )
         self._holders: list[int] = json.loads(line)
         self._namespaces = [Path(f"/proc/{pid}/ns/net").readlink() for pid in self._holders]
 
@@ -75,7 +80,8 @@ class TwoNodes:
         assert self._relay.stdout.readline() == "done\n"
 
     def lose(self, node: int) -> None:
-        """Cut the link, then kill every process of a node. The other node receives no packet about it, as after a loss of power."""
+        """Cut the link, then kill every process of a node. The other node receives no packet about it, as after a loss
+        of power."""
         self.set_link(loss=1.0)
         self._kill(node)
 
@@ -103,17 +109,22 @@ class TwoNodes:
     def __enter__(self) -> TwoNodes:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         for node in (0, 1):
             self._kill(node)
         self._relay.communicate(timeout=300)  # closes its input: the relay ends, and with it the namespaces
 
 
 def relay() -> None:
-    """Make the namespaces, print the processes that hold them, and pass packets between them until standard input is closed."""
+    """Make the namespaces, print the processes that hold them, and pass packets between them until standard input is
+    closed."""
     holders, ends = [], []
     for node, address in enumerate(ADDRESSES):
-        holder = subprocess.Popen(["unshare", "--net", "sh", "-c", "echo ready; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        holder = subprocess.Popen(
+            ["unshare", "--net", "sh", "-c", "echo ready; exec cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert holder.stdout is not None
         holder.stdout.readline()
         holders.append(holder)
@@ -127,7 +138,8 @@ def relay() -> None:
         ):
             subprocess.run(command, check=True)
         end = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-        end.setsockopt(PACKET_LEVEL, HEADER_OPTION, 1)  # packets keep the checksums and the sizes that the kernel has yet to finish
+        # packets keep the checksums and the sizes that the kernel has yet to finish
+        end.setsockopt(PACKET_LEVEL, HEADER_OPTION, 1)
         end.bind((f"wire{node}", ALL_PROTOCOLS))
         ends.append(end)
     print(json.dumps([holder.pid for holder in holders]), flush=True)
@@ -160,7 +172,8 @@ def _pass_packets(ends: Sequence[socket.socket]) -> None:
 def enter(holder: int, arguments: Sequence[str]) -> None:
     """Become ``python ARGUMENTS`` in the namespaces of a process.
 
-    Only commands of fastloop keep the modules of the fork server: for each event, torchrun looks through all imported modules.
+    Only commands of fastloop keep the modules of the fork server: for each event, torchrun looks through all imported
+    modules.
     """
     library = ctypes.CDLL(None, use_errno=True)
     for kind in ("user", "net"):

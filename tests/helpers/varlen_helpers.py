@@ -1,4 +1,6 @@
-"""CPU kernels for torch's varlen FlashAttention operators, so that tests run what calls them. Torch itself has them on CUDA alone."""
+"""CPU kernels for torch's varlen FlashAttention operators, so that tests run what calls them.
+
+Torch itself has them on CUDA alone."""
 
 from __future__ import annotations
 
@@ -23,8 +25,11 @@ def probabilities(query: Tensor, key: Tensor, scale: float, causal: bool) -> Ten
     return scores.softmax(-1)
 
 
-def parts(query: Tensor, key: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, p: float, seed: int) -> Iterator[Any]:
-    """Each sequence's queries and keys, cut at the maxima as the kernel's grid is, and dropout's factor for each probability."""
+def parts(
+    query: Tensor, key: Tensor, ends_q: Tensor, ends_k: Tensor, max_q: int, max_k: int, p: float, seed: int
+) -> Iterator[Any]:
+    """Each sequence's queries and keys, cut at the maxima as the kernel's grid is, and dropout's factor for each
+    probability."""
     generator = torch.Generator().manual_seed(seed)
     for first_q, last_q, first_k, last_k in zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=True):
         queries = slice(int(first_q), min(int(last_q), int(first_q) + max_q))
@@ -64,12 +69,25 @@ def forward(
     """In float64. Tokens outside all sequences stay NaN; the kernel does not write them."""
     check(query, key, value, ends_q, ends_k)
     seed = int(torch.randint(2**31, ())) if p else 0
-    output, groups, scale = torch.full_like(query, math.nan), query.shape[1] // key.shape[1], scale or query.shape[-1] ** -0.5
+    output, groups, scale = (
+        torch.full_like(query, math.nan),
+        query.shape[1] // key.shape[1],
+        scale or query.shape[-1] ** -0.5,
+    )
     for queries, keys, keep in parts(query, key, ends_q, ends_k, max_q, max_k, p, seed):
-        q, k, v = query[queries].double(), *(tensor[keys].double().repeat_interleave(groups, 1) for tensor in (key, value))
+        q, k, v = (
+            query[queries].double(),
+            *(tensor[keys].double().repeat_interleave(groups, 1) for tensor in (key, value)),
+        )
         output[queries] = torch.einsum("hqk,khd->qhd", probabilities(q, k, scale, causal) * keep, v).to(query.dtype)
     state = torch.tensor([seed, 0], dtype=torch.uint64)
-    return output, torch.empty(query.shape[1], query.shape[0]), state, torch.empty((), dtype=torch.uint64), query.new_empty(0)
+    return (
+        output,
+        torch.empty(query.shape[1], query.shape[0]),
+        state,
+        torch.empty((), dtype=torch.uint64),
+        query.new_empty(0),
+    )
 
 
 def backward(
@@ -97,11 +115,17 @@ def backward(
     results = tuple(torch.full_like(tensor, math.nan) for tensor in (query, key, value))
     groups, scale = query.shape[1] // key.shape[1], scale or query.shape[-1] ** -0.5
     for queries, keys, keep in parts(query, key, ends_q, ends_k, max_q, max_k, p, int(state[0])):
-        q, k, v = query[queries].double(), *(tensor[keys].double().repeat_interleave(groups, 1) for tensor in (key, value))
+        q, k, v = (
+            query[queries].double(),
+            *(tensor[keys].double().repeat_interleave(groups, 1) for tensor in (key, value)),
+        )
         of_output, found = gradient[queries].double(), probabilities(q, k, scale, causal)
         of_found = torch.einsum("qhd,khd->hqk", of_output, v) * keep
         of_scores = found * (of_found - (of_found * found).sum(-1, keepdim=True)) * scale
-        of_key, of_value = torch.einsum("hqk,qhd->khd", of_scores, q), torch.einsum("hqk,qhd->khd", found * keep, of_output)
+        of_key, of_value = (
+            torch.einsum("hqk,qhd->khd", of_scores, q),
+            torch.einsum("hqk,qhd->khd", found * keep, of_output),
+        )
         results[0][queries] = torch.einsum("hqk,khd->qhd", of_scores, k).to(query.dtype)
         for result, expanded in zip(results[1:], (of_key, of_value), strict=True):
             result[keys] = expanded.unflatten(1, (-1, groups)).sum(2).to(result.dtype)

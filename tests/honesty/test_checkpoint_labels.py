@@ -25,12 +25,15 @@ LABELLED = {"label": "label"}
 
 
 def teach(names: list[str], folder: str = "checkpoint", config: dict[str, Any] = DISTILBERT) -> Any:
-    """A checkpoint that has learned the file's texts, with ``names`` for its ids, as another program would publish it."""
+    """A checkpoint that has learned the file's texts, with ``names`` for its ids, as another program would publish
+    it."""
     save_checkpoint(AutoModelForSequenceClassification, config, folder, id2label=dict(enumerate(names)))
     model, words = AutoModelForSequenceClassification.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     texts = [json.loads(line)["text"] for line in Path("rows.jsonl").read_text().splitlines()]
     kinds = [next(kind for kind in WORDS if any(word in text for word in WORDS[kind])) for text in texts]
-    targets = torch.tensor([names.index(kind) if kind in names else list(WORDS).index(kind) % len(names) for kind in kinds])
+    targets = torch.tensor(
+        [names.index(kind) if kind in names else list(WORDS).index(kind) % len(names) for kind in kinds]
+    )
     batch, optimizer = words(texts, padding=True, return_tensors="pt"), torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
         torch.nn.functional.cross_entropy(model(**batch).logits, targets).backward()
@@ -42,11 +45,19 @@ def teach(names: list[str], folder: str = "checkpoint", config: dict[str, Any] =
 
 
 def head(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.named_parameters() if not name.startswith(model.base_model_prefix)}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in model.named_parameters()
+        if not name.startswith(model.base_model_prefix)
+    }
 
 
 def body(model: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in model.named_parameters() if name.startswith(model.base_model_prefix)}
+    return {
+        name: tensor.detach().clone()
+        for name, tensor in model.named_parameters()
+        if name.startswith(model.base_model_prefix)
+    }
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -82,7 +93,10 @@ def test_class_names_match_despite_case_and_spaces_with_a_message(caplog):
     run = text_run(TASK, "checkpoint", LABELLED)
     assert same(head(run.model), head(model))
     assert run.model.config.id2label == {0: "Negative ", 1: "positive"}
-    assert "match those of model.name=checkpoint except for case and spaces, and get its ids: 0 = Negative , 1 = positive" in caplog.text
+    assert (
+        "match those of model.name=checkpoint except for case and spaces, and get its ids: 0 = Negative , 1 = positive"
+        in caplog.text
+    )
 
 
 def test_class_names_that_differ_only_in_case_stay_distinct(caplog):
@@ -174,7 +188,9 @@ def test_cached_tokens_get_the_order_of_the_checkpoint_in_use():
 
 def test_a_head_for_several_labels_a_text_is_exported_as_one_for_one_label():
     write_rows(["A", "B"])
-    save_checkpoint(AutoModelForSequenceClassification, BERT, id2label={0: "A", 1: "B"}, problem_type="multi_label_classification")
+    save_checkpoint(
+        AutoModelForSequenceClassification, BERT, id2label={0: "A", 1: "B"}, problem_type="multi_label_classification"
+    )
     execute(text_run(TASK, "checkpoint", LABELLED))
     scores = pipeline("text-classification", model="run/model", top_k=None)(["a fine film"])
     assert sum(found["score"] for found in scores[0]) == pytest.approx(1.0)
@@ -187,7 +203,8 @@ def test_f1_is_that_of_scikit_learn(classes):
     names = ["A", "B", "C"][:classes]
     lines = Path(write_rows(names)).read_text().splitlines()
     teach(names)
-    rows = [json.loads(line) | ({"label": "A"} if index % 5 == 0 else {}) for index, line in enumerate(lines)]  # some are wrong
+    # some are wrong
+    rows = [json.loads(line) | ({"label": "A"} if index % 5 == 0 else {}) for index, line in enumerate(lines)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     run = text_run(TASK, "checkpoint", LABELLED, lr=1e-8, max_steps=1)
     f1 = executed(run)["f1"]
@@ -199,7 +216,8 @@ def test_f1_is_that_of_scikit_learn(classes):
             predictions += output.predictions.argmax(1).tolist()
     assert set(predictions) == set(targets) == set(range(classes))
     expected, other = (
-        f1_score(targets, predictions, average=kind) for kind in (("binary", "macro") if classes == 2 else ("macro", "micro"))
+        f1_score(targets, predictions, average=kind)
+        for kind in (("binary", "macro") if classes == 2 else ("macro", "micro"))
     )
     assert f1 == pytest.approx(expected)
     assert expected != pytest.approx(other)

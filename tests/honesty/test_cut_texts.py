@@ -19,9 +19,14 @@ LENGTHS = [3, 4, 5, 20, 9, 2, 6, 4]
 
 
 def write_rows(path: str, pairs: bool = False, streamed: int = 0) -> str:
-    rows = [{"text": " ".join(f"w{i}x{j}" for j in range(count)), "label": "ab"[i % 2]} for i, count in enumerate(LENGTHS)]
+    rows = [
+        {"text": " ".join(f"w{i}x{j}" for j in range(count)), "label": "ab"[i % 2]} for i, count in enumerate(LENGTHS)
+    ]
     if pairs:
-        rows = [{"text": " ".join(row["text"].split()[1:]), "other": row["text"].split()[0], "label": row["label"]} for row in rows]
+        rows = [
+            {"text": " ".join(row["text"].split()[1:]), "other": row["text"].split()[0], "label": row["label"]}
+            for row in rows
+        ]
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows * (streamed or 1)))
     return path
 

@@ -22,9 +22,16 @@ from fastloop.registry import resolve
 ROWS = [(f"{('a dull', 'a fine')[i % 2]} film, number {i}", ("neg", "pos")[i % 2]) for i in range(12)]
 
 
-def table(rows: list[tuple[str, ...]] = ROWS, delimiter: str = ",", header: tuple[str, ...] = ("text", "label"), end: str = "\n") -> str:
+def table(
+    rows: list[tuple[str, ...]] = ROWS,
+    delimiter: str = ",",
+    header: tuple[str, ...] = ("text", "label"),
+    end: str = "\n",
+) -> str:
     """Rows as csv, quoted where the delimiter asks for it."""
-    lines = [tuple(f'"{cell}"' if delimiter in cell else cell for cell in row) for row in ([header] if header else []) + rows]
+    lines = [
+        tuple(f'"{cell}"' if delimiter in cell else cell for cell in row) for row in ([header] if header else []) + rows
+    ]
     return "".join(delimiter.join(line) + end for line in lines)
 
 
@@ -32,7 +39,10 @@ def table(rows: list[tuple[str, ...]] = ROWS, delimiter: str = ",", header: tupl
 
 
 def reviews(count: int = 80) -> list[str]:
-    return ["text\tlabel", *(f"film number {i} is {('dull', 'fine')[i % 2]}\t{('neg', 'pos')[i % 2]}" for i in range(count))]
+    return [
+        "text\tlabel",
+        *(f"film number {i} is {('dull', 'fine')[i % 2]}\t{('neg', 'pos')[i % 2]}" for i in range(count)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +57,10 @@ def reviews(count: int = 80) -> list[str]:
             "line 11: a quote opens a cell here that closes in line 34, but each of these lines reads as a row",
         ),
         ({10: '"never closed\tneg'}, "line 11: a quote opens a cell here that never closes (line 81 is the last)."),
-        ({10: '"Great" film\tneg'}, "line 11: a quote opens a cell here, and more text follows where it closes in line 11."),
+        (
+            {10: '"Great" film\tneg'},
+            "line 11: a quote opens a cell here, and more text follows where it closes in line 11.",
+        ),
     ],
     ids=["closed by another", "closed at a cell's end", "never closed", "a quoted word"],
 )
@@ -98,7 +111,8 @@ def test_cells_longer_than_the_csv_modules_limit_are_read():
 def test_a_line_with_other_cells_is_refused_with_its_number():
     path = write("train.csv", table() + "one, two,neg\n")
     assert refusal(path) == (
-        "train.csv, line 14: found 3 cells, expected 2 (text, label). Put quotes around a text that holds a comma or a line end."
+        "train.csv, line 14: found 3 cells, expected 2 (text, label). Put quotes around a text that holds a comma or a "
+        "line end."
     )
 
 
@@ -123,7 +137,9 @@ def test_a_header_in_the_middle_is_refused():
     assert "train.csv, line 14: found the column names (label, text) again" in refusal(write("train.csv", swapped))
     numbers = table([(text, str(i % 2)) for i, (text, _) in enumerate(ROWS)])
     assert "train.csv, line 14: found the column names" in refusal(write("train.csv", numbers * 2))
-    assert "train.csv, line 4: found the column names (text)" in refusal(write("train.csv", "text\na\nb\ntext\n"), label=None)
+    assert "train.csv, line 4: found the column names (text)" in refusal(
+        write("train.csv", "text\na\nb\ntext\n"), label=None
+    )
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
@@ -136,18 +152,25 @@ def test_a_header_among_the_rows_of_other_formats_is_refused(suffix):
         from pyarrow import parquet
 
         parquet.write_table(pyarrow.Table.from_pylist(rows), "train.parquet")
-    assert f"train.{suffix}, row 13: found the column names (text, label), as where files were joined." in refusal(f"train.{suffix}")
+    assert f"train.{suffix}, row 13: found the column names (text, label), as where files were joined." in refusal(
+        f"train.{suffix}"
+    )
 
 
 def test_a_repeated_column_name_is_refused():
     path = write("train.csv", "text,label,text\na,neg,b\nc,pos,d\n")
-    assert refusal(path) == "train.csv, line 1: the column name 'text' is repeated in: text, label, text. Rename or remove one of them."
+    assert (
+        refusal(path)
+        == "train.csv, line 1: the column name 'text' is repeated in: text, label, text. Rename or remove one of them."
+    )
     assert named_rows(text_data(write("train.csv", "text,label,,\na,neg,,\nc,pos,,\n"))) == [("a", "neg"), ("c", "pos")]
 
     import pyarrow
     from pyarrow import parquet
 
-    parquet.write_table(pyarrow.table([["a", "b"], ["x", "y"], ["c", "d"]], names=["text", "label", "text"]), "train.parquet")
+    parquet.write_table(
+        pyarrow.table([["a", "b"], ["x", "y"], ["c", "d"]], names=["text", "label", "text"]), "train.parquet"
+    )
     assert "train.parquet: the column name 'text' is repeated in: text, label, text." in refusal("train.parquet")
 
 
@@ -155,21 +178,29 @@ def test_a_repeated_column_name_is_refused():
 def test_a_repeated_key_is_refused(suffix):
     lines = ['{"text": "a", "label": "neg"}', '{"text": "b", "label": "neg", "label": "pos"}']
     path = write(f"train.{suffix}", "\n".join(lines) if suffix == "jsonl" else f"[{', '.join(lines)}]")
-    assert f"train.{suffix}, line {2 if suffix == 'jsonl' else 1}: the key 'label' is repeated in one object." in refusal(path)
+    assert (
+        f"train.{suffix}, line {2 if suffix == 'jsonl' else 1}: the key 'label' is repeated in one object."
+        in refusal(path)
+    )
 
 
 def test_a_file_without_header_is_refused_with_the_columns_to_give():
     path = write("train.csv", table(header=()))
     message = refusal(path)
-    assert message.startswith("train.csv: there is no column 'text', which data.text names. Its columns: a dull film, number 0, neg.")
-    assert message.endswith("Line 1 looks like data, not like column names: if so, give data.read.columns=[text,label].")
+    assert message.startswith(
+        "train.csv: there is no column 'text', which data.text names. Its columns: a dull film, number 0, neg."
+    )
+    assert message.endswith(
+        "Line 1 looks like data, not like column names: if so, give data.read.columns=[text,label]."
+    )
     assert named_rows(text_data(path, read={"columns": ["text", "label"]})) == ROWS
 
 
 @pytest.mark.parametrize(
     ("header", "hint"),
     [
-        ("lovely,fine", " If line 1 is data and not column names, give data.read.columns=[text,label]."),  # short cells, as in a header
+        # short cells, as in a header
+        ("lovely,fine", " If line 1 is data and not column names, give data.read.columns=[text,label]."),
         ("review,label", ""),  # it has one of the columns
         ("texts,sentiment", " Did you mean 'texts'?"),
     ],
@@ -189,18 +220,26 @@ def test_the_columns_to_give_are_in_the_order_of_the_file():
 def test_the_column_of_labels_to_give_is_that_of_cola(labels):
     """CoLA's columns: source, label, a star or nothing, sentence."""
     stars = ["" if label == "1" else "*" for label in labels]
-    rows = [f"gj04\t{label}\t{star}\tA sentence, number {i}." for i, (label, star) in enumerate(zip(labels, stars, strict=True))]
+    rows = [
+        f"gj04\t{label}\t{star}\tA sentence, number {i}."
+        for i, (label, star) in enumerate(zip(labels, stars, strict=True))
+    ]
     path = write("train.tsv", "\n".join(rows) + "\n")
     assert refusal(path, text="sentence").endswith("give data.read.columns=[column1,label,column3,sentence].")
     if "0" in labels:
         columns = ["column1", "label", "column3", "sentence"]
-        assert [name for _, name in named_rows(text_data(path, text="sentence", read={"columns": columns}))] == list(labels)
+        assert [name for _, name in named_rows(text_data(path, text="sentence", read={"columns": columns}))] == list(
+            labels
+        )
 
 
 def test_columns_for_a_file_with_a_header_are_refused():
     path = write("train.csv", table())
     message = refusal(path, read={"columns": ["text", "label"]})
-    assert "train.csv, line 1: found the column names (text, label), which data.read.columns gives too. Remove data.read.columns" in message
+    assert (
+        "train.csv, line 1: found the column names (text, label), which data.read.columns gives too. Remove "
+        "data.read.columns" in message
+    )
 
 
 # -- delimiters, encodings, compression --------------------------------------------------------------------------------
@@ -226,7 +265,10 @@ def test_another_delimiter_is_offered_and_can_be_given():
     assert named_rows(text_data(path, text="review", label="class")) == ROWS
     path = write("train.csv", table([(text.replace(",", ""), label) for text, label in ROWS], "\t", header=()))
     message = refusal(path, read={"columns": ["text", "label"]})
-    assert message == "train.csv, line 1: found 1 cell, expected 2 (text, label). If the delimiter is a tab, give data.read.delimiter=tab."
+    assert (
+        message == "train.csv, line 1: found 1 cell, expected 2 (text, label). If the delimiter is a tab, give "
+        "data.read.delimiter=tab."
+    )
     for tab in ("tab", "\\t", "\t"):
         assert len(named_rows(text_data(path, read={"columns": ["text", "label"], "delimiter": tab}))) == 12
     path = write("train.csv", table(delimiter="^"))
@@ -250,7 +292,10 @@ def test_a_byte_order_mark_decides_the_encoding(encoding, suffix):
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "txt"])
 def test_another_encoding_is_refused_with_line_and_remedy(suffix):
-    content = {"csv": "text,label\nfine,neg\ncafé,pos\n", "jsonl": '\n{"text": "x", "label": "neg"}\n{"text": "café", "label": "pos"}\n'}
+    content = {
+        "csv": "text,label\nfine,neg\ncafé,pos\n",
+        "jsonl": '\n{"text": "x", "label": "neg"}\n{"text": "café", "label": "pos"}\n',
+    }
     path = write(f"train.{suffix}", content.get(suffix, "a\nb\ncafé\n").encode("cp1252"))
     label = None if suffix == "txt" else "label"
     message = refusal(path, label=label)
@@ -266,7 +311,10 @@ def test_utf_16_without_a_mark_is_refused_with_its_name(encoding, suffix):
     path = write(f"train.{suffix}", table().encode(encoding))
     label = None if suffix == "txt" else "label"
     message = refusal(path, label=label)
-    assert message == f"train.{suffix}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={encoding}."
+    assert (
+        message
+        == f"train.{suffix}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={encoding}."
+    )
     assert len(named_rows(text_data(path, label=label, read={"encoding": encoding}))) in (12, 13)
 
 
@@ -318,7 +366,15 @@ def test_folders_of_csv_files_are_read_like_files():
 
 
 def test_cells_stay_as_they_are_written():
-    rows = [("007", "true"), ("1e5", "false"), ("NA", "true"), ("true", "false"), ("2020-01-01", "true"), (" x ", "false"), ("", "true")]
+    rows = [
+        ("007", "true"),
+        ("1e5", "false"),
+        ("NA", "true"),
+        ("true", "false"),
+        ("2020-01-01", "true"),
+        (" x ", "false"),
+        ("", "true"),
+    ]
     assert named_rows(text_data(write("train.csv", table(rows)))) == rows
     assert named_rows(text_data(write("train.tsv", table(rows, "\t")))) == rows
 
@@ -331,7 +387,9 @@ def test_text_that_is_half_of_a_character_is_refused():
 def test_a_missing_text_is_empty_and_warns_with_the_row(caplog):
     path = write("train.jsonl", '{"text": "a", "label": 0}\n{"txt": "b", "label": 1}\n{"text": null, "label": 1}\n')
     assert [text for text, _ in named_rows(text_data(path))] == ["a", "", ""]
-    assert "train.jsonl: 2 of 3 texts are empty, the first in train.jsonl, row 2: column 'text' (data.text)" in caplog.text
+    assert (
+        "train.jsonl: 2 of 3 texts are empty, the first in train.jsonl, row 2: column 'text' (data.text)" in caplog.text
+    )
 
 
 def test_json_beyond_any_bound_is_refused():
@@ -349,12 +407,16 @@ def test_json_beyond_any_bound_is_refused():
     [
         (
             {"files": "https://example.org/a/train.csv"},
-            "data.files.train: https://example.org/a/train.csv is a URL, and fastloop downloads no files. Download the file first, "
+            "data.files.train: https://example.org/a/train.csv is a URL, and fastloop downloads no files. Download the "
+            "file first, "
             "and give its path.",
         ),
         ({"files": "s3://bucket/train.csv"}, "data.files.train: s3://bucket/train.csv is a URL"),
         ({"files": "hf://datasets/o/n/train.csv"}, "For a dataset of the hub: data.name=OWNER/NAME."),
-        ({"files": "file:///data/train.csv"}, "data.files.train: file:///data/train.csv is a URL. Give the path without file://."),
+        (
+            {"files": "file:///data/train.csv"},
+            "data.files.train: file:///data/train.csv is a URL. Give the path without file://.",
+        ),
         (
             {"name": "https://huggingface.co/datasets/stanfordnlp/imdb"},
             "data.name: https://huggingface.co/datasets/stanfordnlp/imdb is a URL, and fastloop downloads no files. "
@@ -388,8 +450,14 @@ def test_a_folder_is_refused_with_the_pattern_of_its_files():
     [
         ({"delimeter": ";"}, "recipe.yaml: data.read.delimeter: no such option. Did you mean 'delimiter'?"),
         ({"delimiter": "::"}, "recipe.yaml: data.read: delimiter: found '::', expected one character"),
-        ({"columns": ["text", "text"]}, "data.read: columns: found ['text', 'text'], expected a name for each column, each name once."),
-        ({"columns": ["text", "y"]}, "data.read.columns: found ['text', 'y'], expected 'label' (data.label) among them."),
+        (
+            {"columns": ["text", "text"]},
+            "data.read: columns: found ['text', 'text'], expected a name for each column, each name once.",
+        ),
+        (
+            {"columns": ["text", "y"]},
+            "data.read.columns: found ['text', 'y'], expected 'label' (data.label) among them.",
+        ),
         ({"encoding": "utf9"}, "data.read: encoding: found 'utf9', expected a text encoding of Python"),
         ({"encoding": "base64"}, "data.read: encoding: found 'base64'"),
         ({"quoting": "single"}, "data.read.quoting: found 'single' (str)"),
@@ -406,8 +474,9 @@ def test_wrong_options_are_refused_before_a_file_is_read(read, message):
 def test_options_that_no_file_is_read_with_are_refused():
     write("train.parquet", b"")
     write("train.jsonl", b"")
-    assert "data.read.encoding: it is for files of type .csv, .json, .jsonl, .tsv, .txt; data.files has .parquet." in refusal(
-        "train.parquet", read={"encoding": "cp1252"}
+    assert (
+        "data.read.encoding: it is for files of type .csv, .json, .jsonl, .tsv, .txt; data.files has .parquet."
+        in refusal("train.parquet", read={"encoding": "cp1252"})
     )
     assert "data.read.delimiter: it is for files of type .csv, .tsv; data.files has .jsonl." in refusal(
         "train.jsonl", read={"delimiter": ";"}
@@ -449,7 +518,8 @@ def test_a_run_is_refused_before_its_model_is_built():
     }
     recipe = make_recipe(tree, Path("recipe.yaml"))
     with pytest.raises(
-        RecipeError, match=r"^train.tsv, line 11: a quote opens a cell here, and more text follows where it closes in line 12"
+        RecipeError,
+        match=r"^train.tsv, line 11: a quote opens a cell here, and more text follows where it closes in line 12",
     ):
         build(resolve(recipe))
     assert not Path("run").exists()

@@ -1,4 +1,4 @@
-"""Labels of other people's making: each row gets the class that its label means, or the data is refused with row, key and remedy."""
+"""Labels in the data of others: each row gets the class that its label means, or an error names row and key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ def csv_file(labels: Sequence[str], path: str = "train.csv") -> str:
 
 
 def jsonl_file(labels: Sequence[Any], path: str = "train.jsonl") -> str:
-    return write(path, "".join(json.dumps({"text": f"film {i}", "label": label}) + "\n" for i, label in enumerate(labels)))
+    return write(
+        path, "".join(json.dumps({"text": f"film {i}", "label": label}) + "\n" for i, label in enumerate(labels))
+    )
 
 
 def names(path: str, **data: Any) -> list[str | None]:
@@ -62,9 +64,19 @@ def test_integral_floats_are_read_as_whole_numbers_and_that_is_logged(caplog):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        (["0", "1", "01"], "row 3: column 'label' (data.label) mixes text and numbers: it holds '01', and train.csv, row 1 holds '0'."),
-        (["neg", "pos", "3"], "row 1: column 'label' (data.label) mixes text and numbers: it holds 'neg', and train.csv, row 3 holds '3'."),
-        (["0", "1", "NA"], "row 3: column 'label' (data.label) mixes text and numbers: it holds 'NA', and train.csv, row 1 holds '0'."),
+        (
+            ["0", "1", "01"],
+            "row 3: column 'label' (data.label) mixes text and numbers: it holds '01', and train.csv, row 1 holds '0'.",
+        ),
+        (
+            ["neg", "pos", "3"],
+            "row 1: column 'label' (data.label) mixes text and numbers: it holds 'neg', and train.csv, row 3 "
+            "holds '3'.",
+        ),
+        (
+            ["0", "1", "NA"],
+            "row 3: column 'label' (data.label) mixes text and numbers: it holds 'NA', and train.csv, row 1 holds '0'.",
+        ),
         (["0", "0.5", "1"], "row 2: column 'label' (data.label) holds '0.5', expected text, or whole numbers from 0."),
         (["0", "1e5", "1"], "row 2: column 'label' (data.label) holds '1e5', expected text, or whole numbers from 0."),
         (["0", "", "1"], "row 2: column 'label' (data.label) is empty."),
@@ -77,8 +89,15 @@ def test_labels_of_several_kinds_are_refused_with_the_row(labels, message):
 @pytest.mark.parametrize(
     ("labels", "message"),
     [
-        ([0, 1, "1"], "row 3: column 'label' (data.label) mixes text and numbers: it holds '1', and train.jsonl, row 1 holds 0."),
-        ([True, False, 1], "row 1: column 'label' (data.label) mixes text and numbers: it holds 'true', and train.jsonl, row 3 holds 1."),
+        (
+            [0, 1, "1"],
+            "row 3: column 'label' (data.label) mixes text and numbers: it holds '1', and train.jsonl, row 1 holds 0.",
+        ),
+        (
+            [True, False, 1],
+            "row 1: column 'label' (data.label) mixes text and numbers: it holds 'true', and train.jsonl, row 3 "
+            "holds 1.",
+        ),
         ([0, 1, float("nan")], "row 3: column 'label' (data.label) is empty."),
         ([0, 1, float("inf")], "row 3: column 'label' (data.label) holds inf (float), expected text"),
         ([0, 1, {"a": 1}], "row 3: column 'label' (data.label) holds {'a': 1} (dict), expected text"),
@@ -92,7 +111,8 @@ def test_labels_of_other_types_are_read_as_what_they_are():
     assert names(jsonl_file([True, False])) == ["true", "false"]
     assert names(jsonl_file(["1", "2"])) == ["1", "2"]
     Path("mine.py").write_text(
-        "import numpy as np\ndef rows(): return {'train': [{'text': 'a', 'label': np.int64(1)}, {'text': 'b', 'label': np.float32(0)}]}\n"
+        "import numpy as np\ndef rows(): return {'train': [{'text': 'a', 'label': np.int64(1)}, {'text': 'b', 'label': "
+        "np.float32(0)}]}\n"
     )
     assert names(None, module="mine.py:rows") == ["1", "0"]
 
@@ -118,7 +138,10 @@ def test_every_split_is_read_by_the_rule_of_train():
     files = {"train": csv_file(["0", "1"]), "test": csv_file(["1.0", "0.0"], "test.csv")}
     assert [name for _, name in named_rows(text_data(files), "test")] == ["1", "0"]
     files["test"] = csv_file(["01", "1"], "test.csv")
-    assert "test.csv, row 1: column 'label' (data.label) holds '01', which never occurs in training. There: 0, 1." in refusal(files)
+    assert (
+        "test.csv, row 1: column 'label' (data.label) holds '01', which never occurs in training. There: 0, 1."
+        in refusal(files)
+    )
     files = {"train": csv_file(["neg", "pos"]), "test": csv_file(["Pos ", "neg"], "test.csv")}
     message = refusal(files)
     assert "test.csv, row 1: column 'label' (data.label) holds 'Pos ', which never occurs in training." in message
@@ -133,7 +156,9 @@ def test_every_split_is_read_by_the_rule_of_train():
 def test_labels_that_count_from_1_are_refused_with_the_option_that_reads_them(write_file, caplog):
     caplog.set_level(logging.INFO, "fastloop")
     path = write_file([1, 2, 3, 2])
-    assert refusal(path).endswith("holds the labels 1, 2, 3, expected 0 to 2 without gaps. They count from 1: give data.label_offset=1.")
+    assert refusal(path).endswith(
+        "holds the labels 1, 2, 3, expected 0 to 2 without gaps. They count from 1: give data.label_offset=1."
+    )
     data = text_data(path, label_offset=1)
     assert data.load()["train"].labels == [0, 1, 2, 1]
     assert data.classes == ["1", "2", "3"]
@@ -146,7 +171,9 @@ def test_an_offset_that_does_not_fit_is_refused():
         csv_file(["neg", "pos"]), label_offset=1
     )
     for option in ({"label_offset": 1}, {"label_map": {0: "neg"}}):
-        assert f"data.{next(iter(option))}: a language model has no labels. Remove it." in refusal(csv_file(["0"]), label=None, **option)
+        assert f"data.{next(iter(option))}: a language model has no labels. Remove it." in refusal(
+            csv_file(["0"]), label=None, **option
+        )
     assert "data.label_offset: found -1" in refusal(csv_file(["0", "1"]), label_offset=-1)
 
 
@@ -171,7 +198,10 @@ def test_a_map_names_labels_of_several_kinds():
 @pytest.mark.parametrize(("mark", "labels"), [("-", ["yes", "no"]), (-1, [0, 1])])
 def test_labels_mapped_to_null_leave_out_their_rows_with_a_count(write_file, mark, labels, caplog):
     caplog.set_level(logging.INFO, "fastloop")
-    files = {"train": write_file([*labels, mark, *labels, mark]), "test": write_file([mark, labels[1]], f"t{Path(write_file([0])).suffix}")}
+    files = {
+        "train": write_file([*labels, mark, *labels, mark]),
+        "test": write_file([mark, labels[1]], f"t{Path(write_file([0])).suffix}"),
+    }
     files["train"] = write_file([*labels, mark, *labels, mark])
     data = text_data(files, label_map={mark: None})
     assert named_rows(data) == [(f"film {i}", str(labels[i % 3])) for i in (0, 1, 3, 4)]
@@ -180,13 +210,17 @@ def test_labels_mapped_to_null_leave_out_their_rows_with_a_count(write_file, mar
     assert f"data: test: 1 of 2 rows are left out by their label (data.label_map): '{mark}' 1" in caplog.messages
     assert (
         refusal(files | {"test": write_file([mark, mark], files["test"])}, label_map={mark: None})
-        == "recipe.yaml: data.label_map: leaves out all 2 rows of the test split. To leave out the split: data.splits.test=null."
+        == "recipe.yaml: data.label_map: leaves out all 2 rows of the test split. To leave out the split: "
+        "data.splits.test=null."
     )
     assert "data.label_map: the label '7' never occurs." in refusal(files["train"], label_map={7: None})
 
 
 def test_rows_after_those_left_out_keep_their_numbers():
-    path = write("train.jsonl", "".join(json.dumps({"text": text, "label": "-ab"[i % 3]}) + "\n" for i, text in enumerate(["x", "y", 3])))
+    path = write(
+        "train.jsonl",
+        "".join(json.dumps({"text": text, "label": "-ab"[i % 3]}) + "\n" for i, text in enumerate(["x", "y", 3])),
+    )
     assert "train.jsonl, row 3: column 'text' holds 3 (int), expected text" in refusal(path, label_map={"-": None})
 
 
@@ -202,12 +236,18 @@ def test_names_of_a_dataset_stay_when_rows_are_left_out():
 
 def test_marks_of_missing_labels_come_with_the_map_that_leaves_them_out(caplog):
     assert refusal(csv_file(["0", "1", "-1"])).endswith(
-        "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: data.label_map={-1: NAME}."
+        "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: "
+        "data.label_map={-1: NAME}."
     )
     text_data(csv_file(["yes", "no", "-"] * 6)).load()
-    assert "the class '-' has the name of a missing value. If it is one, leave out its rows: data.label_map={'-': null}" in caplog.text
+    assert (
+        "the class '-' has the name of a missing value. If it is one, leave out its rows: data.label_map={'-': null}"
+        in caplog.text
+    )
     message = refusal({"train": csv_file(["yes", "no"]), "test": csv_file(["-", "no"], "test.csv")})
-    assert "To leave out its rows: data.label_map={'-': null}. To leave this split out: data.splits.test=null." in message
+    assert (
+        "To leave out its rows: data.label_map={'-': null}. To leave this split out: data.splits.test=null." in message
+    )
 
 
 # -- classes that look wrong -------------------------------------------------------------------------------------------
@@ -227,7 +267,10 @@ def test_many_classes_are_counted_in_short():
     from fastloop_plugins.tasks._text_labels import count_classes
 
     ids = [index for index in range(20) for _ in range(index + 1)]
-    assert count_classes(ids, [f"c{i}" for i in range(20)]) == "c19 20, c18 19, c17 18, c16 17, c15 16, c14 15, c13 14, 12 more, and c0 1"
+    assert (
+        count_classes(ids, [f"c{i}" for i in range(20)])
+        == "c19 20, c18 19, c17 18, c16 17, c15 16, c14 15, c13 14, 12 more, and c0 1"
+    )
     assert count_classes([0, 1, 1], ["0", "very good"]) == "'very good' 2, '0' 1"
 
 
@@ -240,7 +283,9 @@ def test_classes_with_few_rows_warn(caplog):
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize(("other", "remedy"), [("Neg ", "{'Neg ': 'neg'}"), ("NEG", "{'NEG': 'neg'}"), ("very  neg", None)])
+@pytest.mark.parametrize(
+    ("other", "remedy"), [("Neg ", "{'Neg ': 'neg'}"), ("NEG", "{'NEG': 'neg'}"), ("very  neg", None)]
+)
 def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them(other, remedy, caplog):
     path = csv_file(["neg", "pos"] * 36 + [other] * 6)
     text_data(path).load()
@@ -248,7 +293,8 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
         assert caplog.text == ""
         return
     assert (
-        f"train.csv: the classes '{other}', 'neg' differ only by case or spaces. If they are equal: data.label_map={remedy}" in caplog.text
+        f"train.csv: the classes '{other}', 'neg' differ only by case or spaces. If they are equal: "
+        f"data.label_map={remedy}" in caplog.text
     )
     caplog.clear()
     assert set(names(path, label_map={other: "neg"})) == {"neg", "pos"}
@@ -258,15 +304,19 @@ def test_classes_that_differ_by_case_or_spaces_warn_with_the_map_that_joins_them
 def test_a_class_with_the_name_of_a_missing_value_warns(caplog):
     text_data(csv_file(["neg", "pos", "nan"] * 6)).load()
     assert (
-        "train.csv: the class 'nan' has the name of a missing value. If it is one, leave out its rows: data.label_map={'nan': null}"
-        in caplog.text
+        "train.csv: the class 'nan' has the name of a missing value. If it is one, leave out its rows: "
+        "data.label_map={'nan': null}" in caplog.text
     )
 
 
-@pytest.mark.parametrize("labels", [[f"a label of its own, number {i}".replace(",", "") for i in range(40)], [str(i) for i in range(40)]])
+@pytest.mark.parametrize(
+    "labels", [[f"a label of its own, number {i}".replace(",", "") for i in range(40)], [str(i) for i in range(40)]]
+)
 def test_a_class_for_nearly_every_row_is_refused(labels):
     message = refusal(csv_file([*labels, labels[0]]))
     assert "train.csv: column 'label' (data.label) has 40 different labels in 41 rows, such as " in message
     remedy = " For regression: data.label_type=number." if labels[0].isdigit() else ""
-    assert message.endswith(f"nearly every row would be a class of its own. Expected a column with few different values.{remedy}")
+    assert message.endswith(
+        f"nearly every row would be a class of its own. Expected a column with few different values.{remedy}"
+    )
     assert len(names(csv_file(labels[:10]))) == 10  # a first trial with a row a class

@@ -1,7 +1,8 @@
-"""Random small tables as files of every format: the rows that train are exactly the rows written, or the file is refused.
+"""Random small tables as files of every format: the rows that train are the rows written, or the file is refused.
 
-A short form runs with the other tests; FASTLOOP_RELIABILITY times as many examples are tried by hand, as in tests/reliability.
-Not tried, because nothing in a file shows them: a text in quotes, or with a line end in it, that is written without quoting.
+A short form runs with the other tests; FASTLOOP_RELIABILITY times as many examples are tried by hand, as in
+tests/reliability. Not tried, because nothing in a file shows them: a text in quotes, or with a line end in it, that is
+written without quoting.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ TIMES = float(os.environ.get("FASTLOOP_RELIABILITY", "1"))
 EXAMPLES = 60
 """Tables of each format."""
 
-WORDS = """NA N/A null nan NaN None #N/A <NA> - 007 7 7.0 1e5 1E5 0x1F 1_000 +1 -0 inf true True FALSE 2020-01-01 12:30 2020-01-01T00:00:00Z
+WORDS = """NA N/A null nan NaN None #N/A <NA> - 007 7 7.0 1e5 1E5 0x1F 1_000 +1 -0 inf true True FALSE 2020-01-01 12:30
+    2020-01-01T00:00:00Z
     "" "a" a" "a a""b '' 'a' \\ \\" \\n =1+1 #a text label text,label a,neg neg a;b a|b é 🙂 日本 \u202e"""
 LINES = [
     "a\tneg",
@@ -57,7 +59,16 @@ texts = st.one_of(
     st.lists(st.sampled_from(TRAPS), min_size=2, max_size=3).map("".join),
 )
 LABELS: list[tuple[Any, ...]] = [
-    *[("neg", "pos"), ("0", "1"), ("1", "0", "2"), ("0.0", "1.0"), ("01", "02", "10"), ("true", "false"), ("NA", "null"), ("nan", "x")],
+    *[
+        ("neg", "pos"),
+        ("0", "1"),
+        ("1", "0", "2"),
+        ("0.0", "1.0"),
+        ("01", "02", "10"),
+        ("true", "false"),
+        ("NA", "null"),
+        ("nan", "x"),
+    ],
     *[
         ("a b", "a  b"),
         (" a", "a "),
@@ -154,7 +165,9 @@ def property_test(make: Callable[..., Any], labels: list[tuple[Any, ...]], least
     assert counts["read"] >= least * counts.total()
 
 
-def store(draw: Any, name: str, content: str, encodings: tuple[str, ...] = ("utf-8", "utf-8", "utf-8-sig", "utf-16")) -> str:
+def store(
+    draw: Any, name: str, content: str, encodings: tuple[str, ...] = ("utf-8", "utf-8", "utf-8-sig", "utf-16")
+) -> str:
     """Characters as a file, in one of the encodings, compressed or not."""
     data = content.encode(draw(st.sampled_from(encodings)))
     if draw(st.booleans()):
@@ -171,7 +184,8 @@ def test_tables_that_pythons_csv_module_writes(suffix):
         stream = io.StringIO(newline="")
         quoting = draw(st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC]))
         terminator = draw(st.sampled_from(["\n", "\r\n"]))
-        if quoting == csv.QUOTE_MINIMAL and terminator == "\n":  # before Python 3.13, csv writes a bare "\r" without quotes
+        # before Python 3.13, csv writes a bare "\r" without quotes
+        if quoting == csv.QUOTE_MINIMAL and terminator == "\n":
             table.rows = [(text.replace("\r", "_"), label) for text, label in table.rows]
         writer = csv.writer(stream, delimiter=given, quoting=quoting, lineterminator=terminator)
         if names:
@@ -202,13 +216,19 @@ def test_tables_that_are_written_by_hand(suffix):
                 table.rows = [(text or "_", label) for text, label in table.rows]  # a line of nothing is none
 
         def cell(text: str) -> str:
-            must = text.startswith('"') or any(part in text for part in (delimiter, "\r", "\n")) or (not text and table.columns == ["text"])
+            must = (
+                text.startswith('"')
+                or any(part in text for part in (delimiter, "\r", "\n"))
+                or (not text and table.columns == ["text"])
+            )
             if quoting == "all" or (quoting == "some" and (must or draw(st.booleans()))):
                 return '"' + text.replace('"', '""') + '"'
             return text.replace(delimiter, "_") if quoting == "none" else text
 
         lines = [table.columns, *(table.cells(number) for number in range(len(table.rows)))]
-        content = end.join(delimiter.join(map(cell, line)) for line in lines) + draw(st.sampled_from([end, "", end * 3]))
+        content = end.join(delimiter.join(map(cell, line)) for line in lines) + draw(
+            st.sampled_from([end, "", end * 3])
+        )
         return store(draw, f"train.{suffix}", content), True
 
     property_test(make, LABELS, least=0.5)
@@ -220,7 +240,9 @@ def test_tables_as_json(suffix):
         ascii_only, end = draw(st.booleans()), draw(st.sampled_from(["\n", "\r\n", " \n", "\n\n"]))
         rows = [dict(zip(table.columns, table.cells(number), strict=True)) for number in range(len(table.rows))]
         if suffix == "jsonl":
-            content = end.join(json.dumps(row, ensure_ascii=ascii_only) for row in rows) + draw(st.sampled_from([end, ""]))
+            content = end.join(json.dumps(row, ensure_ascii=ascii_only) for row in rows) + draw(
+                st.sampled_from([end, ""])
+            )
         else:
             content = json.dumps(rows, ensure_ascii=ascii_only, indent=draw(st.sampled_from([None, 1])))
         if draw(st.integers(0, 9)) == 0:

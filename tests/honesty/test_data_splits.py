@@ -1,4 +1,4 @@
-"""The validation split that is drawn from train has each class, and rows that stand in two splits or have two labels are named."""
+"""The validation split drawn from train has each class, and rows in two splits or with two labels are named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def labelled(counts: dict[str, int], path: str = "train.csv") -> str:
     return write(path, "text,label\n" + "".join(f"film {i},{name}\n" for i, name in enumerate(names)))
 
 
-# -- held out of train ---------------------------------------------------------------------------------------------------
+# -- held out of train -------------------------------------------------------------------------------------------------
 
 
 def test_each_class_with_two_rows_is_in_the_validation_split():
@@ -45,7 +45,9 @@ def test_rows_without_classes_are_drawn_as_a_whole():
     train, held = hold_out(50, 0.1, None, "data")
     assert len(held) == 5
     assert sorted(train + held) == list(range(50))
-    data = text_data(write("n.csv", "text,label\n" + "".join(f"film {i},{i / 7}\n" for i in range(20))), label_type="number")
+    data = text_data(
+        write("n.csv", "text,label\n" + "".join(f"film {i},{i / 7}\n" for i in range(20))), label_type="number"
+    )
     data.options.validation_fraction = 0.25
     assert len(data.load()["validation"].texts) == 5
 
@@ -68,7 +70,7 @@ def test_images_are_held_out_of_each_class():
     assert found["train"] == {"cat": 27, "dog": 8, "owl": 1, "yak": 1}
 
 
-# -- rows that repeat each other -----------------------------------------------------------------------------------------
+# -- rows that repeat each other ---------------------------------------------------------------------------------------
 
 
 def rows_file(path: str, rows: list[tuple[str, str]]) -> str:
@@ -77,7 +79,9 @@ def rows_file(path: str, rows: list[tuple[str, str]]) -> str:
 
 def repeats(caplog, train: list[tuple[str, str]], **splits: list[tuple[str, str]]) -> list[str]:
     caplog.clear()
-    files = {"train": rows_file("train.csv", train)} | {split: rows_file(f"{split}.csv", rows) for split, rows in splits.items()}
+    files = {"train": rows_file("train.csv", train)} | {
+        split: rows_file(f"{split}.csv", rows) for split, rows in splits.items()
+    }
     text_data(files).load()
     return [line for line in caplog.messages if "repeat" in line or "in train" in line or "more than one label" in line]
 
@@ -93,7 +97,8 @@ def test_rows_that_repeat_or_stand_in_two_splits_give_one_warning(caplog):
     ]
     splits = {"validation": [DIFFERENT[3], ("new", "neg")], "test": [*DIFFERENT[4:7], ("new", "neg")]}
     assert repeats(caplog, train, **splits) == [
-        "data: 3 of 15 rows of train repeat an earlier one; 1 of 2 rows of validation are in train, too; 3 of 4 rows of test are in "
+        "data: 3 of 15 rows of train repeat an earlier one; 1 of 2 rows of validation are in train, too; 3 of 4 rows "
+        "of test are in "
         "train, too, such as 'film 3'. Metrics of rows that the model trains on are too high: remove these rows"
     ]
 
@@ -120,9 +125,14 @@ def test_pairs_and_sets_of_classes_are_compared_as_a_whole(caplog):
 def test_sentences_with_tags_are_compared_with_their_tags(caplog):
     rows = [{"words": ["EU", "film"], "tags": ["B-ORG", "O"]}, {"words": ["EU", "film"], "tags": ["O", "O"]}]
     write("t.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, rows[0]]))
-    TagTextData(make_recipe({"data": {"files": {"train": "t.jsonl"}, "validation_fraction": 0}}, Path("recipe.yaml"))).load()
+    TagTextData(
+        make_recipe({"data": {"files": {"train": "t.jsonl"}, "validation_fraction": 0}}, Path("recipe.yaml"))
+    ).load()
     (line,) = [line for line in caplog.messages if "repeat" in line]
-    assert line == "data: 1 of 3 rows of train repeat an earlier one, such as 'EU film'. Remove them unless they are intended"
+    assert (
+        line
+        == "data: 1 of 3 rows of train repeat an earlier one, such as 'EU film'. Remove them unless they are intended"
+    )
 
 
 def test_lines_of_a_language_model_and_numbers_may_repeat(caplog):

@@ -1,4 +1,4 @@
-"""Metrics are tried on the first validation batch before training: the error names the metric, both shapes and the remedy."""
+"""Metrics are tried on the first validation batch before training: the error names metric, both shapes and remedy."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def refused(metrics: Any, *arguments: Any, steps: int = 0, **settings: Any) -> s
 def test_a_wrong_number_of_classes_is_refused_before_the_first_step():
     message = refused({"fine": MulticlassAccuracy(3), "top": MulticlassAccuracy(10)})
     assert message.startswith(
-        "recipe: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) float32, "
+        "recipe: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) "
+        "float32, "
         "targets (8,) int64. "
     )
     assert message.endswith("The predictions have 3 columns and the metric has num_classes=10: set num_classes to 3.")
@@ -91,15 +92,21 @@ def test_a_wrong_number_of_classes_is_refused_before_the_first_step():
 
 def test_other_shapes_are_refused_with_both():
     message = refused({"r2": R2Score()})
-    assert "the metric 'r2' (R2Score) cannot measure a batch of validation: predictions (8, 3) float32, targets (8,) int64." in message
+    assert (
+        "the metric 'r2' (R2Score) cannot measure a batch of validation: predictions (8, 3) float32, targets "
+        "(8,) int64." in message
+    )
     assert message.endswith("Choose a metric, or arguments of it, that fit these shapes and dtypes.")
 
 
 @pytest.mark.parametrize(
-    ("metric", "shape"), [(MulticlassAccuracy(3, average=None), "(3,) float32"), (MulticlassConfusionMatrix(3), "(3, 3) int64")]
+    ("metric", "shape"),
+    [(MulticlassAccuracy(3, average=None), "(3,) float32"), (MulticlassConfusionMatrix(3), "(3, 3) int64")],
 )
 def test_a_metric_that_is_not_one_number_is_refused(metric, shape):
-    assert f"the metric 'm' gives {shape} for validation, expected one number. Average over classes" in refused({"m": metric})
+    assert f"the metric 'm' gives {shape} for validation, expected one number. Average over classes" in refused(
+        {"m": metric}
+    )
 
 
 def test_the_test_split_is_tried_too():
@@ -126,8 +133,19 @@ class Mappings(TensorDataset):
 
 def test_a_model_without_predictions_is_refused():
     data = Mappings(*split().tensors)
-    trainer = Trainer(NoLogits(), data, data, metrics={"a": MulticlassAccuracy(3)}, batch_size=8, device="cpu", plugins=QUIET, output="run")
-    with pytest.raises(UsageError, match=r"'a' .* has nothing to measure: a batch of validation gave no predictions. Have the model"):
+    trainer = Trainer(
+        NoLogits(),
+        data,
+        data,
+        metrics={"a": MulticlassAccuracy(3)},
+        batch_size=8,
+        device="cpu",
+        plugins=QUIET,
+        output="run",
+    )
+    with pytest.raises(
+        UsageError, match=r"'a' .* has nothing to measure: a batch of validation gave no predictions. Have the model"
+    ):
         trainer.fit()
 
 
@@ -143,7 +161,10 @@ class Stream(IterableDataset[Any]):
 
 def test_an_iterable_split_is_not_read_ahead_and_its_first_evaluation_names_the_metric():
     message = refused({"top": MulticlassAccuracy(10)}, Stream(), steps=2)
-    assert "the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) float32" in message
+    assert (
+        "the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) float32"
+        in message
+    )
     train({"top": MulticlassAccuracy(3)}, Stream(), epochs=1)
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["validation"]["loss"] > 0
@@ -174,8 +195,15 @@ class Noisy(TensorDataset):
 def test_trying_metrics_changes_no_number(workers):
     data = Noisy(*split(8, 1).tensors)
     data.workers = workers > 0
-    plugins = [{"dataloader-workers": {"num_workers": workers, "persistent_workers": persistent}} for persistent in (True, False)]
-    runs = [train(metrics, data, *([plugin] if workers else [])) for plugin in plugins for metrics in (None, {"a": MulticlassAccuracy(3)})]
+    plugins = [
+        {"dataloader-workers": {"num_workers": workers, "persistent_workers": persistent}}
+        for persistent in (True, False)
+    ]
+    runs = [
+        train(metrics, data, *([plugin] if workers else []))
+        for plugin in plugins
+        for metrics in (None, {"a": MulticlassAccuracy(3)})
+    ]
     assert runs[0] == runs[1] == runs[2] == runs[3]
 
 
@@ -223,14 +251,18 @@ def test_a_recipe_ends_with_one_line_and_exit_code_2():
         "model": {"module": "code.py:net"},
         "data": {"module": "code.py:data"},
         "train": {"batch_size": 8, "device": "cpu"},
-        "plugins": [{"module": {"loss": "cross_entropy", "metrics": {"top": {"type": "MulticlassAccuracy", "num_classes": 10}}}}],
+        "plugins": [
+            {"module": {"loss": "cross_entropy", "metrics": {"top": {"type": "MulticlassAccuracy", "num_classes": 10}}}}
+        ],
         "output": "run",
     }
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = forked.run("-m", "fastloop", "train", "r.yaml", env=environment)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: r.yaml: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation")
+    assert done.stderr.startswith(
+        "error: r.yaml: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation"
+    )
     assert "Traceback" not in done.stderr + done.stdout
     assert json.loads(Path("run/summary.json").read_text())["steps"] == 0
 
@@ -248,12 +280,19 @@ class Sharded(Plugin):
 
 
 def on_two(strategy: str) -> tuple[str, str, bool]:
-    """On one of two processes: how training ends with a wrong metric and with a fitting one, and whether weights are shards in it."""
+    """On one of two processes: how training ends with a wrong metric and with a fitting one, and whether weights are
+    shards in it."""
     sharded, found = Sharded(), []
     for classes in (10, 3):
         try:
             train(
-                {"a": MulticlassAccuracy(classes)}, split(1), strategy, sharded, epochs=1, save_every=None, output=f"{strategy}-{classes}"
+                {"a": MulticlassAccuracy(classes)},
+                split(1),
+                strategy,
+                sharded,
+                epochs=1,
+                save_every=None,
+                output=f"{strategy}-{classes}",
             )
             found.append("trained")
         except UsageError as error:
@@ -262,7 +301,8 @@ def on_two(strategy: str) -> tuple[str, str, bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")  # the second process has no sample to measure
+# the second process has no sample to measure
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_all_processes_refuse_alike_and_weights_stay_sharded(strategy):
     ended = start(2, on_two, strategy)
@@ -308,9 +348,12 @@ def measured(samples: int, eval_batch_size: int) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")  # the second process has no sample to measure
+# the second process has no sample to measure
+@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric:UserWarning")
 @pytest.mark.filterwarnings("ignore:Metric `Spearman:UserWarning")
-@pytest.mark.parametrize(("samples", "eval_batch_size"), [(13, 1), (5, 8)], ids=["one sample a batch", "none on the second process"])
+@pytest.mark.parametrize(
+    ("samples", "eval_batch_size"), [(13, 1), (5, 8)], ids=["one sample a batch", "none on the second process"]
+)
 def test_metrics_of_two_processes_are_those_of_one(samples, eval_batch_size):
     """Of one sample, R2 has no value, so ``metric-check`` cannot compute it before training."""
     (alone,), both = (start(count, measured, samples, eval_batch_size) for count in (1, 2))
@@ -326,4 +369,9 @@ def test_a_metric_of_one_class_in_the_first_batch_still_trains():
     inputs = torch.randn(16, 4)
     data = TensorDataset(inputs, torch.tensor([0.0] * 8 + [1.0] * 8))
     model = nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
-    train({"auroc": BinaryAUROC(), "a": BinaryAccuracy()}, data, model=model, loss=lambda scores, _: scores.square().mean())
+    train(
+        {"auroc": BinaryAUROC(), "a": BinaryAccuracy()},
+        data,
+        model=model,
+        loss=lambda scores, _: scores.square().mean(),
+    )

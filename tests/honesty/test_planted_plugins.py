@@ -103,9 +103,13 @@ PLANTED = {
     "counts-steps": Planted("saved_and_loaded", RESUMED, COUNTS.format(number=7, hook="after_step"), STATE),
     "counts-many-steps": Planted("saved_and_loaded", RESUMED, COUNTS.format(number=17, hook="after_step"), STATE),
     "counts-evaluations": Planted("saved_and_loaded", RESUMED, COUNTS.format(number=3, hook="after_evaluate"), STATE),
-    "counts-more-evaluations": Planted("saved_and_loaded", RESUMED, COUNTS.format(number=6, hook="after_evaluate"), STATE),
+    "counts-more-evaluations": Planted(
+        "saved_and_loaded", RESUMED, COUNTS.format(number=6, hook="after_evaluate"), STATE
+    ),
     "counts-epochs": Planted("saved_and_loaded", RESUMED, COUNTS.format(number=2, hook="after_epoch"), STATE),
-    "counts-until-killed": Planted("killed", "was killed in step 14", COUNTS.format(number=3, hook="after_evaluate"), STATE),
+    "counts-until-killed": Planted(
+        "killed", "was killed in step 14", COUNTS.format(number=3, hook="after_evaluate"), STATE
+    ),
     "saves-and-does-not-load": Planted(
         "saved_and_loaded",
         "right after load_state",
@@ -115,7 +119,9 @@ PLANTED = {
     "loads-another-name": Planted(
         "saved_and_loaded",
         RESUMED,
-        COUNTS.format(number=7, hook="after_step").replace("# state", SAVES + LOADS.replace('state["count"]', 'state.get("steps", 0)')),
+        COUNTS.format(number=7, hook="after_step").replace(
+            "# state", SAVES + LOADS.replace('state["count"]', 'state.get("steps", 0)')
+        ),
         {'state.get("steps", 0)': 'state["count"]'},
     ),
     "resets-when-it-saves": Planted(
@@ -144,7 +150,10 @@ PLANTED = {
         {"if run.state.epoch_samples == 0:": "if True:"},
     ),
     "draws-from-torch": Planted(
-        "numerics", BITS, EVERY_STEP.format(body="torch.rand(1)"), {"torch.rand(1)": "torch.rand(1, generator=torch.Generator())"}
+        "numerics",
+        BITS,
+        EVERY_STEP.format(body="torch.rand(1)"),
+        {"torch.rand(1)": "torch.rand(1, generator=torch.Generator())"},
     ),
     "draws-from-numpy": Planted(
         "numerics",
@@ -221,28 +230,36 @@ PLANTED = {
         {".append(batches[0].inputs)": "[:] = [batches[0].inputs]"},
     ),
     "changes-inputs": Planted(
-        "numerics", BITS, EVERY_STEP.format(body="batches[0].inputs[0].mul_(1 + 1e-6)"), {".mul_(1 + 1e-6)": ".mul(1 + 1e-6)"}
+        "numerics",
+        BITS,
+        EVERY_STEP.format(body="batches[0].inputs[0].mul_(1 + 1e-6)"),
+        {".mul_(1 + 1e-6)": ".mul(1 + 1e-6)"},
     ),
     "passes-in-train-mode": Planted(
         "batch_norm",
         "numerics 'bitwise': as many passes in train mode as there are without it. Found: norm.num_batches_tracked is",
         EVERY_STEP.format(
-            body="with torch.no_grad(), preserve_random_states(), torch.random.fork_rng():\n        run.model(batches[0].inputs[0])"
+            body="with torch.no_grad(), preserve_random_states(), torch.random.fork_rng():\n        "
+            "run.model(batches[0].inputs[0])"
         ),
         {"torch.random.fork_rng()": "evaluating(run.model)"},
     ),
     "passes-in-train-mode-reassociated": Planted(
         "batch_norm",
-        "numerics 'reassociated': as many passes in train mode as there are without it. Found: norm.num_batches_tracked is",
+        "numerics 'reassociated': as many passes in train mode as there are without it. Found: "
+        "norm.num_batches_tracked is",
         EVERY_STEP.replace("bitwise", "reassociated").format(
-            body="with torch.no_grad(), preserve_random_states(), torch.random.fork_rng():\n        run.model(batches[0].inputs[0])"
+            body="with torch.no_grad(), preserve_random_states(), torch.random.fork_rng():\n        "
+            "run.model(batches[0].inputs[0])"
         ),
         {"torch.random.fork_rng()": "evaluating(run.model)"},
     ),
     "acts-on-one-rank": Planted(
         "processes[ddp]",
         f"{SAME} on two processes with 'ddp'. Found: other weights",
-        GRADIENTS.replace("bitwise", "changes-training").format(body="parameter.grad.mul_(0.5 if run.is_main else 1.0)"),
+        GRADIENTS.replace("bitwise", "changes-training").format(
+            body="parameter.grad.mul_(0.5 if run.is_main else 1.0)"
+        ),
         {"0.5 if run.is_main else 1.0": "0.5"},
     ),
     "evaluates-on-one-rank": Planted(
@@ -257,7 +274,9 @@ PLANTED = {
         GRADIENTS.format(body="parameter.grad = None if run.state.step == 12 else parameter.grad"),
         {"None if run.state.step == 12 else parameter.grad": "parameter.grad"},
     ),
-    "overwrites-gradients": Planted("numerics", BITS, GRADIENTS.format(body="parameter.grad.clamp_(-1e-3, 1e-3)"), {"clamp_": "clamp"}),
+    "overwrites-gradients": Planted(
+        "numerics", BITS, GRADIENTS.format(body="parameter.grad.clamp_(-1e-3, 1e-3)"), {"clamp_": "clamp"}
+    ),
     "leaves-eval-mode": Planted(
         "numerics",
         BITS,
@@ -294,7 +313,8 @@ PLANTED = {
     ),
     "leaks-a-setting": Planted(
         "off",
-        "to leave nothing behind when it is off. Found: torch.are_deterministic_algorithms_enabled(): False before, True after",
+        "to leave nothing behind when it is off. Found: torch.are_deterministic_algorithms_enabled(): False before, "
+        "True after",
         """
         numerics = "bitwise"
 
@@ -384,7 +404,8 @@ def install(site: Path, name: str, code: str) -> None:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tuple[str, str]]]:
-    """Plugin -> check -> outcome and message, of one run of pytest. For a plugin with an error, only the check that finds it runs."""
+    """Plugin -> check -> outcome and message, of one run of pytest. For a plugin with an error, only the check that
+    finds it runs."""
     folder = tmp_path_factory.mktemp("authors")
     (folder / "site").mkdir()
     lines, selected = ["from fastloop.testing import Conformance"], []
@@ -412,7 +433,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
         name = case.get("classname", "").rpartition("Test_")[2].replace("_", "-")
         result = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         words = "" if result is None else " ".join(f"{result.get('message')} {result.text}".split())
-        found.setdefault(name, {})[case.get("name", "").removeprefix("test_")] = ("passed" if result is None else result.tag, words)
+        found.setdefault(name, {})[case.get("name", "").removeprefix("test_")] = (
+            "passed" if result is None else result.tag,
+            words,
+        )
     return found
 
 
@@ -438,5 +462,8 @@ def test_the_suite_passes_the_correct_twin(outcomes, name):
 def test_skipped_checks_are_listed_with_their_reasons(outcomes):
     _, output = outcomes[""]["output"]
     section = output.partition("conformance: skipped checks, which are no passes")[2]
-    assert "refuses-without-a-declaration-twin: processes[ddp]: refused with 'ddp': PluginError: only one process" in section
+    assert (
+        "refuses-without-a-declaration-twin: processes[ddp]: refused with 'ddp': PluginError: only one process"
+        in section
+    )
     assert "counts-steps-twin: batch_norm: it is a task, or changes the training" in section

@@ -1,4 +1,4 @@
-"""Mistakes of a plugin's author end with an error that names the plugin and the hook, at the latest in the first steps."""
+"""Mistakes of a plugin's author end with an error that names plugin and hook, at the latest in the first steps."""
 
 from __future__ import annotations
 
@@ -21,13 +21,21 @@ from fastloop.registry import PluginSet, load, own_plugins, resolve
 from fastloop_plugins.guards._hook_checks import STEP_HOOKS, STEPS
 
 ROOT = Path(__file__).parents[2]
-QUIET = [{"log": False}, {"metric-check": False}, {"optimizer-check": False}, {"progress": False}, {"speed-check": False}]
+QUIET = [
+    {"log": False},
+    {"metric-check": False},
+    {"optimizer-check": False},
+    {"progress": False},
+    {"speed-check": False},
+]
 
 
 def make(name: str, **members: Any) -> Plugin:
     """A plugin whose functions are its hooks; the other values are attributes of its class."""
     marked = {
-        key: hookimpl(value) if callable(value) and not isinstance(value, type) and not hasattr(value, "fastloop_impl") else value
+        key: hookimpl(value)
+        if callable(value) and not isinstance(value, type) and not hasattr(value, "fastloop_impl")
+        else value
         for key, value in members.items()
     }
     return type(name.title(), (Plugin,), {"name": name, **marked})()
@@ -48,7 +56,8 @@ def test_an_earlier_name_of_a_declaration_is_refused_with_the_new_name(old, valu
     with pytest.raises(PluginError) as refused:
         resolved(make("a", **{old: value}))
     assert str(refused.value) == (
-        f"recipe: plugin 'a': its class has the attribute {old!r}, which is no declaration of a plugin. It is now {RENAMED[old]!r}: rename "
+        f"recipe: plugin 'a': its class has the attribute {old!r}, which is no declaration of a plugin. It is now "
+        f"{RENAMED[old]!r}: rename "
         "it. An attribute of your own may have any name that begins with an underscore."
     )
 
@@ -85,7 +94,9 @@ def test_an_earlier_name_of_a_class_method_is_refused(old):
     ],
 )
 def test_a_misspelled_declaration_is_refused_with_the_nearest(name, value, meant):
-    with pytest.raises(PluginError, match=f"plugin 'a': its class has the attribute '{name}'.* Did you mean '{meant}'?"):
+    with pytest.raises(
+        PluginError, match=f"plugin 'a': its class has the attribute '{name}'.* Did you mean '{meant}'?"
+    ):
         resolved(make("a", **{name: value}))
 
 
@@ -133,7 +144,9 @@ def test_our_own_plugins_and_the_examples_declare_what_a_plugin_declares(monkeyp
         monkeypatch.syspath_prepend(code)
         (package,) = (path.name for path in code.iterdir() if (path / "__init__.py").exists())
         module = __import__(package)
-        plugins += [cls() for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Plugin) and cls.name]
+        plugins += [
+            cls() for cls in vars(module).values() if isinstance(cls, type) and issubclass(cls, Plugin) and cls.name
+        ]
         monkeypatch.delitem(sys.modules, package)
     assert len(plugins) > 50
     for plugin in plugins:
@@ -164,7 +177,8 @@ def test_a_missing_call_of_the_base_class_is_named():
     with pytest.raises(PluginError) as refused:
         resolved(Forgets())
     assert str(refused.value) == (
-        "recipe: plugin 'forgets': its __init__ does not call super().__init__(**options), which sets its options. Call it first."
+        "recipe: plugin 'forgets': its __init__ does not call super().__init__(**options), which sets its options. "
+        "Call it first."
     )
 
 
@@ -176,7 +190,8 @@ def test_a_plugin_object_with_the_name_of_a_default_plugin_does_not_replace_it(t
     with pytest.raises(PluginError) as refused:
         tiny_run([make(name)])
     assert str(refused.value) == (
-        f"recipe: plugin {name!r} ({__name__}) has the name of a plugin that is on by default, and would replace it. Rename it. "
+        f"recipe: plugin {name!r} ({__name__}) has the name of a plugin that is on by default, and would replace it. "
+        "Rename it. "
         f"To leave the other one out, add {{{name!r}: False}} to the plugins."
     )
     assert name in tiny_run([make(name), {name: False}], epochs=1).summary["plugins"]
@@ -191,7 +206,9 @@ def test_a_default_plugin_may_be_given_as_an_object_or_derived_from(tiny_run):
 
 def test_a_file_does_not_replace_a_default_plugin():
     Path("checks.py").write_text('from fastloop import Plugin\n\nclass Mine(Plugin):\n    name = "metric-check"\n')
-    with pytest.raises(PluginError, match=r"plugin 'metric-check' \(.*checks\.py\) has the name of a plugin that is on by default"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'metric-check' \(.*checks\.py\) has the name of a plugin that is on by default"
+    ):
         resolve(make_recipe({"plugins": ["./checks.py"]}))
 
 
@@ -202,7 +219,9 @@ def leave(self: Any) -> None:
     sys.exit(0)
 
 
-@pytest.mark.parametrize("hook", ["check_recipe", "before_fit", "after_step", "after_evaluate", "save_state", "write_summary", "teardown"])
+@pytest.mark.parametrize(
+    "hook", ["check_recipe", "before_fit", "after_step", "after_evaluate", "save_state", "write_summary", "teardown"]
+)
 def test_sys_exit_in_a_hook_fails_the_run(tiny_run, hook):
     with pytest.raises(PluginCrash) as failed:
         tiny_run([make("leaves", **{hook: leave})], epochs=1)
@@ -231,7 +250,9 @@ def test_sys_exit_of_a_disabled_observer_does_not_end_the_run(tiny_run):
 def test_sys_exit_in_the_constructor_names_the_plugin():
     body = "    def __init__(self, **options):\n        import sys\n        sys.exit(0)\n"
     Path("leaves.py").write_text(f'from fastloop import Plugin\n\nclass It(Plugin):\n    name = "leaves"\n\n{body}')
-    with pytest.raises(PluginError, match=r"recipe: plugins\.\./leaves\.py: It \(.*\) cannot be created: SystemExit: 0"):
+    with pytest.raises(
+        PluginError, match=r"recipe: plugins\.\./leaves\.py: It \(.*\) cannot be created: SystemExit: 0"
+    ):
         resolve(make_recipe({"plugins": ["./leaves.py"]}))
 
 
@@ -249,7 +270,9 @@ def test_the_command_line_exits_with_1_if_a_hook_calls_sys_exit():
     Path("leaves.py").write_text(code + "    @hookimpl\n    def after_step(self):\n        sys.exit(0)\n")
     task = {"model": {"module": "fastloop.testing.tasks:Network"}, "data": {"module": "fastloop.testing.tasks:vectors"}}
     plugins = [{"module": {"loss": "cross_entropy"}}, "./leaves.py"]
-    Path("r.yaml").write_text(json.dumps(task | {"plugins": plugins, "train": {"batch_size": 8, "device": "cpu"}, "output": "out"}))
+    Path("r.yaml").write_text(
+        json.dumps(task | {"plugins": plugins, "train": {"batch_size": 8, "device": "cpu"}, "output": "out"})
+    )
     done = forked.run("-m", "fastloop", "train", "r.yaml")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].endswith("failed in after_step: SystemExit: 0")
@@ -349,7 +372,11 @@ def test_what_a_plugin_does_to_metrics_is_its_own(tiny_run):
         make("keeps", evaluate=hookimpl(wrapper=True)(evaluate), write_summary=lambda self: kept[-1].clear()),
     ]
     result, plain = tiny_run(plugins), tiny_run()
-    assert [metrics for _, metrics in result.recorder.metrics] == seen == [metrics for _, metrics in plain.recorder.metrics]
+    assert (
+        [metrics for _, metrics in result.recorder.metrics]
+        == seen
+        == [metrics for _, metrics in plain.recorder.metrics]
+    )
     assert result.summary["validation"] == result.trainer.run.state.metrics["validation"] == plain.summary["validation"]
     result.summary["validation"].clear()
     assert result.trainer.run.state.metrics["validation"] == plain.summary["validation"]
@@ -373,11 +400,16 @@ DESCRIBED = "docs/loop.md describes the hook."
 LOSS = "Return fastloop.Output(loss), whose loss is the mean over the micro-batch: a tensor of shape ()."
 SAMPLER = "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last)."
 PLATEAU = (
-    "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To step by a metric, keep the scheduler in a "
+    "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To step by a metric, "
+    "keep the scheduler in a "
     "plugin whose after_evaluate calls its step(metrics['loss'])."
 )
 RESULTS: dict[str, tuple[str, Any, str]] = {
-    "a tensor as loss": ("compute_loss", lambda self, model, batch: model(batch[0]).sum(), f"a Tensor, expected Output. {LOSS}"),
+    "a tensor as loss": (
+        "compute_loss",
+        lambda self, model, batch: model(batch[0]).sum(),
+        f"a Tensor, expected Output. {LOSS}",
+    ),
     "a loss per sample": (
         "compute_loss",
         lambda self, model, batch: Output(model(batch[0]).sum(1)),
@@ -385,7 +417,11 @@ RESULTS: dict[str, tuple[str, Any, str]] = {
     ),
     "a number as loss": ("compute_loss", lambda self: Output(1.0), f"an Output whose loss is a float. {LOSS}"),  # type: ignore[arg-type]
     "a wrapper that loses the loss": ("compute_loss", hookimpl(wrapper=True)(wraps), f"None, expected Output. {LOSS}"),
-    "a wrapper that loses the metrics": ("evaluate", hookimpl(wrapper=True)(wraps), f"None, expected dict[str, float]. {DESCRIBED}"),
+    "a wrapper that loses the metrics": (
+        "evaluate",
+        hookimpl(wrapper=True)(wraps),
+        f"None, expected dict[str, float]. {DESCRIBED}",
+    ),
     "a list as sampler": ("build_sampler", lambda self: [1, 2], f"a list, expected BatchSampler. {SAMPLER}"),
     "a sampler of samples": (
         "build_sampler",
@@ -399,16 +435,29 @@ RESULTS: dict[str, tuple[str, Any, str]] = {
         lambda self, optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer),
         f"a ReduceLROnPlateau, which steps by a metric. {PLATEAU}",
     ),
-    "no scheduler": ("build_scheduler", lambda self: 0.1, f"a float, expected LRScheduler | Mapping[str, LRScheduler]. {PLATEAU}"),
-    "a dict of metrics": ("build_metrics", lambda self: {"accuracy": 1}, f"a dict, expected MetricCollection. {DESCRIBED}"),
+    "no scheduler": (
+        "build_scheduler",
+        lambda self: 0.1,
+        f"a float, expected LRScheduler | Mapping[str, LRScheduler]. {PLATEAU}",
+    ),
+    "a dict of metrics": (
+        "build_metrics",
+        lambda self: {"accuracy": 1},
+        f"a dict, expected MetricCollection. {DESCRIBED}",
+    ),
     "no state": ("save_state", lambda self: [1], f"a list, expected dict[str, Any]. {DESCRIBED}"),
-    "a result of before_step": ("before_step", lambda self, batches: batches, f"a list, expected no result. {DESCRIBED}"),
+    "a result of before_step": (
+        "before_step",
+        lambda self, batches: batches,
+        f"a list, expected no result. {DESCRIBED}",
+    ),
     "a result of a draft": ("configure_dataloader", lambda self: 3, f"a int, expected no result. {DESCRIBED}"),
     "a summary": ("write_summary", lambda self: {"a": 1}, f"a dict, expected no result. {DESCRIBED}"),
     "a generator": (
         "after_step",
         yields,
-        f"a generator, expected no result. An implementation with a yield is marked @hookimpl(wrapper=True). {DESCRIBED}",
+        "a generator, expected no result. An implementation with a yield is marked @hookimpl(wrapper=True). "
+        f"{DESCRIBED}",
     ),
 }
 
@@ -429,7 +478,10 @@ def test_a_loss_of_none_is_refused_if_no_other_plugin_computes_one():
 
     members = {"name": "task", "compute_loss": hookimpl(nothing)}
     task = type("Task", (load("module"),), members)(loss="cross_entropy")
-    with pytest.raises(PluginError, match=r"plugin 'task': compute_loss returned None, expected Output\. Return fastloop\.Output\(loss\)"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'task': compute_loss returned None, expected Output\. Return fastloop\.Output\(loss\)",
+    ):
         train({**VECTORS, "plugins": [], "train": {"batch_size": 8, "device": "cpu"}, "output": "out"}, task)
 
 
@@ -441,14 +493,18 @@ def test_a_loss_of_none_is_reported_if_another_plugin_computes_each(tiny_run, ca
     assert not [record for record in caplog.records if "compute_loss" in record.getMessage()]
     tiny_run([make("never", compute_loss=lambda self: None)])
     (message,) = [record.getMessage() for record in caplog.records if "compute_loss" in record.getMessage()]
-    assert message == f"plugin 'never': compute_loss returned None each time, so another plugin computes the loss. {LOSS}"
+    assert (
+        message == f"plugin 'never': compute_loss returned None each time, so another plugin computes the loss. {LOSS}"
+    )
 
 
 @pytest.mark.parametrize("hook", ["after_step", "before_fit", "compute_loss", "teardown"])
 def test_an_async_hook_is_refused_before_the_run(tiny_run, hook):
     with pytest.raises(PluginError) as refused:
         tiny_run([make("waits", **{hook: awaits})])
-    assert str(refused.value) == f"plugin 'waits': {hook} is an `async def`, and nothing would await it. Make it a `def`."
+    assert (
+        str(refused.value) == f"plugin 'waits': {hook} is an `async def`, and nothing would await it. Make it a `def`."
+    )
 
 
 def test_an_error_in_write_summary_names_the_plugin_and_leaves_a_summary(tiny_run):
@@ -480,7 +536,9 @@ def test_a_value_of_the_summary_that_is_no_json_is_refused_by_name(tiny_run):
     def adds(self: Any, summary: dict[str, Any]) -> None:
         summary["norm"] = torch.tensor(1.0)
 
-    with pytest.raises(PluginError, match=r"plugin 'adds': write_summary set 'norm' to a Tensor, expected a JSON value: .*\."):
+    with pytest.raises(
+        PluginError, match=r"plugin 'adds': write_summary set 'norm' to a Tensor, expected a JSON value: .*\."
+    ):
         tiny_run([make("adds", write_summary=adds)], epochs=1)
     assert json.loads(Path("run0/summary.json").read_text())["norm"] == "tensor(1.)"
 
@@ -500,7 +558,12 @@ def test_the_checks_of_a_step_end_after_the_first_steps(tiny_run):
         @hookimpl
         def after_step(self, run: Any) -> None:
             manager = run.plugins.manager
-            own = [(impl, hook) for plugin in run.plugins for impl, hook in manager.implementations(plugin) if hook in STEP_HOOKS]
+            own = [
+                (impl, hook)
+                for plugin in run.plugins
+                for impl, hook in manager.implementations(plugin)
+                if hook in STEP_HOOKS
+            ]
             self.found[run.state.step] = [hook for impl, hook in own if "HookChecks" in impl.function.__qualname__]
             self.hooks[run.state.step] = len(torch_optimizer._global_optimizer_pre_hooks)
 

@@ -1,4 +1,4 @@
-"""Plugins whose declarations do not fit each other, or do not fit their code, are refused or reported before training."""
+"""Plugins whose declarations do not fit each other or their code are refused or reported before training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,13 @@ from fastloop.plugin_checks import check_hooks, check_together, exclusive_hooks,
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.registry import PluginSet, load, own_plugins, resolve
 
-QUIET = [{"log": False}, {"metric-check": False}, {"optimizer-check": False}, {"progress": False}, {"speed-check": False}]
+QUIET = [
+    {"log": False},
+    {"metric-check": False},
+    {"optimizer-check": False},
+    {"progress": False},
+    {"speed-check": False},
+]
 CODE = """
 import torch
 from torch import nn
@@ -95,7 +101,8 @@ def test_plan_refuses_two_plugins_that_build_the_optimizer():
     assert "1. " not in out
     assert err == (
         "error: r.yaml: plugins 'lion' and 'muon' both implement build_optimizer, but only the first would be called. "
-        "Keep one: --without muon or --without lion. An author can wrap the other implementation (@hookimpl(wrapper=True)) or leave the "
+        "Keep one: --without muon or --without lion. An author can wrap the other implementation "
+        "(@hookimpl(wrapper=True)) or leave the "
         'hook to it (fallback_hooks = ("build_optimizer",)).\n'
     )
     assert resolve(load_recipe("r.yaml", without_plugins=["muon"])).plugins.names()[:3] == ["module", "lion", "log"]
@@ -109,7 +116,10 @@ def test_every_hook_with_one_answer_is_checked(hook):
     def around(self: Plugin) -> Any:
         return (yield)
 
-    assert resolved(make("a", **{hook: answer()}), make("b", **{hook: hookimpl(wrapper=True)(around)})).names() == ["a", "b"]
+    assert resolved(make("a", **{hook: answer()}), make("b", **{hook: hookimpl(wrapper=True)(around)})).names() == [
+        "a",
+        "b",
+    ]
 
 
 def test_exclusive_hooks_are_firstresult_hooks():
@@ -134,7 +144,10 @@ def test_fallback_hook_is_called_last_and_shown_by_plan():
     ):
         resolution = resolved(*plugins)
         assert resolution.hooks.build_model(run=None) == "mine"
-        assert resolution.reasons == {"fallback": "given in Python; leaves build_model to 'mine'", "mine": "given in Python"}
+        assert resolution.reasons == {
+            "fallback": "given in Python; leaves build_model to 'mine'",
+            "mine": "given in Python",
+        }
     assert asked == ["mine", "mine"]
     assert resolved(fallback()).hooks.build_model(run=None) == "fallback"
 
@@ -142,7 +155,12 @@ def test_fallback_hook_is_called_last_and_shown_by_plan():
 def test_a_fallback_comes_before_the_core():
     collate = make("mine", build_collator=answer("mine"), fallback_hooks=("build_collator",))
     assert resolved(collate).hooks.build_collator(run=None, split="train") == "mine"
-    assert resolved(make("last", build_collator=answer("mine", trylast=True))).hooks.build_collator(run=None, split="train") == "mine"
+    assert (
+        resolved(make("last", build_collator=answer("mine", trylast=True))).hooks.build_collator(
+            run=None, split="train"
+        )
+        == "mine"
+    )
 
 
 def test_a_loss_of_a_plugin_replaces_the_tasks_in_any_order(tiny_run):
@@ -174,7 +192,10 @@ def test_options_decide_whether_a_plugin_answers():
     with pytest.raises(PluginError, match="plugins 'module' and 'batches' both implement build_collator"):
         resolve(load_recipe("r.yaml", ["plugins.module.collate=code_of_test.py:data"]))
     own = make("own", build_optimizer=answer())
-    assert resolve(make_recipe({"plugins": ["fused-optimizer", *QUIET]}), objects=[own]).plugins.names() == ["fused-optimizer", "own"]
+    assert resolve(make_recipe({"plugins": ["fused-optimizer", *QUIET]}), objects=[own]).plugins.names() == [
+        "fused-optimizer",
+        "own",
+    ]
     with pytest.raises(PluginError, match="plugins 'fused-optimizer' and 'own' both implement build_optimizer"):
         check_together([load("fused-optimizer")(implementation="8bit"), own], (), {}, "recipe")
 
@@ -205,7 +226,9 @@ def test_our_own_plugins_answer_one_hook_only_where_they_share_a_slot():
     known = PluginSet([]).manager
     for plugin in ours:
         check_hooks(plugin, known.known, known.first)
-        assert not list(misspelled(plugin, {other.name for other in ours}, {other.slot for other in ours if other.slot}))
+        assert not list(
+            misspelled(plugin, {other.name for other in ours}, {other.slot for other in ours if other.slot})
+        )
     for plugin in ours:
         for other in ours:
             if plugin is not other and (plugin.slot is None or plugin.slot != other.slot):
@@ -220,7 +243,8 @@ def test_a_hook_without_its_mark_is_refused_with_its_line():
     with pytest.raises(PluginError) as refused:
         _ = resolve(load_recipe("r.yaml")).plugins.hooks
     assert str(refused.value) == (
-        f"plugin 'silent': the method after_step ({Path('silent.py').resolve()}, line 7) has the name of a hook but no @hookimpl, so it "
+        f"plugin 'silent': the method after_step ({Path('silent.py').resolve()}, line 7) has the name of a hook but no "
+        "@hookimpl, so it "
         "would never be called. Mark it with @hookimpl, or rename it: _after_step."
     )
     code, _, err = fastloop("plan", "r.yaml")
@@ -241,7 +265,8 @@ def test_an_override_of_a_marked_hook_needs_the_mark_too():
 
     assert resolved(Base()).names() == ["base"]
     with pytest.raises(
-        PluginError, match=r"plugin 'child': the method after_fit \(.*test_plugin_declarations\.py, line \d+\) has the name"
+        PluginError,
+        match=r"plugin 'child': the method after_fit \(.*test_plugin_declarations\.py, line \d+\) has the name",
     ):
         resolved(Child())
 
@@ -274,7 +299,10 @@ def test_an_unknown_numerics_is_refused(numerics, hint):
     recipe(file_plugin("odd", f"    numerics = {numerics!r}\n"))
     with pytest.raises(PluginError) as refused:
         resolve(load_recipe("r.yaml"))
-    assert str(refused.value) == f"r.yaml: plugin 'odd' declares the numerics {numerics!r}, which is no numerics class. {hint}"
+    assert (
+        str(refused.value)
+        == f"r.yaml: plugin 'odd' declares the numerics {numerics!r}, which is no numerics class. {hint}"
+    )
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture, **declared: Any) -> list[str]:
@@ -301,7 +329,10 @@ def warnings_of(caplog: pytest.LogCaptureFixture, **declared: Any) -> list[str]:
             {"runs_before": ("slots:weather",)},
             "runs_before names 'slots:weather', and no plugin has this name. Did you mean 'slot:weather'?",
         ),
-        ({"runs_after": ("my-package:warmth",)}, "'my-package:warmth', and no plugin has this name. Did you mean 'warmth'?"),
+        (
+            {"runs_after": ("my-package:warmth",)},
+            "'my-package:warmth', and no plugin has this name. Did you mean 'warmth'?",
+        ),
     ],
     ids=["in the run", "installed", "slot", "prefix", "package"],
 )
@@ -311,12 +342,18 @@ def test_a_misspelled_name_in_a_declaration_is_reported_once(caplog, declared, m
 
 
 def test_a_misspelled_requirement_is_refused_with_the_nearest():
-    with pytest.raises(PluginError, match=r"plugin 'a' requires 'lorra', and no plugin of this name is installed\. Did you mean 'lora'\?"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'a' requires 'lorra', and no plugin of this name is installed\. Did you mean 'lora'\?",
+    ):
         resolved(make("a", requires=("lorra",)))
 
 
 def test_a_constraint_on_an_optional_plugin_is_silent(caplog):
-    constraints = {"runs_after": ("muon-optimizer", "slot:strategy", "ema"), "conflicts": {"zero-bubble": "both schedule."}}
+    constraints = {
+        "runs_after": ("muon-optimizer", "slot:strategy", "ema"),
+        "conflicts": {"zero-bubble": "both schedule."},
+    }
     assert warnings_of(caplog, **constraints) == []
 
 
@@ -326,7 +363,18 @@ def test_a_constraint_on_an_optional_plugin_is_silent(caplog):
 def test_with_and_without_accumulate():
     recipe(file_plugin("warm", ""), file_plugin("cold", ""))
     code, out, err = fastloop(
-        "plan", "r.yaml", "--with", "ema", "--with", "amp,lr-scheduler", "--without", "warm", "--without", "log,cold", "--with", "ema"
+        "plan",
+        "r.yaml",
+        "--with",
+        "ema",
+        "--with",
+        "amp,lr-scheduler",
+        "--without",
+        "warm",
+        "--without",
+        "log,cold",
+        "--with",
+        "ema",
     )
     assert (code, err.count("error")) == (0, 0), err
     assert [line.split()[1] for line in out.splitlines() if line[:3].strip().rstrip(".").isdigit()] == [
@@ -348,9 +396,18 @@ def test_overrides_reach_plugins_that_are_on_by_default():
     assert plugins["progress"].config.every == 1
     assert plugins["log"].on_error == "disable"
     assert make_recipe(loaded.to_dict()).plugins == loaded.plugins, "the run folder's recipe keeps it"
-    assert "progress" not in resolve(load_recipe("r.yaml", ["plugins.progress.every=1"], without_plugins=["progress"])).plugins.names()
+    assert (
+        "progress"
+        not in resolve(
+            load_recipe("r.yaml", ["plugins.progress.every=1"], without_plugins=["progress"])
+        ).plugins.names()
+    )
     recipe(plugins=[])
-    (task,) = [plugin for plugin in resolve(load_recipe("r.yaml", ["plugins.module.loss=mse_loss"])).plugins if plugin.slot == "task"]
+    (task,) = [
+        plugin
+        for plugin in resolve(load_recipe("r.yaml", ["plugins.module.loss=mse_loss"])).plugins
+        if plugin.slot == "task"
+    ]
     assert task.config.loss == "mse_loss"
 
 
@@ -359,7 +416,8 @@ def test_an_override_turns_no_other_task_on():
     with pytest.raises(RecipeError) as refused:
         load_recipe("r.yaml", ["plugins.text-classification.x=1"])
     assert str(refused.value) == (
-        "r.yaml: plugins.text-classification: an override sets its options, but the recipe does not list it, and it is not on by default "
+        "r.yaml: plugins.text-classification: an override sets its options, but the recipe does not list it, and it is "
+        "not on by default "
         "here. Add it with --with text-classification."
     )
     with pytest.raises(RecipeError, match=r"does not list 'lgo'\. Did you mean 'log'\?"):

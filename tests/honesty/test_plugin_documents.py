@@ -1,4 +1,4 @@
-"""The conformance suite finds a README, a description or a docstring that is about another plugin than the one declared."""
+"""The conformance suite finds a README, a description or a docstring that is about another plugin."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ Project = Callable[..., None]
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    """Write a package as ``fastloop new plugin night-watch`` does, with some files replaced, and install it, as pip or as pip -e does."""
+    """Write a package as ``fastloop new plugin night-watch`` does, with some files replaced, and install it, as pip or
+    as pip -e does."""
     site, home = tmp_path / "site", tmp_path / "night-watch"
     site.mkdir()
     monkeypatch.syspath_prepend(site)
@@ -84,7 +85,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project
         info.mkdir()
         shown = "an older description\n\nan older README" if editable else f"{description or TEMPLATE}\n\n"
         body = "" if editable else files["README.md"]
-        (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: night-watch\nVersion: 0.1.0\nSummary: {shown}{body}")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.4\nName: night-watch\nVersion: 0.1.0\nSummary: {shown}{body}"
+        )
         (info / "entry_points.txt").write_text("[fastloop.plugins]\nnight-watch = night_watch:NightWatch\n")
         if editable:
             (info / "direct_url.json").write_text(json.dumps({"url": home.as_uri(), "dir_info": {"editable": True}}))
@@ -117,7 +120,8 @@ def test_a_package_whose_texts_were_changed_with_its_code_passes(project):
 def test_unchanged_template_description_is_reported(project):
     project(code=DOUBLES, readme=README)
     assert verdict() == (
-        "plugin 'night-watch' promises to describe what it does. Found: the text of `fastloop new plugin` in the description in "
+        "plugin 'night-watch' promises to describe what it does. Found: the text of `fastloop new plugin` in the "
+        "description in "
         "pyproject.toml. Describe this plugin there."
     )
 
@@ -138,7 +142,8 @@ def test_unchanged_template_docstrings_are_reported(project):
     (code,) = (text for path, text in render("night-watch").items() if path.startswith("src/"))
     project(code=code.replace("value < self.lowest", "value > self.lowest"))
     assert verdict().endswith(
-        "the text of `fastloop new plugin` in the description in pyproject.toml, README.md, the docstring of night_watch, `description`, "
+        "the text of `fastloop new plugin` in the description in pyproject.toml, README.md, the docstring of "
+        "night_watch, `description`, "
         "the docstring of NightWatch. Describe this plugin there."
     )
 
@@ -146,10 +151,18 @@ def test_unchanged_template_docstrings_are_reported(project):
 @pytest.mark.parametrize(
     ("old", "new", "found"),
     [
-        ("`changes-training`", "`bitwise`", "promises its numerics class in the README: `changes-training`. Found: another one, or none."),
+        (
+            "`changes-training`",
+            "`bitwise`",
+            "promises its numerics class in the README: `changes-training`. Found: another one, or none.",
+        ),
         ("| 2.0 |", "| 3.0 |", "promises the default of its option 'factor' in the README: 2.0. Found: 3.0."),
         ("| `factor` |", "| `factors` |", "Found: no row for factor."),
-        ("| `factor`", "| `strength` | float | 1 | How much. |\n| `factor`", "Found: a row for strength, which is no option."),
+        (
+            "| `factor`",
+            "| `strength` | float | 1 | How much. |\n| `factor`",
+            "Found: a row for strength, which is no option.",
+        ),
     ],
     ids=["numerics", "default", "renamed", "unknown"],
 )

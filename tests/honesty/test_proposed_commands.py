@@ -1,7 +1,8 @@
 """Each command and option that a message proposes works: a test provokes the message, and runs its proposal.
 
 ``CASES`` has the messages. ``ELSEWHERE`` has the proposals that no case runs, each with the reason.
-``test_every_proposal_of_the_sources_is_in_a_table`` compares both with the sources, so a new proposal needs a case or a reason.
+``test_every_proposal_of_the_sources_is_in_a_table`` compares both with the sources, so a new proposal needs a case or a
+reason.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ class Case:
     Attributes:
         sources: The proposals of the sources that these are: folder, file, and beginning.
         make: Writes the files, and returns the command's arguments. It gets the command line.
-        found: Patterns of the output, one after another. The group of each is a proposal: a command, options, or an override.
+        found: Patterns of the output, one after another. The group of each is a proposal: a command, options, or an
+            override.
         fill: A part of a proposal that stands for a value -> the value.
         drop: Arguments of the command that a proposal replaces.
         code: The exit code of the command: 2 for an error, 0 for another line of output.
@@ -97,7 +99,11 @@ class Case:
 
 def write_recipe(*arguments: str, train: Any = None, plugins: Iterable[Any] = (), **sections: Any) -> list[str]:
     """Write a recipe of one step. Returns the arguments that train it."""
-    tree: dict[str, Any] = {"output": "out", **sections, "plugins": [*plugins, {"progress": False}, {"speed-check": False}]}
+    tree: dict[str, Any] = {
+        "output": "out",
+        **sections,
+        "plugins": [*plugins, {"progress": False}, {"speed-check": False}],
+    }
     tree["train"] = {"max_steps": 1, "batch_size": 4, "device": "cpu", "lr": 1e-3} | (train or {})
     Path("r.yaml").write_text(yaml.safe_dump(tree))
     Path("plugin.py").write_text(PLUGINS)
@@ -119,7 +125,13 @@ def write_file(path: str, content: Any) -> None:
 
 
 def text(
-    train: Any = ROWS, *arguments: str, path: str = "train.csv", test: Any = None, plugins: Any = (), model: Any = None, **data: Any
+    train: Any = ROWS,
+    *arguments: str,
+    path: str = "train.csv",
+    test: Any = None,
+    plugins: Any = (),
+    model: Any = None,
+    **data: Any,
 ) -> Make:
     """Train a text classifier, or with ``label=None`` another task of texts."""
 
@@ -131,7 +143,9 @@ def text(
             write_file(files["test"], test)
         section = {"files": files, "label": "label", "max_length": 16, "validation_fraction": 0} | data
         section = {key: value for key, value in section.items() if value is not None}
-        return write_recipe(*arguments, model=model or {"config": TINY, "tokenizer": {"kind": "word"}}, data=section, plugins=plugins)
+        return write_recipe(
+            *arguments, model=model or {"config": TINY, "tokenizer": {"kind": "word"}}, data=section, plugins=plugins
+        )
 
     return make
 
@@ -141,7 +155,9 @@ def module(*arguments: str, plugins: Iterable[Any] = (), model: Any = None, data
 
     def make(_: Any) -> list[str]:
         sections = {"model": {"module": "net.py:Net"} | (model or {}), "data": {"module": "net.py:data"} | (data or {})}
-        return write_recipe(*arguments, **sections, plugins=[{"module": {"loss": "cross_entropy"}}, *plugins], train=train)
+        return write_recipe(
+            *arguments, **sections, plugins=[{"module": {"loss": "cross_entropy"}}, *plugins], train=train
+        )
 
     return make
 
@@ -198,11 +214,17 @@ SWITCHES = "text,label,a,b\n" + "".join(f"film {i},x,{i % 2},{i % 3 % 2}\n" for 
 PAIRS = [{"text": f"film {i}", "summary": "a film"} for i in range(12)]
 TAGGED = [{"words": ["EU", f"film{i}"], "tags": ["I-ORG", "O"]} for i in range(6)]
 OTHER_TAG = [{"words": ["EU", "film"], "tags": ["I-PER", "O"]}, {"words": ["film"], "tags": ["O"]}]
-CHATS = [{"messages": [{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": "c d"}]} for i in range(6)]
+CHATS = [
+    {"messages": [{"role": "user", "content": f"a {i}"}, {"role": "assistant", "content": "c d"}]} for i in range(6)
+]
 GPT = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
-T5 = {"config": {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}, "tokenizer": {"kind": "word"}}
+T5 = {
+    "config": {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+    "tokenizer": {"kind": "word"},
+}
 MARKED = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% endgeneration %}"
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% "
+    "endgeneration %}"
     "{% else %}{{ message.content }}{% endif %} {% endfor %}"
 )
 
@@ -273,10 +295,15 @@ CASES: dict[str, Case] = {
     ),
     # -- labels
     "label": Case(
-        ("tasks/_text_data.py data.label=",), text(plugins=["text-classification"], label=None), (r"such as (data\.label=label)\.",)
+        ("tasks/_text_data.py data.label=",),
+        text(plugins=["text-classification"], label=None),
+        (r"such as (data\.label=label)\.",),
     ),
     "text among numbers": Case(
-        ("tasks/_text_labels.py data.label_map=",), text(films("0", "1", "2+")), (r"name them: (data\.label_map=\{.*?\})",), {"NAME": "2"}
+        ("tasks/_text_labels.py data.label_map=",),
+        text(films("0", "1", "2+")),
+        (r"name them: (data\.label_map=\{.*?\})",),
+        {"NAME": "2"},
     ),
     "a number among texts": Case(
         ("tasks/_text_labels.py data.label_map=",),
@@ -285,17 +312,28 @@ CASES: dict[str, Case] = {
         {"NAME": "great"},
     ),
     "another spelling": Case(
-        ("tasks/_text_labels.py data.label_map=",), text(test=films("Pos ", "neg")), (r"one class: (data\.label_map=\{.*?\})",)
+        ("tasks/_text_labels.py data.label_map=",),
+        text(test=films("Pos ", "neg")),
+        (r"one class: (data\.label_map=\{.*?\})",),
     ),
     "rows of another label": Case(
-        ("tasks/_text_labels.py data.label_map=",), text(test=films("-", "neg")), (r"leave out its rows: (data\.label_map=\{.*?\})",)
+        ("tasks/_text_labels.py data.label_map=",),
+        text(test=films("-", "neg")),
+        (r"leave out its rows: (data\.label_map=\{.*?\})",),
     ),
     "a split with another label": Case(
         ("tasks/_text_labels.py data.splits.{}=",), text(test=films("-", "neg")), (r"(data\.splits\.test=null)",)
     ),
-    "rows of -1": Case(("tasks/_text_labels.py data.label_map=",), text(films(0, 1, -1)), (r"leave them out: (data\.label_map=\{.*?\})",)),
+    "rows of -1": Case(
+        ("tasks/_text_labels.py data.label_map=",),
+        text(films(0, 1, -1)),
+        (r"leave them out: (data\.label_map=\{.*?\})",),
+    ),
     "a name for -1": Case(
-        ("tasks/_text_labels.py data.label_map=",), text(films(0, 1, -1)), (r"name it: (data\.label_map=\{.*?\})",), {"NAME": "2"}
+        ("tasks/_text_labels.py data.label_map=",),
+        text(films(0, 1, -1)),
+        (r"name it: (data\.label_map=\{.*?\})",),
+        {"NAME": "2"},
     ),
     "numbers with gaps": Case(
         ("tasks/_text_labels.py data.label_map=",),
@@ -303,13 +341,27 @@ CASES: dict[str, Case] = {
         (r"name them: (data\.label_map=\{.*?\})",),
         {"NUMBER: NAME": "5: neg, 7: pos"},
     ),
-    "numbers from 1": Case(("tasks/_text_labels.py data.label_offset=",), text(films(1, 2, 3)), (r"give (data\.label_offset=1)",)),
-    "fractions": Case(("tasks/_text_labels.py data.label_type=",), text(films(0.5, 1.5)), (r"regression: (data\.label_type=number)",)),
-    "many numbers": Case(
-        ("tasks/_text_labels.py data.label_type=",), text(films(*range(20), times=1)), (r"regression: (data\.label_type=number)",)
+    "numbers from 1": Case(
+        ("tasks/_text_labels.py data.label_offset=",), text(films(1, 2, 3)), (r"give (data\.label_offset=1)",)
     ),
-    "lists": Case(("tasks/_text_labels.py data.label_type=",), text(LISTS, path="train.jsonl"), (r"labels: (data\.label_type=classes)",)),
-    "floats": Case(("tasks/_text_labels.py data.label_type=",), text(HALVES, path="train.jsonl"), (r"labels: (data\.label_type=number)",)),
+    "fractions": Case(
+        ("tasks/_text_labels.py data.label_type=",), text(films(0.5, 1.5)), (r"regression: (data\.label_type=number)",)
+    ),
+    "many numbers": Case(
+        ("tasks/_text_labels.py data.label_type=",),
+        text(films(*range(20), times=1)),
+        (r"regression: (data\.label_type=number)",),
+    ),
+    "lists": Case(
+        ("tasks/_text_labels.py data.label_type=",),
+        text(LISTS, path="train.jsonl"),
+        (r"labels: (data\.label_type=classes)",),
+    ),
+    "floats": Case(
+        ("tasks/_text_labels.py data.label_type=",),
+        text(HALVES, path="train.jsonl"),
+        (r"labels: (data\.label_type=number)",),
+    ),
     "names, and no numbers": Case(
         ("tasks/_text_targets.py data.label_type=",),
         text(ROWS, "data.label_type=number"),
@@ -323,7 +375,10 @@ CASES: dict[str, Case] = {
         {"A,B": "a,b"},
     ),
     "alike": Case(
-        ("tasks/_text_labels.py data.label_map=",), text(films("neg", "pos", "Neg ")), (r"equal: (data\.label_map=\{.*?\})",), code=0
+        ("tasks/_text_labels.py data.label_map=",),
+        text(films("neg", "pos", "Neg ")),
+        (r"equal: (data\.label_map=\{.*?\})",),
+        code=0,
     ),
     "a missing value": Case(
         ("tasks/_text_labels.py data.label_map=",),
@@ -338,7 +393,9 @@ CASES: dict[str, Case] = {
     ),
     "a label that the model lacks": Case(
         ("tasks/_text_labels.py data.label_map=",),
-        then(text(), "evaluate", "out", "--file", "new.csv", change=lambda: write_file("new.csv", films("neg", "better"))),
+        then(
+            text(), "evaluate", "out", "--file", "new.csv", change=lambda: write_file("new.csv", films("neg", "better"))
+        ),
         (r"rename a label: (data\.label_map=\{.*?\})",),
         {"CLASS": "pos"},
     ),
@@ -365,13 +422,18 @@ CASES: dict[str, Case] = {
     ),
     "scheme": Case(
         (),
-        text(TAGGED, path="train.jsonl", tags="tags", label=None, plugins=[{"token-classification": {"scheme": "IOB2"}}]),
+        text(
+            TAGGED, path="train.jsonl", tags="tags", label=None, plugins=[{"token-classification": {"scheme": "IOB2"}}]
+        ),
         (r"(plugins\.token-classification\.scheme=\w+)",),
         code=0,
     ),
     # -- models
     "a classifier without a label": Case(
-        ("tasks/_model_checks.py data.label=",), text(label=None), (r"of their labels: (data\.label=COLUMN)",), {"COLUMN": "label"}
+        ("tasks/_model_checks.py data.label=",),
+        text(label=None),
+        (r"of their labels: (data\.label=COLUMN)",),
+        {"COLUMN": "label"},
     ),
     "an encoder-decoder without a target": Case(
         ("tasks/_model_checks.py data.target=",),
@@ -386,22 +448,44 @@ CASES: dict[str, Case] = {
     ),
     "a local model instead of the hub": Case(
         ("tasks/_text_model.py model.name=",),
-        then(text(), "train", "r.yaml", "output=new", "model={name: nobody/nothing}", "model.config=null", "model.tokenizer=null"),
+        then(
+            text(),
+            "train",
+            "r.yaml",
+            "output=new",
+            "model={name: nobody/nothing}",
+            "model.config=null",
+            "model.tokenizer=null",
+        ),
         (r"(model\.name=FOLDER)",),
         {"FOLDER": "out/model"},
     ),
     "a tokenizer": Case(
         ("tasks/_text_model.py model.tokenizer=",),
-        then(text(), "train", "r.yaml", "output=new", "model={name: bare, config: null, tokenizer: null}", change=strip_tokenizer),
+        then(
+            text(),
+            "train",
+            "r.yaml",
+            "output=new",
+            "model={name: bare, config: null, tokenizer: null}",
+            change=strip_tokenizer,
+        ),
         (r"(model\.tokenizer=FOLDER)",),
         {"FOLDER": "out/model"},
     ),
-    "an image model": Case(("tasks/_image_model.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}),
+    "an image model": Case(
+        ("tasks/_image_model.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}
+    ),
     "a split of images": Case(
-        ("tasks/_image_data.py data.splits.validation=",), images(split="val"), (r"such as (data\.splits\.validation=val)\.",)
+        ("tasks/_image_data.py data.splits.validation=",),
+        images(split="val"),
+        (r"such as (data\.splits\.validation=val)\.",),
     ),
     "a template": Case(
-        ("tasks/_chat_tokens.py data.chat_template=",), chat, (r"(data\.chat_template=FILE\.jinja)",), {"FILE.jinja": "marked.jinja"}
+        ("tasks/_chat_tokens.py data.chat_template=",),
+        chat,
+        (r"(data\.chat_template=FILE\.jinja)",),
+        {"FILE.jinja": "marked.jinja"},
     ),
     "collate": Case(
         ("tasks/module.py plugins.module.collate=",),
@@ -413,12 +497,28 @@ CASES: dict[str, Case] = {
     # -- plugins
     "one limit": Case(
         ("data/length_bucketing.py train.micro_batch_size=",),
-        then(text(), "train", "r.yaml", "train.micro_batch_size=2", "--with", "length-bucketing", "plugins.length-bucketing.max_tokens=64"),
+        then(
+            text(),
+            "train",
+            "r.yaml",
+            "train.micro_batch_size=2",
+            "--with",
+            "length-bucketing",
+            "plugins.length-bucketing.max_tokens=64",
+        ),
         (r"one of them: (train\.micro_batch_size=null)",),
     ),
     "the other limit": Case(
         ("data/length_bucketing.py plugins.length-bucketing.max_tokens=",),
-        then(text(), "train", "r.yaml", "train.micro_batch_size=2", "--with", "length-bucketing", "plugins.length-bucketing.max_tokens=64"),
+        then(
+            text(),
+            "train",
+            "r.yaml",
+            "train.micro_batch_size=2",
+            "--with",
+            "length-bucketing",
+            "plugins.length-bucketing.max_tokens=64",
+        ),
         (r"or (plugins\.length-bucketing\.max_tokens=null)",),
     ),
     "an optimizer without fused steps": Case(
@@ -439,7 +539,9 @@ CASES: dict[str, Case] = {
     "another length of the schedule": Case(
         ("training/lr_scheduler.py plugins.lr-scheduler.arguments.{}=",),
         then(
-            stopped(module(plugins=["./plugin.py:Stops", {"lr-scheduler": {"schedule": "CosineAnnealingLR"}}], max_steps=2)),
+            stopped(
+                module(plugins=["./plugin.py:Stops", {"lr-scheduler": {"schedule": "CosineAnnealingLR"}}], max_steps=2)
+            ),
             "train",
             "r.yaml",
             "train.max_steps=4",
@@ -456,22 +558,42 @@ CASES: dict[str, Case] = {
     ),
     # -- the command line
     "an override": Case(("recipe/recipe.py train.lr=",), module("lr"), (r"such as (train\.lr=1e-4)",), drop=("lr",)),
-    "a plugin that is not listed": Case(("recipe/recipe.py --with",), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)),
-    "a required plugin": Case(("fastloop/registry.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)),
-    "two plugins in a slot": Case(("fastloop/registry.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)),
-    "the other of two plugins": Case(("fastloop/registry.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)),
+    "a plugin that is not listed": Case(
+        ("recipe/recipe.py --with",), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)
+    ),
+    "a required plugin": Case(
+        ("fastloop/registry.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
+    ),
+    "two plugins in a slot": Case(
+        ("fastloop/registry.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)
+    ),
+    "the other of two plugins": Case(
+        ("fastloop/registry.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)
+    ),
     "a package that is not installed": Case(
-        ("fastloop/registry.py --without",), module("--with", "liger", "train.device=cpu"), (r"leave it out: (--without liger)",)
+        ("fastloop/registry.py --without",),
+        module("--with", "liger", "train.device=cpu"),
+        (r"leave it out: (--without liger)",),
     ),
     "a circle": Case(
-        ("fastloop/registry.py --without",), module("--with", "./plugin.py:One,./plugin.py:Two"), (r"or a plugin: (--without \w+)",)
+        ("fastloop/registry.py --without",),
+        module("--with", "./plugin.py:One,./plugin.py:Two"),
+        (r"or a plugin: (--without \w+)",),
     ),
     "two plugins in a hook": Case(
-        ("fastloop/plugin_checks.py --without",), module("--with", "./plugin.py:First,./plugin.py:Second"), (r"Keep one: (--without \w+)",)
+        ("fastloop/plugin_checks.py --without",),
+        module("--with", "./plugin.py:First,./plugin.py:Second"),
+        (r"Keep one: (--without \w+)",),
     ),
-    "an unknown plugin": Case(("fastloop/registry.py fastloop plugins",), module("--with", "nothing"), (r"`(fastloop plugins)`",)),
+    "an unknown plugin": Case(
+        ("fastloop/registry.py fastloop plugins",), module("--with", "nothing"), (r"`(fastloop plugins)`",)
+    ),
     "a plugin's page": Case(
-        ("cli/plugins.py fastloop plugins",), lambda _: ["plugins"], (r"`(fastloop plugins NAME)`",), {"NAME": "amp"}, code=0
+        ("cli/plugins.py fastloop plugins",),
+        lambda _: ["plugins"],
+        (r"`(fastloop plugins NAME)`",),
+        {"NAME": "amp"},
+        code=0,
     ),
     "a longer plan": Case(
         ("cli/plan.py fastloop plan",),
@@ -495,7 +617,13 @@ CASES: dict[str, Case] = {
     ),
     "a complete run": Case(
         ("checkpoint/resume.py --resume",),
-        then(module(save_every=None), "train", "r.yaml", "--resume", change=lambda: shutil.rmtree("out/checkpoints", ignore_errors=True)),
+        then(
+            module(save_every=None),
+            "train",
+            "r.yaml",
+            "--resume",
+            change=lambda: shutil.rmtree("out/checkpoints", ignore_errors=True),
+        ),
         (r"Start a new run without --resume()",),
         drop=("--resume",),
     ),
@@ -518,13 +646,19 @@ CASES: dict[str, Case] = {
         (r"complete it: (fastloop .*? --resume)",),
     ),
     "a report": Case(
-        ("inference/evaluate.py fastloop report",), then(module(), "evaluate", "out"), (r"page: (fastloop report out)",), code=0
+        ("inference/evaluate.py fastloop report",),
+        then(module(), "evaluate", "out"),
+        (r"page: (fastloop report out)",),
+        code=0,
     ),
     "nothing to predict": Case(
         ("inference/predict.py --split",), then(module(), "predict", "out"), (r"or (--split NAME)",), {"NAME": "test"}
     ),
     "a task that reads no files": Case(
-        ("inference/chunks.py --split",), then(module(), "predict", "out", "net.py"), (r"a split: (--split test)",), drop=("net.py",)
+        ("inference/chunks.py --split",),
+        then(module(), "predict", "out", "net.py"),
+        (r"a split: (--split test)",),
+        drop=("net.py",),
     ),
     "a task that evaluates no files": Case(
         ("inference/target.py --split",),
@@ -673,7 +807,11 @@ def find_proposals(path: Path) -> Iterator[str]:
             skipped.add(id(node.value))
         elif isinstance(node, ast.JoinedStr):
             skipped |= {id(part) for part in node.values}
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("option", "Option", "Argument"):
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in (
+            "option",
+            "Option",
+            "Argument",
+        ):
             skipped |= {id(part) for part in ast.walk(node)}
     for node in ast.walk(tree):
         if id(node) in skipped:

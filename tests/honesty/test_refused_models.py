@@ -1,4 +1,4 @@
-"""Models that cannot do the task are refused before training: by architecture where that is certain, else by trying them."""
+"""Models that cannot do the task are refused before training: by architecture if that is certain, else by a trial."""
 
 from __future__ import annotations
 
@@ -32,9 +32,21 @@ BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layer
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 XLNET = {"model_type": "xlnet", "d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 32}
 SMALL = {"num_attention_heads": 2, "attention_head_size": 8, "feed_forward_size": 32, "max_position_embeddings": 64}
-REFORMER = {"model_type": "reformer", "is_decoder": True, "hidden_size": 16, "attn_layers": ["local"], "axial_pos_embds": False} | SMALL
+REFORMER = {
+    "model_type": "reformer",
+    "is_decoder": True,
+    "hidden_size": 16,
+    "attn_layers": ["local"],
+    "axial_pos_embds": False,
+} | SMALL
 REFORMER |= {"local_attn_chunk_length": 8}
-LAYERS = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32}
+LAYERS = {
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+}
 FSMT = {
     "model_type": "fsmt",
     "langs": ["en", "de"],
@@ -43,8 +55,19 @@ FSMT = {
     "d_model": 16,
     "decoder_ffn_dim": 32,
 } | LAYERS
-PROPHETNET = {"model_type": "prophetnet", "is_decoder": True, "hidden_size": 16, "num_encoder_layers": 1, "num_decoder_layers": 1}
-PROPHETNET |= {"num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+PROPHETNET = {
+    "model_type": "prophetnet",
+    "is_decoder": True,
+    "hidden_size": 16,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+}
+PROPHETNET |= {
+    "num_encoder_attention_heads": 2,
+    "num_decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
 PROPHETNET |= {"init_std": 0.5}
 READS_AHEAD = "each position sees the tokens after it"
 
@@ -66,7 +89,8 @@ def planned(task: str, model: Any, data: dict[str, Any] | None = None) -> str:
 def test_an_encoder_whose_label_column_is_forgotten_is_refused_by_plan():
     save_checkpoint(AutoModelForMaskedLM, BERT)
     recipe = make_recipe(
-        {"model": {"name": "checkpoint"}, "data": {"files": {"train": "rows.jsonl"}}, "output": "run"}, Path("recipe.yaml")
+        {"model": {"name": "checkpoint"}, "data": {"files": {"train": "rows.jsonl"}}, "output": "run"},
+        Path("recipe.yaml"),
     )
     resolution = resolve(recipe).plugins
     assert LM in resolution.names()
@@ -120,15 +144,19 @@ def test_causal_models_pass(model):
 
 def test_a_model_that_trains_on_some_lengths_only_is_refused_on_others():
     """Reformer takes multiples of its chunk length in train mode, and every length in eval mode."""
-    with pytest.raises(RecipeError, match=r"Reformer.* cannot compute logits.* multiple of .* set data.pad_to_multiple_of"):
+    with pytest.raises(
+        RecipeError, match=r"Reformer.* cannot compute logits.* multiple of .* set data.pad_to_multiple_of"
+    ):
         text_run(LM, {"config": REFORMER} | BPE, {"max_length": 20})
     assert execute(text_run(LM, {"config": REFORMER} | BPE, {"max_length": 16}, max_steps=1))["status"] == "completed"
 
 
 def test_a_language_model_that_reads_the_end_of_a_row_is_refused_with_micro_batches(caplog):
-    """ProphetNet's logits depend on the number of tokens behind them. Blocks of equal length are no problem, so a warning is enough."""
+    """ProphetNet's logits depend on the number of tokens behind them. Blocks of equal length are no problem, so a
+    warning is enough."""
     with pytest.raises(
-        RecipeError, match=r"train.micro_batch_size: found 2. ProphetNetForCausalLM reads padding: .* data.padding=max_length"
+        RecipeError,
+        match=r"train.micro_batch_size: found 2. ProphetNetForCausalLM reads padding: .* data.padding=max_length",
     ):
         text_run(LM, {"config": PROPHETNET} | BPE, {"max_length": 20}, micro_batch_size=2)
     assert execute(text_run(LM, {"config": PROPHETNET} | BPE, {"max_length": 20}, max_steps=1))["status"] == "completed"
@@ -140,7 +168,9 @@ def test_a_language_model_that_reads_the_end_of_a_row_is_refused_with_micro_batc
 
 def test_an_encoder_decoder_whose_logits_have_the_length_of_its_inputs_is_refused():
     data = {"target": "label", "max_length": 20, "max_target_length": 20}
-    with pytest.raises(RecipeError, match=r"FSMTForConditionalGeneration cannot compute logits from the task's batches: .*batch_size"):
+    with pytest.raises(
+        RecipeError, match=r"FSMTForConditionalGeneration cannot compute logits from the task's batches: .*batch_size"
+    ):
         text_run("seq2seq", {"config": FSMT} | BPE, data)
     assert execute(text_run("seq2seq", {"config": BART} | BPE, data, max_steps=1))["status"] == "completed"
 
@@ -187,9 +217,19 @@ def test_processes_without_weights_learn_that_the_model_reads_ahead():
     ("task", "model", "message"),
     [
         (CLASSIFY, "whisper", "transformers has no text classifier for 'whisper' (AutoModelForSequenceClassification)"),
-        (LM, "distilbert", "transformers has no causal language model for 'distilbert' (AutoModelForCausalLM). To classify texts, name"),
+        (
+            LM,
+            "distilbert",
+            "transformers has no causal language model for 'distilbert' (AutoModelForCausalLM). To classify "
+            "texts, name",
+        ),
         (LM, "t5", "transformers has no causal language model for 't5' (AutoModelForCausalLM)"),
-        (CLASSIFY, "t5", "'t5' is an encoder-decoder, which classifies at a text's end token; a tokenizer that is trained here adds none."),
+        (
+            CLASSIFY,
+            "t5",
+            "'t5' is an encoder-decoder, which classifies at a text's end token; a tokenizer that is trained here "
+            "adds none.",
+        ),
         (CLASSIFY, "bart", "'bart' is an encoder-decoder"),
     ],
 )
@@ -200,7 +240,12 @@ def test_an_architecture_without_the_head_is_refused_by_plan(task, model, messag
 
 def test_a_checkpoint_of_an_architecture_without_the_head_is_refused_by_plan():
     whisper = {"model_type": "whisper", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_mel_bins": 8}
-    whisper |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+    whisper |= {
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+        "decoder_ffn_dim": 32,
+    }
     save_checkpoint(AutoModelForSpeechSeq2Seq, whisper, eos_token_id=1, bos_token_id=1, decoder_start_token_id=1)
     assert "model.name: transformers has no text classifier for 'whisper'" in planned(CLASSIFY, "checkpoint", LABELLED)
 
@@ -209,7 +254,12 @@ def test_a_checkpoint_of_an_architecture_without_the_head_is_refused_by_plan():
 @pytest.mark.parametrize("model", [T5, BART], ids=["t5", "bart"])
 def test_an_encoder_decoder_with_a_tokenizer_that_ends_texts_classifies(model):
     save_checkpoint(
-        AutoModelForSequenceClassification, model, ends=True, eos_token_id=1, decoder_start_token_id=0, id2label={0: "A", 1: "B"}
+        AutoModelForSequenceClassification,
+        model,
+        ends=True,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+        id2label={0: "A", 1: "B"},
     )
     assert execute(text_run(CLASSIFY, "checkpoint", LABELLED, epochs=12))["validation"]["accuracy"] > 0.9
     classify = pipeline("text-classification", model="run/model")
@@ -221,8 +271,9 @@ def test_an_encoder_decoder_whose_tokenizer_ends_no_text_is_refused_before_train
     save_checkpoint(AutoModelForSequenceClassification, model, eos_token_id=1, decoder_start_token_id=0)
     with pytest.raises(RecipeError) as caught:
         text_run(CLASSIFY, "checkpoint", LABELLED)
-    assert "ForSequenceClassification cannot compute logits from the task's batches: ValueError: Each example must contain" in str(
-        caught.value
+    assert (
+        "ForSequenceClassification cannot compute logits from the task's batches: ValueError: Each example must contain"
+        in str(caught.value)
     )
     assert "the tokenizer that it was trained with" in str(caught.value)
 
@@ -242,17 +293,32 @@ def test_a_folder_without_a_tokenizer_is_refused():
         path.unlink()
     with pytest.raises(RecipeError) as caught:
         text_run(CLASSIFY, "checkpoint", LABELLED)
-    assert "model.name: checkpoint holds no tokenizer: every word would be unknown. Put its files there, or name" in str(caught.value)
+    assert (
+        "model.name: checkpoint holds no tokenizer: every word would be unknown. Put its files there, or name"
+        in str(caught.value)
+    )
 
 
 def test_a_model_that_needs_padding_to_train_is_refused_before_training():
     """Reformer pads its input in eval mode only, and its axial positions need exactly 8 x 8 tokens."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "attention_head_size": 16, "feed_forward_size": 32, "is_decoder": False}
-    sizes |= {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16], "num_buckets": 4, "attn_layers": ["local", "lsh"]}
+    sizes = {
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "attention_head_size": 16,
+        "feed_forward_size": 32,
+        "is_decoder": False,
+    }
+    sizes |= {
+        "axial_pos_shape": [8, 8],
+        "axial_pos_embds_dim": [16, 16],
+        "num_buckets": 4,
+        "attn_layers": ["local", "lsh"],
+    }
     model = {"config": {"model_type": "reformer", "lsh_attn_chunk_length": 8, "local_attn_chunk_length": 8, **sizes}}
     model |= {"tokenizer": {"kind": "word"}}
     expected = (
-        r"recipe.yaml: model: ReformerForSequenceClassification cannot .* multiple of .* set data.pad_to_multiple_of, or data.padding"
+        r"recipe.yaml: model: ReformerForSequenceClassification cannot .* multiple of .* set "
+        r"data.pad_to_multiple_of, or data.padding"
     )
     with pytest.raises(RecipeError, match=expected):
         text_run(CLASSIFY, model, LABELLED)

@@ -1,4 +1,4 @@
-"""The conformance suite tries a strategy of another package on two processes, with the strategy itself, save and resume included."""
+"""The conformance suite tries a strategy of another package on two real processes, save and resume included."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
     (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
     environment = os.environ | {"FASTLOOP_TEST_STRATEGIES": "ddp"}
-    done = forked.run(*forked.PYTEST, "-k", "processes", "--junitxml=report.xml", cwd=folder, env=environment, timeout=900)
+    done = forked.run(
+        *forked.PYTEST, "-k", "processes", "--junitxml=report.xml", cwd=folder, env=environment, timeout=900
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for case in ElementTree.parse(folder / "report.xml").iter("testcase"):
@@ -104,12 +106,17 @@ def test_a_strategy_is_tried_with_itself_and_not_with_ddp(outcomes):
 def test_strategy_without_gradient_exchange_fails_conformance(outcomes):
     outcome, message = outcomes["no-exchange"]["test_processes[no-exchange]"]
     assert outcome == "failure"
-    assert "promises numerics 'reassociated': each step's loss within 1e-05 of what it is without it on two processes" in message
+    assert (
+        "promises numerics 'reassociated': each step's loss within 1e-05 of what it is without it on two processes"
+        in message
+    )
 
 
 def test_strategy_with_incomplete_checkpoint_fails_conformance(outcomes):
     outcome, message = outcomes["local-sgd"]["test_processes[local-sgd]"]
     assert outcome == "failure"
-    promised = "the same result from a run that was interrupted after step 9 and resumed, on two processes with 'local-sgd'"
+    promised = (
+        "the same result from a run that was interrupted after step 9 and resumed, on two processes with 'local-sgd'"
+    )
     assert promised in message
     assert "other losses from step 10 on" in message or "other weights" in message

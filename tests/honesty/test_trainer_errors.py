@@ -65,7 +65,9 @@ class BadMetric(Metric):
         return 0.0
 
 
-def fit(model: nn.Module, loader: Any = None, loss: Any = nn.functional.cross_entropy, plugins: Any = (), **more: Any) -> None:
+def fit(
+    model: nn.Module, loader: Any = None, loss: Any = nn.functional.cross_entropy, plugins: Any = (), **more: Any
+) -> None:
     settings = {"epochs": 1, "batch_size": 4, "output": "run", "device": "cpu"} | more
     Trainer(model, loader or tiny_data(16), tiny_data(8), plugins=[*QUIET, *plugins], loss=loss, **settings).fit()
 
@@ -93,7 +95,9 @@ def test_user_error_is_raised_by_fit_with_traceback_and_note(place, function, ki
 
 
 def test_a_metric_that_fails_is_refused_before_training_with_its_line():
-    with pytest.raises(UsageError, match=r"the metric 'bad' \(BadMetric\) cannot measure a batch of validation") as failed:
+    with pytest.raises(
+        UsageError, match=r"the metric 'bad' \(BadMetric\) cannot measure a batch of validation"
+    ) as failed:
         fit(Fails(""), metrics={"bad": BadMetric()})
     assert f"ZeroDivisionError: metric ({HERE}:{line_of('metric')} in update)" in str(failed.value)
 
@@ -136,7 +140,9 @@ def bad_collator(samples: list[Any]) -> Any:
         ("collator", "bad_collator", tiny_data(16), bad_collator, "TypeError: list indices must be integers"),
     ],
 )
-def test_a_dataset_and_a_collator_are_named_by_their_line_also_from_a_worker(place, function, data, collator, message, workers):
+def test_a_dataset_and_a_collator_are_named_by_their_line_also_from_a_worker(
+    place, function, data, collator, message, workers
+):
     with pytest.raises(
         DataError, match=rf"^reading a batch failed: {message}.* \(.*{HERE.name}:{line_of(place)} in {function}\)$"
     ) as failed:
@@ -189,7 +195,8 @@ def late():
 def test_the_command_line_names_the_modules_line(data, line):
     Path("net.py").write_text(MODULE)
     Path("recipe.yaml").write_text(
-        f'model: {{module: "net.py:Net"}}\ndata: {{module: "net.py:{data}"}}\ntrain: {{epochs: 1, batch_size: 4, device: cpu}}\n'
+        f'model: {{module: "net.py:Net"}}\ndata: {{module: "net.py:{data}"}}\ntrain: {{epochs: 1, batch_size: 4, '
+        f"device: cpu}}\n"
         "plugins:\n  - module: {loss: cross_entropy}\n"
     )
     done = forked.run("-m", "fastloop", "train", "recipe.yaml")

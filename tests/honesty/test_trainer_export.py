@@ -1,4 +1,4 @@
-"""The run folder's ``model/`` loads with ``from_pretrained``; batches that a model cannot take are named by their keys."""
+"""The run folder's ``model/`` loads with ``from_pretrained``; batches that a model cannot take are named by key."""
 
 from __future__ import annotations
 
@@ -39,7 +39,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def bert() -> DistilBertForSequenceClassification:
     torch.manual_seed(0)
     config = DistilBertConfig(
-        vocab_size=len(WORDS), dim=16, n_layers=1, n_heads=2, hidden_dim=32, max_position_embeddings=16, id2label={0: "BAD", 1: "GOOD"}
+        vocab_size=len(WORDS),
+        dim=16,
+        n_layers=1,
+        n_heads=2,
+        hidden_dim=32,
+        max_position_embeddings=16,
+        id2label={0: "BAD", 1: "GOOD"},
     )
     return DistilBertForSequenceClassification(config)
 
@@ -61,14 +67,19 @@ def stacked(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     longest = max(len(sample["input_ids"]) for sample in samples)
     return {
         name: torch.tensor(
-            [sample[name] + [0] * (longest - len(sample[name])) if isinstance(sample[name], list) else sample[name] for sample in samples]
+            [
+                sample[name] + [0] * (longest - len(sample[name])) if isinstance(sample[name], list) else sample[name]
+                for sample in samples
+            ]
         )
         for name in samples[0]
     }
 
 
 def fit(model: nn.Module, loader: Any, **settings: Any) -> Trainer:
-    trainer = Trainer(model, loader, plugins=QUIET, **{"epochs": 1, "lr": 1e-2, "output": "run", "device": "cpu"} | settings)
+    trainer = Trainer(
+        model, loader, plugins=QUIET, **{"epochs": 1, "lr": 1e-2, "output": "run", "device": "cpu"} | settings
+    )
     trainer.fit()
     return trainer
 
@@ -93,13 +104,18 @@ def test_the_task_module_exports_so_too(tmp_path):
 
     Path("hub.py").write_text(
         "import torch\nfrom torch import nn\nfrom huggingface_hub import PyTorchModelHubMixin\n\n\n"
-        "class Net(nn.Module, PyTorchModelHubMixin):\n    def __init__(self, width: int = 3):\n        super().__init__()\n"
-        "        self.layer = nn.Linear(8, width)\n\n    def forward(self, inputs):\n        return self.layer(inputs)\n\n\n"
+        "class Net(nn.Module, PyTorchModelHubMixin):\n    def __init__(self, width: int = 3):\n        "
+        "super().__init__()\n"
+        "        self.layer = nn.Linear(8, width)\n\n    def forward(self, inputs):\n        return "
+        "self.layer(inputs)\n\n\n"
         "def data():\n    inputs = torch.randn(16, 8)\n"
         "    return {'train': torch.utils.data.TensorDataset(inputs, inputs[:, :3].argmax(1))}\n"
     )
     sections = {"model": {"module": "hub.py:Net"}, "data": {"module": "hub.py:data"}}
-    tree = sections | {"train": {"epochs": 1, "batch_size": 4, "device": "cpu"}, "plugins": [{"module": {"loss": "cross_entropy"}}, *QUIET]}
+    tree = sections | {
+        "train": {"epochs": 1, "batch_size": 4, "device": "cpu"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}, *QUIET],
+    }
     recipe = make_recipe(tree | {"output": "run"}, Path("recipe.yaml"))
     run = build(resolve(recipe))
     execute(run)
@@ -134,7 +150,8 @@ def test_a_processing_class_that_cannot_be_saved_is_refused():
 def test_labels_under_another_name_are_found_at_the_first_batch(tokenizer):
     loader = DataLoader(Reviews(tokenizer, "label"), batch_size=4, collate_fn=stacked)
     with pytest.raises(
-        UsageError, match=r"keys input_ids, attention_mask, label.*rename 'label' to 'labels' in the dataset or the collator"
+        UsageError,
+        match=r"keys input_ids, attention_mask, label.*rename 'label' to 'labels' in the dataset or the collator",
     ):
         fit(bert(), loader)
     assert fit(bert(), DataLoader(Reviews(tokenizer, "labels"), batch_size=4, collate_fn=stacked)).run.state.step == 3
@@ -149,7 +166,11 @@ class Strict(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         logits = self.layer(x)
-        return {"logits": logits} if labels is None else {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+        return (
+            {"logits": logits}
+            if labels is None
+            else {"logits": logits, "loss": nn.functional.cross_entropy(logits, labels)}
+        )
 
 
 def test_a_loss_that_the_models_own_replaces_is_mentioned(caplog):
@@ -163,9 +184,16 @@ def test_a_loss_that_the_models_own_replaces_is_mentioned(caplog):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("x", "label"), r"the model's forward does not take a batch with the keys x, label: .* rename 'label' to 'labels'"),
+        (
+            ("x", "label"),
+            r"the model's forward does not take a batch with the keys x, label: .* rename 'label' to 'labels'",
+        ),
         (("x", "lables"), r"the keys x, lables: .* Did you mean 'labels'\?"),
-        (("labels",), r"the model's forward does not take a batch with the keys labels: .*missing 1 required positional argument: 'x'"),
+        (
+            ("labels",),
+            r"the model's forward does not take a batch with the keys labels: .*missing 1 required positional "
+            r"argument: 'x'",
+        ),
         (("x",), r"the model returned no loss for a batch with the keys x\. Put the labels into the batch"),
     ],
 )

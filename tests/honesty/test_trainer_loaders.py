@@ -1,4 +1,4 @@
-"""``Trainer`` keeps the samples, order and batches of the loaders, or raises an error for a setting that it cannot keep."""
+"""``Trainer`` keeps the samples, order and batches of the loaders, or raises an error for a setting that it cannot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_the_batches_are_those_of_the_loader(name):
 def test_shuffle_true_is_our_order_by_seed_and_epoch_with_the_last_step_dropped_when_asked():
     for drop_last in (False, True):
         found, trainer = train(DataLoader(tiny_data(SIZE), batch_size=4, shuffle=True, drop_last=drop_last), epochs=2)
-        orders = [torch.randperm(SIZE, generator=torch.Generator().manual_seed(123 + epoch)).tolist() for epoch in (0, 1)]
+        orders = [
+            torch.randperm(SIZE, generator=torch.Generator().manual_seed(123 + epoch)).tolist() for epoch in (0, 1)
+        ]
         whole = [order[first : first + 4] for order in orders for first in range(0, SIZE, 4)]
         assert found == [batch for batch in whole if len(batch) == 4 or not drop_last]
         assert trainer.run.total_steps == len(found)
@@ -90,7 +92,8 @@ def test_a_run_is_not_resumed_in_another_order():
         DataLoader(tiny_data(SIZE), batch_size=4, sampler=[*range(1, SIZE), 0]),
     ):
         with pytest.raises(
-            CheckpointError, match=r"was saved with other data \(train: 21 samples 21 drawn in the order \w{12}, now 21 samples"
+            CheckpointError,
+            match=r"was saved with other data \(train: 21 samples 21 drawn in the order \w{12}, now 21 samples",
         ):
             train(other, resume=True)
 
@@ -107,7 +110,7 @@ def test_several_processes_read_the_batches_of_one(processes: Callable[..., list
         assert both[0][number]["weights"].keys() == tiny_model().state_dict().keys()
 
 
-# -- what cannot be kept -------------------------------------------------------------------------------------------------------------
+# -- what cannot be kept -----------------------------------------------------------------------------------------------
 
 
 class Batches(BatchSampler):
@@ -170,7 +173,8 @@ class Sharded(Stream):
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "batch sampler": (
         lambda: DataLoader(tiny_data(SIZE), batch_sampler=Batches(range(SIZE), 4, False)),
-        r"^train_loader: the batch sampler Batches is not kept: .* Give DataLoader\(sampler=\.\.\., batch_size=\.\.\.\)",
+        r"^train_loader: the batch sampler Batches is not kept: .* Give DataLoader\(sampler=\.\.\., "
+        r"batch_size=\.\.\.\)",
     ),
     "no batches": (
         lambda: DataLoader(tiny_data(SIZE), batch_size=None),
@@ -178,9 +182,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "distributed": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=DistributedSampler(range(SIZE), 2, 0)),
-        "^train_loader: DistributedSampler shares samples between processes, which fastloop does itself. Leave sampler= out",
+        "^train_loader: DistributedSampler shares samples between processes, which fastloop does itself. Leave "
+        "sampler= out",
     ),
-    "own loader": (lambda: Own(tiny_data(SIZE), 4), "^train_loader: Own has an __iter__ of its own, which fastloop would not call"),
+    "own loader": (
+        lambda: Own(tiny_data(SIZE), 4),
+        "^train_loader: Own has an __iter__ of its own, which fastloop would not call",
+    ),
     "not a loader": (Looks, "^train_loader is a Looks. Expected a torch.utils.data.DataLoader, or a dataset"),
     "init of a stream": (
         lambda: DataLoader(Stream(), 4, num_workers=2, worker_init_fn=print),
@@ -194,12 +202,18 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: DataLoader(tiny_data(3), 4, drop_last=True),
         "^the train split: drop_last=True leaves no batch of its 3 samples",
     ),
-    "endless": (lambda: DataLoader(tiny_data(SIZE), 4, sampler=Endless()), r"^the train split's sampler \(Endless\) has no length"),
+    "endless": (
+        lambda: DataLoader(tiny_data(SIZE), 4, sampler=Endless()),
+        r"^the train split's sampler \(Endless\) has no length",
+    ),
     "longer than it says": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Liar()),
         r"^the train split's sampler \(Liar\) gave more than 8 samples in epoch 0, and its length is 8",
     ),
-    "no numbers": (lambda: DataLoader(tiny_data(SIZE), 4, sampler=Named()), r"sampler \(Named\) gave 'a', expected indices of samples"),
+    "no numbers": (
+        lambda: DataLoader(tiny_data(SIZE), 4, sampler=Named()),
+        r"sampler \(Named\) gave 'a', expected indices of samples",
+    ),
     "never the same": (
         lambda: DataLoader(tiny_data(SIZE), 4, sampler=Erratic()),
         r"sampler \(Erratic\) gives another order each time, so a run could not resume in it\. Draw from torch",
@@ -220,7 +234,9 @@ def test_unsupported_loader_is_rejected_by_name_before_writing(case, tmp_path):
 
 
 def test_an_evaluation_of_a_stream_drops_nothing():
-    with pytest.raises(UsageError, match=r"^the validation split: drop_last=True for Stream, which is iterable and only evaluated"):
+    with pytest.raises(
+        UsageError, match=r"^the validation split: drop_last=True for Stream, which is iterable and only evaluated"
+    ):
         train(tiny_data(SIZE), DataLoader(Stream(), 4, drop_last=True), batch_size=4)
 
 
@@ -246,7 +262,9 @@ def test_changed_sampler_during_training_is_detected():
 
 def test_sample_audit_rejects_sampler_with_repeats():
     for loader in (RANDOM["weighted"](), DataLoader(tiny_data(SIZE), 4, drop_last=True)):
-        with pytest.raises(PluginError, match=r"plugins\.sample-audit: the training order leaves samples out or repeats some"):
+        with pytest.raises(
+            PluginError, match=r"plugins\.sample-audit: the training order leaves samples out or repeats some"
+        ):
             train(loader, plugins=["sample-audit"])
     assert len(train(DataLoader(tiny_data(SIZE), 4, sampler=Rotating()), plugins=["sample-audit"])[0]) == 18
 
@@ -256,7 +274,7 @@ def test_a_subset_is_a_dataset_and_not_a_loader_of_the_whole():
     assert sorted(index for batch in found for index in batch) == list(range(6))
 
 
-# -- streams -------------------------------------------------------------------------------------------------------------------------
+# -- streams -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -278,7 +296,16 @@ def test_a_stream_with_drop_last_gives_processes_the_same_full_steps(size):
     for rank in range(4):
         numbers: Any = Stream(size)
         loader = Loader(
-            numbers, list, DataLoaderDraft(), batch_size=8, micro_batch_size=1, rank=rank, world_size=4, seed=5, shuffle=True, sampler=drop
+            numbers,
+            list,
+            DataLoaderDraft(),
+            batch_size=8,
+            micro_batch_size=1,
+            rank=rank,
+            world_size=4,
+            seed=5,
+            shuffle=True,
+            sampler=drop,
         )
         shares.append(list(loader.steps()))
     steps = [[index for step in steps for batch in step for index in batch.ids] for steps in zip(*shares, strict=True)]
@@ -286,7 +313,7 @@ def test_a_stream_with_drop_last_gives_processes_the_same_full_steps(size):
     assert all(batch.samples == 1 for share in shares for step in share for batch in step)
 
 
-# -- workers -------------------------------------------------------------------------------------------------------------------------
+# -- workers -----------------------------------------------------------------------------------------------------------
 
 
 class Asks(Numbers):
@@ -317,7 +344,13 @@ def test_workers_are_set_up_as_the_loader_says():
             seen.append(inputs[0, 0].item())
             return self.layer(inputs)
 
-    reading = {"persistent_workers": True, "prefetch_factor": 3, "timeout": 77, "multiprocessing_context": "fork", "worker_init_fn": mark}
+    reading = {
+        "persistent_workers": True,
+        "prefetch_factor": 3,
+        "timeout": 77,
+        "multiprocessing_context": "fork",
+        "worker_init_fn": mark,
+    }
     loader = DataLoader(Asks(), batch_size=4, num_workers=2, **reading)
     settings: dict[str, Any] = {"loss": nn.functional.cross_entropy, "epochs": 1, "device": "cpu"}
     trainer = Trainer(Sees(), loader, DataLoader(Asks(), batch_size=4), plugins=QUIET, output="run", **settings)
@@ -342,7 +375,7 @@ def test_plugin_overrides_loader_workers_with_a_message(caplog):
     assert "train: samples come in the order of the loader's SequentialSampler" in caplog.text
 
 
-# -- evaluation ----------------------------------------------------------------------------------------------------------------------
+# -- evaluation --------------------------------------------------------------------------------------------------------
 
 
 def test_evaluation_takes_the_samples_batches_and_collator_of_its_own_loader():

@@ -1,4 +1,4 @@
-"""Samples that are token ids without padding train as with a padding collator, or the error names the field and the remedy."""
+"""Samples of token ids without padding train as with a padding collator, or the error names field and remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ from fastloop import Trainer
 from fastloop.errors import DataError
 
 LENGTHS = [3, 7, 5, 5, 2, 9, 4, 4]
-CONFIG: dict[str, Any] = {"vocab_size": 40, "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+CONFIG: dict[str, Any] = {
+    "vocab_size": 40,
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 32,
+}
 
 
 def make_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
@@ -32,14 +39,18 @@ def make_tokenizer(**settings: Any) -> PreTrainedTokenizerFast:
 
 def token_lists(each_token: bool = False) -> list[dict[str, Any]]:
     rows = [{"input_ids": [2 + (i * j) % 37 for j in range(1, size + 1)]} for i, size in enumerate(LENGTHS, 1)]
-    return [row | {"labels": [j % 2 for j in row["input_ids"]] if each_token else len(row["input_ids"]) % 2} for row in rows]
+    return [
+        row | {"labels": [j % 2 for j in row["input_ids"]] if each_token else len(row["input_ids"]) % 2} for row in rows
+    ]
 
 
 def train(cls: Any, data: Any, output: str, **settings: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     model = cls(DistilBertConfig(**CONFIG))
     quiet = [{"log": False}, {"progress": False}]
-    Trainer(model, data, plugins=quiet, epochs=2, optimizer="SGD", lr=0.1, device="cpu", output=output, **settings).fit()
+    Trainer(
+        model, data, plugins=quiet, epochs=2, optimizer="SGD", lr=0.1, device="cpu", output=output, **settings
+    ).fit()
     return model.state_dict()
 
 
@@ -61,7 +72,9 @@ def test_a_processing_class_pads_as_a_collator_does(side, each_token, as_tensors
 def test_lists_of_equal_lengths_need_no_tokenizer():
     rows = [{"input_ids": [2, 3, 4 + i], "labels": i % 2} for i in range(8)]
     tensors = [{"input_ids": torch.tensor(row["input_ids"]), "labels": row["labels"]} for row in rows]
-    one, other = (train(DistilBertForSequenceClassification, DataLoader(data, batch_size=4), "run") for data in (rows, tensors))
+    one, other = (
+        train(DistilBertForSequenceClassification, DataLoader(data, batch_size=4), "run") for data in (rows, tensors)
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -69,13 +82,25 @@ def test_lists_of_equal_lengths_need_no_tokenizer():
 def test_without_a_tokenizer_the_error_names_the_field_and_the_remedy(workers):
     with pytest.raises(DataError) as caught:
         train(DistilBertForSequenceClassification, DataLoader(token_lists(), batch_size=4, num_workers=workers), "run")
-    assert "the samples of a batch have 'input_ids' of the shapes (3,) and (7,), expected one shape. " in str(caught.value)
-    assert "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let" in str(caught.value)
+    assert "the samples of a batch have 'input_ids' of the shapes (3,) and (7,), expected one shape. " in str(
+        caught.value
+    )
+    assert "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let" in str(
+        caught.value
+    )
 
 
 def test_a_tokenizer_without_a_padding_token_is_named():
-    with pytest.raises(DataError, match=r"processing_class: the tokenizer has no padding token\. Set one: tokenizer\.pad_token = "):
-        train(DistilBertForSequenceClassification, token_lists(), "run", batch_size=4, processing_class=make_tokenizer(pad_token=None))
+    with pytest.raises(
+        DataError, match=r"processing_class: the tokenizer has no padding token\. Set one: tokenizer\.pad_token = "
+    ):
+        train(
+            DistilBertForSequenceClassification,
+            token_lists(),
+            "run",
+            batch_size=4,
+            processing_class=make_tokenizer(pad_token=None),
+        )
 
 
 def test_the_module_task_names_its_collator():
@@ -90,10 +115,14 @@ def test_the_module_task_names_its_collator():
         "    return ids, torch.tensor([label for _, label in rows])\n"
     )
     Path("r.yaml").write_text(
-        "model: {module: 'rows.py:Net'}\ndata: {module: 'rows.py:data'}\ntrain: {epochs: 1, batch_size: 4, device: cpu}\n"
+        "model: {module: 'rows.py:Net'}\ndata: {module: 'rows.py:data'}\ntrain: {epochs: 1, batch_size: 4, "
+        "device: cpu}\n"
         "plugins: [{module: {loss: cross_entropy}}, {progress: false}]\noutput: out\n"
     )
-    with pytest.raises(DataError, match=r"have element 0 of the shapes .*, or name a collator: plugins\.module\.collate=FILE\.py:NAME\."):
+    with pytest.raises(
+        DataError,
+        match=r"have element 0 of the shapes .*, or name a collator: plugins\.module\.collate=FILE\.py:NAME\.",
+    ):
         run("r.yaml")
     assert run("r.yaml", "plugins.module.collate=rows.py:padded")["status"] == "completed"
 

@@ -48,7 +48,13 @@ class Bad:
     """
 
     def __init__(
-        self, name: str, code: str, said: str, reference: str = "", group: str = "plugins", dependency: str = "fastloop-train"
+        self,
+        name: str,
+        code: str,
+        said: str,
+        reference: str = "",
+        group: str = "plugins",
+        dependency: str = "fastloop-train",
     ) -> None:
         self.name, self.said, self.group, self.dependency = name, said, group, dependency
         self.package, self.module = f"bad-{name}", f"bad_{name.replace('-', '_')}"
@@ -70,23 +76,62 @@ BAD = [
     Bad("leaves", HEAD + "\nraise SystemExit(0)\n", f"{IMPORT}SystemExit: 0"),
     Bad("syntax", "class It(:\n", f"{IMPORT}SyntaxError: invalid syntax (bad_syntax.py, line 1)"),
     Bad("gone", HEAD, f"{IMPORT}ModuleNotFoundError: No module named 'nowhere'", reference="nowhere.to_be:StepProfile"),
-    Bad("no-class", HEAD, f"{IMPORT}AttributeError: module 'bad_no_class' has no attribute 'That'", reference="bad_no_class:That"),
+    Bad(
+        "no-class",
+        HEAD,
+        f"{IMPORT}AttributeError: module 'bad_no_class' has no attribute 'That'",
+        reference="bad_no_class:That",
+    ),
     Bad("no-plugin", HEAD, "is not a subclass of fastloop.Plugin.", reference="bad_no_plugin:dataclass"),
-    Bad("other-name", HEAD.replace("{name}", "another"), "calls itself 'another'. Its `name` and its entry point must be the same."),
-    Bad("config-value", HEAD + "    Config = {'rate': 1}\n", "its Config is {'rate': 1}, expected a dataclass: @dataclass(kw_only=True)."),
-    Bad("config-class", HEAD + "    class Config:\n        rate = 1\n", "expected a dataclass: @dataclass(kw_only=True)."),
+    Bad(
+        "other-name",
+        HEAD.replace("{name}", "another"),
+        "calls itself 'another'. Its `name` and its entry point must be the same.",
+    ),
+    Bad(
+        "config-value",
+        HEAD + "    Config = {'rate': 1}\n",
+        "its Config is {'rate': 1}, expected a dataclass: @dataclass(kw_only=True).",
+    ),
+    Bad(
+        "config-class",
+        HEAD + "    class Config:\n        rate = 1\n",
+        "expected a dataclass: @dataclass(kw_only=True).",
+    ),
     Bad(
         "config-type",
         HEAD + "    @dataclass\n    class Config:\n        rate: 'Nothing' = 1\n",
         "its Config cannot be checked: NameError: ",
     ),
-    Bad("constructor", HEAD + "    def __init__(self): 1 / 0\n", "(bad-constructor 0.7) cannot be created: ZeroDivisionError: "),
-    Bad("hook", HEAD + HOOK.format(hook="after_stp", argument="run"), "there is no hook 'after_stp'. Did you mean 'after_step'?"),
-    Bad("argument", HEAD + HOOK.format(hook="after_step", argument="los"), "after_step gets no argument 'los'. Did you mean 'loss'?"),
-    Bad("observer", HEAD + "    read_only = True\n" + HOOK.format(hook="build_scheduler", argument="run"), "is declared read_only"),
+    Bad(
+        "constructor",
+        HEAD + "    def __init__(self): 1 / 0\n",
+        "(bad-constructor 0.7) cannot be created: ZeroDivisionError: ",
+    ),
+    Bad(
+        "hook",
+        HEAD + HOOK.format(hook="after_stp", argument="run"),
+        "there is no hook 'after_stp'. Did you mean 'after_step'?",
+    ),
+    Bad(
+        "argument",
+        HEAD + HOOK.format(hook="after_step", argument="los"),
+        "after_step gets no argument 'los'. Did you mean 'loss'?",
+    ),
+    Bad(
+        "observer",
+        HEAD + "    read_only = True\n" + HOOK.format(hook="build_scheduler", argument="run"),
+        "is declared read_only",
+    ),
     Bad("newer", HEAD, "is made for fastloop >=99, and this is ", dependency="fastloop-train>=99"),
     Bad("amp", HEAD, "'amp' is the name of plugins in several packages. Say which: "),
-    Bad("command", "1 / 0\n", f"{IMPORT}ZeroDivisionError: division by zero", reference="bad_command:run", group="commands"),
+    Bad(
+        "command",
+        "1 / 0\n",
+        f"{IMPORT}ZeroDivisionError: division by zero",
+        reference="bad_command:run",
+        group="commands",
+    ),
     Bad("train", "def run(): print('theirs')\n", "", reference="bad_train:run", group="commands"),
 ]
 PLUGINS = [bad for bad in BAD if bad.group == "plugins"]
@@ -115,7 +160,9 @@ output: out
 def venv(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> Iterator[ForkingVenv]:
     """A venv with fastloop and every bad package."""
     folder = tmp_path_factory.mktemp("bad")
-    with ForkingVenv(CleanVenv(folder / "venv", fastloop_wheel, *build_wheels(folder, *(bad.write(folder) for bad in BAD)))) as venv:
+    with ForkingVenv(
+        CleanVenv(folder / "venv", fastloop_wheel, *build_wheels(folder, *(bad.write(folder) for bad in BAD)))
+    ) as venv:
         yield venv
 
 
@@ -192,6 +239,9 @@ def test_plugins_with_same_name_are_selected_by_package(venv, recipe):
 def test_commands_that_crash_or_take_a_name_of_ours(venv, recipe):
     code, out, err = fastloop(venv, "command", "--help")
     assert (code, out) == (2, "")
-    assert err == "error: command 'command' (bad_command:run of bad-command 0.7) cannot be imported: ZeroDivisionError: division by zero\n"
+    assert (
+        err == "error: command 'command' (bad_command:run of bad-command 0.7) cannot be imported: ZeroDivisionError: "
+        "division by zero\n"
+    )
     assert fastloop(venv, "bad-train:train") == (0, "theirs\n", "")
     assert fastloop(venv, "plan", recipe)[0] == 0

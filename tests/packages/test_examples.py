@@ -1,4 +1,4 @@
-"""The packages under examples/ and one of ``fastloop new plugin``, as a third party's: built, installed, listed, trained with and tested.
+"""The packages under examples/ and one of ``fastloop new plugin``: built, installed, listed, trained with and tested.
 
 They are idle when they are not named."""
 
@@ -19,7 +19,16 @@ from package_helpers import ROOT, CleanVenv, ForkingVenv, build_wheels
 
 pytestmark = pytest.mark.slow
 
-NAMES = ("digits-gan", "drawn-shapes", "energy-use", "layer-freezing", "local-sgd", "mixup", "sqlite-log", "step-variants")
+NAMES = (
+    "digits-gan",
+    "drawn-shapes",
+    "energy-use",
+    "layer-freezing",
+    "local-sgd",
+    "mixup",
+    "sqlite-log",
+    "step-variants",
+)
 PLUGINS = {
     "digits-gan": ("gan",),
     "drawn-shapes": ("drawn-shapes",),
@@ -40,7 +49,9 @@ NEW = "night-watch"
 def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tuple[CleanVenv, Path]:
     """A venv with all packages, and a folder with a copy of their projects; the wheels are beside it."""
     folder = tmp_path_factory.mktemp("examples")
-    projects = shutil.copytree(ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*"))
+    projects = shutil.copytree(
+        ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*")
+    )
     assert {project.name for project in projects.iterdir()} == set(NAMES)
     venv = CleanVenv(folder / "venv", fastloop_wheel)
     done = venv.run("-m", "fastloop", "new", "plugin", NEW, "--author", "Ada Lovelace", cwd=projects)
@@ -91,7 +102,9 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
 def test_a_new_package_is_linted_built_and_trained_with(shelf, forking):
     project = shelf[1] / NEW
     for command in (["check"], ["format", "--check", "--diff"]):
-        done = subprocess.run([sys.executable, "-m", "ruff", *command, "--no-cache", "."], cwd=project, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", "."], cwd=project, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout
     with zipfile.ZipFile(project.parents[1] / "night_watch-0.1.0-py3-none-any.whl") as files:
         assert {name for name in files.namelist() if "dist-info" not in name} == {"night_watch/__init__.py"}
@@ -177,7 +190,9 @@ def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(fo
     for name, venv in (("with", forking), ("without", clean_venv)):
         folder = tmp_path / name
         folder.mkdir()
-        summary = train(venv, folder, "quickstart", "data.arguments={train: 320, validation: 40, test: 40}", "train.epochs=1")
+        summary = train(
+            venv, folder, "quickstart", "data.arguments={train: 320, validation: 40, test: 40}", "train.epochs=1"
+        )
         points = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
         losses = [point["loss"] for point in points if "loss" in point]
         assert losses

@@ -1,4 +1,4 @@
-"""The name ``fastloop`` on the package index belongs to another project: fastloop never installs it, and refuses to start with it."""
+"""The name ``fastloop`` on the package index is another project's: fastloop never installs it, nor starts with it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def index(tmp_path: Path, fastloop_wheel: Path) -> Path:
 def install(venv: CleanVenv, index: Path, *requirements: str) -> None:
     """Install requirements from the index, and nothing that they require."""
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", venv.python, "install"]
-    subprocess.run([*pip, "--no-deps", "--no-index", "--find-links", index, "--ignore-installed", *requirements], check=True)
+    subprocess.run(
+        [*pip, "--no-deps", "--no-index", "--find-links", index, "--ignore-installed", *requirements], check=True
+    )
 
 
 def installed(venv: CleanVenv) -> set[str]:
@@ -64,7 +66,9 @@ def test_a_new_package_and_a_job_install_this_fastloop(clean_venv, index, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [("fastloop", DISTRIBUTION), (DISTRIBUTION, "fastloop")], ids=["ours last", "ours first"])
+@pytest.mark.parametrize(
+    "order", [("fastloop", DISTRIBUTION), (DISTRIBUTION, "fastloop")], ids=["ours last", "ours first"]
+)
 def test_a_start_with_both_is_an_error_that_names_what_to_remove(index, tmp_path, order):
     venv = CleanVenv(tmp_path / "both")
     for name in order:

@@ -31,7 +31,9 @@ def test_fastloop_is_the_wheel_as_import_and_as_metadata(clean_venv, tmp_path):
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     inside = str(clean_venv.folder)
-    assert found.pop("points") == [found["fastloop"].removesuffix("/fastloop/__init__.py")], "one fastloop, the imported one"
+    assert found.pop("points") == [found["fastloop"].removesuffix("/fastloop/__init__.py")], (
+        "one fastloop, the imported one"
+    )
     assert not found.pop("torch").startswith(inside)
     assert {key: path for key, path in found.items() if not path.startswith(inside)} == {}
 
@@ -39,7 +41,12 @@ def test_fastloop_is_the_wheel_as_import_and_as_metadata(clean_venv, tmp_path):
 def test_wheel_has_types(fastloop_wheel):
     with zipfile.ZipFile(fastloop_wheel) as files:
         found = {name for name in files.namelist() if name.endswith(("py.typed", ".pyi"))}
-    assert found == {"fastloop/hook_types.pyi", "fastloop/py.typed", "fastloop_plugins/py.typed", "fastloop_tools/py.typed"}
+    assert found == {
+        "fastloop/hook_types.pyi",
+        "fastloop/py.typed",
+        "fastloop_plugins/py.typed",
+        "fastloop_tools/py.typed",
+    }
 
 
 def test_its_command_runs(clean_venv, tmp_path):

@@ -105,7 +105,7 @@ def train(path: str, *overrides: str, resume: bool = False, **arguments: Any) ->
     return execute(build(resolve(recipe), resume=Path(recipe.output) if resume else None))
 
 
-# -- one name, two packages ---------------------------------------------------------------------------------------------------
+# -- one name, two packages --------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -140,10 +140,16 @@ def test_qualified_plugin_name_with_options_overrides_and_without():
 
 @pytest.mark.usefixtures("two", "forget")
 def test_messages_name_a_plugin_as_the_recipe_does():
-    with pytest.raises(PluginError, match=r"plugins\[0\]: 'warmth' is the name of plugins in several packages\. Say which: ") as refused:
+    with pytest.raises(
+        PluginError, match=r"plugins\[0\]: 'warmth' is the name of plugins in several packages\. Say which: "
+    ) as refused:
         resolve(make_recipe({"plugins": ["warmth"]}))
-    assert "hot.pack:warmth or warm-pack:warmth" in str(refused.value) or "warm-pack:warmth or hot.pack:warmth" in str(refused.value)
-    with pytest.raises(RecipeError, match=r"^recipe: plugins\.hot\.pack:warmth\.degree: no such option\. Did you mean 'degrees'\?$"):
+    assert "hot.pack:warmth or warm-pack:warmth" in str(refused.value) or "warm-pack:warmth or hot.pack:warmth" in str(
+        refused.value
+    )
+    with pytest.raises(
+        RecipeError, match=r"^recipe: plugins\.hot\.pack:warmth\.degree: no such option\. Did you mean 'degrees'\?$"
+    ):
         resolve(make_recipe({"plugins": [{"hot.pack:warmth": {"degree": 1.0}}]}))
     with pytest.raises(RecipeError, match=r"plugins: 'warmth' is listed twice"):
         make_recipe({"plugins": ["hot.pack:warmth", "warm-pack:warmth"]})
@@ -179,10 +185,13 @@ def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(
     ]
     with pytest.raises(PluginError, match="'log' is the name of plugins in several packages"):
         resolve(make_recipe({"plugins": ["log"]}))
-    assert type(resolve(make_recipe({"plugins": ["fastloop-train:log"]})).plugins.plugins[0]).__module__ == "fastloop_plugins.observe.log"
+    assert (
+        type(resolve(make_recipe({"plugins": ["fastloop-train:log"]})).plugins.plugins[0]).__module__
+        == "fastloop_plugins.observe.log"
+    )
 
 
-# -- the range of versions ----------------------------------------------------------------------------------------------------
+# -- the range of versions ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -207,7 +216,8 @@ def test_a_package_runs_on_the_versions_that_its_own_dependency_names(install, r
         load("warmth", "r.yaml: plugins[0]")
     wanted = requires.removeprefix("fastloop-train")
     assert str(refused.value) == (
-        f"r.yaml: plugins[0]: plugin 'warmth' (warm_pack:Warmth of warm-pack 1.2) is made for fastloop {wanted}, and this is "
+        f"r.yaml: plugins[0]: plugin 'warmth' (warm_pack:Warmth of warm-pack 1.2) is made for fastloop {wanted}, and "
+        "this is "
         f"{fastloop.__version__}. Install versions that fit: pip install -U warm-pack 'fastloop-train{wanted}'"
     )
     assert "warm_pack" not in sys.modules, "what does not fit is not imported"
@@ -216,21 +226,24 @@ def test_a_package_runs_on_the_versions_that_its_own_dependency_names(install, r
 def test_a_package_that_requires_the_other_project_is_refused(install):
     install("warm-pack", WARMTH, requires="fastloop>=0.1.0,<0.2", warmth="warm_pack:Warmth")
     with pytest.raises(
-        PluginError, match=r"requires the distribution 'fastloop>=0.1.0,<0.2', which is another project\. .*'fastloop-train'"
+        PluginError,
+        match=r"requires the distribution 'fastloop>=0.1.0,<0.2', which is another project\. .*'fastloop-train'",
     ):
         load("warmth", "r.yaml: plugins[0]")
 
 
 def test_the_other_project_beside_this_one_is_refused(cli, tmp_path, monkeypatch):
     (tmp_path / "site" / "fastloop-0.1.128.dist-info").mkdir(parents=True)
-    (tmp_path / "site" / "fastloop-0.1.128.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: fastloop\nVersion: 0.1.128\n")
+    (tmp_path / "site" / "fastloop-0.1.128.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: fastloop\nVersion: 0.1.128\n"
+    )
     monkeypatch.syspath_prepend(tmp_path / "site")
     code, out, err = cli("plan", "quickstart")
     assert (code, out) == (2, "")
     assert err.startswith("error: two distributions with the import name fastloop are installed")
 
 
-# -- plugins in files ---------------------------------------------------------------------------------------------------------
+# -- plugins in files --------------------------------------------------------------------------------------------------
 
 
 def test_a_file_beside_the_recipe_is_a_plugin_and_runs_when_it_is_resolved(caplog):
@@ -271,12 +284,21 @@ def test_a_run_folder_resumes_with_it_and_its_recipe_finds_the_file():
 
 def test_of_several_plugins_in_a_file_the_class_says_which():
     write("both.py", WARMTH + COLD)
-    with pytest.raises(RecipeError, match=r"^recipe: plugins: both\.py: .* several plugins\. Say which: both\.py:Warmth or both\.py:Cold"):
+    with pytest.raises(
+        RecipeError,
+        match=r"^recipe: plugins: both\.py: .* several plugins\. Say which: both\.py:Warmth or both\.py:Cold",
+    ):
         make_recipe({"plugins": ["both.py"]})
     recipe = make_recipe({"plugins": ["both.py:Cold", {"both.py:Warmth": {"degrees": 1.0}}, *QUIET]})
     assert resolve(recipe).plugins.names() == ["cold", "warmth", "metric-check", "optimizer-check", "speed-check"]
-    assert make_recipe(recipe.to_dict()).references == recipe.references == {"cold": "both.py:Cold", "warmth": "both.py:Warmth"}
-    with pytest.raises(RecipeError, match=r"both\.py:Warmt: Warmt is not a class of the file\. Did you mean 'Warmth'\?"):
+    assert (
+        make_recipe(recipe.to_dict()).references
+        == recipe.references
+        == {"cold": "both.py:Cold", "warmth": "both.py:Warmth"}
+    )
+    with pytest.raises(
+        RecipeError, match=r"both\.py:Warmt: Warmt is not a class of the file\. Did you mean 'Warmth'\?"
+    ):
         make_recipe({"plugins": ["both.py:Warmt"]})
 
 
@@ -285,7 +307,10 @@ def test_of_several_plugins_in_a_file_the_class_says_which():
     [
         (None, "there is no file p.py that can be read"),
         ("def broken(:", "p.py, line 1: not valid Python: "),
-        ("class Warm: name = 'warm'\nclass Other: pass", "holds no plugin. It has the classes Warm, Other. Expected a subclass of"),
+        (
+            "class Warm: name = 'warm'\nclass Other: pass",
+            "holds no plugin. It has the classes Warm, Other. Expected a subclass of",
+        ),
         ("x = 1", 'holds no plugin. Expected a subclass of fastloop.Plugin with `name = "..."`.'),
     ],
     ids=["missing", "syntax", "other classes", "no class"],
@@ -308,7 +333,10 @@ def test_a_file_that_is_no_plugin_is_refused_when_the_recipe_is_read(code, said)
         ),
         ("import sys\nclass Warm(int):\n    name = 'warm'\nsys.exit(0)", "SystemExit: 0"),
         ("class Warm(int):\n    name = 'warm'", "is not a subclass of fastloop.Plugin"),
-        ("from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    Config = 3", "its Config is 3, expected a dataclass"),
+        (
+            "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    Config = 3",
+            "its Config is 3, expected a dataclass",
+        ),
         (
             "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    def __init__(self): 1 / 0",
             r"plugins\.p\.py: Warm \(.*p\.py\) cannot be created: ZeroDivisionError: ",
@@ -345,7 +373,7 @@ def test_an_error_in_a_file_plugin_names_the_file(tiny_run):
         tiny_run(["./p.py"])
 
 
-# -- objects ------------------------------------------------------------------------------------------------------------------
+# -- objects -----------------------------------------------------------------------------------------------------------
 
 
 def test_objects_of_python_have_the_rights_of_listed_plugins(tiny_run):
@@ -361,14 +389,17 @@ def test_objects_of_python_have_the_rights_of_listed_plugins(tiny_run):
     result = tiny_run([warmth(degrees=7.0)], epochs=1, output="run", max_steps=2)
     assert result.summary["plugins"][0] == "warmth"
     assert result.summary["warmth"] == [7.0, 2]
-    assert tiny_run([warmth(degrees=7.0)], epochs=1, output="run", max_steps=4, resume=True).summary["warmth"] == [7.0, 4]
+    assert tiny_run([warmth(degrees=7.0)], epochs=1, output="run", max_steps=4, resume=True).summary["warmth"] == [
+        7.0,
+        4,
+    ]
     with pytest.raises(PluginError, match="plugins 'cold' and 'warmth' exclude each other: both heat"):
         tiny_run([warmth(), Cold()])
     with pytest.raises(RecipeError, match=r"^warmth\.degrees: found 'hot'"):
         warmth(degrees="hot")
 
 
-# -- hooks of third parties ---------------------------------------------------------------------------------------------------
+# -- hooks of third parties --------------------------------------------------------------------------------------------
 
 
 class WarmHooks:
@@ -422,7 +453,10 @@ def test_a_plugin_implements_the_hooks_of_another(tiny_run):
 
 
 def test_hooks_of_a_package_are_known_only_with_their_owner():
-    hint = "A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be missing."
+    hint = (
+        "A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may "
+        "be missing."
+    )
 
     class Odd(Plugin):
         name = "odd"
@@ -480,7 +514,10 @@ def test_a_hook_has_one_owner():
         name = "sister"
 
     for plugins, said in [
-        ([Oven(), Stove()], "plugin 'stove' and plugin 'oven' both declare the hook 'after_warmth'. One of them must rename its own."),
+        (
+            [Oven(), Stove()],
+            "plugin 'stove' and plugin 'oven' both declare the hook 'after_warmth'. One of them must rename its own.",
+        ),
         ([Thief()], "plugin 'thief' and fastloop both declare the hook 'after_step'. One of them must rename its own."),
         ([Empty()], "plugin 'empty': its `hookspecs` hold no function that is marked with fastloop.hookspec."),
     ]:
@@ -504,7 +541,7 @@ def test_an_error_in_a_hook_of_a_third_party_names_who_failed_in_it(tiny_run):
         tiny_run([type("Cool", (Oven,), {"after_epoch": hookimpl(lambda self, run: None + 1)})()])
 
 
-# -- read-only plugins --------------------------------------------------------------------------------------------------------
+# -- read-only plugins -------------------------------------------------------------------------------------------------
 
 
 class Watcher(Plugin):
@@ -563,17 +600,24 @@ def test_usage_error_of_observer_stops_run(tiny_run):
     with pytest.raises(RecipeError, match=r"^not this run$"):
         tiny_run([Picky(on_error="disable")])
     assert (
-        tiny_run([Broken(on_error="disable")], epochs=1).summary["disabled"]["watcher"].endswith("failed in check_run: ValueError: broken")
+        tiny_run([Broken(on_error="disable")], epochs=1)
+        .summary["disabled"]["watcher"]
+        .endswith("failed in check_run: ValueError: broken")
     )
 
 
 def test_plugin_can_be_listed_only_where_allowed(install):
     code = WARMTH + "\nclass Watcher(Warmth):\n    name = 'watcher'\n    read_only = True\n"
     install("warm-pack", code, warmth="warm_pack:Warmth", watcher="warm_pack:Watcher")
-    plugin, *_ = resolve(make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})).plugins
+    plugin, *_ = resolve(
+        make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})
+    ).plugins
     assert (plugin.on_error, plugin.config.degrees) == ("disable", 1.0)
     for options, said in [
-        ({"watcher": {"on_error": "ignore"}}, r"plugins\.watcher\.on_error: found 'ignore' .* Expected raise \| disable"),
+        (
+            {"watcher": {"on_error": "ignore"}},
+            r"plugins\.watcher\.on_error: found 'ignore' .* Expected raise \| disable",
+        ),
         (
             {"warmth": {"on_error": "disable"}},
             r"plugins\.warmth\.on_error: only read-only plugins can be disabled, and 'warmth' changes the run\.",
@@ -586,14 +630,20 @@ def test_plugin_can_be_listed_only_where_allowed(install):
 @pytest.mark.parametrize(
     ("members", "said"),
     [
-        ({"numerics": "reassociated"}, r"plugin 'watcher' is declared read_only: its numerics must be bitwise, not reassociated"),
+        (
+            {"numerics": "reassociated"},
+            r"plugin 'watcher' is declared read_only: its numerics must be bitwise, not reassociated",
+        ),
         (
             {"build_model": hookimpl(lambda self: None)},
             "build_model changes the run, but the plugin is declared read_only",
         ),
         ({"before_prepare": hookimpl(lambda self: None)}, "before_prepare changes the run"),
         ({"configure_dataloader": hookimpl(lambda self, draft: None)}, "configure_dataloader changes the run"),
-        ({"after_fit": hookimpl(wrapper=True)(lambda self: (yield))}, "after_fit is a wrapper, but the plugin is declared read_only"),
+        (
+            {"after_fit": hookimpl(wrapper=True)(lambda self: (yield))},
+            "after_fit is a wrapper, but the plugin is declared read_only",
+        ),
     ],
 )
 def test_plugin_that_changes_run_cannot_be_observer(members, said):
@@ -601,7 +651,7 @@ def test_plugin_that_changes_run_cannot_be_observer(members, said):
         hooks_of(type("Liar", (Watcher,), members)())
 
 
-# -- what hooks take ----------------------------------------------------------------------------------------------------------
+# -- what hooks take ---------------------------------------------------------------------------------------------------
 
 
 def test_seconds_are_a_plugins_own_and_calls_are_counted_in_the_order_of_the_first(monkeypatch):
@@ -659,7 +709,7 @@ def test_seconds_are_a_plugins_own_and_calls_are_counted_in_the_order_of_the_fir
     assert seconds == pytest.approx({"inner": 0.1, "outer": 0.08, "caller": 0.0}, abs=1e-3)
 
 
-# -- code of packages that recipes refer to -----------------------------------------------------------------------------------
+# -- code of packages that recipes refer to ----------------------------------------------------------------------------
 
 KINDS = """
 import torch
@@ -706,7 +756,10 @@ class Mine(Plugin):
 @pytest.fixture
 def kinds(install: Any) -> dict[str, Any]:
     install("kind-pack", KINDS, mine="kind_pack:Mine")
-    metrics = {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}, "twice": {"type": "kind_pack:Double", "num_classes": 3}}
+    metrics = {
+        "accuracy": {"type": "MulticlassAccuracy", "num_classes": 3},
+        "twice": {"type": "kind_pack:Double", "num_classes": 3},
+    }
     return {
         "model": {"module": "kind_pack:net", "arguments": {"bias": False}},
         "data": {"module": "kind_pack:data"},
@@ -737,7 +790,10 @@ def test_a_task_comes_from_a_package(kinds):
     ("optimizer", "said"),
     [
         ("kind_pack:Sing", r"^recipe: train\.optimizer: kind_pack has no 'Sing'\. Did you mean 'Sign'\?"),
-        ("kind_pack:net", r"^recipe: train\.optimizer\.lr: no such argument\. The signature: kind_pack:net\(bias=True\)"),
+        (
+            "kind_pack:net",
+            r"^recipe: train\.optimizer\.lr: no such argument\. The signature: kind_pack:net\(bias=True\)",
+        ),
         ("kind_pack:number", r"^recipe: train\.optimizer: kind_pack:number is no subclass of torch\.optim\.Optimizer"),
         ("kindpack:Sign", r"^recipe: train\.optimizer: no package 'kindpack' is installed"),
         ("AdmW", r"^recipe: train\.optimizer: torch\.optim has no 'AdmW'\. Did you mean 'AdamW'\?"),
@@ -755,9 +811,18 @@ def test_invalid_optimizer_is_rejected_with_its_key(kinds, optimizer, said):
 def test_invalid_metric_is_rejected_with_its_key(kinds):
     metrics = kinds["plugins"][0]["module"]["metrics"]
     for kind, said in [
-        ("kind_pack:Duble", r"plugins\.module\.metrics\.twice\.type: kind_pack has no 'Duble'\. Did you mean 'Double'\?"),
-        ("kind_pack:net", r"plugins\.module\.metrics\.twice\.type: kind_pack:net is not a subclass of torchmetrics.Metric"),
-        ("MulticlasAccuracy", r"plugins\.module\.metrics\.twice\.type: torchmetrics has no 'MulticlasAccuracy'\. Did you mean"),
+        (
+            "kind_pack:Duble",
+            r"plugins\.module\.metrics\.twice\.type: kind_pack has no 'Duble'\. Did you mean 'Double'\?",
+        ),
+        (
+            "kind_pack:net",
+            r"plugins\.module\.metrics\.twice\.type: kind_pack:net is not a subclass of torchmetrics.Metric",
+        ),
+        (
+            "MulticlasAccuracy",
+            r"plugins\.module\.metrics\.twice\.type: torchmetrics has no 'MulticlasAccuracy'\. Did you mean",
+        ),
     ]:
         metrics["twice"]["type"] = kind
         recipe = make_recipe(kinds)
@@ -767,6 +832,8 @@ def test_invalid_metric_is_rejected_with_its_key(kinds):
 
 def test_a_trainer_takes_an_optimizer_of_a_package(kinds):
     loss = nn.functional.cross_entropy
-    trainer = Trainer(tiny_model(), tiny_data(), plugins=QUIET, loss=loss, optimizer="kind_pack:Sign", batch_size=8, epochs=1)
+    trainer = Trainer(
+        tiny_model(), tiny_data(), plugins=QUIET, loss=loss, optimizer="kind_pack:Sign", batch_size=8, epochs=1
+    )
     trainer.fit()
     assert type(trainer.run.optimizer).__name__ == "Sign"

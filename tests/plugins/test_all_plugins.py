@@ -24,10 +24,16 @@ def test_required_plugins_are_installed():
 @pytest.mark.parametrize("name", OURS)
 def test_plugin_module_has_limited_length_and_docstring(name):
     text = Path(sys.modules[load(name).__module__].__file__).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 190
+    assert len(text.splitlines()) <= 240
     assert ast.get_docstring(ast.parse(text))
 
 
 def test_importing_plugins_imports_no_torch():
-    code = f"import sys; from fastloop.registry import load; [load(name) for name in {OURS!r}]; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "False"
+    code = (
+        f"import sys; from fastloop.registry import load; [load(name) for name in {OURS!r}]; print('torch' in "
+        "sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "False"
+    )

@@ -30,7 +30,9 @@ def select(machine: Machine, *plugins: object, **sections: object) -> dict[str, 
 
 def listed(name: str) -> dict[str, object]:
     return {
-        plugin: options for plugin, options in load_recipe(name).plugins.items() if options is not False and plugin != "checkpoint-best"
+        plugin: options
+        for plugin, options in load_recipe(name).plugins.items()
+        if options is not False and plugin != "checkpoint-best"
     }
 
 
@@ -46,7 +48,9 @@ def test_flagship_recipe_lists_auto_and_resolves_to_the_cpu_recipe():
     recipe = load_recipe("distilbert_imdb")
     assert "auto" in recipe.plugins
     recipe = resolve(recipe, CPU).recipe
-    assert {name: options for name, options in recipe.plugins.items() if name != "checkpoint-best"} == listed("distilbert_imdb_cpu")
+    assert {name: options for name, options in recipe.plugins.items() if name != "checkpoint-best"} == listed(
+        "distilbert_imdb_cpu"
+    )
 
 
 def test_default_numerics_keep_the_batches():
@@ -112,7 +116,9 @@ def test_options_follow_the_plugins_that_are_left_out():
     assert dependents(recipe, before, H100)["compile"].options == {}
 
 
-@pytest.mark.parametrize(("numerics", "absent"), [("reassociated", {"amp"}), ("bitwise", {"amp", "packing", "cls-last-layer"})])
+@pytest.mark.parametrize(
+    ("numerics", "absent"), [("reassociated", {"amp"}), ("bitwise", {"amp", "packing", "cls-last-layer"})]
+)
 def test_numerics_limits_the_selection(numerics, absent):
     chosen = select(CPU, {"auto": {"numerics": numerics}})
     assert not absent & chosen.keys()
@@ -181,13 +187,18 @@ def test_reasons_name_auto_and_resolving_twice_keeps_them():
 
 
 def test_an_error_of_the_recipe_is_reported_once(caplog):
-    with caplog.at_level(logging.INFO, "fastloop"), pytest.raises(PluginError, match="'deepspeed' and 'fsdp' fill the slot"):
+    with (
+        caplog.at_level(logging.INFO, "fastloop"),
+        pytest.raises(PluginError, match="'deepspeed' and 'fsdp' fill the slot"),
+    ):
         select(CPU, "auto", "deepspeed", "fsdp")
     assert not caplog.messages
 
 
 def test_a_machine_without_a_known_speedup_is_reported(tiny_run, caplog, monkeypatch):
-    monkeypatch.setattr("fastloop.runtime.hardware.this_machine", lambda device="auto": Machine("mps", "mps", ("fp32",)))
+    monkeypatch.setattr(
+        "fastloop.runtime.hardware.this_machine", lambda device="auto": Machine("mps", "mps", ("fp32",))
+    )
     with caplog.at_level(logging.WARNING, "fastloop"):
         result = tiny_run(["auto", {"dataloader-workers": False}])
     assert "auto" in result.summary["plugins"]

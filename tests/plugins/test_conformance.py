@@ -1,7 +1,7 @@
 """All of fastloop's plugins pass the conformance suite that other packages use.
 
-Without the slow tests, two processes train with the plugins whose work involves other processes, under ddp only, and with each strategy
-under itself.
+Without the slow tests, two processes train with the plugins whose work involves other processes, under ddp only, and
+with each strategy under itself.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ TRIED_ON: dict[str, dict[str, Any]] = {
 """Plugin -> options to test it with, if the defaults have no effect on a tiny task."""
 
 ON_PROCESSES = (
-    "amp", "auto-micro-batch", "checkpoint-best", "ema", "length-bucketing", "metric-check", "nan-guard", "optimizer-check", "packing",
-    "sample-audit", "text-classification", "token-classification",
+    "amp", "auto-micro-batch", "checkpoint-best", "ema", "length-bucketing", "metric-check", "nan-guard",
+    "optimizer-check", "packing", "sample-audit", "text-classification", "token-classification",
 )  # fmt: skip
 """Plugins whose work involves the other processes."""
 

@@ -19,7 +19,13 @@ from fastloop_plugins._probe import probing
 from fastloop_plugins.guards.metric_check import MetricCheck
 from fastloop_plugins.tasks import _seq2seq_model, _text_model
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 64,
+}
 CLASSIFY, TAG, LM, SEQ2SEQ = "text-classification", "token-classification", "causal-lm", "seq2seq"
 BIG_BIRD = {"model_type": "big_bird", **SIZES, "block_size": 2, "num_random_blocks": 1}
 """Full attention for up to 12 tokens, block-sparse attention for more."""
@@ -32,13 +38,18 @@ CASES = {
     "longformer": (CLASSIFY, {"model_type": "longformer", **SIZES, "attention_window": 4}),
     "modernbert": (TAG, {"model_type": "modernbert", **SIZES, "num_hidden_layers": 3, "local_attention": 4}),
     "xlnet": (CLASSIFY, {"model_type": "xlnet", "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 32}),
-    "llama, dynamic rope": (LM, {"model_type": "llama", **SIZES, "max_position_embeddings": 32, "rope_parameters": ROPE}),
+    "llama, dynamic rope": (
+        LM,
+        {"model_type": "llama", **SIZES, "max_position_embeddings": 32, "rope_parameters": ROPE},
+    ),
     "mamba": (LM, {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 2}),
     "t5": (SEQ2SEQ, T5),
 }
 
 
-def describe(value: Any, path: str = "model", found: dict[str, Any] | None = None, known: dict[int, str] | None = None) -> dict[str, Any]:
+def describe(
+    value: Any, path: str = "model", found: dict[str, Any] | None = None, known: dict[int, str] | None = None
+) -> dict[str, Any]:
     """Everything that a model consists of: where it is -> a value that ``==`` compares."""
     found, known = {} if found is None else found, {} if known is None else known
     if isinstance(value, Tensor):
@@ -65,7 +76,12 @@ class Changing(nn.Module):
         self.linear = nn.Linear(2, 2)
         self.register_buffer("seen", torch.zeros(2))
         self.register_buffer("longest", torch.zeros(1), persistent=False)
-        self.kind, self.sizes, self.cache, self.copies = "sparse", [1, {"a": torch.ones(2)}], {"x": 1}, (torch.zeros(1), [2])
+        self.kind, self.sizes, self.cache, self.copies = (
+            "sparse",
+            [1, {"a": torch.ones(2)}],
+            {"x": 1},
+            (torch.zeros(1), [2]),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.kind, self.new, self.linear = "full", 3, nn.Linear(2, 2)
@@ -128,8 +144,12 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def made(task: str, config: dict[str, Any], *plugins: Plugin) -> Any:
     """A run on texts of 4 to 20 words."""
     table = rows(16)
-    Path("a.csv").write_text("text,label,target\n" + "".join(f"{row['text']}{' so' * 8},{row['label']},fine\n" for row in table))
-    sentences = ["".join(f"{word} {'OB'[index % 2]}\n" for index, word in enumerate(row["text"].split())) for row in table]
+    Path("a.csv").write_text(
+        "text,label,target\n" + "".join(f"{row['text']}{' so' * 8},{row['label']},fine\n" for row in table)
+    )
+    sentences = [
+        "".join(f"{word} {'OB'[index % 2]}\n" for index, word in enumerate(row["text"].split())) for row in table
+    ]
     Path("a.conll").write_text("\n".join(sentences))
     keys = {CLASSIFY: {"label": "label"}, LM: {}, SEQ2SEQ: {"target": "target", "max_target_length": 8}, TAG: {}}[task]
     file = "a.conll" if task == TAG else "a.csv"

@@ -24,7 +24,13 @@ from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 
 CPU = Machine("cpu", "AVX512", ("fp32", "bf16"), ("bf16",))
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 40}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
 QUIET = [{name: False} for name in ("log", "progress", "speed-check", "module", "allocator", "dataloader-workers")]
 TRAIN = {"epochs": 1, "batch_size": 8, "lr": 1e-3, "device": "cpu", "save_every": None}
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
@@ -39,7 +45,8 @@ class Chooses(Auto):
     name = "chooses"
 
     def select_plugins(self, recipe, machine):
-        return {"amp": Recommendation(why="fast", options={"dtype": "bf16"}), "ddp": Recommendation(why="joins processes")}
+        amp = Recommendation(why="fast", options={"dtype": "bf16"})
+        return {"amp": amp, "ddp": Recommendation(why="joins processes")}
 """
 
 
@@ -57,7 +64,12 @@ def text_recipe(kind: str, *plugins: Any, **config: Any) -> Recipe:
     return make_recipe(
         {
             "model": {"config": {"model_type": kind, **SIZES, **config}, "tokenizer": {"kind": "word"}},
-            "data": {"files": {"train": "a.csv", "validation": "a.csv"}, "text": "text", "label": "label", "max_length": 32},
+            "data": {
+                "files": {"train": "a.csv", "validation": "a.csv"},
+                "text": "text",
+                "label": "label",
+                "max_length": 32,
+            },
             "train": TRAIN,
             "plugins": [*plugins, *QUIET],
             "output": "run",
@@ -70,7 +82,9 @@ def image_recipe(*plugins: Any) -> Recipe:
     if not Path("images").exists():
         write_images(Path("images"))
     data = {"images": "images", "image_size": 16}
-    return make_recipe({"model": {"config": RESNET}, "data": data, "train": TRAIN, "plugins": [*plugins, *QUIET], "output": "run"})
+    return make_recipe(
+        {"model": {"config": RESNET}, "data": data, "train": TRAIN, "plugins": [*plugins, *QUIET], "output": "run"}
+    )
 
 
 def make(recipe: Recipe, *objects: Plugin) -> Run:
@@ -123,10 +137,14 @@ def test_a_plugin_whose_trial_fails_leaves_with_its_reason(caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         run = make(recipe, count)
     (message,) = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
-    assert message.startswith("auto: leaves out amp: DebertaForSequenceClassification: RuntimeError: value cannot be converted")
+    assert message.startswith(
+        "auto: leaves out amp: DebertaForSequenceClassification: RuntimeError: value cannot be converted"
+    )
     assert run.accelerator.mixed_precision == "no"
     assert {"fast-dropout", "fused-optimizer"} <= set(run.plugins.names())
-    assert not {"amp", "cpu-attention"} & {*run.plugins.names(), *run.recipe.plugins, *run.recipe.selected}, "one needs the other"
+    assert not {"amp", "cpu-attention"} & {*run.plugins.names(), *run.recipe.plugins, *run.recipe.selected}, (
+        "one needs the other"
+    )
     assert count.teardowns == count.builds - 1, "runs that are not used are torn down"
     ours = weights(run)
     listed = load_recipe("run/recipe.yaml")
@@ -144,7 +162,8 @@ def test_plugins_whose_hooks_raise_leave_with_their_reasons(caplog):
     messages = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
     assert messages == [
         "auto: leaves out cls-last-layer: BertForSequenceClassification reads more than the first token. Leave it out.",
-        "auto: leaves out packing: BertForSequenceClassification cannot be packed: its results change when sequences are packed in one "
+        "auto: leaves out packing: BertForSequenceClassification cannot be packed: its results change when sequences "
+        "are packed in one "
         "row. Remove packing.",
     ]
     assert {"amp", "fast-dropout", "reads-mean"} <= set(run.plugins.names())
@@ -154,7 +173,9 @@ def test_plugins_whose_hooks_raise_leave_with_their_reasons(caplog):
 
 
 def test_a_plugin_that_the_recipe_lists_still_is_an_error():
-    with pytest.raises(PluginError, match=r"recipe.yaml: plugins.packing: BertForSequenceClassification cannot be packed"):
+    with pytest.raises(
+        PluginError, match=r"recipe.yaml: plugins.packing: BertForSequenceClassification cannot be packed"
+    ):
         make(text_recipe("bert", "auto", "packing"), ReadsMean())
     with pytest.raises(PluginCrash, match="BFloat16 without overflow"):
         execute(make(text_recipe("deberta", "auto", {"amp": {"dtype": "bf16"}})))
@@ -220,7 +241,9 @@ def test_the_trial_changes_no_weight_buffer_or_random_number():
     state = torch.get_rng_state()
     ours = weights(run)
     count = Count()
-    listed = make(image_recipe(*({name: options} for name, options in run.recipe.plugins.items() if options is not False)), count)
+    listed = make(
+        image_recipe(*({name: options} for name, options in run.recipe.plugins.items() if options is not False)), count
+    )
     assert count.losses == 0, "no plugin is selected, so there is nothing to try"
     assert torch.equal(state, torch.get_rng_state())
     theirs = weights(listed)
@@ -246,7 +269,15 @@ def test_trainer_leaves_a_plugin_out_for_good(caplog):
     for plugins in ([], ["auto"]):
         torch.manual_seed(0)
         model = ReadsNumbers()
-        trainer = Trainer(model, data, data, plugins=[*plugins, *QUIET], loss=torch.nn.functional.cross_entropy, batch_size=8, epochs=2)
+        trainer = Trainer(
+            model,
+            data,
+            data,
+            plugins=[*plugins, *QUIET],
+            loss=torch.nn.functional.cross_entropy,
+            batch_size=8,
+            epochs=2,
+        )
         trainer.recipe.output = f"run{len(plugins)}"
         trainer.fit()
         found.append((model.first.weight.detach().clone(), trainer.validate()))
@@ -271,14 +302,18 @@ def test_a_command_keeps_the_plugin_that_it_adds():
     expected = [name for name in resolved.plugins.names() if name not in ("packing", "cls-last-layer")]
     assert run.plugins.names()[1:] == expected, "in the same order"
     assert run.plugins.reasons["amp"].startswith("auto: ")
-    assert all(plugin not in resolved.plugins.plugins for plugin in run.plugins if plugin.name not in ("count", "reads-mean"))
+    assert all(
+        plugin not in resolved.plugins.plugins for plugin in run.plugins if plugin.name not in ("count", "reads-mean")
+    )
 
 
 def test_the_hooks_of_the_last_build_are_timed(cli):
     Path("recipe.yaml").write_text(yaml.safe_dump(text_recipe("deberta", "auto").to_dict()))
     code, out, err = cli("train", "recipe.yaml", "--trace-hooks")
     assert code == 0, err
-    (calls,) = [line.split() for line in out.splitlines() if line.split()[:2] == ["text-classification", "compute_loss"]]
+    (calls,) = [
+        line.split() for line in out.splitlines() if line.split()[:2] == ["text-classification", "compute_loss"]
+    ]
     assert int(calls[2]) >= 6, "three steps and an evaluation of three batches"
 
 

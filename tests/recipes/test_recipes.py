@@ -46,14 +46,18 @@ def tiny_distilbert(tmp_path_factory) -> Path:
     words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    words.train_from_iterator(["a fine and moving film", "a dull and long film"], trainers.WordLevelTrainer(special_tokens=special))
-    words.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    words.train_from_iterator(
+        ["a fine and moving film", "a dull and long film"], trainers.WordLevelTrainer(special_tokens=special)
+    )
+    words.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
     names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=words, model_max_length=512, **names).save_pretrained(folder)
     torch.manual_seed(0)
-    DistilBertModel(DistilBertConfig(vocab_size=len(words.get_vocab()), dim=32, n_layers=2, n_heads=2, hidden_dim=64)).save_pretrained(
-        folder
-    )
+    DistilBertModel(
+        DistilBertConfig(vocab_size=len(words.get_vocab()), dim=32, n_layers=2, n_heads=2, hidden_dim=64)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -160,16 +164,31 @@ def test_distilbert_imdb_with_a_tiny_model_and_local_files(tiny_distilbert, imdb
 @pytest.mark.slow
 def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distilbert, imdb_like):
     recipe = load_recipe(
-        "distilbert_imdb_baseline", [f"model.name={tiny_distilbert}", *imdb_like, "train.max_steps=2", "train.device=cpu", "output=run"]
+        "distilbert_imdb_baseline",
+        [f"model.name={tiny_distilbert}", *imdb_like, "train.max_steps=2", "train.device=cpu", "output=run"],
     )
     run = build(resolve(recipe))
     widths = {batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()}
     assert widths == {512}
-    assert execute(run)["plugins"] == ["log", "metric-check", "optimizer-check", "progress", "speed-check", "text-classification"]
+    assert execute(run)["plugins"] == [
+        "log",
+        "metric-check",
+        "optimizer-check",
+        "progress",
+        "speed-check",
+        "text-classification",
+    ]
 
 
 def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, caplog):
-    given = [f"model.name={tiny_distilbert}", *imdb_like, "train.epochs=2", "train.lr=0.01", "train.device=cpu", "output=run"]
+    given = [
+        f"model.name={tiny_distilbert}",
+        *imdb_like,
+        "train.epochs=2",
+        "train.lr=0.01",
+        "train.device=cpu",
+        "output=run",
+    ]
     recipe = load_recipe("distilbert_imdb_cpu", given, (), ("allocator",))  # which needs a process of its own
     summary = execute(build(resolve(recipe)))
     assert {"amp", "packing", "fast-dropout", "cls-last-layer", "fused-optimizer"} < set(summary["plugins"])
@@ -181,7 +200,11 @@ def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, 
 @pytest.mark.slow
 def test_gpt_stdlib_shortened():
     summary = train(
-        "gpt_stdlib", "data.arguments={largest: 3000}", "data.limit={train: 150, validation: 10}", "train.epochs=1", "train.max_steps=15"
+        "gpt_stdlib",
+        "data.arguments={largest: 3000}",
+        "data.limit={train: 150, validation: 10}",
+        "train.epochs=1",
+        "train.max_steps=15",
     )
     assert summary["status"] == "completed"
     assert summary["validation"]["perplexity"] < 4000, "below that of guessing"
@@ -196,9 +219,14 @@ def test_digits_module_as_it_is():
 
 @pytest.mark.slow
 def test_seq2seq_dates_as_it_is(cli):
-    summary = train("seq2seq_dates", "train.evaluate_every=null")  # generating texts for each epoch takes a quarter of the time
+    # generating texts for each epoch takes a quarter of the time
+    summary = train("seq2seq_dates", "train.evaluate_every=null")
     assert summary["test"]["exact_match"] > 0.8
-    written = {"the 5th of March, 2024": "2024-03-05", "Saturday, July 14th 1990": "1990-07-14", "3.12.2001": "2001-12-03"}
+    written = {
+        "the 5th of March, 2024": "2024-03-05",
+        "Saturday, July 14th 1990": "1990-07-14",
+        "3.12.2001": "2001-12-03",
+    }
     for text, iso in written.items():
         code, out, _ = cli("predict", "run", text)
         assert code == 0

@@ -28,7 +28,14 @@ from fastloop.testing import tiny_data
 
 TIMES = times(3)
 WORKERS: dict[str, Any] = {"dataloader-workers": {"num_workers": 2}}
-TINY = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+TINY = {
+    "model_type": "distilbert",
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 32,
+}
 SKIP = {"skip-unreadable": {}}
 
 
@@ -79,7 +86,8 @@ class Kills(Plugin):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's handler may raise within a finaliser: found later
+# torch's handler may raise within a finaliser: found later
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, record_property):
     """a worker killed at any moment: an error that names the worker, its signal and what to do; never a hang"""
     draw = random.Random(0)
@@ -103,7 +111,9 @@ def test_resume_after_killed_worker_is_bitwise(tiny_run, tmp_path):
     """a worker killed, then --resume: the run ends bit for bit as the undisturbed one"""
     whole = tiny_run([WORKERS], data=Rows(), save_every=4)
     with pytest.raises(DataError):
-        tiny_run([WORKERS, Kills("before a step", 13, 1, signal.SIGKILL)], data=Rows(), save_every=4, output=tmp_path / "run")
+        tiny_run(
+            [WORKERS, Kills("before a step", 13, 1, signal.SIGKILL)], data=Rows(), save_every=4, output=tmp_path / "run"
+        )
     ran = tiny_run([WORKERS], data=Rows(), save_every=4, output=tmp_path / "run", resume=True)
     assert ran.losses == whole.losses[-len(ran.losses) :]
     assert all(torch.equal(ran.weights[name], whole.weights[name]) for name in whole.weights)
@@ -118,7 +128,8 @@ class Stuck(Rows):
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
-    """a worker that hangs in native code: an error after dataloader-workers.timeout, and the worker does not keep the process"""
+    """a worker that hangs in native code: an error after dataloader-workers.timeout, and the worker does not keep the
+    process"""
     with pytest.raises(DataError, match=r"no batch in 1 seconds: a worker that reads data hangs"):
         tiny_run([{"dataloader-workers": {"num_workers": 1, "timeout": 1.0}}], data=Stuck())
     for worker in multiprocessing.active_children():
@@ -138,7 +149,8 @@ def test_raising_row_stops_run_with_its_error(tiny_run, plugins):
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
 def test_raising_rows_are_skipped_and_counted(tiny_run, plugins, caplog, record_property):
-    """corrupt rows with skip-unreadable: each is left out of its batch, the count is in the summary, all others come once"""
+    """corrupt rows with skip-unreadable: each is left out of its batch, the count is in the summary, all others come
+    once"""
     bad, seen = (3, 17, 40), []
 
     class Sees(Plugin):
@@ -183,7 +195,8 @@ def test_skipping_resumes_at_its_position(tiny_run, tmp_path):
 
 
 def test_leaving_out_is_bounded(tiny_run):
-    """more corrupt rows than plugins.skip-unreadable.limit, or only corrupt rows: the run ends with an error that states it"""
+    """more corrupt rows than plugins.skip-unreadable.limit, or only corrupt rows: the run ends with an error that
+    states it"""
     with pytest.raises(DataError, match=r"samples could not be read; plugins.skip-unreadable.limit is 5"):
         tiny_run([{"skip-unreadable": {"limit": 5}}], data=Rows(tuple(range(0, 67, 3))))
     with pytest.raises(DataError, match=r"none of 100 samples from \d+ on can be read: ValueError: row \d+ is spoilt"):
@@ -213,7 +226,12 @@ def jsonl(name: str, rows: list[Any]) -> None:
     Path(name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
 
 
-BROKEN: list[Any] = ['{"text": "cut o', {"text": 7, "label": 1}, {"text": "no label", "label": None}, {"label": 0, "text": ["a list"]}]
+BROKEN: list[Any] = [
+    '{"text": "cut o',
+    {"text": 7, "label": 1},
+    {"text": "no label", "label": None},
+    {"label": 0, "text": ["a list"]},
+]
 
 
 @pytest.mark.parametrize("row", BROKEN, ids=["no JSON", "no text", "no label", "a list"])
@@ -369,7 +387,10 @@ def test_a_parquet_whose_text_is_not_utf8_is_refused():
     from pyarrow import parquet
 
     parquet.write_table(
-        pyarrow.table({"text": ["fine", "no cafe"], "label": [0, 1]}), "train.parquet", compression="none", use_dictionary=False
+        pyarrow.table({"text": ["fine", "no cafe"], "label": [0, 1]}),
+        "train.parquet",
+        compression="none",
+        use_dictionary=False,
     )
     Path("train.parquet").write_bytes(Path("train.parquet").read_bytes().replace(b"no cafe", b"no caf\xe9"))
     with pytest.raises(RecipeError, match=r"^train.parquet: the column 'text', which data.text names, is not UTF-8"):
@@ -410,11 +431,13 @@ def test_empty_text_is_trained_and_logged(caplog):
 
 
 def test_dataset_of_another_size_is_rejected_or_logged_at_resume(tiny_run, tmp_path, caplog):
-    """rows added since the checkpoint: --resume fails with an error that shows the change, and continues if the recipe allows it"""
+    """rows added since the checkpoint: --resume fails with an error that shows the change, and continues if the recipe
+    allows it"""
     folder = tmp_path / "run"
     tiny_run([], data=Rows(), max_steps=5, output=folder)
     with pytest.raises(
-        CheckpointError, match=r"was saved with other data \(train: 67 samples, now 60 samples\).*train.on_data_change=warn"
+        CheckpointError,
+        match=r"was saved with other data \(train: 67 samples, now 60 samples\).*train.on_data_change=warn",
     ):
         tiny_run([], data=Rows(size=60), output=folder, resume=True)
     ran = tiny_run([], data=Rows(size=60), output=folder, resume=True, on_data_change="warn")

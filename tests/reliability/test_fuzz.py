@@ -1,4 +1,4 @@
-"""Recipes, overrides, options, data and checkpoints that were changed at random: an answer, or one named error, and always soon.
+"""Recipes, overrides, options, data and checkpoints, changed at random: each gives an answer or one named error, soon.
 
 CI has 200 examples of each, always the same; more of them (FASTLOOP_RELIABILITY) differ from run to run.
 """
@@ -86,11 +86,13 @@ def named_errors_only() -> Iterator[None]:
     assert code in (1, 2)
 
 
-# -- what is changed at random --------------------------------------------------------------------------------------------------
+# -- what is changed at random -----------------------------------------------------------------------------------------
 
 WORDS = (
-    "~ ~nobody/x - . .. / * [ { ??? null nowhere.py nowhere.py:Class : a:b .py :.py a.b.c:d ${train.lr} ${train} ${nothing} ${ "
-    "${oc.env:HOME} 1e400 -0 0x 1_0 = \\ é 🙂 true amp plugins %s{} (hidden) https://x/y a/b/c/d __class__ name 12345678901234567890"
+    "~ ~nobody/x - . .. / * [ { ??? null nowhere.py nowhere.py:Class : a:b .py :.py a.b.c:d ${train.lr} ${train} "
+    "${nothing} ${ "
+    "${oc.env:HOME} 1e400 -0 0x 1_0 = \\ é 🙂 true amp plugins %s{} (hidden) https://x/y a/b/c/d __class__ name "
+    "12345678901234567890"
 )
 NASTY = [*WORDS.split(), "", " ", "a\0b", "\x07", "\u202e", "x" * 5000, "x" * 5000 + ".py", "${train.lr}" * 50]
 scalars = st.one_of(
@@ -102,10 +104,15 @@ scalars = st.one_of(
     st.sampled_from(NASTY),
     st.text(max_size=8),
 )
-keys = st.one_of(st.sampled_from(["name", "lr", "amp", "type", "module", "arguments", "config", "files", *NASTY]), st.text(max_size=5))
+keys = st.one_of(
+    st.sampled_from(["name", "lr", "amp", "type", "module", "arguments", "config", "files", *NASTY]),
+    st.text(max_size=5),
+)
 junk = st.recursive(
     scalars,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.one_of(keys, st.integers(0, 3)), inner, max_size=3)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.one_of(keys, st.integers(0, 3)), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 
@@ -161,7 +168,26 @@ def damage_text(draw: Any, text: str) -> str:
         piece = draw(
             st.one_of(
                 st.sampled_from(
-                    ["\t", "\n", ": ", "- ", "{", "[", "]", "}", "&a ", "*a", "!!python/none", "'", '"', "#", "\0", "---\n", "<<: ", "? "]
+                    [
+                        "\t",
+                        "\n",
+                        ": ",
+                        "- ",
+                        "{",
+                        "[",
+                        "]",
+                        "}",
+                        "&a ",
+                        "*a",
+                        "!!python/none",
+                        "'",
+                        '"',
+                        "#",
+                        "\0",
+                        "---\n",
+                        "<<: ",
+                        "? ",
+                    ]
                 ),
                 st.text(max_size=3),
             )
@@ -207,7 +233,9 @@ def recipes(draw: Any) -> str:
     tree = copy.deepcopy(draw(st.sampled_from(list(BASES.values()))))
     for _ in range(draw(st.integers(1, 4))):
         tree = mutate(draw, tree)
-    text: str = yaml.safe_dump(tree, allow_unicode=draw(st.booleans()), default_flow_style=draw(st.sampled_from([None, False, True])))
+    text: str = yaml.safe_dump(
+        tree, allow_unicode=draw(st.booleans()), default_flow_style=draw(st.sampled_from([None, False, True]))
+    )
     for _ in range(draw(st.sampled_from([0, 0, 1, 2]))):
         text = damage_text(draw, text)
     return text
@@ -222,7 +250,11 @@ def check(recipe: Any) -> None:
     recipe, resolution = resolved.recipe, resolved.plugins
     with resolution.attributing_errors():
         resolution.hooks.check_recipe(recipe=recipe)
-        for hook, draft in (("accelerator", AcceleratorDraft()), ("dataloader", DataLoaderDraft()), ("optimizer", OptimizerDraft())):
+        for hook, draft in (
+            ("accelerator", AcceleratorDraft()),
+            ("dataloader", DataLoaderDraft()),
+            ("optimizer", OptimizerDraft()),
+        ):
             resolution.draft(f"configure_{hook}", draft)
     micro_batches(recipe, 1)
     OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), "saved.yaml")
@@ -287,7 +319,9 @@ def test_overrides(record_property):
         st.sampled_from(NASTY),
     )
     values = st.one_of(
-        junk.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip()), st.text(max_size=10), st.sampled_from(NASTY)
+        junk.map(lambda value: yaml.safe_dump(value, default_flow_style=True).strip()),
+        st.text(max_size=10),
+        st.sampled_from(NASTY),
     )
     items = st.one_of(st.tuples(paths, values).map("=".join), st.text(max_size=12))
     plugins = st.one_of(st.sampled_from([*installed(), "amp", "fastloop-train:amp", *NASTY]), st.text(max_size=8))
@@ -302,7 +336,7 @@ def test_overrides(record_property):
     record_property("faults", times(200))
 
 
-# -- options of plugins -----------------------------------------------------------------------------------------------------------
+# -- options of plugins ------------------------------------------------------------------------------------------------
 
 
 def values_for(kind: str) -> st.SearchStrategy[Any]:
@@ -338,10 +372,11 @@ def test_options_of_every_plugin(record_property):
     record_property("faults", times(200))
 
 
-# -- data ------------------------------------------------------------------------------------------------------------------------
+# -- data --------------------------------------------------------------------------------------------------------------
 
 texts = st.one_of(
-    st.text(max_size=20), st.sampled_from(["", " ", "NA", "null", "\0", "\r\n", '"', "🙂" * 10, "x" * 200_000, "1", "a,b", "\ufeff"])
+    st.text(max_size=20),
+    st.sampled_from(["", " ", "NA", "null", "\0", "\r\n", '"', "🙂" * 10, "x" * 200_000, "1", "a,b", "\ufeff"]),
 )
 cells = st.one_of(texts, junk)
 rows = st.lists(
@@ -358,7 +393,9 @@ rows = st.lists(
 def read_data(path: str) -> Any:
     from fastloop_plugins.tasks._text_data import TextData
 
-    recipe = make_recipe({"data": {"files": {"train": path}, "text": "text", "label": "label", "validation_fraction": 0.0}})
+    recipe = make_recipe(
+        {"data": {"files": {"train": path}, "text": "text", "label": "label", "validation_fraction": 0.0}}
+    )
     return TextData(recipe, labelled=True).load()["train"]
 
 
@@ -409,7 +446,7 @@ def test_corrupt_data_files(suffix, record_property):
     record_property("faults", times(100))
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,7 +471,12 @@ class Harm:
 
 
 def damages(size: int) -> st.SearchStrategy[Harm]:
-    return st.builds(Harm, st.sampled_from(["flip", "flip", "cut", "zeros", "lose", "grow"]), st.integers(0, size - 1), st.integers(1, 64))
+    return st.builds(
+        Harm,
+        st.sampled_from(["flip", "flip", "cut", "zeros", "lose", "grow"]),
+        st.integers(0, size - 1),
+        st.integers(1, 64),
+    )
 
 
 def same(left: Any, right: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Processes that die, hang or fall behind, and broken links between them: the run ends in bounded time, and names the process."""
+"""Processes that die, hang or fall behind, and broken links between them: the run ends in time, and names them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class Rows(Dataset):
         return 96
     def __getitem__(self, index):
         self.read += 1
-        if self.fault and self.read == 60 and os.environ.get("RANK", "0") == self.rank and not (self.once and Path(self.once).exists()):
+        due = self.fault and self.read == 60 and os.environ.get("RANK", "0") == self.rank
+        if due and not (self.once and Path(self.once).exists()):
             if self.once:
                 Path(self.once).touch()
             FAULTS[self.fault]()
@@ -129,12 +130,14 @@ def errors(text: str) -> list[str]:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_hanging_process_is_named_with_its_stack(rank):
-    """a rank that hangs in its data: within the timeout all end with an error that names it, with the stacks of all in the run folder"""
+    """a rank that hangs in its data: within the timeout all end with an error that names it, with the stacks of all in
+    the run folder"""
     done = do(*FASTLOOP, "--nproc", "2", fault="sleep", rank=rank)
     assert done.returncode not in (0, -signal.SIGKILL)
-    assert any(f"process {rank} of 2 has made no progress for" in line and "reading data" in line for line in errors(done.stderr)), (
-        done.stderr
-    )
+    assert any(
+        f"process {rank} of 2 has made no progress for" in line and "reading data" in line
+        for line in errors(done.stderr)
+    ), done.stderr
     assert f"watchdog: process {rank} of 2 has made no progress for" in done.stdout
     assert "stuck_here" in Path(f"run/watchdog/rank-{rank}.txt").read_text()
     other = Path(f"run/watchdog/rank-{1 - rank}.txt").read_text()
@@ -146,7 +149,9 @@ def test_a_process_that_is_stopped_is_named_and_all_end():
     """a rank stopped by SIGSTOP, as one behind a dead link looks: the others name it and end, and it is ended too"""
     done = do(*FASTLOOP, "--nproc", "2", fault="stop", rank=1)
     assert done.returncode == 1
-    assert any("process 1 of 2 has made no progress" in line and "does not respond" in line for line in errors(done.stderr)), done.stderr
+    assert any(
+        "process 1 of 2 has made no progress" in line and "does not respond" in line for line in errors(done.stderr)
+    ), done.stderr
     assert not any(Path("/proc", Path(name).read_text()).exists() for name in ("pid0", "pid1"))
     summary = json.loads(Path("run/summary.json").read_text())
     assert (summary["status"], summary["reason"].startswith("process 1 of 2 has made no progress")) == ("failed", True)
@@ -198,10 +203,13 @@ def test_killed_process_stops_all(fault, rank):
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_broken_connection_stops_all(rank):
-    """the sockets between two ranks cut: both end within seconds, with a code that is not 0, and report that the connection is lost"""
+    """the sockets between two ranks cut: both end within seconds, with a code that is not 0, and report that the
+    connection is lost"""
     done = do(*FASTLOOP, PATIENT, "--nproc", "2", fault="cut", rank=rank, once="done")
     assert done.returncode == 1, done.stderr
-    assert any(re.search(r"process \d of 2 lost the connection to another", line) for line in errors(done.stderr)), done.stderr
+    assert any(re.search(r"process \d of 2 lost the connection to another", line) for line in errors(done.stderr)), (
+        done.stderr
+    )
     again = do(*FASTLOOP, PATIENT, "--nproc", "2", "--resume", fault="cut", rank=rank, once="done")
     assert again.returncode == 0, again.stderr
 
@@ -211,8 +219,8 @@ def test_broken_connection_stops_all(rank):
 
 @pytest.mark.parametrize("fault", ["kill", "sleep"] if LONG else ["sleep"])
 def test_torchrun_restart_resumes_run(fault, undisturbed):
-    """a rank that dies or hangs under torchrun --max-restarts 1: all ranks restart and resume from the newest checkpoint, to the same
-    bits"""
+    """a rank that dies or hangs under torchrun --max-restarts 1: all ranks restart and resume from the newest
+    checkpoint, to the same bits"""
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
     more = [*(["--resume"] if fault == "kill" else []), *([] if fault == "sleep" else [PATIENT])]
     done = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *more, fault=fault, once="done")

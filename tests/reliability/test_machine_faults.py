@@ -1,4 +1,4 @@
-"""Faults of a machine: a stalled process, a clock that jumps, a slow disk, full shared memory, a delayed network file system."""
+"""Faults of a machine: a stalled process, a clock that jumps, a slow disk, full shared memory, a slow network disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,19 @@ from pathlib import Path
 
 import file_trace
 import pytest
-from saving_helpers import FASTLOOP, ONE_THREAD, Forked, record, said, steps, together, train, until, with_tmpfs, write_recipe
+from saving_helpers import (
+    FASTLOOP,
+    ONE_THREAD,
+    Forked,
+    record,
+    said,
+    steps,
+    together,
+    train,
+    until,
+    with_tmpfs,
+    write_recipe,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -22,7 +34,8 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_stopped_process_continues():
-    """a rank is stopped by SIGSTOP for longer than several heartbeats, and continued: the run warns, and ends with the same numbers"""
+    """a rank is stopped by SIGSTOP for longer than several heartbeats, and continued: the run warns, and ends with the
+    same numbers"""
     write_recipe()
     watched = ["--with", "ddp", "--with", "watchdog", "plugins.watchdog.timeout=40"]
     assert [each.wait() for each in together("output=whole", *watched)] == [0, 0], said()
@@ -38,7 +51,15 @@ def test_clock_that_jumps(shim):
     """the time of day jumps three times a second by hours ahead and back: the watchdog ends nothing, speeds are positive, and the numbers are the same"""  # noqa: E501
     write_recipe()
     assert train("output=whole") == 0, said()
-    command = [sys.executable, *FASTLOOP, "recipe.yaml", "output=run", "--with", "watchdog", "plugins.watchdog.timeout=60"]
+    command = [
+        sys.executable,
+        *FASTLOOP,
+        "recipe.yaml",
+        "output=run",
+        "--with",
+        "watchdog",
+        "plugins.watchdog.timeout=60",
+    ]
     jumps = ONE_THREAD | {"LD_PRELOAD": str(shim), "CLOCK_JUMPS": "7200"}
     done = subprocess.run(command, env=os.environ | jumps, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -48,7 +69,7 @@ def test_clock_that_jumps(shim):
     assert record() == record("whole")
 
 
-# -- network file systems and slow disks ---------------------------------------------------------------------------------------------
+# -- network file systems and slow disks -------------------------------------------------------------------------------
 
 BARE = ("--without", "checkpoint-best")
 STALE = [("create", 2), ("write", 3), ("fsync", 4), ("rename", 2), ("mkdir", 2), ("fsync", 11)]
@@ -60,8 +81,8 @@ for call, number in STALE:
 assert train("output=whole", *BARE) == 0
 """
 STALE_READS = [("open", 1, 1), ("open", 6, 2), ("read", 1, 2), ("read", 4, 1)]
-"""A function of the shim, the number of the first call that fails, and the number of such calls, in the newest checkpoint. The sixth open
-is that of the weights, by safetensors."""
+"""A function of the shim, the number of the first call that fails, and the number of such calls, in the newest
+checkpoint. The sixth open is that of the weights, by safetensors."""
 RESUMES = """
 assert train("output=stopped", *BARE, environment={"FAULT": "step 22 0 me('SIGKILL')"}) == -9
 for call, number, times in STALE_READS:
@@ -127,7 +148,9 @@ def ran(shim: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "driver.py").write_text("".join(f"{name} = {value!r}\n" for name, value in values.items()) + DRIVER)
     added = {"LD_PRELOAD": str(shim), "PYTHONPATH": str(Path(file_trace.__file__).parent), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "driver.py"]
-    done = subprocess.run(command, cwd=folder, env=os.environ | added, capture_output=True, text=True, timeout=900, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | added, capture_output=True, text=True, timeout=900, check=False
+    )
     assert done.returncode == 0, done.stderr
     return folder
 
@@ -188,7 +211,7 @@ def test_slow_disk(record_property):
     record_property("faults", 2)
 
 
-# -- shared memory and quotas ----------------------------------------------------------------------------------------------------------
+# -- shared memory and quotas ------------------------------------------------------------------------------------------
 
 BIG = """
 import torch
@@ -211,7 +234,9 @@ def collate(samples):
 """
 
 
-@pytest.mark.parametrize(("size", "collate"), [("1m", "null"), ("1m", "big.py:collate"), ("16k", "null")], ids=["fetch", "send", "start"])
+@pytest.mark.parametrize(
+    ("size", "collate"), [("1m", "null"), ("1m", "big.py:collate"), ("16k", "null")], ids=["fetch", "send", "start"]
+)
 def test_full_shared_memory(size, collate):
     """/dev/shm without room for a batch of a worker, or for the worker's queues: the run ends at once, names /dev/shm and its free space, and what to do; without workers it trains"""  # noqa: E501
     Path("big.py").write_text(BIG)
@@ -231,7 +256,10 @@ def test_full_shared_memory(size, collate):
     (error,) = [line for line in said().splitlines() if line.startswith("error: ")]
     assert "reading a batch failed" in error
     assert "No space left on device" in error
-    assert f"of {'1.0' if size == '1m' else '0.0'} MiB of /dev/shm are free. Make it larger (docker run --shm-size=8g)" in error
+    assert (
+        f"of {'1.0' if size == '1m' else '0.0'} MiB of /dev/shm are free. Make it larger (docker run --shm-size=8g)"
+        in error
+    )
     assert Forked("plugins.dataloader-workers.num_workers=0", first=full).wait(200) == 0, said()
 
 

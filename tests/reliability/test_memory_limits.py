@@ -1,4 +1,4 @@
-"""Memory that runs out, for real: allocations that the system refuses to a process with a limit, and processes that it kills."""
+"""Memory that runs out, for real: allocations that the system refuses to a limited process, and processes it kills."""
 
 from __future__ import annotations
 
@@ -105,18 +105,26 @@ def summary(output: str) -> dict[str, Any]:
 
 
 def test_a_step_that_does_not_fit_is_done_again_in_halves():
-    """an allocation fails in a training step: halved micro-batches, the same global batch, the same numbers, a note in the summary"""
+    """an allocation fails in a training step: halved micro-batches, the same global batch, the same numbers, a note in
+    the summary"""
     plain = train("plain")
     assert plain.returncode == 0, plain.stderr
     key = "data.arguments={api_key: 'k7-very-secret'}"
     done = train("run", key, TRAIN0="150")
     assert done.returncode == 0, done.stderr
     assert "k7-very-secret" not in Path("run/micro_batch.json").read_text()
-    assert "auto-micro-batch: micro-batches of train do not fit into memory at step 1: 16 samples from here on" in done.stdout
+    assert (
+        "auto-micro-batch: micro-batches of train do not fit into memory at step 1: 16 samples from here on"
+        in done.stdout
+    )
     same("run", "plain")
     found = summary("run")
     assert found["auto-micro-batch"]["train"]["micro_batch"] in (4, 8, 16)
-    assert {key: found[key] for key in ("status", "steps", "samples")} == {"status": "completed", "steps": 4, "samples": 128}
+    assert {key: found[key] for key in ("status", "steps", "samples")} == {
+        "status": "completed",
+        "steps": 4,
+        "samples": 128,
+    }
     (note,) = Path("run/out_of_memory").glob("step-1-*.txt")
     assert "can't allocate memory" in note.read_text()
     again = train("run", key, "--resume", "train.epochs=3")
@@ -132,7 +140,8 @@ def test_without_the_plugin_the_run_is_lost():
 
 
 def test_an_evaluation_that_does_not_fit_leaves_the_training_batch_alone():
-    """an allocation fails in an evaluation: its own batches are halved, training's are not, and the metrics are the same"""
+    """an allocation fails in an evaluation: its own batches are halved, training's are not, and the metrics are the
+    same"""
     assert train("plain", "train.eval_batch_size=64").returncode == 0
     done = train("run", "train.eval_batch_size=64", EVALUATE="250")
     assert done.returncode == 0, done.stderr
@@ -163,7 +172,8 @@ def test_sample_above_memory_limit_raises():
 
 
 def test_processes_agree_at_the_next_start():
-    """an allocation fails on one of two processes: all end, the next start takes the smaller batch on both, and the numbers are the same"""
+    """an allocation fails on one of two processes: all end, the next start takes the smaller batch on both, and the
+    numbers are the same"""
     two = ["--nproc", "2", "--with", "ddp"]
     assert train("plain", *two).returncode == 0
     failed = train("run", *two, TRAIN1="60")
@@ -194,7 +204,7 @@ def test_micro_batches_that_a_plugin_makes_are_cut_too():
         assert sorted(index for part in parts for index in part) == list(range(8))
 
 
-# -- a control group's limit -----------------------------------------------------------------------------------------------------------
+# -- a control group's limit -------------------------------------------------------------------------------------------
 
 HUNGRY = """
 import os, signal
@@ -229,7 +239,9 @@ def write_hungry(fault: str) -> None:
     Path("hungry.py").write_text(HUNGRY)
     data = {"module": "hungry.py:rows", "arguments": {"fault": fault}}
     changes = {"model": {"module": "hungry.py:net"}, "data": data, "plugins": [{"module": {"loss": "cross_entropy"}}]}
-    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | changes | {"train": RECIPE["train"] | {"epochs": 1, "batch_size": 8}}))
+    Path("recipe.yaml").write_text(
+        yaml.safe_dump(RECIPE | changes | {"train": RECIPE["train"] | {"epochs": 1, "batch_size": 8}})
+    )
 
 
 @pytest.fixture
@@ -237,7 +249,9 @@ def group():
     """A control group with a limit of 1 GiB, of cgroup v2 or v1."""
     root, limit = Path("/sys/fs/cgroup"), "memory.max"
     if (root / "memory").is_dir():
-        own = next((line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), ":memory:/")
+        own = next(
+            (line for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line), ":memory:/"
+        )
         root, limit = root / "memory" / own.rpartition(":")[2][1:], "memory.limit_in_bytes"
     path = root / f"fastloop-test-{os.getpid()}"
     try:
@@ -258,11 +272,17 @@ def group():
 def test_worker_above_the_limit_of_its_control_group(who, group):
     """a data worker or a rank that allocates more than the limit of its control group: the kernel kills it, and the error names the limit and what to do"""  # noqa: E501
     write_hungry("allocate" if who == "worker" else "allocate itself")
-    more = {"worker": ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1"], "rank": ["--nproc", "1"]}
-    # A new Python: the kernel kills the largest process of the group, and one that is forked from the test's may be larger than the rank.
+    more = {
+        "worker": ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1"],
+        "rank": ["--nproc", "1"],
+    }
+    # A new Python: the kernel kills the largest process of the group, and one that is forked from the test's may be
+    # larger than the rank.
     join = f'echo 0 > {shlex.quote(str(group))}/cgroup.procs; exec "$@"'
     command = ["sh", "-c", join, "sh", sys.executable, *FASTLOOP, "output=run", *more[who]]
-    done = subprocess.run(command, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(
+        command, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == (1 if who == "worker" else 128 + signal.SIGKILL), done.stdout + done.stderr
     assert "was ended by SIGKILL. The kernel did that because the memory of this control group ran out" in done.stderr
     assert "Its limit is 1,024 MiB." in done.stderr
@@ -270,8 +290,8 @@ def test_worker_above_the_limit_of_its_control_group(who, group):
 
 @pytest.mark.parametrize("who", ["worker", "rank"])
 def test_kill_that_a_control_group_counts(who):
-    """a data worker or a rank that ends by SIGKILL while oom_kill of its control group increases (the test writes the group's files): the
-    error reports that memory ran out, and names the limit"""
+    """a data worker or a rank that ends by SIGKILL while oom_kill of its control group increases (the test writes the
+    group's files): the error reports that memory ran out, and names the limit"""
     mount = with_tmpfs("/sys/fs/cgroup", "1m")
 
     def limit() -> None:
@@ -280,8 +300,13 @@ def test_kill_that_a_control_group_counts(who):
         Path("/sys/fs/cgroup/memory.events").write_text("oom 0\noom_kill 0\noom_group_kill 0\n")
 
     write_hungry("kill")
-    more = {"worker": ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1"], "rank": ["--nproc", "1"]}
-    assert Forked("output=run", *more[who], first=limit).wait() == (1 if who == "worker" else 128 + signal.SIGKILL), said()
+    more = {
+        "worker": ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1"],
+        "rank": ["--nproc", "1"],
+    }
+    assert Forked("output=run", *more[who], first=limit).wait() == (1 if who == "worker" else 128 + signal.SIGKILL), (
+        said()
+    )
     (error,) = [line for line in said().splitlines() if line.startswith("error: ")]
     assert error.startswith("error: worker 0 of the 1" if who == "worker" else "error: process 0 of 1")
     assert "was ended by SIGKILL. The kernel did that because the memory of this control group ran out" in error

@@ -155,8 +155,14 @@ def test_a_skipped_step_leaves_everything_as_it_was(tiny_run, tmp_path, fused, o
             if run.state.step in (2, 3):
                 parts = {f"model.{name}": tensor.clone() for name, tensor in run.model.state_dict().items()}
                 state = run.optimizer.state_dict()["state"]
-                parts |= {f"{i}.{name}": torch.as_tensor(value).clone() for i, values in state.items() for name, value in values.items()}
-                before.append({name: tensor for name, tensor in parts.items() if not name.endswith("num_batches_tracked")})
+                parts |= {
+                    f"{i}.{name}": torch.as_tensor(value).clone()
+                    for i, values in state.items()
+                    for name, value in values.items()
+                }
+                before.append(
+                    {name: tensor for name, tensor in parts.items() if not name.endswith("num_batches_tracked")}
+                )
 
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     plugins = [{"nan-guard": {"action": "skip"}}, Watches(), *(["fused-optimizer"] if fused else [])]
@@ -182,7 +188,8 @@ def test_skipping_is_bounded(tiny_run):
 
 @pytest.mark.parametrize("saving", [[], ["async-save"]], ids=["plain", "async"])
 def test_rollback_continues_without_the_batch(tiny_run, tmp_path, saving):
-    """NaN with action rollback: the newest checkpoint is loaded in the same process; the run ends as if that batch had not been there"""
+    """NaN with action rollback: the newest checkpoint is loaded in the same process; the run ends as if that batch had
+    not been there"""
     plugins = ["checkpoint-best", {"ema": {"decay": 0.9}}, {"lr-scheduler": {"schedule": "cosine"}}]
 
     class LeavesOut(Plugin):
@@ -196,7 +203,11 @@ def test_rollback_continues_without_the_batch(tiny_run, tmp_path, saving):
 
     arguments = {"save_every": 4, "epochs": 3}
     control = tiny_run([*plugins, LeavesOut()], **arguments)
-    ran = tiny_run([{"nan-guard": {"action": "rollback"}}, *plugins, *saving, BadBatch((1, 32))], output=tmp_path / "run", **arguments)
+    ran = tiny_run(
+        [{"nan-guard": {"action": "rollback"}}, *plugins, *saving, BadBatch((1, 32))],
+        output=tmp_path / "run",
+        **arguments,
+    )
     assert ran.summary["status"] == "completed"
     assert ran.summary["nan-guard"]["acted"] == 1
     assert all(torch.equal(ran.weights[name], control.weights[name]) for name in control.weights)
@@ -208,7 +219,8 @@ def test_rollback_continues_without_the_batch(tiny_run, tmp_path, saving):
 
 
 def test_second_rollback_skips_both_batches_and_is_bounded(tiny_run, tmp_path):
-    """NaN in several batches with action rollback: each is left out, and the run ends after plugins.nan-guard.limit of them"""
+    """NaN in several batches with action rollback: each is left out, and the run ends after plugins.nan-guard.limit of
+    them"""
     bad = BadBatch((1, 16), (1, 32), (2, 0))
     ran = tiny_run([{"nan-guard": {"action": "rollback", "limit": 3}}, bad], output=tmp_path / "run", epochs=3)
     assert finite(ran.weights)
@@ -248,7 +260,8 @@ def test_a_sample_audit_of_a_run_that_may_go_back_is_refused(tiny_run):
 
 @pytest.mark.parametrize("action", ["stop", "skip", "rollback"])
 def test_an_overflow_of_fp16_is_loss_scaling_and_no_failure(tiny_run, tmp_path, action):
-    """infinite gradients under loss scaling: the scaler skips the step and lowers the scale, and the run counts the step and continues"""
+    """infinite gradients under loss scaling: the scaler skips the step and lowers the scale, and the run counts the
+    step and continues"""
     ran = tiny_run([{"nan-guard": {"action": action}}, Scaler(4, 9)], output=tmp_path / "run")
     assert ran.summary["status"] == "completed"
     assert ran.summary["nan-guard"] == {"not_finite": 0, "acted": 0, "overflows": 2, "spikes": 0}

@@ -1,6 +1,7 @@
 """Power is lost during a save: every possible state of the disk has the newest reported checkpoint, or a newer one.
 
-``file_trace`` records the writes, renames and fsyncs of real saves, and ``crash_states`` makes the folders that a loss of power may leave.
+``file_trace`` records the writes, renames and fsyncs of real saves, and ``crash_states`` makes the folders that a loss
+of power may leave.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def newest(marks: tuple[str, ...], what: str = "saved") -> int:
     return max((int(mark.split()[1]) for mark in marks if mark.startswith(what)), default=0)
 
 
-# -- the replay itself ---------------------------------------------------------------------------------------------------------------
+# -- the replay itself -------------------------------------------------------------------------------------------------
 
 WRITER = """
 import ctypes, os, sys
@@ -84,7 +85,11 @@ mark(b"saved 2")
 RIGHT = 'put("new", "new"); sync("new"); os.rename("new", "now"); sync(".")'
 WRITERS = {
     "right": (RIGHT, {"old", "new"}, {"new"}),
-    "no fsync of the file": (RIGHT.replace('sync("new"); ', ""), {"old", "new", "", "\0\0\0", "ne", "\0\0w"}, {"new", "", "\0\0\0"}),
+    "no fsync of the file": (
+        RIGHT.replace('sync("new"); ', ""),
+        {"old", "new", "", "\0\0\0", "ne", "\0\0w"},
+        {"new", "", "\0\0\0"},
+    ),
     "no fsync of the folder": (RIGHT.replace('; sync(".")', ""), {"old", "new"}, {"old", "new"}),
     "fsync of the folder before the rename": (
         'put("new", "new"); sync("new"); sync("."); os.rename("new", "now")',
@@ -98,7 +103,8 @@ WRITERS = {
         {"new"},
     ),
 }
-"""Name -> the code of a writer; contents of which some crash leaves each; contents of which some crash leaves each after the report."""
+"""Name -> the code of a writer; contents of which some crash leaves each; contents of which some crash leaves each
+after the report."""
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -146,7 +152,9 @@ def test_trace_of_two_processes_has_folders_before_their_files(library, tmp_path
     root = tmp_path.resolve() / "traced"
     root.mkdir()
     Path("makers.py").write_text(MAKERS)
-    records = file_trace.record(library, root, [[sys.executable, "makers.py", str(rank)] for rank in range(2)], [{}, {}])
+    records = file_trace.record(
+        library, root, [[sys.executable, "makers.py", str(rank)] for rank in range(2)], [{}, {}]
+    )
     history = History(records, root)
     assert len(history.last()) == 900
 
@@ -166,7 +174,7 @@ def test_trace_that_misses_a_change_is_refused(library, tmp_path):
         History(file_trace.record(library, root, [[sys.executable, "writer.py"]]), root)
 
 
-# -- saves ---------------------------------------------------------------------------------------------------------------------------
+# -- saves -------------------------------------------------------------------------------------------------------------
 
 SAVES = """
 import ctypes, os, sys
@@ -280,11 +288,17 @@ def test_power_loss_during_a_summary(saves, record_property):
 
 @pytest.mark.slow
 def test_power_loss_during_an_export(saves, record_property):
-    """power is lost while fastloop export replaces a folder: the old or the new files are there, complete, and after the export the new"""
+    """power is lost while fastloop export replaces a folder: the old or the new files are there, complete, and after
+    the export the new"""
 
     def check(state: Path, marks: tuple[str, ...]) -> None:
         folder, old = (state / "runs" / "run" / name for name in ("model", ".model.old.partial"))
-        numbers = [(path / name).read_text() for path in [folder if folder.exists() else old] if path.exists() for name in ("a", "b")]
+        numbers = [
+            (path / name).read_text()
+            for path in [folder if folder.exists() else old]
+            if path.exists()
+            for name in ("a", "b")
+        ]
         assert len(set(numbers)) <= 1
         assert int(numbers[0] if numbers else 0) >= newest(marks)
 
@@ -330,7 +344,7 @@ def test_power_loss_during_a_save_of_two_processes(library, folder, record_prope
     record_property("faults", replay(history, find_number, limit=max(1, LIMIT // 2)))
 
 
-# -- whole runs ----------------------------------------------------------------------------------------------------------------------
+# -- whole runs --------------------------------------------------------------------------------------------------------
 
 MARKS = '''
 import ctypes
@@ -372,7 +386,10 @@ RUNS = {"plain": ([], 1), "async": (["--with", "async-save"], 1), "fsdp": (["--w
 def write_run() -> None:
     """The recipe and the code of a run."""
     Path("marks.py").write_text(MARKS)
-    write_recipe(train={"epochs": 2, "save_every": 6, "keep_checkpoints": 2, "log_every": 2}, plugins=[*RECIPE["plugins"], "marks.py"])
+    write_recipe(
+        train={"epochs": 2, "save_every": 6, "keep_checkpoints": 2, "log_every": 2},
+        plugins=[*RECIPE["plugins"], "marks.py"],
+    )
 
 
 @pytest.fixture(scope="module", params=RUNS)
@@ -433,7 +450,8 @@ def test_power_loss_during_a_run(run, record_property, request):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["plain", "async"], indirect=True)
 def test_run_resumes_after_a_power_loss(run, record_property):
-    """power is lost at a random moment of a run: it is started again with --resume, and ends as if nothing had happened"""
+    """power is lost at a random moment of a run: it is started again with --resume, and ends as if nothing had
+    happened"""
     write_run()
     chance, count = random.Random(times(1)), times(3)
     crashes = list(run.crashes(2, seed=times(1)))

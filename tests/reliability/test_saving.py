@@ -76,7 +76,7 @@ def whole(run: str = "run") -> int:
     return state["step"]
 
 
-# -- kills -----------------------------------------------------------------------------------------------------------------------
+# -- kills -------------------------------------------------------------------------------------------------------------
 
 KILLS = """
 import os, random, signal, sys, threading, time
@@ -94,7 +94,8 @@ def save_for_ever(rank, step, said):
     if processes > 1:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import distribute_tensor, Shard
-        torch.distributed.init_process_group("gloo", init_method=f"file://{os.getcwd()}/meeting", rank=rank, world_size=processes)
+        meeting = f"file://{os.getcwd()}/meeting"
+        torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
         mesh = init_device_mesh("cpu", (processes,))
         shards = lambda value: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
     group = torch.distributed.new_group(backend="gloo") if background else None
@@ -102,7 +103,8 @@ def save_for_ever(rank, step, said):
         step += 1
         value = shards(torch.full((20000,), float(step)))
         for again in range(1 + step % 2):  # every other step twice, as at the end of an epoch
-            arguments = (run / "checkpoints" / f"step-{step:08d}", {"weight": value}, {"step": step, "moment": value}, rank == 0, group)
+            state = {"step": step, "moment": value}
+            arguments = (run / "checkpoints" / f"step-{step:08d}", {"weight": value}, state, rank == 0, group)
             if background:  # as async-save: a thread writes while training communicates
                 thread = threading.Thread(target=write, args=arguments)
                 thread.start()
@@ -176,7 +178,8 @@ print(survived)
     ],
 )
 def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
-    """a process is killed at a random moment of a save: the checkpoint before it, or the new one, is found and is whole"""
+    """a process is killed at a random moment of a save: the checkpoint before it, or the new one, is found and is
+    whole"""
     count = times(short)
     Path("kills.py").write_text(KILLS)
     command = ["kills.py", str(count), str(processes), how, str(random.randrange(10**6))]
@@ -188,7 +191,8 @@ def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
 
 
 def test_kill_between_two_renames_keeps_newest_checkpoint():
-    """a kill between the renames that put a step's checkpoint in its own place: that step is found, and not one before it"""
+    """a kill between the renames that put a step's checkpoint in its own place: that step is found, and not one before
+    it"""
     save(1)
     newest = save(2)
     newest.rename(newest.with_name(f".{newest.name}.old.partial"))
@@ -197,12 +201,12 @@ def test_kill_between_two_renames_keeps_newest_checkpoint():
     assert whole() == 3
 
 
-# -- no room ---------------------------------------------------------------------------------------------------------------------
+# -- no room -----------------------------------------------------------------------------------------------------------
 
 
 def test_full_disk_keeps_previous_checkpoint(disk):
-    """a full disk: the save logs the error and leaves no files, and the checkpoint before it is complete; with free space, saving
-    continues"""
+    """a full disk: the save logs the error and leaves no files, and the checkpoint before it is complete; with free
+    space, saving continues"""
     run = str(disk / "run")
     save(1, run)
     for room in (0, 1, 50_000, 100_000, 165_000, 169_000):  # it is full at the first byte, and in each of the files
@@ -220,15 +224,20 @@ def test_full_disk_keeps_previous_checkpoint(disk):
 
 def same(left: Any, right: Any) -> bool:
     """Two runs of the tiny model: the same losses and weights."""
-    return left.losses == right.losses and all(left.weights[name].equal(tensor) for name, tensor in right.weights.items())
+    return left.losses == right.losses and all(
+        left.weights[name].equal(tensor) for name, tensor in right.weights.items()
+    )
 
 
 @pytest.mark.parametrize("plugins", [[], ["async-save"]], ids=["plain", "async"])
 def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, caplog):
-    """a disk that is full for a while, on_save_error=continue: said at each save, and the run ends as one on an empty disk"""
+    """a disk that is full for a while, on_save_error=continue: said at each save, and the run ends as one on an empty
+    disk"""
     arguments: dict[str, Any] = {"save_every": 2, "evaluate_every": 3, "log_every": 1}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
-    run = tiny_run(["checkpoint-best", *plugins, Fills(disk, 5, 14)], output=disk / "run", model=tiny_model(), **arguments)
+    run = tiny_run(
+        ["checkpoint-best", *plugins, Fills(disk, 5, 14)], output=disk / "run", model=tiny_model(), **arguments
+    )
     assert same(run, undisturbed)
     assert run.summary["status"] == "completed"
     assert run.summary["save_errors"] >= 3
@@ -238,7 +247,9 @@ def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, cap
     assert verify(find_newest(disk / "run")[0]) is None
     assert [path.name for path in (disk / "run" / "checkpoints").glob(".*")] == []
     lines = [json.loads(line) for line in (disk / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line and "split" not in line] == list(range(1, 19)), "late, but all there"
+    assert [line["step"] for line in lines if "loss" in line and "split" not in line] == list(range(1, 19)), (
+        "late, but all there"
+    )
 
 
 def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
@@ -246,7 +257,8 @@ def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
     arguments: dict[str, Any] = {"save_every": 4, "on_save_error": "stop"}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
     with pytest.raises(
-        SaveError, match=r"step-00000008 was not saved: .*No space left on device.* Free disk space, then continue with --resume"
+        SaveError,
+        match=r"step-00000008 was not saved: .*No space left on device.* Free disk space, then continue with --resume",
     ):
         tiny_run(["checkpoint-best", Fills(disk, 6, 99)], output=disk / "run", model=tiny_model(), **arguments)
     assert steps(str(disk / "run")) == [4]
@@ -293,7 +305,9 @@ def test_read_only_folder_is_logged_and_training_continues(tmp_path, tiny_run, c
     tiny_run(["checkpoint-best"], epochs=1, output="run", save_every=9)
     checkpoints = tmp_path / "run" / "checkpoints"
     with mounted(checkpoints, "--bind", str(checkpoints)):
-        run = tiny_run(["checkpoint-best", Locks(checkpoints, 10, 15)], model=tiny_model(), output="run", resume=True, **arguments)
+        run = tiny_run(
+            ["checkpoint-best", Locks(checkpoints, 10, 15)], model=tiny_model(), output="run", resume=True, **arguments
+        )
     assert run.losses == undisturbed.losses[9:]
     assert run.summary["save_errors"] >= 2
     assert "Read-only file system" in caplog.text
@@ -306,7 +320,8 @@ QUOTA = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFIN
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_quota_error_counts_on_all_processes(choice, count):
-    """a limit on the size of files on the process that writes: all processes continue, or all stop, as on_save_error sets"""
+    """a limit on the size of files on the process that writes: all processes continue, or all stop, as on_save_error
+    sets"""
     write_recipe(train={"on_save_error": choice}, model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
     strategy = ["--with", "ddp"] if count > 1 else []
     assert [each.wait() for each in together("output=whole", *strategy, count=count)] == [0] * count
@@ -325,12 +340,12 @@ def test_a_quota_error_counts_on_all_processes(choice, count):
     assert record() == record("whole")
 
 
-# -- damage ----------------------------------------------------------------------------------------------------------------------
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def test_flipped_bits_are_detected(record_property):
-    """a bit flips, or a file is truncated, anywhere in a checkpoint: found (or without effect); the run logs it and uses the checkpoint
-    before"""
+    """a bit flips, or a file is truncated, anywhere in a checkpoint: found (or without effect); the run logs it and
+    uses the checkpoint before"""
     save(1)
     original, count, chance = save(2), times(30), random.Random(times(30))
     survived = 0
@@ -372,12 +387,13 @@ def test_resume_fails_if_all_checkpoints_are_corrupt():
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
 
-# -- the best and the last ---------------------------------------------------------------------------------------------------------
+# -- the best and the last ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_rotation_keeps_the_last_and_the_best_of_every_checkpoint_that_is_kept():
-    """the newest checkpoint is corrupt, and the best has changed since the one before: the best of then is still there"""
+    """the newest checkpoint is corrupt, and the best has changed since the one before: the best of then is still
+    there"""
     write_recipe(train={"keep_checkpoints": 3, "evaluate_every": 2})
     assert train("output=whole") == 0
     assert train("output=run", environment={"FAULT": "step 23 0 me('SIGKILL')"}) == -signal.SIGKILL
@@ -406,13 +422,19 @@ class Scores(Plugin):
         return metrics if value is None else metrics | {"score": value}
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), None], ids=["nan", "inf", "-inf", "missing"])
+@pytest.mark.parametrize(
+    "bad", [float("nan"), float("inf"), float("-inf"), None], ids=["nan", "inf", "-inf", "missing"]
+)
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
     """a metric that is missing, NaN or infinite: never the best, and it does not stop the run; said"""
     best = {"checkpoint-best": {"monitor": "score", "mode": mode}}
-    stops = {"early-stopping": {"monitor": "score", "mode": mode, "patience": 9, "threshold": 0.0 if mode == "min" else 9.0}}
-    run = tiny_run([Scores(bad, 2.0, bad, 3.0 if mode == "min" else 1.0, bad), best, stops], epochs=5, evaluate_every="epoch")
+    stops = {
+        "early-stopping": {"monitor": "score", "mode": mode, "patience": 9, "threshold": 0.0 if mode == "min" else 9.0}
+    }
+    run = tiny_run(
+        [Scores(bad, 2.0, bad, 3.0 if mode == "min" else 1.0, bad), best, stops], epochs=5, evaluate_every="epoch"
+    )
     assert run.summary["best"] == {"step": 18, "metric": "score", "value": 2.0, "path": "checkpoints/best-00000018"}
     assert run.summary["status"] == "completed"
     assert "which is ignored" in caplog.text
@@ -420,7 +442,8 @@ def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
 
 @pytest.mark.slow
 def test_the_best_is_found_when_the_run_folder_moved():
-    """a run folder that is moved between a kill and the resume: the best path is relative to it, and the run ends as if it had stayed"""
+    """a run folder that is moved between a kill and the resume: the best path is relative to it, and the run ends as if
+    it had stayed"""
     write_recipe()
     assert train("output=whole") == 0
     assert train("output=run", environment={"FAULT": "step 22 0 me('SIGKILL')"}) == -signal.SIGKILL
@@ -431,13 +454,14 @@ def test_the_best_is_found_when_the_run_folder_moved():
     assert (Path("far/away/moved") / summary("far/away/moved")["best"]["path"] / "model.safetensors").is_file()
 
 
-# -- two runs in one folder ----------------------------------------------------------------------------------------------------------
+# -- two runs in one folder --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["anew", "resume"])
 def test_a_second_run_in_the_same_folder_is_refused(resume):
-    """a second run is started in the folder of one that is under way: exit code 2 before data is read; the first is not disturbed"""
+    """a second run is started in the folder of one that is under way: exit code 2 before data is read; the first is not
+    disturbed"""
     write_recipe()
     assert train("output=whole") == 0
     first = Forked("output=run", environment={"FAULT": "step 15 0 while not Path('go').exists(): time.sleep(0.01)"})
@@ -465,7 +489,8 @@ def test_a_killed_run_leaves_no_lock():
 
 
 def test_without_file_locks_the_process_is_checked(monkeypatch):
-    """a file system without locks: refused while the process lives that the file names; stale when it is dead on this host"""
+    """a file system without locks: refused while the process lives that the file names; stale when it is dead on this
+    host"""
 
     def no_locks(*arguments: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -488,7 +513,7 @@ def test_without_file_locks_the_process_is_checked(monkeypatch):
         Lock(Path("run"), "recipe.yaml")
 
 
-# -- in the background ---------------------------------------------------------------------------------------------------------------
+# -- in the background -------------------------------------------------------------------------------------------------
 
 
 class Big(torch.nn.Sequential):
@@ -516,8 +541,8 @@ class Watches(Plugin):
 
 @pytest.mark.slow
 def test_background_save_equals_foreground_save(tiny_run):
-    """control: saving in the background: steps continue during a save, the files are the same to the byte, and the run's end waits for the
-    last save"""
+    """control: saving in the background: steps continue during a save, the files are the same to the byte, and the
+    run's end waits for the last save"""
     arguments: dict[str, Any] = {"save_every": 4, "keep_checkpoints": 9, "epochs": 1}
     plugins: list[Any] = ["lr-scheduler", {"ema": {"decay": 0.9}}, {"log": False}]
     plain = tiny_run(plugins, model=Big(), output="plain", **arguments)
@@ -527,7 +552,9 @@ def test_background_save_equals_foreground_save(tiny_run):
     assert steps("async") == steps("plain") == [4, 8, 9]
     for step in steps("plain"):
         for name in ("model.safetensors", "state.safetensors"):
-            ours, theirs = (Path(run, "checkpoints", f"step-{step:08d}", name).read_bytes() for run in ("async", "plain"))
+            ours, theirs = (
+                Path(run, "checkpoints", f"step-{step:08d}", name).read_bytes() for run in ("async", "plain")
+            )
             assert ours == theirs, (step, name)
         assert verify(Path("async", "checkpoints", f"step-{step:08d}")) is None
     assert plain.summary["validation"] is not None
@@ -571,7 +598,8 @@ class FailsLate(Plugin):
 
 @pytest.mark.slow
 def test_background_failure_found_at_next_save_is_reported(tiny_run):
-    """a save in the background that fails so late that the next one waits for it: each failure is counted, the first one stops the run"""
+    """a save in the background that fails so late that the next one waits for it: each failure is counted, the first
+    one stops the run"""
     assert tiny_run([FailsLate()], epochs=1, save_every=4).summary["save_errors"] == 3  # after 4, 8 and 9 steps
     with pytest.raises(SaveError, match="step-00000004 was not saved"):
         tiny_run([FailsLate()], epochs=1, save_every=4, on_save_error="stop")

@@ -69,8 +69,13 @@ def test_memory_files_and_folders_stay_flat_over_many_steps(tiny_run, tmp_path, 
     assert len(lines) == STEPS // 10 + 10
     assert max(map(len, lines)) < 400
     assert len((tmp_path / "soak" / "log.txt").read_text().splitlines()) < 50
-    slope = linear_regression([look * STEPS // LOOKS for look in range(half, len(watch.memory))], watch.memory[half:]).slope
-    memory = f"{watch.memory[half] / 2**20:.0f} MiB resident after half, {slope * 1000 / 1024:+.1f} KiB each 1,000 steps from there"
+    slope = linear_regression(
+        [look * STEPS // LOOKS for look in range(half, len(watch.memory))], watch.memory[half:]
+    ).slope
+    memory = (
+        f"{watch.memory[half] / 2**20:.0f} MiB resident after half, {slope * 1000 / 1024:+.1f} KiB each 1,000 "
+        "steps from there"
+    )
     record_property("figures", f"{STEPS:,} steps: {memory}, {watch.files[-1]} open files, {watch.threads[-1]} threads")
 
 

@@ -1,5 +1,6 @@
-"""A run that gets a stop signal saves, logs it and ends in time. A run that is restarted repeatedly reaches the end, with the numbers of an
-undisturbed run."""
+"""A run that gets a stop signal saves, logs it and ends in time.
+
+A run that is restarted repeatedly reaches the end, with the numbers of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -16,7 +17,20 @@ from typing import Any
 import forked
 import pytest
 from long_form import LONG
-from saving_helpers import FASTLOOP, ONE_THREAD, Forked, record, said, steps, summary, times, together, train, until, write_recipe
+from saving_helpers import (
+    FASTLOOP,
+    ONE_THREAD,
+    Forked,
+    record,
+    said,
+    steps,
+    summary,
+    times,
+    together,
+    train,
+    until,
+    write_recipe,
+)
 
 from fastloop.cli import launch
 from fastloop.distributed import signals
@@ -45,9 +59,10 @@ def whole(left_alone):
     shutil.copytree(left_alone, ".", dirs_exist_ok=True)
 
 
-# -- once ------------------------------------------------------------------------------------------------------------------------
+# -- once --------------------------------------------------------------------------------------------------------------
 
-MOMENTS = {  # what FAULT says, the step at which the run stops, and whether the evaluation of that step is still to come
+# what FAULT says, the step at which the run stops, and whether the evaluation of that step is still to come
+MOMENTS = {
     "in a step": ("step 14", 14, False),
     "in the step before a save": ("step 16", 16, False),
     "in a step with an evaluation": ("step 15", 15, True),
@@ -63,13 +78,16 @@ QUICK = [
     ("in an evaluation", "SIGUSR1"),
     ("in a step", "SIGINT"),
 ]
-SLOW = [(moment, "SIGTERM") for moment in ("in the step before a save", "in a step with an evaluation", "in the last step")]
+SLOW = [
+    (moment, "SIGTERM") for moment in ("in the step before a save", "in a step with an evaluation", "in the last step")
+]
 
 
 @pytest.mark.parametrize(("moment", "name"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 @pytest.mark.usefixtures("whole")
 def test_a_signal_saves_and_stops(moment, name):
-    """a signal in a step, an evaluation or a save: saved at the step's end, exit code 75 or 130, and resumed to the same numbers"""
+    """a signal in a step, an evaluation or a save: saved at the step's end, exit code 75 or 130, and resumed to the
+    same numbers"""
     place, step, evaluates = MOMENTS[moment]
     assert train("output=run", environment={"FAULT": f"{place} 0 me('{name}')"}) == code(name), said()
     found = summary()
@@ -116,7 +134,8 @@ def test_a_signal_in_compilation():
 
 @pytest.mark.slow
 def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
-    """SIGTERM to the whole process group, as init systems and SLURM send it: data workers do not die of it, and the run is saved"""
+    """SIGTERM to the whole process group, as init systems and SLURM send it: data workers do not die of it, and the run
+    is saved"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.002}})
     options = ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=2"]
     assert train("output=whole", *options) == 0
@@ -143,7 +162,7 @@ def test_failed_save_at_stop_is_reported():
     assert train("output=run", "--resume") == 0
 
 
-# -- twice, and in time --------------------------------------------------------------------------------------------------------------
+# -- twice, and in time ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
@@ -183,14 +202,16 @@ def test_unresponsive_process_is_killed_after_timeout():
     def hurry() -> None:
         signals.STOP_TIMEOUT = 1.5
 
-    assert train("output=run", environment={"FAULT": "step 14 0 me('SIGTERM'); time.sleep(600)"}, first=hurry) == STOPPED
+    assert (
+        train("output=run", environment={"FAULT": "step 14 0 me('SIGTERM'); time.sleep(600)"}, first=hurry) == STOPPED
+    )
     assert "did not stop within 1.5 seconds" in said()
     assert steps() == [12]
     assert train("output=run", "--resume") == 0
     assert record() == record("whole")
 
 
-# -- several processes ---------------------------------------------------------------------------------------------------------------
+# -- several processes -------------------------------------------------------------------------------------------------
 
 
 def command(*arguments: str, environment: dict[str, str] | None = None) -> forked.Command:
@@ -232,8 +253,12 @@ RUN = ["recipe.yaml", "output=run", "--with", "ddp"]
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["step 14", "evaluation 12"])
 def test_a_signal_to_one_process_of_two_stops_both(pair, place):
-    """SIGTERM on rank 1 alone, in a step or an evaluation: both save and stop; resumed, they end with the same numbers"""
-    codes = [each.wait() for each in together("output=run", "--with", "ddp", environment={"FAULT": f"{place} 1 me('SIGTERM')"})]
+    """SIGTERM on rank 1 alone, in a step or an evaluation: both save and stop; resumed, they end with the same
+    numbers"""
+    codes = [
+        each.wait()
+        for each in together("output=run", "--with", "ddp", environment={"FAULT": f"{place} 1 me('SIGTERM')"})
+    ]
     assert codes == [STOPPED, STOPPED], said()
     assert summary()["reason"] == "interrupted by SIGTERM"
     assert [each.wait() for each in together("output=run", "--with", "ddp", "--resume")] == [0, 0]
@@ -246,9 +271,14 @@ LAUNCHED = [("ours", "rank 1"), ("torchrun", "the launcher"), ("ours", "the laun
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "whom"), LAUNCHED[: 2 * times(1)])
 def test_a_signal_under_a_launcher(pair, launcher, whom):
-    """SIGTERM on rank 1 alone, or on the launcher: the run is saved by both processes and stops, with the code of the launcher's own"""
+    """SIGTERM on rank 1 alone, or on the launcher: the run is saved by both processes and stops, with the code of the
+    launcher's own"""
     options = ["--nproc", "2"] if launcher == "ours" else []
-    fault = {"FAULT": "step 14 1 me('SIGTERM')" if whom == "rank 1" else "step 14 1 os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)"}
+    fault = {
+        "FAULT": "step 14 1 me('SIGTERM')"
+        if whom == "rank 1"
+        else "step 14 1 os.kill(os.getppid(), signal.SIGTERM); time.sleep(0.5)"
+    }
     with command(*pair[launcher], *RUN, *options, environment=fault) as run:
         assert run.wait(300) == (STOPPED if launcher == "ours" else 1), said()  # torchrun's own
     assert (summary()["status"], summary()["reason"]) == ("stopped", "interrupted by SIGTERM")
@@ -273,7 +303,7 @@ def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
     assert steps() == [12]
 
 
-# -- again and again -------------------------------------------------------------------------------------------------------------------
+# -- again and again ---------------------------------------------------------------------------------------------------
 
 
 def killed_until_done(folder: str, kills: int, chance: random.Random, count: int, *options: str) -> int:
@@ -297,7 +327,8 @@ def killed_until_done(folder: str, kills: int, chance: random.Random, count: int
 @pytest.mark.parametrize(("count", "short"), [(1, 3), (2, 1)])
 @pytest.mark.parametrize("options", [[], ["--with", "async-save"]], ids=["plain", "async"])
 def test_resume_in_a_loop_completes_after_random_kills(count, short, options, record_property):
-    """a run is killed at random moments, from its start on, and restarted with --resume: it ends with the bits of an undisturbed run"""
+    """a run is killed at random moments, from its start on, and restarted with --resume: it ends with the bits of an
+    undisturbed run"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}}, train={"epochs": 8})
     strategy = [*options, *(["--with", "ddp"] if count > 1 else [])]
     if count > 1 and options:
@@ -311,12 +342,13 @@ def test_resume_in_a_loop_completes_after_random_kills(count, short, options, re
     record_property("faults", killed)
 
 
-# -- what --resume means where there is nothing ----------------------------------------------------------------------------------------
+# -- what --resume means where there is nothing ------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_resume_begins_where_the_runs_own_folder_holds_no_checkpoint_yet():
-    """--resume on a folder that does not exist, or whose run was killed before its first save: the run begins, and logs that"""
+    """--resume on a folder that does not exist, or whose run was killed before its first save: the run begins, and logs
+    that"""
     write_recipe()
     assert train("output=whole") == 0
     assert train("output=run", "--resume", environment={"FAULT": "step 3 0 me('SIGKILL')"}) == -signal.SIGKILL

@@ -1,4 +1,4 @@
-"""Two machines, which are two network namespaces: a slow link, a cut link, a lost machine, and torchrun's restarts on both."""
+"""Two machines, which are two network namespaces: a slow link, a cut link, a lost machine, and restarts by torchrun."""
 
 from __future__ import annotations
 
@@ -51,7 +51,15 @@ def rows():
 RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
     "data": {"module": "code.py:rows"},
-    "train": {"epochs": 3, "batch_size": 12, "micro_batch_size": 6, "lr": 1e-2, "save_every": 4, "log_every": 1, "device": "cpu"},
+    "train": {
+        "epochs": 3,
+        "batch_size": 12,
+        "micro_batch_size": 6,
+        "lr": 1e-2,
+        "save_every": 4,
+        "log_every": 1,
+        "device": "cpu",
+    },
     "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", {"watchdog": {"timeout": 10}}, {"progress": False}],
     "output": "run",
 }
@@ -85,7 +93,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two processes on one machine."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_recipe(folder)
-    done = forked.run(*TRAIN, "--nproc", "2", PATIENT, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=ENDS)
+    done = forked.run(
+        *TRAIN, "--nproc", "2", PATIENT, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=ENDS
+    )
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -139,7 +149,8 @@ def assert_same_bits(run: Path, other: Path) -> None:
 
 
 def test_slow_link_that_is_cut(nodes, undisturbed):
-    """a link that delays packets by 5 ms, loses one in a hundred, and is cut for 10 seconds: the run waits, and ends with the same bits"""
+    """a link that delays packets by 5 ms, loses one in a hundred, and is cut for 10 seconds: the run waits, and ends
+    with the same bits"""
     nodes.set_link(delay=0.005, loss=0.01)
     commands = fastloop(nodes, PATIENT)
     wait_for_checkpoint(commands, 8)
@@ -155,7 +166,8 @@ def test_slow_link_that_is_cut(nodes, undisturbed):
 
 @pytest.mark.parametrize("lost", [0, 1][: times(1)])
 def test_lost_machine(nodes, undisturbed, lost):
-    """a machine is lost without a packet: the other ends by the watchdog's timeout and names it; --resume ends with the same bits"""
+    """a machine is lost without a packet: the other ends by the watchdog's timeout and names it; --resume ends with the
+    same bits"""
     commands = fastloop(nodes)
     wait_for_checkpoint(commands, 8)
     nodes.lose(lost)
@@ -173,7 +185,8 @@ def test_lost_machine(nodes, undisturbed, lost):
 
 
 def test_torchrun_restarts_both_machines(nodes, undisturbed):
-    """a process dies under torchrun --nnodes 2 --max-restarts: both machines start again, resume, and end with the same bits"""
+    """a process dies under torchrun --nnodes 2 --max-restarts: both machines start again, resume, and end with the same
+    bits"""
     commands = [torchrun(nodes, node, "2", PATIENT) for node in (0, 1)]
     wait_for_checkpoint(commands, 8)
     first = int(Path("pid1").read_text())
@@ -189,7 +202,8 @@ def test_torchrun_continues_with_other_machines(nodes, undisturbed):
     """a machine joins an elastic run under torchrun, and is lost later: the run resumes with two processes, then with one, at the same global batch and with the same losses"""  # noqa: E501
     first = torchrun(nodes, 0, "1:2", **ELASTIC)
     wait_for_checkpoint([first], 4)
-    set_pace(0.25)  # less than the watchdog's timeout for a step, and the run does not end before the other machine is there
+    # less than the watchdog's timeout for a step, and the run does not end before the other machine is there
+    set_pace(0.25)
     second = torchrun(nodes, 1, "1:2", **ELASTIC)
     until(lambda: "interrupted by SIGTERM" in first.stdout or first.poll() is not None)
     set_pace(0.1)

@@ -1,4 +1,4 @@
-"""Strangers' packages beside fastloop, and an environment that is hostile to a command: closed streams, small disks, stopped processes."""
+"""Strangers' packages beside fastloop, and hostile environments: closed streams, small disks, stopped processes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ WAIT = 300.0
 
 def fastloop(*arguments: str, path: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command in a new process, whose start and streams matter here."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {}) | options.pop("env", {})
+    environment = (
+        os.environ | {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {}) | options.pop("env", {})
+    )
     command = [sys.executable, "-P", "-m", "fastloop", *arguments]
-    return subprocess.run(command, env=environment, text=True, timeout=WAIT, check=False, **({"capture_output": True} | options))
+    return subprocess.run(
+        command, env=environment, text=True, timeout=WAIT, check=False, **({"capture_output": True} | options)
+    )
 
 
 # -- packages that are installed beside fastloop -----------------------------------------------------------------------
@@ -38,14 +42,17 @@ CLAIMS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("names", CLAIMS.values(), ids=CLAIMS.keys())
 def test_a_package_that_claims_our_names_does_not_weaken_auto_silently(names, install, cli):
-    """a package installs plugins with names of ours, so that auto leaves ours out: a warning names the package and the plugin"""
+    """a package installs plugins with names of ours, so that auto leaves ours out: a warning names the package and the
+    plugin"""
     ours = set(own_plugins())
     install("evil-pack", "raise SystemExit('imported')", **dict.fromkeys(names, "evil_pack:It"))
     code, out, err = cli("plan", "quickstart", "--with", "auto")
     assert code == 0, err
     for name in names:
         (line,) = [
-            line for line in out.splitlines() if line.startswith(f"warning: plugin '{name}': evil-pack 1.2 installs a plugin of this name")
+            line
+            for line in out.splitlines()
+            if line.startswith(f"warning: plugin '{name}': evil-pack 1.2 installs a plugin of this name")
         ]
         assert "`auto` and the estimates of other commands leave out fastloop's" in line
         assert f"list 'fastloop-train:{name}' in the recipe" in line
@@ -81,7 +88,8 @@ INSPECTIONS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("arguments", INSPECTIONS.values(), ids=INSPECTIONS.keys())
 def test_a_command_that_inspects_runs_no_device_backend(arguments, install):
-    """a package declares a torch.backends entry point, which torch runs when it is imported: commands that only inspect do not run it"""
+    """a package declares a torch.backends entry point, which torch runs when it is imported: commands that only inspect
+    do not run it"""
     install("evil-backend", BACKEND, group="torch.backends", evil="evil_backend:load")
     done = fastloop(*arguments, path=Path("site").absolute())
     assert "Traceback" not in done.stderr
@@ -102,7 +110,8 @@ def test_a_device_backend_runs_where_it_is_wanted(install):
         Path("ran").unlink()
 
 
-# Name -> the file of the metadata that Python cannot read, its bytes, and whether a command that does not show the package fails, too.
+# Name -> the file of the metadata that Python cannot read, its bytes, and whether a command that does not show the
+# package fails, too.
 MALFORMED: dict[str, tuple[str, bytes, bool]] = {
     "a line of entry_points.txt without a value": ("entry_points.txt", b"[fastloop.plugins]\nno value\n", True),
     "entry_points.txt is not UTF-8": ("entry_points.txt", b"[fastloop.plugins]\nx = \xe9:Y\n", True),
@@ -138,7 +147,9 @@ STREAMS: dict[str, str] = {
 }
 QUICK = ("a closed standard output", "a reader that leaves")
 """Those of `make test`; the others are slow tests."""
-ONE_STEP = "train quickstart data.limit.train=64 data.limit.validation=32 data.limit.test=32 train.max_steps=1 output=run"
+ONE_STEP = (
+    "train quickstart data.limit.train=64 data.limit.validation=32 data.limit.test=32 train.max_steps=1 output=run"
+)
 
 
 def shell(arguments: str, redirection: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -156,7 +167,8 @@ def in_make_test(item: tuple[str, str]) -> Any:
 
 @pytest.mark.parametrize("redirection", [*map(in_make_test, STREAMS.items())])
 def test_a_run_outlives_its_standard_streams(redirection):
-    """the standard output or error of a training is closed, full or without a reader: the run completes, and no file gets its messages"""
+    """the standard output or error of a training is closed, full or without a reader: the run completes, and no file
+    gets its messages"""
     done = shell(ONE_STEP, redirection)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -173,7 +185,8 @@ def test_two_processes_outlive_their_standard_streams():
 
 
 def test_a_listing_ends_well_when_its_reader_leaves():
-    """the reader of a listing leaves (`fastloop plugins | head -1`), or its standard output is closed: it ends without an error"""
+    """the reader of a listing leaves (`fastloop plugins | head -1`), or its standard output is closed: it ends without
+    an error"""
     done = shell("plugins", "| head -1")
     assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 1, "")
     done = shell("plugins", ">&-")
@@ -187,7 +200,9 @@ def test_a_listing_that_cannot_be_written_is_an_error(command):
     assert (done.returncode, done.stderr) == (1, "error: the standard output: No space left on device.\n")
 
 
-@pytest.mark.parametrize("variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}])
+@pytest.mark.parametrize(
+    "variables", [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}]
+)
 def test_output_in_an_encoding_that_lacks_characters(variables):
     """the terminal's encoding lacks characters of a message: they are escaped"""
     Path("caf\u00e9.yaml").write_text("task: text-classification\n", encoding="utf-8")

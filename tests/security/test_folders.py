@@ -1,4 +1,4 @@
-"""Run folders from others: through links, devices and guessed names in them, fastloop neither writes nor reads files elsewhere."""
+"""Run folders from others: through their links, devices and guessed names, fastloop writes and reads no other files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ EVALUATE, EXPORT, REPORT = ("evaluate", "run"), ("export", "run", "--to", "safet
 def trained(tmp_path_factory: pytest.TempPathFactory, monkeypatch_module: pytest.MonkeyPatch) -> Path:
     """A folder with a recipe, its files, and a run that was stopped after a checkpoint and then completed."""
     folder = tmp_path_factory.mktemp("trained")
-    write_recipe(folder, train={"max_steps": 4, "save_every": 2, "batch_size": 8, "lr": 1e-2, "device": "cpu"}, output="run")
+    write_recipe(
+        folder, train={"max_steps": 4, "save_every": 2, "batch_size": 8, "lr": 1e-2, "device": "cpu"}, output="run"
+    )
     monkeypatch_module.chdir(folder)
     monkeypatch_module.setattr("sys.argv", ["fastloop", "train", "recipe.yaml", "--without", "progress"])
     with pytest.raises(SystemExit) as done:
@@ -52,7 +54,9 @@ def victim(trained: Path, tmp_path: Path) -> Path:
 
 
 def state(folder: Path) -> dict[str, str]:
-    return {str(path.relative_to(folder)): path.read_text() if path.is_file() else "folder" for path in folder.rglob("*")}
+    return {
+        str(path.relative_to(folder)): path.read_text() if path.is_file() else "folder" for path in folder.rglob("*")
+    }
 
 
 def link(place: str, target: str = "text") -> Callable[[Path], None]:
@@ -98,26 +102,31 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str, tuple[tuple[str, ...], ...
     "an unfinished summary is a link": (link(".summary.json.0.partial"), ".summary.json.0.partial", (RESUME,)),
     "an unfinished recipe is a link": (link(".recipe.yaml.0.partial"), ".recipe.yaml.0.partial", (RESUME,)),
     "the exported model is a link": (link("model", "."), "model", (RESUME, EXPORT)),
-    "a file of the exported model is a link": (link("model/config.json"), "model/config.json", (RESUME, EVALUATE, EXPORT)),
+    "a file of the exported model is a link": (
+        link("model/config.json"), "model/config.json", (RESUME, EVALUATE, EXPORT)),
     "the checkpoints are a link": (link("checkpoints", "."), "checkpoints", (RESUME,)),
-    "an unfinished checkpoint is a link": (link("checkpoints/.step-00000006.partial", "."), ".step-00000006.partial", (RESUME,)),
+    "an unfinished checkpoint is a link": (
+        link("checkpoints/.step-00000006.partial", "."), ".step-00000006.partial", (RESUME,)),
     "the evaluations are a link": (link("evaluation", "."), "evaluation", (EVALUATE, REPORT)),
     "an evaluation is a link": (link("evaluation/test.json", "new"), "evaluation/test.json", (EVALUATE,)),
     "the export is a link": (link("model-safetensors", "."), "model-safetensors", (EXPORT,)),
-    "an unfinished export is a link": (link(".model-safetensors.partial", "."), ".model-safetensors.partial", (EXPORT,)),
+    "an unfinished export is a link": (
+        link(".model-safetensors.partial", "."), ".model-safetensors.partial", (EXPORT,)),
     "a plugin's file is a link": (link("bad_batches.jsonl"), "bad_batches.jsonl", (RESUME,)),
     "a plugin's folder is a link": (link("tensorboard", "."), "tensorboard", (RESUME,)),
     "a file in a plugin's folder is a link": (link("watchdog/rank-0.txt"), "watchdog/rank-0.txt", (RESUME,)),
     "the upload's folder is a link": (link(".upload", "."), ".upload", (RESUME,)),
     "the log is a pipe": (special("log.txt", os.mkfifo), "log.txt", (RESUME, EVALUATE)),
-    "the metrics are a device": (special("metrics.jsonl", lambda path: os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))),
-                                 "metrics.jsonl", (RESUME,)),
+    "the metrics are a device": (
+        special("metrics.jsonl", lambda path: os.mknod(path, 0o666 | stat.S_IFCHR, os.makedev(1, 3))),
+        "metrics.jsonl", (RESUME,)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("plant", "place", "commands"), ATTACKS.values(), ids=ATTACKS.keys())
 def test_a_strangers_run_folder_writes_nowhere_else(plant, place, commands, victim, cli):
-    """a link, pipe or device in a run folder from others: refused in one line before the command begins; nothing else changes"""
+    """a link, pipe or device in a run folder from others: refused in one line before the command begins; nothing else
+    changes"""
     try:
         plant(victim)
     except PermissionError:
@@ -187,7 +196,9 @@ def test_a_run_that_resumes_elsewhere_copies_nothing_through_links(place, tiny_r
     assert not list(tmp_path.glob("other/sample-audit/*"))
 
 
-@pytest.mark.parametrize("place", ["log.txt", "metrics.jsonl", "bad_batches.jsonl", "watchdog/rank-0.txt", "sample-audit/rank-0.jsonl"])
+@pytest.mark.parametrize(
+    "place", ["log.txt", "metrics.jsonl", "bad_batches.jsonl", "watchdog/rank-0.txt", "sample-audit/rank-0.jsonl"]
+)
 def test_a_link_that_is_planted_later_is_not_followed(place, tiny_run, tmp_path):
     """a link that appears after the check, at the name of a file that grows: refused with its name, not followed"""
 
@@ -214,7 +225,8 @@ def test_a_link_that_is_planted_later_is_not_followed(place, tiny_run, tmp_path)
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "summary.json"])
 def test_no_name_of_an_unfinished_file_can_be_guessed(name, monkeypatch):
-    """links at every name that earlier versions used for unfinished files: not followed; two writes use different names"""
+    """links at every name that earlier versions used for unfinished files: not followed; two writes use different
+    names"""
     Path("victim").write_text(SECRET)
     for rank in range(4):
         Path(f".{name}.{rank}.partial").symlink_to("victim")
@@ -237,7 +249,8 @@ def test_a_failed_write_leaves_no_file():
 
 
 def test_links_that_stay_inside_and_a_linked_run_folder_work(trained, tmp_path, cli):
-    """control: a run folder that is itself a link, with links of the user's inside it, resumes, and is evaluated and exported"""
+    """control: a run folder that is itself a link, with links of the user's inside it, resumes, and is evaluated and
+    exported"""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     Path("run").rename("disk")
     Path("run").symlink_to("disk")

@@ -1,6 +1,7 @@
-"""Data files, images, models and templates from others: a small file takes no unbounded memory, and one that does is an error of one line.
+"""Data, images, models and templates from others: a small file takes no unbounded memory, or gives a one-line error.
 
-Each attack runs in a process whose memory has a limit of 1.25 GiB above what it has at its start. Beyond it, allocations fail.
+Each attack runs in a process whose memory has a limit of 1.25 GiB above what it has at its start. Beyond it,
+allocations fail.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def written(path: str, text: str | bytes) -> str:
     return path
 
 
-# -- files of lines --------------------------------------------------------------------------------------------------------
+# -- files of lines ----------------------------------------------------------------------------------------------------
 
 CSV, ROW = b"text,label\na,good\n", b'{"text": "a", "label": "good"}\n'
 LONG = r"line \d+: longer than 16 MiB, expected .* \(data\.read\.max_row_mib\)"
@@ -95,7 +96,11 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
     "one cell of 2 GiB in a csv.gz of 2 MB": (lambda: packed("a.csv.gz", CSV, b"a", 2 * GIB), LONG, LONG),
     "one cell of 2 GiB in a csv.zst": (lambda: packed("a.csv.zst", CSV, b"a", 2 * GIB), EXPANDS, EXPANDS),
     "one text of 2 GiB in a jsonl.gz": (lambda: packed("a.jsonl.gz", ROW + b'{"text": "', b"a", 2 * GIB), LONG, LONG),
-    "one text of 2 GiB in a jsonl.bz2": (lambda: packed("a.jsonl.bz2", ROW + b'{"text": "', b"a", 2 * GIB), EXPANDS, EXPANDS),
+    "one text of 2 GiB in a jsonl.bz2": (
+        lambda: packed("a.jsonl.bz2", ROW + b'{"text": "', b"a", 2 * GIB),
+        EXPANDS,
+        EXPANDS,
+    ),
     "one line of 2 GiB in a txt.zst": (lambda: packed("a.txt.zst", b"a\n", b"a", 2 * GIB), EXPANDS, None),
     "rows of 512 MiB in a jsonl.gz": (lambda: packed("a.jsonl.gz", b"", ROW, GIB // 2), EXPANDS, EXPANDS),
     "rows of 2 GiB in a jsonl.zst": (lambda: packed("a.jsonl.zst", b"", ROW, 2 * GIB), EXPANDS, EXPANDS),
@@ -118,17 +123,26 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
         "line 2003: not UTF-8",
         "line 2003: not UTF-8",
     ),
-    "bad UTF-8 in a jsonl": (lambda: written("a.jsonl", lines().encode() + b'{"text": "\xe9"}\n'), "line 41: not", "line 41: not"),
+    "bad UTF-8 in a jsonl": (
+        lambda: written("a.jsonl", lines().encode() + b'{"text": "\xe9"}\n'),
+        "line 41: not",
+        "line 41: not",
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("attack", "streaming"),
-    [(name, streaming) for name, (_, _, stream) in LINES.items() for streaming in (False, True) if stream is not None or not streaming],
+    [
+        (name, streaming)
+        for name, (_, _, stream) in LINES.items()
+        for streaming in (False, True)
+        if stream is not None or not streaming
+    ],
 )
 def test_file_of_lines_that_takes_gigabytes(attack, streaming):
-    """a small csv, jsonl, json or txt file that stands for gigabytes, also compressed, or is nested 200,000 deep: refused with its line or
-    size, and the option that allows more"""
+    """a small csv, jsonl, json or txt file that stands for gigabytes, also compressed, or is nested 200,000 deep:
+    refused with its line or size, and the option that allows more"""
     write, memory, stream = LINES[attack]
     path = write()
     found = refused(classify(path, streaming))
@@ -138,7 +152,10 @@ def test_file_of_lines_that_takes_gigabytes(attack, streaming):
 
 @pytest.mark.parametrize(
     ("name", "streaming"),
-    [*itertools.product(["a.csv", "a.csv.gz", "a.csv.bz2", "a.jsonl", "a.jsonl.zst"], [False, True]), ("a.json.gz", False)],
+    [
+        *itertools.product(["a.csv", "a.csv.gz", "a.csv.bz2", "a.jsonl", "a.jsonl.zst"], [False, True]),
+        ("a.json.gz", False),
+    ],
 )
 def test_file_of_lines_that_is_good(name, streaming):
     """control: plain and compressed files of lines with a text of 5 MiB, read into memory and streamed"""
@@ -160,13 +177,19 @@ def test_limits_can_be_raised(streaming):
     """control: data.read.max_row_mib and data.read.max_expansion, which the errors name, set the limits"""
     row = json.dumps({"text": "fine " * MIB, "label": "good"}).encode() + b"\n"
     path = packed("a.jsonl.gz", lines().encode(), b"\n", 0, row)
-    assert "line 41: longer than 4 MiB" in refused(classify(path, streaming, read={"max_row_mib": 4, "max_expansion": 1000}))
-    assert "expands to more than 4194304" in refused(classify(path, streaming, read={"max_row_mib": 4, "max_expansion": 2}))
+    assert "line 41: longer than 4 MiB" in refused(
+        classify(path, streaming, read={"max_row_mib": 4, "max_expansion": 1000})
+    )
+    assert "expands to more than 4194304" in refused(
+        classify(path, streaming, read={"max_row_mib": 4, "max_expansion": 2})
+    )
     accepted(classify(path, streaming, read={"max_row_mib": 6, "max_expansion": 2}))
-    assert "read.encoding: cannot hold with data.streaming" in refused(classify(path, True, read={"encoding": "cp1252"}))
+    assert "read.encoding: cannot hold with data.streaming" in refused(
+        classify(path, True, read={"encoding": "cp1252"})
+    )
 
 
-# -- archives --------------------------------------------------------------------------------------------------------------
+# -- archives ----------------------------------------------------------------------------------------------------------
 
 
 def sample(number: int, row: dict[str, Any]) -> list[tuple[Any, bytes]]:
@@ -188,25 +211,42 @@ def claims(kind: bytes, size: bytes) -> tuple[bytes, bytes]:
 
 
 TARS: dict[str, tuple[list[tuple[Any, bytes]], str]] = {
-    "a hole of 4 GiB": ([sparse("9999.txt", 4 * GIB), member("9999.cls", b"good")], r"9999\.txt: longer than 16 MiB, .*max_row_mib"),
+    "a hole of 4 GiB": (
+        [sparse("9999.txt", 4 * GIB), member("9999.cls", b"good")],
+        r"9999\.txt: longer than 16 MiB, .*max_row_mib",
+    ),
     "90 holes of 15 MiB": (
-        [part for number in range(9000, 9090) for part in (sparse(f"{number}.txt", 15 * MIB), member(f"{number}.cls", b"good"))],
+        [
+            part
+            for number in range(9000, 9090)
+            for part in (sparse(f"{number}.txt", 15 * MIB), member(f"{number}.cls", b"good"))
+        ],
         r"9000\.txt: stored with holes",
     ),
     "a file that claims 8 GiB": ([member("9999.txt", b"x", size=8 * GIB - 1)], r"9999\.txt: longer than 16 MiB"),
     "a file that claims 2**60 bytes": ([claims(tarfile.REGTYPE, HUGE)], "long: longer than 16 MiB"),
-    "a long name that claims 8 GiB": ([claims(tarfile.GNUTYPE_LONGNAME, b"77777777777\0")], r"a\.tar: cannot be read as \.tar"),
-    "a long name that claims 2**60 bytes": ([claims(tarfile.GNUTYPE_LONGNAME, HUGE)], r"a\.tar: cannot be read as \.tar"),
+    "a long name that claims 8 GiB": (
+        [claims(tarfile.GNUTYPE_LONGNAME, b"77777777777\0")],
+        r"a\.tar: cannot be read as \.tar",
+    ),
+    "a long name that claims 2**60 bytes": (
+        [claims(tarfile.GNUTYPE_LONGNAME, HUGE)],
+        r"a\.tar: cannot be read as \.tar",
+    ),
     "attributes that claim 8 GiB": ([claims(tarfile.XHDTYPE, b"77777777777\0")], r"a\.tar: cannot be read as \.tar"),
     "attributes of 2**60 bytes": ([claims(tarfile.XHDTYPE, HUGE)], r"a\.tar: cannot be read as \.tar"),
-    "a negative size": ([claims(tarfile.REGTYPE, b"\xff" * 10 + b"\xf2\x00")], r"a\.tar: cannot be read as \.tar: long claims -"),
+    "a negative size": (
+        [claims(tarfile.REGTYPE, b"\xff" * 10 + b"\xf2\x00")],
+        r"a\.tar: cannot be read as \.tar: long claims -",
+    ),
     "200,000 lists": ([member("9999.json", DEEP.encode()), member("9999.txt", b"a")], r"9999\.json: .*recursion depth"),
 }
 
 
 @pytest.mark.parametrize("attack", TARS)
 def test_archive_that_takes_gigabytes(attack):
-    """a tar archive of some kilobytes with holes of gigabytes, sizes that are not true, or nested JSON: refused with the member's name"""
+    """a tar archive of some kilobytes with holes of gigabytes, sizes that are not true, or nested JSON: refused with
+    the member's name"""
     members, message = TARS[attack]
     label = "label" if "lists" in attack else "cls"
     start = [] if label == "label" else GOOD_TAR
@@ -220,11 +260,13 @@ def test_archive_that_is_good():
     """control: an archive of samples is streamed, and data.read.max_row_mib allows larger files in it"""
     accepted(classify(tar("a.tar", GOOD_TAR), True, text="txt", label="cls"))
     tar("a.tar", [*GOOD_TAR, member("9999.txt", b"fine " * MIB), member("9999.cls", b"good")])
-    assert "9999.txt: longer than 4 MiB" in refused(classify("a.tar", True, text="txt", label="cls", read={"max_row_mib": 4}))
+    assert "9999.txt: longer than 4 MiB" in refused(
+        classify("a.tar", True, text="txt", label="cls", read={"max_row_mib": 4})
+    )
     accepted(classify("a.tar", True, text="txt", label="cls", read={"max_row_mib": 6}))
 
 
-# -- Parquet ---------------------------------------------------------------------------------------------------------------
+# -- Parquet -----------------------------------------------------------------------------------------------------------
 
 
 def labels(count: int) -> list[str]:
@@ -249,7 +291,10 @@ PARQUET: dict[str, tuple[Callable[[], str], str]] = {
     "a page that claims 2 GiB": (lambda: edit_parquet(long_texts(), page=2**31 - 1), CLAIMS),
     "a page that claims less than no byte": (lambda: edit_parquet(long_texts(), page=2**31), "claims"),
     "a column that claims one byte": (lambda: edit_parquet(long_texts(), chunk=1), CLAIMS),
-    "10**12 rows": (lambda: edit_parquet(long_texts(), rows=10**12), r"a\.parquet: .*row group 0 has 9+2 rows less than it claims"),
+    "10**12 rows": (
+        lambda: edit_parquet(long_texts(), rows=10**12),
+        r"a\.parquet: .*row group 0 has 9+2 rows less than it claims",
+    ),
 }
 
 
@@ -274,7 +319,8 @@ def prefixed(path: str, size: int, count: int) -> str:
 @pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
 @pytest.mark.parametrize("attack", PARQUET)
 def test_parquet_file_that_takes_gigabytes(attack, streaming):
-    """a small Parquet file whose dictionary, prefixes, pages or metadata stand for gigabytes, or claim to: refused with what it claims"""
+    """a small Parquet file whose dictionary, prefixes, pages or metadata stand for gigabytes, or claim to: refused with
+    what it claims"""
     write, message = PARQUET[attack]
     path = write()
     found = refused(classify(path, streaming))
@@ -289,7 +335,10 @@ def test_parquet_file_that_is_good(form, streaming):
 
     texts = [f"a fine film number {number} " * 20 for number in range(3000)]
     options: dict[str, Any] = {"plain": {"use_dictionary": False}, "many pages": {"data_page_size": 1000}}.get(form, {})
-    options |= {"version 1": {"version": "1.0", "data_page_version": "1.0"}, "many pages": {"data_page_version": "2.0"}}.get(form, {})
+    options |= {
+        "version 1": {"version": "1.0", "data_page_version": "1.0"},
+        "many pages": {"data_page_version": "2.0"},
+    }.get(form, {})
     if form == "prefixes":
         options |= {"use_dictionary": False, "column_encoding": {"text": "DELTA_BYTE_ARRAY", "label": "PLAIN"}}
     column = pyarrow.array([texts[number % 5] for number in range(3000)] if form == "shared" else texts)
@@ -297,7 +346,7 @@ def test_parquet_file_that_is_good(form, streaming):
     accepted(classify("a.parquet", streaming))
 
 
-# -- images ----------------------------------------------------------------------------------------------------------------
+# -- images ------------------------------------------------------------------------------------------------------------
 
 PIXELS = r"has \d+ x \d+ pixels.*, expected at most 89478485 in all \(data\.max_pixels\)"
 TEXT = (b"zTXt", b"note\0\0" + zlib.compress(b"a" * (512 * MIB)))
@@ -305,14 +354,17 @@ IMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "1 x 60,000, which resizes to 4 gigapixels": (lambda path: png(path, 1, 60_000), PIXELS),
     "60,000 x 1": (lambda path: png(path, 60_000, 1), PIXELS),
     "12,000 x 12,000 in 20 kB": (lambda path: png(path, 12_000, 12_000), PIXELS),
-    "30,000 x 30,000": (lambda path: png(path, 30_000, 30_000, written=10), r"exceeds limit of \d+ pixels.* data\.max_pixels"),
-    "2**31 - 1 squared": (lambda path: png(path, 2**31 - 1, 2**31 - 1, written=1), r"exceeds limit of \d+ pixels.* data\.max_pixels"),
-    "a text of 512 MiB in it": (lambda path: png(path, 20, 20, more=[TEXT]), "cannot be read as an image: Decompressed data too large"),
+    "30,000 x 30,000": (lambda path: png(path, 30_000, 30_000, written=10), r"exceeds limit of \d+ pixels.* "
+                                                                            r"data\.max_pixels"),
+    "2**31 - 1 squared": (lambda path: png(path, 2**31 - 1, 2**31 - 1, written=1), r"exceeds limit of \d+ pixels.* "
+                                                                                   r"data\.max_pixels"),
+    "a text of 512 MiB in it": (lambda path: png(path, 20, 20, more=[TEXT]), "cannot be read as an image: Decompressed "
+                                                                             "data too large"),
     "a PPM of 10**9 x 10**9": (lambda path: path.write_bytes(b"P6 1000000000 1000000000 255\n"), r"data\.max_pixels"),
     "a BMP of 50,000 x 50,000": (
         lambda path: path.write_bytes(
-            b"BM" + bytes(8) + (54).to_bytes(4, "little") + (40).to_bytes(4, "little") + (50_000).to_bytes(4, "little") * 2
-            + b"\1\0\x18\0" + bytes(24)
+            b"BM" + bytes(8) + (54).to_bytes(4, "little") + (40).to_bytes(4, "little")
+            + (50_000).to_bytes(4, "little") * 2 + b"\1\0\x18\0" + bytes(24)
         ),
         r"data\.max_pixels",
     ),
@@ -328,7 +380,8 @@ def images(**data: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("attack", IMAGES)
 def test_image_that_takes_gigabytes(attack):
-    """a small image with billions of pixels, as it is or resized: refused before it is decoded, with data.max_pixels, which allows more"""
+    """a small image with billions of pixels, as it is or resized: refused before it is decoded, with data.max_pixels,
+    which allows more"""
     write, message = IMAGES[attack]
     recipe = images(image_size=16, crop_fraction=0.25)
     path = Path("images/train/red/00.png")
@@ -345,16 +398,20 @@ def test_image_that_is_good():
     recipe = images(image_size=16)
     png(Path("images/train/red/00.png"), 20, 2000)
     Image.new("P", (50, 50)).save(
-        "images/train/blue/03.gif", save_all=True, append_images=[Image.new("P", (50, 50), color) for color in range(250)] * 2
+        "images/train/blue/03.gif",
+        save_all=True,
+        append_images=[Image.new("P", (50, 50), color) for color in range(250)] * 2,
     )
     png(Path("images/train/green/00.png"), 3000, 3000)
     accepted(recipe)
-    assert "has 3000 x 3000 pixels, expected at most 1000000" in refused({**recipe, "data": recipe["data"] | {"max_pixels": 10**6}})
+    assert "has 3000 x 3000 pixels, expected at most 1000000" in refused(
+        {**recipe, "data": recipe["data"] | {"max_pixels": 10**6}}
+    )
     png(Path("images/train/red/00.png"), 12_000, 12_000)
     accepted({**recipe, "data": recipe["data"] | {"max_pixels": 150_000_000}})
 
 
-# -- models ----------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 MODELS: dict[str, Callable[[Path], Any]] = {
@@ -371,14 +428,24 @@ MODELS: dict[str, Callable[[Path], Any]] = {
         {name: {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} for name in map(str, range(1000))},
         b"0000",
     ),
-    "weights with a nested header": lambda folder: safetensors(folder / "model.safetensors", b'{"a":' + DEEP.encode() + b"}"),
-    "a nested configuration": lambda folder: (folder / "config.json").write_text('{"model_type": "distilbert", "a": ' + DEEP + "}"),
+    "weights with a nested header": lambda folder: safetensors(
+        folder / "model.safetensors", b'{"a":' + DEEP.encode() + b"}"
+    ),
+    "a nested configuration": lambda folder: (folder / "config.json").write_text(
+        '{"model_type": "distilbert", "a": ' + DEEP + "}"
+    ),
     "a configuration of 10**12 tokens": lambda folder: change(folder / "config.json", vocab_size=10**12),
     "a configuration of 10**6 layers": lambda folder: change(folder / "config.json", n_layers=10**6),
-    "a configuration of 256 MiB": lambda folder: hole(str(folder / "config.json"), b'{"model_type": "distilbert", "a": "', GIB // 4),
-    "a nested tokenizer": lambda folder: (folder / "tokenizer.json").write_text('{"version": "1.0", "model": ' + DEEP + "}"),
+    "a configuration of 256 MiB": lambda folder: hole(
+        str(folder / "config.json"), b'{"model_type": "distilbert", "a": "', GIB // 4
+    ),
+    "a nested tokenizer": lambda folder: (folder / "tokenizer.json").write_text(
+        '{"version": "1.0", "model": ' + DEEP + "}"
+    ),
     "a tokenizer of 2 GiB": lambda folder: hole(str(folder / "tokenizer.json"), b'{"version": "', 2 * GIB),
-    "a nested configuration of the tokenizer": lambda folder: (folder / "tokenizer_config.json").write_text('{"a": ' + DEEP + "}"),
+    "a nested configuration of the tokenizer": lambda folder: (folder / "tokenizer_config.json").write_text(
+        '{"a": ' + DEEP + "}"
+    ),
     "a nested index of weights": lambda folder: (folder / "model.safetensors.index.json").write_text(DEEP),
 }
 
@@ -402,7 +469,8 @@ def pretrained(folder: Path, config: dict[str, Any], causal: bool = False) -> di
 
 @pytest.mark.parametrize("attack", MODELS)
 def test_model_folder_that_takes_gigabytes(attack):
-    """a small model folder whose weights, configuration or tokenizer claim terabytes or are nested 200,000 deep: refused with model.name"""
+    """a small model folder whose weights, configuration or tokenizer claim terabytes or are nested 200,000 deep:
+    refused with model.name"""
     recipe = pretrained(Path("model"), TINY)
     MODELS[attack](Path("model"))
     assert re.match(r"error: r\.yaml: model\.name: ", refused(recipe))
@@ -422,7 +490,7 @@ def test_model_folder_that_is_good():
     accepted(pretrained(Path("model"), TINY))
 
 
-# -- chat templates --------------------------------------------------------------------------------------------------------
+# -- chat templates ----------------------------------------------------------------------------------------------------
 
 ESCAPES = {
     "the classes of Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -456,12 +524,27 @@ def chats(template: str) -> dict[str, Any]:
     Path("template.jinja").write_text(template)
     messages = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     Path("chats.jsonl").write_text((json.dumps({"messages": messages}) + "\n") * 20)
-    data = {"files": {"train": "chats.jsonl"}, "messages": "messages", "chat_template": "template.jinja", "max_length": 16}
-    return {"model": {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}, "data": data, "plugins": ["causal-lm"]}
+    data = {
+        "files": {"train": "chats.jsonl"},
+        "messages": "messages",
+        "chat_template": "template.jinja",
+        "max_length": 16,
+    }
+    return {
+        "model": {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
+        "data": data,
+        "plugins": ["causal-lm"],
+    }
 
 
-LOOPS = "{% for a in range(30000) %}{% for b in range(30000) %}{% for c in range(30000) %}{% endfor %}{% endfor %}{% endfor %}"
-LONG = {"always": LOOPS, "at an answer": "{% if messages[-1].role == 'assistant' %}" + LOOPS + "{% endif %}{{ messages[0].content }}"}
+LOOPS = (
+    "{% for a in range(30000) %}{% for b in range(30000) %}{% for c in range(30000) %}{% endfor %}{% endfor %}{% "
+    "endfor %}"
+)
+LONG = {
+    "always": LOOPS,
+    "at an answer": "{% if messages[-1].role == 'assistant' %}" + LOOPS + "{% endif %}{{ messages[0].content }}",
+}
 
 
 @pytest.mark.parametrize("template", LONG.values(), ids=LONG.keys())
@@ -484,14 +567,18 @@ def test_chat_template_that_is_good():
 @pytest.mark.parametrize("depth", [200_000, 900, 400, 20])
 @pytest.mark.parametrize("where", ["tools", "arguments", "text of arguments", "content"])
 def test_conversation_that_is_nested(where, depth):
-    """a conversation whose tools, arguments or content are nested up to 200,000 deep: refused with its row; 20 deep is read"""
+    """a conversation whose tools, arguments or content are nested up to 200,000 deep: refused with its row; 20 deep is
+    read"""
     recipe = chats("{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}\n{% endfor %}")
-    depth = min(depth, 2000) if where == "text of arguments" else depth  # training a tokenizer on one long word takes minutes
+    # training a tokenizer on one long word takes minutes
+    depth = min(depth, 2000) if where == "text of arguments" else depth
     nested = '{"a": ' + "[" * depth + "]" * depth + "}"
     arguments = {"arguments": nested, "text of arguments": json.dumps(nested)}.get(where, "{}")
     call = f'[{{"type": "function", "function": {{"name": "a", "arguments": {arguments}}}}}]'
     answer = f'{{"role": "assistant", "content": {nested if where == "content" else "null"}, "tool_calls": {call}}}'
-    tools = f'[{{"type": "function", "function": {{"name": "a", "parameters": {nested}}}}}]' if where == "tools" else "[]"
+    tools = (
+        f'[{{"type": "function", "function": {{"name": "a", "parameters": {nested}}}}}]' if where == "tools" else "[]"
+    )
     row = f'{{"messages": [{{"role": "user", "content": "a"}}, {answer}], "tools": {tools}}}\n'
     Path("chats.jsonl").write_text(Path("chats.jsonl").read_text() + row)
     done = command(recipe)

@@ -29,7 +29,8 @@ class Evil(Plugin):
 
 @pytest.fixture
 def pwned(tmp_path: Path):
-    """The file that hostile code creates. No test of this file may leave it, except for the control, which removes it."""
+    """The file that hostile code creates. No test of this file may leave it, except for the control, which removes
+    it."""
     yield tmp_path / "pwned"
     assert not (tmp_path / "pwned").exists(), "code of the recipe was run"
 
@@ -57,7 +58,9 @@ def install(site: Path, name: str, code: str, plugins: str = "", requires: str =
     needs = f"Requires-Dist: {requires}\n" if requires else ""
     (site / metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n{needs}")
     (site / metadata / "entry_points.txt").write_text(f"[fastloop.plugins]\n{plugins}\n")
-    (site / metadata / "RECORD").write_text(f"{module},,\n{metadata}/METADATA,,\n{metadata}/entry_points.txt,,\n{metadata}/RECORD,,\n")
+    (site / metadata / "RECORD").write_text(
+        f"{module},,\n{metadata}/METADATA,,\n{metadata}/entry_points.txt,,\n{metadata}/RECORD,,\n"
+    )
 
 
 def recipe(**sections: Any) -> str:
@@ -72,14 +75,17 @@ def listed(out: str) -> dict[str, dict[str, Any]]:
     return {code["key"]: code for code in json.loads(out)["code"]}
 
 
-# -- installed code ------------------------------------------------------------------------------------------------------------
+# -- installed code ----------------------------------------------------------------------------------------------------
 
 
 def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
     """a recipe that names installed code: listed with its package and effects, and not imported"""
     install(site, "warm-pack", f"import subprocess\n{hostile}", "evil = warm_pack:Evil", "fastloop-train>=0.1")
     name = recipe(
-        data={"module": "fastloop_plugins.datasets.reviews:reviews", "arguments": {"train": 8, "api_key": "sesame-open"}},
+        data={
+            "module": "fastloop_plugins.datasets.reviews:reviews",
+            "arguments": {"train": 8, "api_key": "sesame-open"},
+        },
         plugins=[{"warm-pack:evil": {"degrees": 3}}, "ema"],
         output="out",
     )
@@ -92,7 +98,8 @@ def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
     file = str(site / "warm_pack.py")
     plugin = found["plugins.warm-pack:evil"]
     assert {key: plugin[key] for key in ("kind", "file", "package", "version", "arguments", "note")} == {
-        "kind": "plugin", "file": file, "package": "warm-pack", "version": "1.2", "arguments": {"degrees": 3}, "note": "",
+        "kind": "plugin", "file": file, "package": "warm-pack", "version": "1.2", "arguments": {"degrees": 3},
+        "note": "",
     }  # fmt: skip
     assert plugin["effects"] == {"starts commands": file}
     reviews = found["data.module"]
@@ -108,9 +115,14 @@ def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
 def test_listing_imports_nothing_by_the_audit_of_python(site, hostile):
     """a listing under Python's audit hook for imports: no code of the recipe, of a plugin or of torch is imported"""
     install(site, "warm-pack", hostile, "evil = warm_pack:Evil")
-    name = recipe(data={"module": "torch.nn.functional:cross_entropy"}, model={"module": "warm_pack:Evil"}, plugins=["evil", "ema"])
+    name = recipe(
+        data={"module": "torch.nn.functional:cross_entropy"},
+        model={"module": "warm_pack:Evil"},
+        plugins=["evil", "ema"],
+    )
     code = (
-        "import sys; names = []; sys.addaudithook(lambda event, args: names.append(args[0]) if event == 'import' else None)\n"
+        "import sys; names = []; sys.addaudithook(lambda event, args: names.append(args[0]) if event == 'import' "
+        "else None)\n"
         f"sys.argv = ['fastloop', 'plan', {name!r}, '--untrusted', '--json', 'list.json']\n"
         "from fastloop.cli import main\n"
         "try:\n    main()\nexcept SystemExit as done:\n    assert not done.code, done.code\n"
@@ -123,12 +135,21 @@ def test_listing_imports_nothing_by_the_audit_of_python(site, hostile):
     imported = set(done.stdout.splitlines()[-1].split())
     assert {"fastloop_tools", "yaml"} < imported
     assert not imported & {"warm_pack", "torch", "fastloop_plugins", "transformers"}
-    assert {code["key"] for code in json.loads(Path("list.json").read_text())["code"]} > {"plugins.evil", "data.module", "model.module"}
+    assert {code["key"] for code in json.loads(Path("list.json").read_text())["code"]} > {
+        "plugins.evil",
+        "data.module",
+        "model.module",
+    }
 
 
 def test_text_that_only_looks_like_an_import_is_not_refused(cli):
     """control: text that only looks like an import is not refused"""
-    name = recipe(data={"module": "fastloop_plugins.datasets.chats:chats", "arguments": {"prompt": "Answer:yes", "url": "Q. Who?:me"}})
+    name = recipe(
+        data={
+            "module": "fastloop_plugins.datasets.chats:chats",
+            "arguments": {"prompt": "Answer:yes", "url": "Q. Who?:me"},
+        }
+    )
     code, out, _ = cli("plan", name, "--untrusted", "--json", "-")
     assert code == 0
     assert set(listed(out)) >= {"data.module"}
@@ -173,7 +194,7 @@ def test_untrusted_goes_before_estimates(cli):
     assert "gradients" not in out
 
 
-# -- code that is not installed ------------------------------------------------------------------------------------------------
+# -- code that is not installed ----------------------------------------------------------------------------------------
 
 EVERYWHERE: dict[str, Any] = {
     "model": {"module": "X"},
@@ -188,8 +209,20 @@ EVERYWHERE: dict[str, Any] = {
 }
 """A recipe that names one object, X, under every key that fastloop imports, and under some that it does not know."""
 KEYS = (
-    *("model.module", "data.module", "data.arguments.deep.er", "data.arguments", "train.optimizer.name", "plugins.lr-scheduler.schedule"),
-    *("plugins.module.collate", "plugins.module.loss.name", "plugins.text-classification.metrics.own.type", "plugins.ema.other"),
+    *(
+        "model.module",
+        "data.module",
+        "data.arguments.deep.er",
+        "data.arguments",
+        "train.optimizer.name",
+        "plugins.lr-scheduler.schedule",
+    ),
+    *(
+        "plugins.module.collate",
+        "plugins.module.loss.name",
+        "plugins.text-classification.metrics.own.type",
+        "plugins.ema.other",
+    ),
 )
 SHORT = {"train": {"optimizer": "X"}, "plugins": [{"module": {"loss": "X"}}]}
 
@@ -244,12 +277,27 @@ def test_hostile_code_of_these_tests_is_hostile(cli, hostile, pwned):
         ({"plugins": ["nowhere"]}, "plugins.nowhere: no plugin 'nowhere' is installed"),
         ({"plugins": ["gone"]}, "plugins.gone: gone: module gone_pack.there is not installed"),
         ({"plugins": ["shadowed"]}, "plugins.shadowed: shadowed: no installed package lists the file "),
-        ({"data": {"module": "nowhere.at_all:data"}}, "data.module: nowhere.at_all:data: module nowhere.at_all is not installed"),
+        (
+            {"data": {"module": "nowhere.at_all:data"}},
+            "data.module: nowhere.at_all:data: module nowhere.at_all is not installed",
+        ),
         ({"data": {"module": "fastloop_plugins.nowhere:x"}}, "has no module fastloop_plugins.nowhere"),
-        ({"model": {"name": "owner/model", "trust_remote_code": True}}, "model.trust_remote_code: True: runs the code that comes with"),
-        ({"model": {"name": "owner/model", "attn_implementation": "owner/kernel"}}, "downloads a kernel from the hub and runs it"),
-        ({"data": {"module": "torch:load", "arguments": {"f": "x.pkl"}}}, "data.arguments.f: x.pkl: a file that may hold pickles"),
-        ({"data": {"module": "torch:load", "arguments": {"weights_only": False}}}, "data.arguments.weights_only: False: loads pickles"),
+        (
+            {"model": {"name": "owner/model", "trust_remote_code": True}},
+            "model.trust_remote_code: True: runs the code that comes with",
+        ),
+        (
+            {"model": {"name": "owner/model", "attn_implementation": "owner/kernel"}},
+            "downloads a kernel from the hub and runs it",
+        ),
+        (
+            {"data": {"module": "torch:load", "arguments": {"f": "x.pkl"}}},
+            "data.arguments.f: x.pkl: a file that may hold pickles",
+        ),
+        (
+            {"data": {"module": "torch:load", "arguments": {"weights_only": False}}},
+            "data.arguments.weights_only: False: loads pickles",
+        ),
         ({"plugins": [{"deepspeed": {"config": "ds.json"}}]}, "lower_precision_safe_modules: evil_classes:Layer: "),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
@@ -269,16 +317,24 @@ def test_other_code_that_is_not_installed_is_refused(sections, said, cli, site, 
     assert said in err, err
 
 
-@pytest.mark.parametrize(("switch", "safe"), [("weights_only", True), ("allow_pickle", False), ("trust_remote_code", False)])
+@pytest.mark.parametrize(
+    ("switch", "safe"), [("weights_only", True), ("allow_pickle", False), ("trust_remote_code", False)]
+)
 def test_switch_that_is_not_the_safe_boolean_is_refused(switch, safe, cli, record_property):
     """a safety switch with a value that libraries take for the unsafe one, such as an empty list: refused"""
     values: list[Any] = [[], {}, [False], {"a": 1}, 0, 1, "false", "true", "", None, 0.0, not safe]
     record_property("faults", len(values))
-    arguments = {"f": "x", switch: safe, **{f"at{chr(97 + index)}": {switch: value} for index, value in enumerate(values)}}
+    arguments = {
+        "f": "x",
+        switch: safe,
+        **{f"at{chr(97 + index)}": {switch: value} for index, value in enumerate(values)},
+    }
     code, _, err = cli("plan", recipe(data={"module": "torch:load", "arguments": arguments}), "--untrusted")
     assert code == 2
     refused = [line.strip() for line in err.splitlines() if line.startswith("  ")]
-    assert [line.partition(": ")[0] for line in refused] == [f"data.arguments.at{chr(97 + index)}.{switch}" for index in range(len(values))]
+    assert [line.partition(": ")[0] for line in refused] == [
+        f"data.arguments.at{chr(97 + index)}.{switch}" for index in range(len(values))
+    ]
     assert all(line.endswith(f" Expected {str(safe).lower()}.") for line in refused)
 
 
@@ -310,12 +366,22 @@ def test_aliases_are_followed_to_python_s_own_functions(code, cli, site):
 
 def test_aliases_of_installed_packages_are_followed_to_their_definition(site):
     """control: attributes of compiled code, and modules that name each other in a circle, are listed"""
-    install(site, "alias-pack", "import torch.nn as n\nclass Own: ...\nLoss = n.CrossEntropyLoss\na = b\nb = a\nmade = print(Own)\n")
+    install(
+        site,
+        "alias-pack",
+        "import torch.nn as n\nclass Own: ...\nLoss = n.CrossEntropyLoss\na = b\nb = a\nmade = print(Own)\n",
+    )
     found = {name: find_name("alias_pack", name) for name in ("Loss", "Own", "a", "made", "nothing")}
     assert all(origin is not None and not origin.problem for origin in found.values())
     assert found["Loss"].file.endswith("loss.py")
     assert (found["Own"].line, found["made"].line) == (2, 6)
-    for reference in ("torch:relu", "torch.nn.functional:conv2d", "transformers:AutoModel", "numpy:array", "torch.optim:AdamW"):
+    for reference in (
+        "torch:relu",
+        "torch.nn.functional:conv2d",
+        "transformers:AutoModel",
+        "numpy:array",
+        "torch.optim:AdamW",
+    ):
         origin = find_name(*reference.split(":"))
         assert origin is not None
         assert not origin.problem, reference
@@ -379,9 +445,16 @@ def test_listing_cannot_be_hidden_by_terminal_sequences(cli, hostile):
 
 
 def test_recipe_cannot_blank_the_list_by_declaring_its_text_secret(cli, monkeypatch):
-    """a recipe whose keys are called like secrets: their values stay in the list, and those of the environment are hidden"""
+    """a recipe whose keys are called like secrets: their values stay in the list, and those of the environment are
+    hidden"""
     monkeypatch.setenv("HUB_TOKEN", "yellow-bird")
-    blanks = {"token": "os:system", "password": "standard library", "api_key": "rm -rf /home", "secret": "data.module", "sibling": "x"}
+    blanks = {
+        "token": "os:system",
+        "password": "standard library",
+        "api_key": "rm -rf /home",
+        "secret": "data.module",
+        "sibling": "x",
+    }
     arguments = {**blanks, "auth_token": "sibling", "command": "rm -rf /home", "url": "https://yellow-bird@host/x"}
     name = recipe(data={"module": "os:system", "arguments": arguments})
     code, out, err = cli("plan", name, "--untrusted")
@@ -395,7 +468,7 @@ def test_recipe_cannot_blank_the_list_by_declaring_its_text_secret(cli, monkeypa
     assert listed(out)["data.module"]["arguments"] == arguments | {"url": "https://(hidden)@host/x"}
 
 
-# -- parts ---------------------------------------------------------------------------------------------------------------------
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 def test_submodules_are_found_without_their_parents(site, hostile):
@@ -417,7 +490,9 @@ def test_effects_follow_imports_within_the_package(site):
     (site / "pack").mkdir()
     (site / "pack" / "__init__.py").write_text("from os import system\nimport os\nos.system('true')\n")
     (site / "pack" / "plain.py").write_text("def run():\n    from . import helper\n")
-    (site / "pack" / "helper.py").write_text("import ctypes\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import socket\n")
+    (site / "pack" / "helper.py").write_text(
+        "import ctypes\nfrom typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import socket\n"
+    )
     helper, init = str(site / "pack" / "helper.py"), str(site / "pack" / "__init__.py")
     assert effects("pack.plain") == {"calls native code": helper, "starts commands": init}
 
@@ -440,7 +515,10 @@ def test_recipe_made_in_python_has_no_file():
 def test_processes_of_the_launcher_do_not_import_from_the_current_folder():
     """a file in the current folder with the name of an installed module: processes of --nproc do not import it"""
     Path("typer.py").write_text("raise SystemExit('the local typer')\n")
-    code = "from pathlib import Path; from fastloop.cli.launch import launch; exit(launch(['recipes'], 1, 1, 0, None, Path('run')))"
+    code = (
+        "from pathlib import Path; from fastloop.cli.launch import launch; exit(launch(['recipes'], 1, 1, 0, "
+        "None, Path('run')))"
+    )
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

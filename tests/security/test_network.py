@@ -79,24 +79,43 @@ def wait_for(condition: Callable[[], Any]) -> Any:
 
 @contextmanager
 def two_processes(*plugins: Any, **variables: str) -> Iterator[list[tuple[str, int]]]:
-    """Train on two processes, and yield the addresses on which they and their children listen. Then the run must complete."""
+    """Train on two processes, and yield the addresses on which they and their children listen. Then the run must
+    complete."""
     Path("code.py").write_text(CODE)
     listed = [{"module": {"loss": "cross_entropy"}}, "code.py:Waits", *plugins]
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"plugins": listed}))
     Path("free").unlink(missing_ok=True)
     arguments = ["-m", "fastloop", "train", "recipe.yaml"]
-    each = [{}] if not variables else [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"} | variables for rank in "01"]
+    each = (
+        [{}] if not variables else [{"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"} | variables for rank in "01"]
+    )
     given = [*arguments, *([] if variables else ["--nproc", "2"])]
-    inherited = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | {"OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"} | {
+        "OMP_NUM_THREADS": "1"
+    }
     commands = [forked.Command(*given, env=inherited | member) for member in each]
     try:
-        wait_for(lambda: all(Path(f"waits{rank}").exists() for rank in (0, 1)) or any(one.poll() is not None for one in commands))
-        assert [command.poll() for command in commands] == [None] * len(commands), [command.stderr for command in commands]
-        tree = [one for command in commands for one in (psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True))]
-        found = {link.laddr for one in tree for link in one.net_connections("inet") if link.status == psutil.CONN_LISTEN}
+        wait_for(
+            lambda: (
+                all(Path(f"waits{rank}").exists() for rank in (0, 1)) or any(one.poll() is not None for one in commands)
+            )
+        )
+        assert [command.poll() for command in commands] == [None] * len(commands), [
+            command.stderr for command in commands
+        ]
+        tree = [
+            one
+            for command in commands
+            for one in (psutil.Process(command.pid), *psutil.Process(command.pid).children(recursive=True))
+        ]
+        found = {
+            link.laddr for one in tree for link in one.net_connections("inet") if link.status == psutil.CONN_LISTEN
+        }
         yield sorted((address.ip, address.port) for address in found)
         Path("free").touch()
-        assert [command.wait(WAIT) for command in commands] == [0] * len(commands), [command.stderr for command in commands]
+        assert [command.wait(WAIT) for command in commands] == [0] * len(commands), [
+            command.stderr for command in commands
+        ]
     finally:
         for command in commands:
             command.kill()
@@ -124,7 +143,8 @@ STRATEGIES: dict[str, list[Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("plugins", STRATEGIES.values(), ids=STRATEGIES.keys())
 def test_no_other_machine_reaches_the_processes_of_one_machine(plugins):
-    """another machine connects to the processes of a run on one machine, whose store takes values from anyone: it reaches none of them"""
+    """another machine connects to the processes of a run on one machine, whose store takes values from anyone: it
+    reaches none of them"""
     if "deepspeed" in str(plugins) and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     with two_processes(*plugins) as listeners:
@@ -191,7 +211,8 @@ REQUESTS: dict[str, Callable[[str], tuple[str, str]]] = {
 
 @pytest.mark.parametrize("request_of", REQUESTS.values(), ids=REQUESTS.keys())
 def test_only_who_knows_the_address_reads_the_page_of_a_run(server, request_of):
-    """another user of the machine, or a web site, requests the page of report --watch: refused, without a value of the run"""
+    """another user of the machine, or a web site, requests the page of report --watch: refused, without a value of the
+    run"""
     status, content = get(server, *request_of(server.token))
     assert status in (403, 404)
     assert "loss" not in content
@@ -199,7 +220,8 @@ def test_only_who_knows_the_address_reads_the_page_of_a_run(server, request_of):
 
 
 def test_the_address_shows_the_page(server):
-    """control: the printed address shows the page, which listens on this machine only, and each server has a token of its own"""
+    """control: the printed address shows the page, which listens on this machine only, and each server has a token of
+    its own"""
     assert server.address == f"http://127.0.0.1:{server.server_address[1]}/{server.token}/"
     status, page = get(server, f"/{server.token}/")
     assert (status, "Training loss" in page) == (200, True)

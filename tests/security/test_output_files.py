@@ -1,4 +1,4 @@
-"""Options that name a file to write: devices, pipes, sockets and folders are refused before the command begins, in one line."""
+"""Options that name a file to write: devices, pipes, sockets and folders are refused in one line before the command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,12 @@ def kinds() -> dict[str, int]:
 def test_devices_pipes_sockets_and_folders_are_refused(command, places, cli):
     """a device, pipe, socket or folder as the file of an option: refused before the command begins, and it stays"""
     before = kinds()
-    outside = {"/dev/stdout": "a device", "/dev/full": "a device", "/dev/fd/1": "a device", "/proc/self/comm": "a device"}
+    outside = {
+        "/dev/stdout": "a device",
+        "/dev/full": "a device",
+        "/dev/fd/1": "a device",
+        "/proc/self/comm": "a device",
+    }
     for place, what in (places | outside).items():
         code, out, err = cli(*command, place)
         assert (code, out) == (2, "")

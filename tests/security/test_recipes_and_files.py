@@ -1,4 +1,4 @@
-"""Recipes, checkpoints, models, data and caches from others are only data: they run no code, read no other files, and reveal no secrets.
+"""Recipes, checkpoints, models, data and caches from others run no code, read no other files, and reveal no secrets.
 
 The hostile pickle of these tests writes a file when it is loaded, as the first test shows.
 """
@@ -33,7 +33,14 @@ from fastloop.recipe import load_recipe, make_recipe, secrets
 from fastloop.registry import resolve
 from fastloop.run import Run
 
-TINY = {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+TINY = {
+    "model_type": "distilbert",
+    "dim": 16,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 32,
+}
 ROWS = [{"text": f"{('dull', 'fine')[i % 2]} film number {i}", "label": i % 2} for i in range(24)]
 
 
@@ -49,19 +56,33 @@ def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return int(exited.value.code or 0)
 
 
-# -- recipes -----------------------------------------------------------------------------------------------------------------
+# -- recipes -----------------------------------------------------------------------------------------------------------
 
-BOMB = "".join(f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n" for last, name in zip("abcdefgh", "bcdefghi", strict=True))
+BOMB = "".join(
+    f"{name}: &{name} [{', '.join([f'*{last}'] * 9)}]\n" for last, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
 
 # name -> (recipe, the line with the error, the text that the message must contain)
 HOSTILE: dict[str, tuple[str, int, str]] = {
-    "a call": ("train: {epochs: 1}\nmodel: !!python/object/apply:os.system ['touch pwned']\n", 2, "!!python/object/apply:os.system"),
+    "a call": (
+        "train: {epochs: 1}\nmodel: !!python/object/apply:os.system ['touch pwned']\n",
+        2,
+        "!!python/object/apply:os.system",
+    ),
     "an object": ("model:\n  name: !!python/object:fastloop.run.Run {}\n", 2, "!!python/object:fastloop.run.Run"),
-    "a path object, which OmegaConf would make": ("model:\n\n  a: !!python/object/apply:pathlib.Path [x]\n", 3, "pathlib.Path"),
+    "a path object, which OmegaConf would make": (
+        "model:\n\n  a: !!python/object/apply:pathlib.Path [x]\n",
+        3,
+        "pathlib.Path",
+    ),
     "a function by name": ("train: {epochs: 1}\nplugins:\n- !!python/name:os.system\n", 3, "!!python/name:os.system"),
     "a tag of one's own": ("data: {a: !env HOME}\n", 1, "!env"),
     "a key twice": ("train:\n  lr: 0.1\n  epochs: 1\n  lr: 0.2\n", 4, "'lr' appears twice, first in line 2"),
-    "a section twice": ("train: {lr: 0.1}\nmodel: {}\n\ntrain: {lr: 0.2}\n", 4, "'train' appears twice, first in line 1"),
+    "a section twice": (
+        "train: {lr: 0.1}\nmodel: {}\n\ntrain: {lr: 0.2}\n",
+        4,
+        "'train' appears twice, first in line 1",
+    ),
     "a number as a key twice": ("data:\n  arguments: {1: a, 2: b,\n    1: c}\n", 3, "'1' appears twice"),
     "aliases in aliases": ("a: &a [x, x, x, x, x, x, x, x, x]\n" + BOMB, 5, "10,000 values"),
     "an alias of itself": ("train: {}\nmodel: &m {again: *m}\n", 2, "recursive"),
@@ -84,7 +105,9 @@ def test_recipe_with_yaml_tags_is_rejected_with_its_line(text, line, said):
         load_recipe("child.yaml")
 
 
-@pytest.mark.parametrize("value", ["!!python/object/apply:os.system ['touch pwned']", "[" * 5000 + "]" * 5000, "{a: 1, a: 2}"])
+@pytest.mark.parametrize(
+    "value", ["!!python/object/apply:os.system ['touch pwned']", "[" * 5000 + "]" * 5000, "{a: 1, a: 2}"]
+)
 def test_an_override_is_data_too(value):
     """a hostile value on the command line: refused"""
     write("data: {arguments: {}}")
@@ -95,7 +118,10 @@ def test_an_override_is_data_too(value):
 
 def test_harmless_yaml_features_are_supported():
     """control: anchors, merged mappings and every scalar of a recipe are read as before"""
-    tree = "data:\n  a: &a {x: 1, y: [1.5, true, null, 2020-01-01, 1e-4]}\n  b: *a\n  c: {<<: *a, x: 2}\n  d: '1'\n  e: !!str 1\n"
+    tree = (
+        "data:\n  a: &a {x: 1, y: [1.5, true, null, 2020-01-01, 1e-4]}\n  b: *a\n  c: {<<: *a, x: 2}\n  d: '1'\n  "
+        "e: !!str 1\n"
+    )
     data = load_recipe(write(tree)).data
     assert data["b"] == {"x": 1, "y": [1.5, True, None, "2020-01-01", 1e-4]}
     assert data["c"] == data["b"] | {"x": 2}
@@ -110,12 +136,23 @@ def test_a_bound_on_aliases_is_not_lifted_by_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "text", ["${oc.env:CANARY}", "x${oc.env:CANARY,none}", "${oc.decode:${oc.env:CANARY}}", "${oc.create:x}", "\\${oc.env:CANARY}"]
+    "text",
+    [
+        "${oc.env:CANARY}",
+        "x${oc.env:CANARY,none}",
+        "${oc.decode:${oc.env:CANARY}}",
+        "${oc.create:x}",
+        "\\${oc.env:CANARY}",
+    ],
 )
 def test_no_resolver_is_called_and_no_environment_reaches_the_recipe(text, monkeypatch):
     """a recipe that asks for an environment variable: refused, the value said nowhere"""
     monkeypatch.setenv("CANARY", "yellow-bird")
-    for tree, overrides in (({"data": {"arguments": {"x": [text]}}}, []), ({"output": text}, []), ({"train": {}}, [f"output={text}"])):
+    for tree, overrides in (
+        ({"data": {"arguments": {"x": [text]}}}, []),
+        ({"output": text}, []),
+        ({"train": {}}, [f"output={text}"]),
+    ):
         with pytest.raises(RecipeError) as refused:
             load_recipe(write(yaml.safe_dump(tree)), overrides)
         assert "yellow-bird" not in str(refused.value)
@@ -123,7 +160,9 @@ def test_no_resolver_is_called_and_no_environment_reaches_the_recipe(text, monke
     assert "yellow-bird" not in OmegaConf.to_yaml(OmegaConf.create(recipe.to_dict()))
 
 
-@pytest.mark.parametrize("path", ["a\0b.py", "x" * 5000 + ".py", "~nobody-of-this-name/x.py"], ids=["null byte", "long", "no home"])
+@pytest.mark.parametrize(
+    "path", ["a\0b.py", "x" * 5000 + ".py", "~nobody-of-this-name/x.py"], ids=["null byte", "long", "no home"]
+)
 def test_invalid_path_is_rejected(path):
     """a path that no file can have: a message, no traceback"""
     for tree in ({"plugins": [path]}, {"extends": path}, {"output": path}):
@@ -131,7 +170,7 @@ def test_invalid_path_is_rejected(path):
             load_recipe(write(yaml.safe_dump(tree)))
 
 
-# -- pickles -----------------------------------------------------------------------------------------------------------------
+# -- pickles -----------------------------------------------------------------------------------------------------------
 
 
 class Evil:
@@ -182,7 +221,10 @@ def seal(folder: Path) -> None:
     """Write a manifest that fits whatever files there are: what someone does who wants a checkpoint to be believed."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != checkpoint.MANIFEST]
     facts = {
-        str(path.relative_to(folder)): {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        str(path.relative_to(folder)): {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
+        }
         for path in files
     }
     (folder / checkpoint.MANIFEST).write_text(json.dumps({"format": 1, "files": facts}))
@@ -207,7 +249,15 @@ def test_a_pickle_beside_a_checkpoints_files(payload, tiny_run, tmp_path):
     """hostile pickles under the names that other trainers use: not opened"""
     tiny_run([], max_steps=2, output=tmp_path / "run")
     (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
-    for name in ("optimizer.pt", "optimizer.bin", "pytorch_model.bin", "scheduler.bin", "random_states_0.pkl", ".metadata", "state.pkl"):
+    for name in (
+        "optimizer.pt",
+        "optimizer.bin",
+        "pytorch_model.bin",
+        "scheduler.bin",
+        "random_states_0.pkl",
+        ".metadata",
+        "state.pkl",
+    ):
         (folder / name).write_bytes(payload["torch" if name.endswith(("pt", "bin")) else "pickle"])
     seal(folder)
     assert tiny_run([], max_steps=4, output=tmp_path / "run", resume=True).summary["steps"] == 4
@@ -350,7 +400,10 @@ def test_a_pickle_as_a_data_file(form, suffix, payload):
     """a hostile pickle under each suffix of data files: refused, not run"""
     Path(f"hostile{suffix}").write_bytes(payload[form] + b"\x80\xff")
     with pytest.raises(RecipeError):
-        text_run({"config": TINY}, {"files": {"train": f"hostile{suffix}"}, "text": "text", "label": "label", "max_length": 16})
+        text_run(
+            {"config": TINY},
+            {"files": {"train": f"hostile{suffix}"}, "text": "text", "label": "label", "max_length": 16},
+        )
 
 
 def test_a_pickle_in_a_parquet_files_types(payload):
@@ -360,7 +413,9 @@ def test_a_pickle_in_a_parquet_files_types(payload):
 
     hostile = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": payload["pickle"]}
     fields = [pyarrow.field("text", pyarrow.string(), metadata=hostile), pyarrow.field("label", pyarrow.int64())]
-    table = pyarrow.table([[row["text"] for row in ROWS], [row["label"] for row in ROWS]], schema=pyarrow.schema(fields))
+    table = pyarrow.table(
+        [[row["text"] for row in ROWS], [row["label"] for row in ROWS]], schema=pyarrow.schema(fields)
+    )
     parquet.write_table(table, "train.parquet")
     data = {"files": {"train": "train.parquet"}, "text": "text", "label": "label", "max_length": 16}
     assert text_run({"config": TINY}, data).datasets["train"] is not None
@@ -376,7 +431,8 @@ def test_a_dataset_folder_with_pickles_and_a_script(payload, tmp_path):
     with pytest.raises(RecipeError, match=r"data\.name"):
         text_run({"config": TINY}, {"name": "reviews", "text": "text", "label": "label", "max_length": 16})
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    with contextlib.suppress(RecipeError):  # a library may refuse a folder with other files in it: all that counts is that none is run
+    # a library may refuse a folder with other files in it: all that counts is that none is run
+    with contextlib.suppress(RecipeError):
         text_run({"config": TINY}, {"name": "reviews", "text": "text", "label": "label", "max_length": 16})
 
 
@@ -428,11 +484,12 @@ def test_a_cache_of_compiled_code_that_others_may_write_to_is_not_used(tiny_run,
     used[1].rmdir()
 
 
-# -- paths -------------------------------------------------------------------------------------------------------------------
+# -- paths -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "sharded/../../outside.safetensors", "{absolute}", "./sub/../../outside.safetensors"]
+    "name",
+    ["../outside.safetensors", "sharded/../../outside.safetensors", "{absolute}", "./sub/../../outside.safetensors"],
 )
 def test_a_manifest_does_not_lead_out_of_its_checkpoint(name, tmp_path):
     """a manifest that names a file elsewhere: the checkpoint is not whole"""
@@ -470,7 +527,7 @@ def test_an_index_of_weights_does_not_lead_out_of_its_folder(model_folder, tmp_p
             text_run({"name": "model"})
 
 
-# -- secrets -----------------------------------------------------------------------------------------------------------------
+# -- secrets -----------------------------------------------------------------------------------------------------------
 
 TOKEN, KEY, PASSWORD = "hf_DoNotShowThisToken", "sk-DoNotShow\"This'Key", "DoNotShowThisPassword"
 
@@ -567,14 +624,21 @@ class FileTracker(GeneralTracker):
 
 @pytest.mark.parametrize("fail", [False, True], ids=["completed", "failed"])
 def test_secrets_reach_no_file_no_tracker_and_no_console(fail, monkeypatch, capfd):
-    """tokens in the environment and the recipe, logged, raised and summed up by a plugin: in nothing that a run writes, sends or shows"""
+    """tokens in the environment and the recipe, logged, raised and summed up by a plugin: in nothing that a run writes,
+    sends or shows"""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", FileTracker)
     Path("site").mkdir()
     write("", "site/wandb.py")
     monkeypatch.syspath_prepend(Path("site").absolute())
     name = secret_recipe()
-    arguments = [name, "--with", "trackers", "plugins.trackers.trackers=[wandb]", f"plugins.chatty.fail={str(fail).lower()}"]
+    arguments = [
+        name,
+        "--with",
+        "trackers",
+        "plugins.trackers.trackers=[wandb]",
+        f"plugins.chatty.fail={str(fail).lower()}",
+    ]
     assert command(monkeypatch, "train", *arguments) == int(fail)
     shown = capfd.readouterr()
     assert not leaks(shown.out + shown.err)
@@ -614,24 +678,30 @@ def test_invalid_secret_option_is_not_printed(monkeypatch, capfd):
     assert not leaks(error)
 
 
-SECRET_KEYS = """token hf_token api_key apikey secret client_secret db_password access-key credentials authorization Authorization cookie
-proxy-authorization Set-Cookie accessToken refreshToken apiKey x-api-key secretKey secret_access_key access_key_id private_key privateKey
-ssh_key signing_key encryption_key account_key storageKey pwd pass db_pass passphrase auth bearer pat dsn connection_string connectionString
-database_url jwt sas_token webhook_url clientSecret token_value password2 credentials_json license_key otp X-CSRF-Token"""
-PLAIN_KEYS = """pad_token pad_token_id tokens tokenizer key monkey label_key max_tokens secretary image_token next_token padToken
-primary_key
-forward_pass passes compass pattern author authors patience token_column sort_key keyword bypass n_tokens tokens_per_second secret_name"""
-SECRET_VARIABLES = """HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN GITHUB_TOKEN GITHUB_PAT PGPASSWORD MYSQL_PWD
-SENTRY_DSN
-DATABASE_URL REDIS_URL MONGODB_URI WANDB_API_KEY OPENAI_API_KEY OPENAI_APIKEY SLACK_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING KAGGLE_KEY
-AZURE_STORAGE_KEY AZURE_SAS_TOKEN SSH_PRIVATE_KEY ENCRYPTION_KEY JWT SESSION_COOKIE AUTHORIZATION DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH
-DB_PASS SMTP_PASS SECRET_KEY_BASE GPG_PASSPHRASE API_TOKEN_V2 MLFLOW_TRACKING_PASSWORD TWINE_PASSWORD GOOGLE_APPLICATION_CREDENTIALS"""
-PLAIN_VARIABLES = "PWD OLDPWD SSH_AUTH_SOCK XAUTHORITY TOKENIZERS_PARALLELISM GIT_ASKPASS KEYBOARD XDG_SESSION_ID DBUS_SESSION_BUS_ADDRESS"
+SECRET_KEYS = """token hf_token api_key apikey secret client_secret db_password access-key credentials authorization
+Authorization cookie proxy-authorization Set-Cookie accessToken refreshToken apiKey x-api-key secretKey
+secret_access_key access_key_id private_key privateKey ssh_key signing_key encryption_key account_key storageKey pwd
+pass db_pass passphrase auth bearer pat dsn connection_string connectionString database_url jwt sas_token webhook_url
+clientSecret token_value password2 credentials_json license_key otp X-CSRF-Token"""
+PLAIN_KEYS = """pad_token pad_token_id tokens tokenizer key monkey label_key max_tokens secretary image_token
+next_token padToken primary_key forward_pass passes compass pattern author authors patience token_column sort_key
+keyword bypass n_tokens tokens_per_second secret_name"""
+SECRET_VARIABLES = """HF_TOKEN AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID AWS_SESSION_TOKEN GITHUB_TOKEN GITHUB_PAT
+PGPASSWORD MYSQL_PWD SENTRY_DSN DATABASE_URL REDIS_URL MONGODB_URI WANDB_API_KEY OPENAI_API_KEY OPENAI_APIKEY
+SLACK_WEBHOOK_URL AZURE_STORAGE_CONNECTION_STRING KAGGLE_KEY AZURE_STORAGE_KEY AZURE_SAS_TOKEN SSH_PRIVATE_KEY
+ENCRYPTION_KEY JWT SESSION_COOKIE AUTHORIZATION DOCKER_AUTH_CONFIG NPM_CONFIG__AUTH DB_PASS SMTP_PASS SECRET_KEY_BASE
+GPG_PASSPHRASE API_TOKEN_V2 MLFLOW_TRACKING_PASSWORD TWINE_PASSWORD GOOGLE_APPLICATION_CREDENTIALS"""
+PLAIN_VARIABLES = (
+    "PWD OLDPWD SSH_AUTH_SOCK XAUTHORITY TOKENIZERS_PARALLELISM GIT_ASKPASS KEYBOARD XDG_SESSION_ID "
+    "DBUS_SESSION_BUS_ADDRESS"
+)
 
 
 def test_names_of_secrets():
     """keys that are called like secrets: hidden"""
-    shown = [key for key in SECRET_KEYS.split() if secrets.hidden({"a": [{key: "x"}]}) != {"a": [{key: secrets.HIDDEN}]}]
+    shown = [
+        key for key in SECRET_KEYS.split() if secrets.hidden({"a": [{key: "x"}]}) != {"a": [{key: secrets.HIDDEN}]}
+    ]
     assert shown == []
 
 
@@ -679,11 +749,15 @@ def test_short_values_and_other_variables_stay(monkeypatch):
     assert secrets.hide("abc parallel abcdef abcdefg") == "abc parallel (hidden) (hidden)g"
 
 
-# -- the report --------------------------------------------------------------------------------------------------------------
+# -- the report --------------------------------------------------------------------------------------------------------
 
-EVIL = "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b onclick=x()>{{ 7*7 }}{% raw %}</title></style></svg>"
+EVIL = (
+    "\"'><script>alert(1)</script><img src=x onerror=alert(1)>&lt;b onclick=x()>{{ 7*7 }}{% raw "
+    "%}</title></style></svg>"
+)
 KNOWN = (
-    "html head meta title style body a main h1 h2 h3 h4 section div table thead tbody tr th td figure svg line text g path circle rect "
+    "html head meta title style body a main h1 h2 h3 h4 section div table thead tbody tr th td figure svg line text g "
+    "path circle rect "
     "ul ol li i details summary span p small code footer"
 )
 
@@ -707,18 +781,33 @@ class Markup(HTMLParser):
 
 def test_the_report_escapes_every_field(tmp_path, monkeypatch):
     """hostile text in every field of run, ablation and profile: text on the page, and no markup"""
-    numbers = dict.fromkeys(("train_seconds", "samples_per_second", "tokens_per_second"), 1.0) | {"steps": 3, "peak_memory_bytes": 2**20}
+    numbers = dict.fromkeys(("train_seconds", "samples_per_second", "tokens_per_second"), 1.0) | {
+        "steps": 3,
+        "peak_memory_bytes": 2**20,
+    }
     for number in range(2):
         run = tmp_path / f"{EVIL.replace('/', '|')}{number}"
         run.mkdir()
         summary = numbers | dict.fromkeys(("status", "reason", "device", "world_size"), EVIL)
         summary |= {"plugins": [EVIL], "validation": {EVIL: 0.5 + number}, "test": {EVIL: 0.5}, "best": {"path": EVIL}}
         (run / "summary.json").write_text(json.dumps(summary))
-        recipe = {"model": {EVIL: f"{EVIL}{number}"}, "plugins": [{EVIL: {EVIL: f"{EVIL}{number}"}}], "data": {"x": [EVIL, number]}}
+        recipe = {
+            "model": {EVIL: f"{EVIL}{number}"},
+            "plugins": [{EVIL: {EVIL: f"{EVIL}{number}"}}],
+            "data": {"x": [EVIL, number]},
+        }
         (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-        (run / "metrics.jsonl").write_text("".join(json.dumps({"step": s, "split": EVIL, EVIL: s, "loss": s}) + "\n" for s in (1, 2)))
+        (run / "metrics.jsonl").write_text(
+            "".join(json.dumps({"step": s, "split": EVIL, EVIL: s, "loss": s}) + "\n" for s in (1, 2))
+        )
     rate = {"median": 1.0, "low": 0.5, "high": 2.0}
-    results = {"unit": EVIL, f"{EVIL}_per_second": rate, "over_before": {"verdict": EVIL}, "over_baseline": None, "peak_memory_bytes": 1}
+    results = {
+        "unit": EVIL,
+        f"{EVIL}_per_second": rate,
+        "over_before": {"verdict": EVIL},
+        "over_baseline": None,
+        "peak_memory_bytes": 1,
+    }
     variants = [{"title": EVIL, "results": results}, {"title": EVIL, "results": None, "why_not": EVIL}]
     (tmp_path / "ablation").mkdir()
     (tmp_path / "ablation" / "bench.json").write_text(json.dumps({"command": EVIL, "variants": variants}))
@@ -733,9 +822,19 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
     (tmp_path / "sweep" / "sweep.json").write_text(
         json.dumps({"monitor": f"validation {EVIL}", "best": EVIL, "points": [point], "runs": [member]})
     )
-    scores = dict.fromkeys(("precision", "recall", "f1", "samples", "target_probability", "prediction_probability", "index"), 1)
-    evaluation = dict.fromkeys(("file", "split"), EVIL) | {"arguments": [EVIL], "metrics": {EVIL: 0.5}, "confusion": [[1]], "steps": 7}
-    evaluation |= {"classes": [scores | {"name": EVIL}], "worst": [scores | dict.fromkeys(("target", "prediction", "input"), EVIL)]}
+    scores = dict.fromkeys(
+        ("precision", "recall", "f1", "samples", "target_probability", "prediction_probability", "index"), 1
+    )
+    evaluation = dict.fromkeys(("file", "split"), EVIL) | {
+        "arguments": [EVIL],
+        "metrics": {EVIL: 0.5},
+        "confusion": [[1]],
+        "steps": 7,
+    }
+    evaluation |= {
+        "classes": [scores | {"name": EVIL}],
+        "worst": [scores | dict.fromkeys(("target", "prediction", "input"), EVIL)],
+    }
     (run / "evaluation").mkdir()
     (run / "evaluation" / "test.json").write_text(json.dumps(evaluation))
     folders = [str(path) for path in sorted(tmp_path.iterdir()) if path.is_dir()]
@@ -788,9 +887,21 @@ SWEEP = {
     "runs": [{"name": "lr-1", "values": {"lr": "1"}, "seed": None, "status": "finished", "metrics": {"loss": 0.5}}],
 }
 RATE = {"median": 1.0, "low": 0.5, "high": 2.0}
-BENCH = {"variants": [{"title": "a", "results": {"unit": "samples", "samples_per_second": RATE, "peak_memory_bytes": 1}}]}
-PROFILE = {"profile": {"regions": {"forward": 0.1}, "seconds": 0.2}, "suggestions": [{"edit": "x", "seconds": 0.1, "why": "y"}]}
-SUMMARY = {"status": "completed", "reason": None, "steps": 3, "plugins": ["ema"], "validation": {"loss": 0.5}, "device": "cpu"}
+BENCH = {
+    "variants": [{"title": "a", "results": {"unit": "samples", "samples_per_second": RATE, "peak_memory_bytes": 1}}]
+}
+PROFILE = {
+    "profile": {"regions": {"forward": 0.1}, "seconds": 0.2},
+    "suggestions": [{"edit": "x", "seconds": 0.1, "why": "y"}],
+}
+SUMMARY = {
+    "status": "completed",
+    "reason": None,
+    "steps": 3,
+    "plugins": ["ema"],
+    "validation": {"loss": 0.5},
+    "device": "cpu",
+}
 RECORDS: dict[str, Any] = {"sweep.json": SWEEP, "bench.json": BENCH, "profile.json": PROFILE, "summary.json": SUMMARY}
 WRONG: list[Any] = [5, 10**400, "text", None, [], {}, [[]], {"a": [None]}, True, -1e308]
 
@@ -800,7 +911,11 @@ def mutations(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
     for value in WRONG:
         yield place, value
     for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
-        rest = {name: item for name, item in tree.items() if name != key} if isinstance(tree, dict) else tree[:key] + tree[key + 1 :]
+        rest = (
+            {name: item for name, item in tree.items() if name != key}
+            if isinstance(tree, dict)
+            else tree[:key] + tree[key + 1 :]
+        )
         yield (*place, key, "left out"), rest
         for at, changed in mutations(tree[key], (*place, key)):
             yield at, {**tree, key: changed} if isinstance(tree, dict) else [*tree[:key], changed, *tree[key + 1 :]]
@@ -808,7 +923,8 @@ def mutations(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 @pytest.mark.parametrize("file", RECORDS)
 def test_a_malformed_record_is_no_traceback(file, tmp_path):
-    """a record of a sweep, an ablation, a profile or a run with a wrong or missing value: a page, or a message that names the file"""
+    """a record of a sweep, an ablation, a profile or a run with a wrong or missing value: a page, or a message that
+    names the file"""
     from fastloop_tools.report.page import render
     from fastloop_tools.report.read import read
 
@@ -845,7 +961,11 @@ def test_a_run_of_a_sweep_is_in_its_folder(name, tmp_path):
 
 STATES: list[tuple[tuple[str, ...], Any]] = [
     *(((), value) for value in (5, None, [], {}, "text")),
-    *(((key,), value) for key in ("state", "clock", "recipe", "random", "optimizer", "plugins", "scalars") for value in (5, None)),
+    *(
+        ((key,), value)
+        for key in ("state", "clock", "recipe", "random", "optimizer", "plugins", "scalars")
+        for value in (5, None)
+    ),
     *((("state", key), value) for key in ("step", "epoch", "samples") for value in (10**400, "text", None, -5, 1.5)),
     *((("state", key), 5) for key in ("metrics", "left_out", "nothing", "stop_reason_")),
     *((("clock", "train"), value) for value in ("text", None, 10**400)),

@@ -1,4 +1,4 @@
-"""`fastloop search` with a database and a sweep.json that others have changed: refused in one line, or as without the change."""
+"""`fastloop search` with a database and a sweep.json that others changed: refused in one line, or without effect."""
 
 from __future__ import annotations
 
@@ -42,7 +42,13 @@ def runs(**values: Any) -> Attack:
     """Change the trial's record of its run."""
 
     def change(run: Path) -> None:
-        record = {"name": "trial-0000", "values": {"train.lr": "0.1"}, "seed": None, "status": "finished", "metrics": {"accuracy": 0.5}}
+        record = {
+            "name": "trial-0000",
+            "values": {"train.lr": "0.1"},
+            "seed": None,
+            "status": "finished",
+            "metrics": {"accuracy": 0.5},
+        }
         with sqlite3.connect(run / "study.db") as database:
             text = json.dumps([record | {"reason": None, "fold": None} | values])
             database.execute("update trial_user_attributes set value_json=? where key='fastloop:runs'", [text])
@@ -85,7 +91,10 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "no studies": (sql("drop table studies"), MALFORMED),
     "a state": (sql("update trials set state='EVIL'"), MALFORMED),
     "a direction": (sql("update study_directions set direction='EVIL'"), MALFORMED),
-    "the other direction, which would make the worst trial the best": (sql("update study_directions set direction='MINIMIZE'"), MALFORMED),
+    "the other direction, which would make the worst trial the best": (
+        sql("update study_directions set direction='MINIMIZE'"),
+        MALFORMED,
+    ),
     "a number": (sql("update trials set number=null"), MALFORMED),
     "a date": (sql("update trials set datetime_start='x'"), MALFORMED),
     "no value": (sql("delete from trial_values"), MALFORMED),
@@ -93,7 +102,10 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "an infinite value": (sql("update trial_values set value_type='INF_POS', value=null"), MALFORMED),
     "a parameter outside its range": (sql("update trial_params set param_value=1e9"), MALFORMED),
     "a text as a parameter": (sql("update trial_params set param_value='x'"), MALFORMED),
-    "a distribution": (sql('update trial_params set distribution_json=\'{"name": "Evil", "attributes": {}}\''), MALFORMED),
+    "a distribution": (
+        sql('update trial_params set distribution_json=\'{"name": "Evil", "attributes": {}}\''),
+        MALFORMED,
+    ),
     "settings that are no JSON": (sql("update study_user_attributes set value_json='{'"), MALFORMED),
     "deep settings": (sql(f"update study_user_attributes set value_json='{'[' * 9000}{']' * 9000}'"), MALFORMED),
     "other settings": (sql("update study_user_attributes set value_json='[1]'"), OTHER),

@@ -1,4 +1,6 @@
-"""Two users on one machine. Only root can start a process of another user, so these tests need it: CI's containers run as root."""
+"""Two users on one machine.
+
+Only root can start a process of another user, so these tests need it: CI's containers run as root."""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from typing import Any
 import pytest
 from inference_runs import write_recipe
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be two users")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can be two users"),
+]
 
 OTHER = 12345
 """A user who has no name and no home folder."""
@@ -99,7 +104,8 @@ def test_a_cache_of_two_users(public, fastloop):
 
 
 def test_another_users_run_folder(public, fastloop):
-    """the run folder and the cache of another user, and a user without a home folder: one line of error, and no file changes"""
+    """the run folder and the cache of another user, and a user without a home folder: one line of error, and no file
+    changes"""
     without = ("--without", "token-cache")
     assert fastloop(*TRAIN, *without).returncode == 0
     before = contents(public)
@@ -114,7 +120,8 @@ def test_another_users_run_folder(public, fastloop):
 
 @pytest.mark.parametrize("umask", [0o077, 0o000, 0o777])
 def test_a_umask(umask, public, fastloop):
-    """a umask that hides files from others, or opens them, or hides them even from the user: the run resumes, or one line of error"""
+    """a umask that hides files from others, or opens them, or hides them even from the user: the run resumes, or one
+    line of error"""
     done = fastloop(*TRAIN, "--without", "token-cache", user=OTHER, umask=umask)
     if umask == 0o777:
         assert "cannot be saved" in error(done)

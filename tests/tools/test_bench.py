@@ -1,4 +1,6 @@
-"""`fastloop bench`. The ablation runs for real: in processes of its own where that is the point, else in this one, which is quicker."""
+"""`fastloop bench`.
+
+The ablation runs for real: in processes of its own where that is the point, else in this one, which is quicker."""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ class Net(nn.Sequential):
 
 def data():
     inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-    return {"train": TensorDataset(inputs, inputs[:, :3].argmax(1)), "validation": TensorDataset(inputs[:16], inputs[:16, :3].argmax(1))}
+    train, validation = (TensorDataset(rows, rows[:, :3].argmax(1)) for rows in (inputs, inputs[:16]))
+    return {"train": train, "validation": validation}
 """
 
 PLUGINS = """
@@ -154,7 +157,8 @@ Bench = Callable[..., tuple[int, str, dict[str, Any]]]
 
 @pytest.fixture
 def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Bench:
-    """Run the command in this process; returns the exit code, the output, and bench.json. ``here=True``: its measurements as well."""
+    """Run the command in this process; returns the exit code, the output, and bench.json. ``here=True``: its
+    measurements as well."""
     monkeypatch.setenv("COLUMNS", "300")
     monkeypatch.setattr("rich._console", None)
 
@@ -186,7 +190,7 @@ def variants(record: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["title"]: row for row in record["variants"]}
 
 
-# -- the whole -----------------------------------------------------------------------------------------------------------------
+# -- the whole ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -198,7 +202,8 @@ def test_bench_measures_each_variant_in_new_processes_and_writes_results(recipe)
     for row in record["variants"]:
         assert len(row["measurements"]) == 2
         for found in row["measurements"]:
-            assert found["summary"]["plugins"] == ["bench-meter", "module", *row["plugins"], *CHECKS]  # neither progress nor log
+            # neither progress nor log
+            assert found["summary"]["plugins"] == ["bench-meter", "module", *row["plugins"], *CHECKS]
             assert (found["steps"], found["samples"], len(found["losses"])) == (3, 24, 4)
             assert found["seconds"] > 0
             assert found["startup_seconds"] > 0
@@ -206,7 +211,8 @@ def test_bench_measures_each_variant_in_new_processes_and_writes_results(recipe)
             assert found["total_steps"] == 24  # the recipe's own three epochs
             assert found["summary"]["validation"] is None
     base, early = (row["measurements"] for row in record["variants"])
-    assert [found["losses"] for found in base] == [found["losses"] for found in early]  # the seed of a repeat is all variants'
+    # the seed of a repeat is all variants'
+    assert [found["losses"] for found in base] == [found["losses"] for found in early]
     assert all(found["summary"]["early"] for found in early)  # it was started again with what the plugin wants
     assert base[0]["losses"] != base[1]["losses"]
     assert record["complete"]
@@ -238,7 +244,17 @@ def test_bench_window_has_minimum_duration(recipe, bench):
 
 @pytest.mark.slow
 def test_bench_reports_killed_or_hanging_process_as_row(recipe):
-    given = (recipe("dies", "hangs"), "--variants", "dies;hangs", *SHORT, "--repeats", "1", "--timeout", "40", "--no-numerics")
+    given = (
+        recipe("dies", "hangs"),
+        "--variants",
+        "dies;hangs",
+        *SHORT,
+        "--repeats",
+        "1",
+        "--timeout",
+        "40",
+        "--no-numerics",
+    )
     done = forked.run("-m", "fastloop", "bench", *given, "--output", "ablation")
     record = json.loads(Path("ablation/bench.json").read_text())
     assert done.returncode == 1
@@ -253,7 +269,9 @@ def test_bench_ctrl_c_stops_worker_and_keeps_results(recipe):
     given = (recipe("hangs"), *SHORT, "--output", "ablation", "--variants", "honest;hangs", "--with", "honest")
     output = Path("said.txt")
     with output.open("w") as file:  # not forked: SIGINT must arrive as in a shell
-        command = subprocess.Popen([sys.executable, "-u", "-m", "fastloop", "bench", *given], stdout=file, stderr=subprocess.STDOUT)
+        command = subprocess.Popen(
+            [sys.executable, "-u", "-m", "fastloop", "bench", *given], stdout=file, stderr=subprocess.STDOUT
+        )
     try:
         while "\nrepeat 1/2  + honest" not in output.read_text():
             assert command.poll() is None, output.read_text()
@@ -271,7 +289,8 @@ def test_bench_ctrl_c_stops_worker_and_keeps_results(recipe):
 
 
 def test_bench_repeats_disturbed_measurements(recipe, bench, monkeypatch):
-    loads = iter([0.0, 0.4, 0.01, 0.3, 0.2])  # baseline; the variant twice; and in the next repeat again, the quieter of two
+    # baseline; the variant twice; and in the next repeat again, the quieter of two
+    loads = iter([0.0, 0.4, 0.01, 0.3, 0.2])
 
     def disturbed(spec: Spec, length: Mapping[str, Any], *_: Any) -> dict[str, Any]:
         spec.recipe["output"] = f"measured{time.monotonic_ns()}"
@@ -293,7 +312,7 @@ def test_bench_interrupt_in_second_repeat_keeps_first(recipe, bench):
     assert [len(row["measurements"]) for row in record["variants"]] == [1, 1]
 
 
-# -- variants -------------------------------------------------------------------------------------------------------------------------
+# -- variants ----------------------------------------------------------------------------------------------------------
 
 
 def test_variants_add_plugins_in_recipe_order_then_leave_each_out(recipe):
@@ -327,7 +346,9 @@ def test_bench_reports_impossible_variant_and_continues(recipe, bench):
 
 
 def test_custom_variants_override_recipe(recipe, bench):
-    code, out, record = bench(recipe("honest"), "--variants", "asks,honest;honest", *SHORT, "--no-leave-one-out", "--no-numerics")
+    code, out, record = bench(
+        recipe("honest"), "--variants", "asks,honest;honest", *SHORT, "--no-leave-one-out", "--no-numerics"
+    )
     assert code == 0, out
     assert [(row["title"], row["plugins"]) for row in record["variants"]] == [
         ("baseline", []),
@@ -347,7 +368,9 @@ def test_baseline_overrides_get_their_own_variant(recipe, bench):
 def test_bench_reports_failing_plugin_as_row_and_continues(recipe, bench):
     code, out, record = bench(recipe("fails", "honest"), "--variants", "fails;honest", *SHORT)
     assert code == 1
-    assert variants(record)["+ fails"]["error"] == "plugin 'fails' (planted 1.0) failed in after_step: ValueError: no more"
+    assert (
+        variants(record)["+ fails"]["error"] == "plugin 'fails' (planted 1.0) failed in after_step: ValueError: no more"
+    )
     assert len(variants(record)["+ fails"]["measurements"]) == 1  # once is enough
     assert variants(record)["honest"]["before"] == "baseline"
     assert variants(record)["honest"]["results"]["over_before"]["pairs"] == 2
@@ -396,7 +419,7 @@ def test_bench_keeps_other_files_and_moves_earlier_results(recipe, bench):
     assert Path("ablation.1/bench.json").read_text() == "years"
 
 
-# -- numerics ------------------------------------------------------------------------------------------------------------------------
+# -- numerics ----------------------------------------------------------------------------------------------------------
 
 
 def test_bench_exits_nonzero_for_plugin_with_wrong_numerics_class(recipe, bench):
@@ -418,7 +441,11 @@ def test_numerics_bounds_of_each_class(recipe):
     def work(spec: Spec, _: str) -> dict[str, Any]:
         assert not spec.dropout
         return {
-            "losses": losses[tuple(name for name, options in spec.recipe["plugins"].items() if name == "lies" and options is not False)]
+            "losses": losses[
+                tuple(
+                    name for name, options in spec.recipe["plugins"].items() if name == "lies" and options is not False
+                )
+            ]
         }
 
     for promise, kept in (("bitwise", "broken"), ("reassociated", "holds"), ("changes-training", "not compared")):
@@ -445,7 +472,7 @@ def test_dropout_is_off_in_modules_and_in_attributes():
     assert model.inner[0](sample).equal(sample)
 
 
-# -- quality -----------------------------------------------------------------------------------------------------------------------
+# -- quality -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -458,7 +485,7 @@ def test_quality_compares_first_and_last_variant_over_three_seeds(recipe, bench)
     assert "seeds' spread" in out
 
 
-# -- statistics --------------------------------------------------------------------------------------------------------------------
+# -- statistics --------------------------------------------------------------------------------------------------------
 
 
 def measured(*speeds: float, startup: float = 1.0, first: float = 0.0) -> list[dict[str, Any] | None]:

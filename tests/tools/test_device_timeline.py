@@ -48,7 +48,8 @@ def test_annotations_on_the_device_are_no_kernels():
 
 def test_idle_time_takes_what_the_profiler_added():
     timeline = read_timeline(TRACE)
-    regions = microseconds(timeline.regions(525e-6))  # without the profiler: 450 us of kernels, so 75 us idle instead of 150
+    # without the profiler: 450 us of kernels, so 75 us idle instead of 150
+    regions = microseconds(timeline.regions(525e-6))
     assert regions == {"to device": 10, "loss": 150, "backward": 200, "optimizer": 90, "data": 50, "launch": 25}
     assert sum(timeline.regions(300e-6).values()) == pytest.approx(300e-6)
 
@@ -57,7 +58,11 @@ def test_an_inner_region_interrupts_the_outer_one():
     def annotation(name, start, end):
         return {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": end - start}
 
-    events = [annotation("fastloop/evaluate", 0, 100), annotation("fastloop/loss", 20, 50), annotation("fastloop/data", 100, 110)]
+    events = [
+        annotation("fastloop/evaluate", 0, 100),
+        annotation("fastloop/loss", 20, 50),
+        annotation("fastloop/data", 100, 110),
+    ]
     assert host_regions(events) == [(0, 20, "evaluate"), (20, 50, "loss"), (50, 100, "evaluate"), (100, 110, "data")]
 
 
@@ -100,5 +105,8 @@ def test_kernels_of_a_real_device_are_connected(tmp_path):
     timeline = read_timeline(tmp_path / "trace.json")
     assert set(timeline.busy) >= {"loss", "backward"}
     assert timeline.busy["backward"] > timeline.busy["loss"], "two products against one"
-    assert {"aten::mm", "aten::relu"} <= timeline.operations.keys() or {"aten::mm", "aten::clamp_min"} <= timeline.operations.keys()
+    assert {"aten::mm", "aten::relu"} <= timeline.operations.keys() or {
+        "aten::mm",
+        "aten::clamp_min",
+    } <= timeline.operations.keys()
     assert timeline.idle_share < 0.9

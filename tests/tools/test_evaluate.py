@@ -76,11 +76,15 @@ def test_training_data_is_not_read(tmp_path, cli):
 
 
 def test_cached_labels_are_those_of_the_model(trained, tmp_path, cli):
-    pretrained = {"name": str(trained / "run" / "model")}  # with its own tokenizer, so that the cache holds the labels, too
+    # with its own tokenizer, so that the cache holds the labels, too
+    pretrained = {"name": str(trained / "run" / "model")}
     recipe = write_recipe(tmp_path, [{"token-cache": {"folder": str(tmp_path / "cache")}}], model=pretrained)
     train(recipe)
     assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
-    write_csv(tmp_path / "train.csv", [*texts(60), *({"text": f"an awful film {index}", "label": "awful"} for index in range(12))])
+    write_csv(
+        tmp_path / "train.csv",
+        [*texts(60), *({"text": f"an awful film {index}", "label": "awful"} for index in range(12))],
+    )
     train(recipe)
     assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
 
@@ -108,7 +112,10 @@ def test_held_out_rows_are_those_of_training(tmp_path, cli):
 
 @pytest.mark.parametrize(
     "plugins",
-    [["packing", "length-bucketing", "ema"], [{"amp": {"dtype": "bf16"}}, "attention", "cls-last-layer", "checkpoint-best"]],
+    [
+        ["packing", "length-bucketing", "ema"],
+        [{"amp": {"dtype": "bf16"}}, "attention", "cls-last-layer", "checkpoint-best"],
+    ],
     ids=["packing", "amp"],
 )
 def test_metrics_equal_those_of_training_with_plugins(tmp_path, cli, plugins):
@@ -143,8 +150,12 @@ def test_classes_are_those_of_scikit_learn(trained, cli):
     for column, values in zip(("precision", "recall", "f1", "samples"), expected, strict=True):
         assert [row[column] for row in found["classes"]] == pytest.approx(list(values))
     rows = texts(30, 200)
-    assert [row["samples"] for row in found["classes"]] == [sum(row["label"] == name for row in rows) for name in CLASSES]
-    assert sum(row[index] for index, row in enumerate(found["confusion"])) / 30 == pytest.approx(found["metrics"]["accuracy"])
+    assert [row["samples"] for row in found["classes"]] == [
+        sum(row["label"] == name for row in rows) for name in CLASSES
+    ]
+    assert sum(row[index] for index, row in enumerate(found["confusion"])) / 30 == pytest.approx(
+        found["metrics"]["accuracy"]
+    )
 
 
 def test_the_picture_shows_each_count(trained, cli):
@@ -152,9 +163,13 @@ def test_the_picture_shows_each_count(trained, cli):
     picture = ElementTree.parse("results.svg").getroot()
     texts_of = [element.text for element in picture.iter("{http://www.w3.org/2000/svg}text")]
     assert texts_of[0] == f"{trained / 'run'} on test: 30 samples"
-    counts = [element for element in picture.iter("{http://www.w3.org/2000/svg}text") if "count" in element.get("class", "")]
+    counts = [
+        element for element in picture.iter("{http://www.w3.org/2000/svg}text") if "count" in element.get("class", "")
+    ]
     assert [element.text for element in counts] == [str(count) for row in found["confusion"] for count in row]
-    shades = [float(element.get("fill-opacity", "nan")) for element in picture.iter("{http://www.w3.org/2000/svg}rect")][:-1]
+    shades = [
+        float(element.get("fill-opacity", "nan")) for element in picture.iter("{http://www.w3.org/2000/svg}rect")
+    ][:-1]
     assert shades == pytest.approx([count / sum(row) for row in found["confusion"] for count in row], abs=1e-3)
 
 
@@ -258,7 +273,8 @@ def test_tied_weights_of_a_module(tied, tmp_path, cli):
     folder = tmp_path / "model"
     folder.mkdir()
     weights = load_file(tied / "model" / "model.safetensors")
-    save_file({"head.weight": weights["head.weight"]}, folder / "model.safetensors")  # as safetensors' save_model writes it
+    # as safetensors' save_model writes it
+    save_file({"head.weight": weights["head.weight"]}, folder / "model.safetensors")
     assert results(cli, folder, tied.parent / "recipe.yaml", "--split", "validation")["metrics"] == expected
     save_file(weights | {"head.weight": weights["head.weight"] + 1}, folder / "model.safetensors")
     error = refused(cli, folder, tied.parent / "recipe.yaml", "--split", "validation")
@@ -307,7 +323,11 @@ def test_targets_that_are_refused(trained, cli):
 def other_model(trained: Path) -> Path:
     """A recipe of a module, which the exported classifier is not."""
     Path("code.py").write_text(CODE)
-    recipe = {"model": {"module": "code.py:Net"}, "data": {"module": "code.py:data"}, "plugins": [{"module": {"loss": "cross_entropy"}}]}
+    recipe = {
+        "model": {"module": "code.py:Net"},
+        "data": {"module": "code.py:data"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}],
+    }
     Path("other.yaml").write_text(yaml.safe_dump(recipe | {"train": {"device": "cpu"}}))
     return Path("other.yaml")
 

@@ -37,7 +37,8 @@ def data(splits=("train", "validation", "test")):
 
 class Net(nn.Sequential):
     def __init__(self):
-        super().__init__(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(144, 3))
+        super().__init__(nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(),
+                         nn.Linear(144, 3))
 
 class Tied(nn.Module):
     def __init__(self):
@@ -99,7 +100,11 @@ def adapted(tmp_path_factory):
     """The same with LoRA adapters."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("adapted")
-    train(write_recipe(folder, [{"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"]}}], train=TRAIN | {"save_every": "epoch"}))
+    train(
+        write_recipe(
+            folder, [{"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"]}}], train=TRAIN | {"save_every": "epoch"}
+        )
+    )
     return folder
 
 
@@ -242,7 +247,9 @@ def test_a_module_with_named_inputs_of_changing_sizes(tmp_path, cli):
     export(cli, run, "--to", "onnx", "--out", "onnx", "train.eval_batch_size=1")
     inputs = {value.name: value.shape for value in session(Path("onnx")).get_inputs()}
     assert inputs == {"left": ["batch", 4], "right": ["batch", "right_1"]}
-    (found,) = session(Path("onnx")).run(["logits"], {"left": np.ones((2, 4), np.float32), "right": np.ones((2, 9), np.float32)})
+    (found,) = session(Path("onnx")).run(
+        ["logits"], {"left": np.ones((2, 4), np.float32), "right": np.ones((2, 9), np.float32)}
+    )
     weights = load_file(run / "model" / "model.safetensors")
     assert found[0] == pytest.approx((9 * (weights["layer.weight"].sum(1) + weights["layer.bias"])).numpy(), rel=1e-4)
 
@@ -300,10 +307,34 @@ def test_a_missing_extra_names_the_command(trained, cli, monkeypatch):
 @pytest.mark.parametrize(
     "config",
     [
-        {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
-        {"model_type": "roberta", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
-        {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
-        {"model_type": "modernbert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
+        {
+            "model_type": "bert",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        },
+        {
+            "model_type": "roberta",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        },
+        {
+            "model_type": "llama",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        },
+        {
+            "model_type": "modernbert",
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        },
     ],
     ids=lambda config: config["model_type"],
 )
@@ -351,7 +382,9 @@ def test_a_run_that_has_exported_nothing(trained, cli):
 
 def logits_of(model: Any, tokenizer: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(**tokenizer(["a lovely film", "a dull film indeed"], padding=True, return_tensors="pt")).logits
+        return model.eval()(
+            **tokenizer(["a lovely film", "a dull film indeed"], padding=True, return_tensors="pt")
+        ).logits
 
 
 @pytest.mark.slow
@@ -381,11 +414,18 @@ def test_the_adapter_alone_and_merged_again(adapted, cli):
     again = AutoModelForSequenceClassification.from_pretrained("again")
     assert torch.equal(logits_of(again, tokenizer), expected)
 
-    base = AutoModelForSequenceClassification.from_pretrained("again")  # peft itself: it adds the adapter to base weights
+    # peft itself: it adds the adapter to base weights
+    base = AutoModelForSequenceClassification.from_pretrained("again")
     saved = load_file(next(run.glob("checkpoints/*/model.safetensors")))
-    names = {name: name.replace("base_model.model.", "").replace(".base_layer", "").replace(".original_module", "") for name in saved}
-    base.load_state_dict({short: saved[name] for name, short in names.items() if "lora" not in name and "modules_to_save" not in name})
-    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft uses a deprecated name of transformers
+    names = {
+        name: name.replace("base_model.model.", "").replace(".base_layer", "").replace(".original_module", "")
+        for name in saved
+    }
+    base.load_state_dict(
+        {short: saved[name] for name, short in names.items() if "lora" not in name and "modules_to_save" not in name}
+    )
+    # peft uses a deprecated name of transformers
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
     with_adapter = PeftModel.from_pretrained(base, "adapter")
     assert torch.allclose(logits_of(with_adapter, tokenizer), expected, atol=1e-5)
 
@@ -402,7 +442,9 @@ def test_adapters_that_are_not_there(trained, adapted, cli):
 
 
 def test_checkpoints_that_are_refused(trained, adapted, cli):
-    assert "there is no checkpoint 'step-7'. There are: best-0000" in refused(cli, trained / "run", "--checkpoint", "step-7")
+    assert "there is no checkpoint 'step-7'. There are: best-0000" in refused(
+        cli, trained / "run", "--checkpoint", "step-7"
+    )
     assert "The plugin checkpoint-best keeps the best one" in refused(cli, adapted / "run", "--checkpoint", "best")
     assert "found no recipe.yaml" in refused(cli, trained / "run" / "model", "--checkpoint", "last")
     assert "Leave it out" in refused(cli, trained / "run", "recipe.yaml", "--checkpoint", "last")
@@ -410,7 +452,9 @@ def test_checkpoints_that_are_refused(trained, adapted, cli):
     (best,) = Path("copy/run/checkpoints").glob("best-*")
     (best / "model.safetensors").write_bytes(b"x")
     assert "damaged: model.safetensors is not what was written" in refused(cli, "copy/run", "--checkpoint", "best")
-    assert "not a checkpoint of this model" in refused(cli, trained / "run", "model.config.dim=32", "--checkpoint", "last")
+    assert "not a checkpoint of this model" in refused(
+        cli, trained / "run", "model.config.dim=32", "--checkpoint", "last"
+    )
 
 
 def test_a_module_as_safetensors(tmp_path, cli):
@@ -461,7 +505,7 @@ def test_a_card_of_an_adapter():
     assert "library_name: peft" in card("adapter", "out", "run", {}, None, loads=True)
 
 
-# -- the hub: a server on this machine that speaks its protocol ----------------------------------------------------------
+# -- the hub: a server on this machine that speaks its protocol --------------------------------------------------------
 
 COMMIT = "/api/models/me/model/commit/main"
 
@@ -481,7 +525,11 @@ class Hub:
         lines = [json.loads(line) for line in body.splitlines()]
         self.seen[path] = lines[0] if len(lines) == 1 else lines
         if path.endswith("/preupload/main"):
-            return 200, {"files": [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]]}
+            return 200, {
+                "files": [
+                    {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in lines[0]["files"]
+                ]
+            }
         if path == "/api/repos/create":
             return 200, {"url": f"{self.address}/me/model"}
         committed = {"commitUrl": f"{self.address}/me/model/commit/1", "commitOid": "1"}
@@ -525,7 +573,10 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_push_uploads_every_file(trained, cli, hub):
     out = export(cli, trained / "run", "--out", "out", "--push", "me/model")
     assert f"uploaded to {hub.address}/me/model" in out
-    assert hub.seen["/api/repos/create"].items() >= {"name": "model", "organization": "me", "visibility": "private"}.items()
+    assert (
+        hub.seen["/api/repos/create"].items()
+        >= {"name": "model", "organization": "me", "visibility": "private"}.items()
+    )
     files = [line["value"] for line in hub.seen[COMMIT] if line["key"] == "file"]
     assert sorted(file["path"] for file in files) == sorted(path.name for path in Path("out").iterdir())
     for file in files:

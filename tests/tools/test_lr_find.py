@@ -44,8 +44,8 @@ class Flat(Net):
         return super().forward(x) * 0 + self.weight.sum() * 0
 """
 STABLE = 1.0
-"""Gradient descent on the loss of ``rows``, all of them in a step, is stable below this rate. The loss is w'Hw with H = diag(SCALES ** 2),
-so the Hessian's largest eigenvalue is 2, and the limit is 2 / 2."""
+"""Gradient descent on the loss of ``rows``, all of them in a step, is stable below this rate. The loss is w'Hw with H =
+diag(SCALES ** 2), so the Hessian's largest eigenvalue is 2, and the limit is 2 / 2."""
 
 
 def recipe(folder: Path | None = None, model: str = "Net", **sections: Any) -> dict[str, Any]:
@@ -170,7 +170,9 @@ def test_the_recipes_schedule_takes_no_part(schedule):
 
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon", {"name": "RMSprop", "alpha": 0.9}])
 def test_optimizers_and_reduced_precision(optimizer):
-    finder, run = finder_of(recipe(train={"optimizer": optimizer}, plugins=[{"module": {"loss": "mse_loss"}}, {"amp": {"dtype": "bf16"}}]))
+    finder, run = finder_of(
+        recipe(train={"optimizer": optimizer}, plugins=[{"module": {"loss": "mse_loss"}}, {"amp": {"dtype": "bf16"}}])
+    )
     assert len(finder.losses) == 12
     assert all(math.isfinite(loss) for loss in finder.losses)
     assert run.state.step == 12

@@ -34,7 +34,9 @@ def test_only_a_run_that_is_kept_is_uploaded(cli, command):
 
 def test_a_measured_process_uploads_nothing():
     tree = load_recipe("recipe.yaml").to_dict()
-    found = measure(Spec(recipe=tree | {"output": "measured"}, source=None, warmup=1, steps=3), {"epochs": 1, "max_steps": None})
+    found = measure(
+        Spec(recipe=tree | {"output": "measured"}, source=None, warmup=1, steps=3), {"epochs": 1, "max_steps": None}
+    )
     assert found.get("steps") == 3, found
     assert not Path("far").exists()
 
@@ -47,6 +49,8 @@ def test_bench_has_no_variant_of_a_plugin_that_publishes():
 
 
 def test_a_plugin_in_a_file_can_declare_it():
-    Path("mine.py").write_text("from fastloop import Plugin\n\n\nclass Mine(Plugin):\n    name = 'mine'\n    publishes = True\n")
+    Path("mine.py").write_text(
+        "from fastloop import Plugin\n\n\nclass Mine(Plugin):\n    name = 'mine'\n    publishes = True\n"
+    )
     Path("other.yaml").write_text(yaml.safe_dump(RECIPE | {"plugins": [RECIPE["plugins"][0], "./mine.py"]}))
     assert without_publishers(load_recipe("other.yaml")) == {"mine": False}

@@ -107,7 +107,14 @@ def test_forked_processes_give_the_numbers_of_fresh_ones(recipe, runner):
     assert wrong["kind"] == "usage"
     assert "net.py has no 'nets'. Did you mean 'net'?" in wrong["error"]
     endless = recipe.to_dict() | {"train": {"max_steps": 10**9, "epochs": 10**6}}
-    late = run_worker(Spec(recipe=endless, source=str(recipe.source)), {"epochs": 1, "max_steps": None}, os.environ, 1.0, 1, runner.servers)
+    late = run_worker(
+        Spec(recipe=endless, source=str(recipe.source)),
+        {"epochs": 1, "max_steps": None},
+        os.environ,
+        1.0,
+        1,
+        runner.servers,
+    )
     assert late["kind"] == "timeout"
     assert measured(runner, recipe)["losses"] == fresh["losses"], "the server still serves"
     runner.close()

@@ -40,7 +40,9 @@ def test_new_writes_package_and_prints_next_steps(new):
         "tests/test_night_watch.py",
     }
     assert set(written) < {line.removeprefix("night-watch/") for line in out.splitlines()}
-    assert out.endswith("Next steps:\n  cd night-watch\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml\n")
+    assert out.endswith(
+        "Next steps:\n  cd night-watch\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml\n"
+    )
 
 
 def test_help(new):
@@ -71,7 +73,11 @@ def test_a_package_carries_the_keyword_by_which_plugins_are_found():
 
 def test_description_and_options_have_one_source(monkeypatch):
     files = render("night-watch")
-    source = files["src/night_watch/__init__.py"].replace("records the lowest", "keeps the lowest").replace("two reads", "two looks")
+    source = (
+        files["src/night_watch/__init__.py"]
+        .replace("records the lowest", "keeps the lowest")
+        .replace("two reads", "two looks")
+    )
     found = described(source.replace("] = 10", "] = 7"), "NightWatch")
     monkeypatch.setattr(command, "described", lambda *_: found)
     changed = render("night-watch")
@@ -104,13 +110,27 @@ def test_new_class_names_do_not_shadow_imports(name):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["My_Plugin"], "'My_Plugin' cannot be a plugin's name. Expected lower case words joined by hyphens.*Did you mean 'my-plugin'?"),
+        (
+            ["My_Plugin"],
+            "'My_Plugin' cannot be a plugin's name. Expected lower case words joined by hyphens.*Did you mean "
+            "'my-plugin'?",
+        ),
         (["../up"], "'../up' cannot be a plugin's name.*Did you mean 'up'?"),
         (["9"], "'9' cannot be a plugin's name. Expected lower case words joined by hyphens, such as 'my-plugin'.$"),
-        (["amp"], r"'amp' is the name of a plugin of fastloop-train \d.*: a recipe could not distinguish the two. Choose another name."),
-        (["json"], "'json' would be the Python module 'json', which already exists. Choose another name, such as 'my-json'."),
+        (
+            ["amp"],
+            r"'amp' is the name of a plugin of fastloop-train \d.*: a recipe could not distinguish the two. Choose "
+            r"another name.",
+        ),
+        (
+            ["json"],
+            "'json' would be the Python module 'json', which already exists. Choose another name, such as 'my-json'.",
+        ),
         (["class"], "'class' would be the Python module 'class', which already exists."),
-        (["night-watch", "--license", "mit"], "--license: found 'mit'.*Expected one of: Apache-2.0, BSD-3-Clause, MIT, none."),
+        (
+            ["night-watch", "--license", "mit"],
+            "--license: found 'mit'.*Expected one of: Apache-2.0, BSD-3-Clause, MIT, none.",
+        ),
         (["night-watch", "--license", "Apache-2"], "--license: found 'Apache-2'. Did you mean 'Apache-2.0'?"),
         (["night-watch", "--author", "Ada\nLovelace"], "--author: expected one line of text."),
     ],

@@ -48,7 +48,9 @@ def directives(path: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("cpu", [False, True])
 def test_slurm_script_is_valid_shell_and_requests_resources(new, cpu):
-    code, _, _ = new("recipe.yaml", "--slurm", "--nnodes", "2", "--nproc", "4", "--time", "2-12:00:00", *["--cpu"] * cpu)
+    code, _, _ = new(
+        "recipe.yaml", "--slurm", "--nnodes", "2", "--nproc", "4", "--time", "2-12:00:00", *["--cpu"] * cpu
+    )
     assert code == 0
     subprocess.run(["bash", "-n", "job/job.slurm"], check=True)
     found = directives("job/job.slurm")
@@ -73,7 +75,19 @@ def trainjob() -> dict[str, Any]:
 
 def test_kubernetes_manifest_starts_each_node_and_mounts_the_run_folder(new):
     assert (
-        new("recipe.yaml", "--kubernetes", "--nnodes", "2", "--nproc", "4", "--image", "registry.example/me:1", "--name", "my-run")[0] == 0
+        new(
+            "recipe.yaml",
+            "--kubernetes",
+            "--nnodes",
+            "2",
+            "--nproc",
+            "4",
+            "--image",
+            "registry.example/me:1",
+            "--name",
+            "my-run",
+        )[0]
+        == 0
     )
     spec = trainjob()["spec"]
     assert trainjob()["metadata"] == {"name": "my-run"}
@@ -93,20 +107,24 @@ def test_kubernetes_manifest_starts_each_node_and_mounts_the_run_folder(new):
     pod = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 600
     assert pod["volumes"][0] == {"name": "runs", "persistentVolumeClaim": {"claimName": "my-run-runs"}}
-    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
 
 
 def test_kubernetes_manifest_is_a_trainjob_of_kubeflows_own_model(new):
     models = pytest.importorskip("kubeflow_trainer_api.models")
     assert new("recipe.yaml", "--kubernetes")[0] == 0
-    assert models.TrainerV1alpha1TrainJob.from_dict(trainjob()).to_dict() == trainjob()  # it drops keys that it does not know
+    # it drops keys that it does not know
+    assert models.TrainerV1alpha1TrainJob.from_dict(trainjob()).to_dict() == trainjob()
 
 
 def test_skypilot_job_keeps_the_run_folder_in_a_bucket(new):
     assert new("recipe.yaml", "--skypilot", "--nnodes", "2", "--nproc", "4", "--gpu", "A100")[0] == 0
     task = yaml.safe_load(Path("job/sky.yaml").read_text())
     assert " ".join(task.pop("run").split()) == (
-        'master=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) exec fastloop train recipe.yaml output=/runs/recipe --nproc 4 --nnodes 2 \\ '
+        'master=$(echo "$SKYPILOT_NODE_IPS" | head -n 1) exec fastloop train recipe.yaml output=/runs/recipe --nproc 4 '
+        "--nnodes 2 \\ "
         '--node-rank "$SKYPILOT_NODE_RANK" --master "$master:29500" --resume'
     )
     assert task == {
@@ -123,8 +141,9 @@ def test_names_of_recipes_are_quoted(new):
     Path("it's mine.yaml").write_text(Path("recipe.yaml").read_text())
     assert new("it's mine.yaml", *ALL)[0] == 0
     script = Path("job/job.slurm").read_text()
-    shown = subprocess.run(["bash", "-c", f"srun() {{ printf '%s\\n' \"$6\"; }}\nscontrol() {{ :; }}\n{script}"], text=True,
-                           env=os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"}, capture_output=True, check=True)  # fmt: skip
+    command = f"srun() {{ printf '%s\\n' \"$6\"; }}\nscontrol() {{ :; }}\n{script}"
+    environment = os.environ | {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n"}
+    shown = subprocess.run(["bash", "-c", command], text=True, env=environment, capture_output=True, check=True)
     assert shown.stdout == "it's mine.yaml\n"
     assert "job-name=it-s-mine\n" in script
     assert "fastloop train 'it'\"'\"'s mine.yaml' output=/runs/it-s-mine " in trainjob()["spec"]["trainer"]["args"][0]
@@ -138,7 +157,10 @@ def test_names_of_recipes_are_quoted(new):
             ["recipe.yaml", "--slurm", "--name", "My Run"],
             "--name: found 'My Run'. Expected at most 40 lower-case letters, digits and hyphens",
         ),
-        (["recipe.yaml", "--slurm", "--time", "soon"], "--time: found 'soon'. Expected hours, minutes and seconds, such as 04:00:00"),
+        (
+            ["recipe.yaml", "--slurm", "--time", "soon"],
+            "--time: found 'soon'. Expected hours, minutes and seconds, such as 04:00:00",
+        ),
         (["recipe.yaml", "--kubernetes", "--image", "a b"], "--image and --gpu: expected no spaces."),
         (["other.yaml", "--slurm"], "other.yaml: no such file, and no shipped recipe has this name."),
     ],

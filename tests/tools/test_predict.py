@@ -66,7 +66,11 @@ def read(path: str) -> list[dict[str, Any]]:
         table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
         return table
     content = Path(path).read_text(encoding="utf-8")
-    return [json.loads(line) for line in content.splitlines()] if path.endswith(".jsonl") else list(csv.DictReader(io.StringIO(content)))
+    return (
+        [json.loads(line) for line in content.splitlines()]
+        if path.endswith(".jsonl")
+        else list(csv.DictReader(io.StringIO(content)))
+    )
 
 
 @pytest.mark.slow
@@ -81,7 +85,9 @@ def test_predictions_equal_those_of_transformers(trained, expected, cli, out, ch
 @pytest.mark.parametrize("plugins", ["packing", "length-bucketing", "packing,length-bucketing", "dataloader-workers"])
 def test_plugins_keep_predictions_and_order(trained, expected, cli, plugins):
     options = ["plugins.dataloader-workers.num_workers=2"] if "workers" in plugins else []
-    predict(cli, trained / "run", trained / "test.csv", *options, "--with", plugins, "--out", "out.jsonl", "--chunk", 11)
+    predict(
+        cli, trained / "run", trained / "test.csv", *options, "--with", plugins, "--out", "out.jsonl", "--chunk", 11
+    )
     assert same(read("out.jsonl"), expected)
 
 
@@ -115,7 +121,9 @@ def test_the_threshold_of_the_recipe_decides_the_label(tmp_path, cli):
     recipe = write_recipe(tmp_path, [{"text-classification": {"threshold": 0.5}}])
     for split in ("train", "validation", "test"):
         rows = read(str(tmp_path / f"{split}.csv"))
-        write_csv(tmp_path / f"{split}.csv", [row | {"label": "good" if row["label"] == "good" else "bad"} for row in rows])
+        write_csv(
+            tmp_path / f"{split}.csv", [row | {"label": "good" if row["label"] == "good" else "bad"} for row in rows]
+        )
     train(recipe)
 
     def labels(*overrides: str) -> list[tuple[str, float]]:
@@ -239,7 +247,9 @@ def test_a_module_predicts_a_split(tmp_path, cli):
     inputs = torch.stack([torch.full((4,), float(i % 3)) + torch.arange(4) / 10 for i in range(30)])
     exact = (inputs @ weights["weight"].T + weights["bias"]).softmax(1)
     assert [row["label"] for row in rows] == exact.argmax(1).tolist()
-    assert [[row[f"probability_{index}"] for index in range(3)] for row in rows] == [pytest.approx(row) for row in exact.tolist()]
+    assert [[row[f"probability_{index}"] for index in range(3)] for row in rows] == [
+        pytest.approx(row) for row in exact.tolist()
+    ]
     code, _, err = cli("predict", str(run), "a text")
     assert code == 2
     assert "the task 'module' reads no files or texts to predict. Predict a split" in err
@@ -294,7 +304,11 @@ def test_a_task_from_elsewhere(tmp_path, cli, rows):
     home = tmp_path / "home"
     home.mkdir()
     (home / "task.py").write_text(TASK + (PREDICT.replace("RANGE", rows) if rows else ""))
-    recipe = {"train": {"epochs": 1, "batch_size": 4, "device": "cpu"}, "plugins": ["./task.py"], "output": str(home / "run")}
+    recipe = {
+        "train": {"epochs": 1, "batch_size": 4, "device": "cpu"},
+        "plugins": ["./task.py"],
+        "output": str(home / "run"),
+    }
     (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     summary = train(home / "recipe.yaml")
     code, out, _ = cli("evaluate", str(home / "run"), "--json", "-")
@@ -336,12 +350,19 @@ def test_a_language_model_continues_texts_like_transformers(language_model, cli)
     tokenizer = AutoTokenizer.from_pretrained(language_model / "model")
     for prompt, text in zip(prompts, found, strict=True):  # one by one, without padding
         ids = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", verbose=False)["input_ids"][:, -24:]
-        whole = model.generate(ids, attention_mask=ids >= 0, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+        whole = model.generate(
+            ids, attention_mask=ids >= 0, max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.pad_token_id
+        )
         assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_drawn_texts_depend_on_the_seed_alone(language_model, cli):
-    command = [language_model, "a lovely film", "plugins.causal-lm.max_new_tokens=12", "plugins.causal-lm.temperature=1.5"]
+    command = [
+        language_model,
+        "a lovely film",
+        "plugins.causal-lm.max_new_tokens=12",
+        "plugins.causal-lm.temperature=1.5",
+    ]
     first, again, other = predict(cli, *command), predict(cli, *command), predict(cli, *command, "train.seed=9")
     assert first == again
     assert first != other
@@ -374,7 +395,8 @@ def test_what_is_refused(trained, language_model, cli):
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.csv", ""), ("a.csv", "text\n"), ("a.jsonl", "\n"), ("a.json", "[]"), ("a.txt", ""), ("-", "")]
+    ("name", "content"),
+    [("a.csv", ""), ("a.csv", "text\n"), ("a.jsonl", "\n"), ("a.json", "[]"), ("a.txt", ""), ("-", "")],
 )
 def test_input_without_a_sample_is_named(trained, cli, monkeypatch, name, content):
     if name == "-":
@@ -382,7 +404,10 @@ def test_input_without_a_sample_is_named(trained, cli, monkeypatch, name, conten
     else:
         Path(name).write_text(content)
     code, _, err = cli("predict", str(trained / "run"), name)
-    assert (code, err) == (2, f"error: {'stdin' if name == '-' else name}: found nothing to predict. Expected at least one sample.\n")
+    assert (code, err) == (
+        2,
+        f"error: {'stdin' if name == '-' else name}: found nothing to predict. Expected at least one sample.\n",
+    )
 
 
 def test_a_file_without_header_needs_the_names_of_its_columns(trained, cli):

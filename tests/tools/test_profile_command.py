@@ -81,7 +81,9 @@ def recipe() -> Callable[..., str]:
 
 
 @pytest.fixture
-def profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, dict[str, Any]]]:
+def profile(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, str, dict[str, Any]]]:
     """Run the command in this process; returns the exit code, the output, and profile.json."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("rich._console", None)
@@ -91,7 +93,11 @@ def profile(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch)
         with pytest.raises(SystemExit) as exited:
             main()
         captured, written = capsys.readouterr(), Path("seen/profile.json")
-        return int(exited.value.code or 0), captured.out + captured.err, json.loads(written.read_text()) if written.exists() else {}
+        return (
+            int(exited.value.code or 0),
+            captured.out + captured.err,
+            json.loads(written.read_text()) if written.exists() else {},
+        )
 
     return call
 
@@ -108,7 +114,9 @@ def test_profile_suggests_workers_first_for_slow_dataset(recipe, profile):
     seen = record["profile"]
     assert 0.04 <= seen["regions"]["data"] <= seen["seconds"]
     waiting = seen["regions"]["data"]
-    assert record["suggestions"][0]["seconds"] == pytest.approx(waiting - (waiting / CORES - (seen["seconds"] - waiting)), rel=0.01)
+    assert record["suggestions"][0]["seconds"] == pytest.approx(
+        waiting - (waiting / CORES - (seen["seconds"] - waiting)), rel=0.01
+    )
     assert sum(seen["regions"].values()) == pytest.approx(seen["seconds"], rel=0.05)
     assert "dataloader-workers" in out
     assert "fastloop tune tiny.yaml --stop-after suggestions" in out
@@ -123,12 +131,16 @@ def test_profile_suggests_less_after_applied_edit(recipe, profile):
     workers = {"dataloader-workers": {"num_workers": CORES}}
     code, out, record = profile(recipe(workers, data={"sleep": 0.005}), *SHORT, "--warmup", "4")
     assert code == 0, out
-    assert "dataloader-workers" not in [found["plugin"] for found in record["suggestions"]], "it has as many as there are processors"
+    assert "dataloader-workers" not in [found["plugin"] for found in record["suggestions"]], (
+        "it has as many as there are processors"
+    )
 
 
 @pytest.mark.slow
 def test_a_graph_break_is_shown_with_its_line(recipe, profile):
-    line = 1 + CODE.splitlines().index("        if self.cut and x.sum() > 1e9:  # nothing a compiler can keep in its graph")
+    line = 1 + CODE.splitlines().index(
+        "        if self.cut and x.sum() > 1e9:  # nothing a compiler can keep in its graph"
+    )
     code, out, record = profile(recipe({"compile": {"backend": "eager"}}, model={"cut": True}), *SHORT)
     assert code == 0, out
     assert {cut["where"].rpartition("/")[2] for cut in record["profile"]["graph_breaks"]} == {f"net.py:{line}"}
@@ -154,7 +166,7 @@ def test_too_few_steps_are_refused(recipe, profile):
     assert "--steps" in out
 
 
-# -- estimates, from figures --------------------------------------------------------------------------------------------------------
+# -- estimates, from figures -------------------------------------------------------------------------------------------
 
 TEXT = {
     "model": {"config": {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 32}},
@@ -185,7 +197,11 @@ def told(figures: dict[str, Any], plugins: Iterable[Any] = (), **data: Any) -> l
         ({"operations": {"aten::bernoulli_": 0.4}}, {}, ("fast-dropout", "plugins: + fast-dropout")),
         ({"regions": {"loss": 0.1, "optimizer": 0.9}}, {}, ("fused-optimizer", "plugins: + fused-optimizer")),
         ({"layers": 2}, {}, ("cls-last-layer", "plugins: + cls-last-layer")),
-        ({"operations": {"aten::mm": 0.1, "aten::gelu": 0.8}, "counts": {"aten::gelu": 50}}, {}, ("compile", "plugins: + compile")),
+        (
+            {"operations": {"aten::mm": 0.1, "aten::gelu": 0.8}, "counts": {"aten::gelu": 50}},
+            {},
+            ("compile", "plugins: + compile"),
+        ),
         ({"cores": 8, "threads": 1}, {}, ("cpu-affinity", "plugins: + cpu-affinity")),
         ({"operations": {"aten::_scaled_dot_product_attention": 0.4}}, {}, ("attention", "plugins: + attention")),
         ({"operations": {"aten::convolution_backward": 0.5}}, {}, ("channels-last", "plugins: + channels-last")),
@@ -200,7 +216,9 @@ def test_suggestions_include_disabled_plugins_and_omit_useless_ones():
     figures = {"page_faults": 500_000, "fault_seconds": 1e-6}
     assert told(figures, [{"allocator": False}])[0] == ("allocator", "plugins: + allocator")
     seen = StepProfile(device="cpu", seconds=1.0, **figures)
-    found, _ = suggest(seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": [{"allocator": False}]}), ["allocator"])
+    found, _ = suggest(
+        seen, make_recipe({**TEXT, "train": {"device": "cpu"}, "plugins": [{"allocator": False}]}), ["allocator"]
+    )
     assert "allocator" not in [verdict.plugin for verdict in found]
 
 
@@ -214,7 +232,11 @@ def test_padding_to_a_length_can_be_undone_in_the_recipe():
 
 
 def test_suggestion_to_compile_whole_graph_despite_read_number():
-    cut = {"where": "net.py:7", "reason": "Unsupported Tensor.item() call with capture_scalar_outputs=False", "count": 1}
+    cut = {
+        "where": "net.py:7",
+        "reason": "Unsupported Tensor.item() call with capture_scalar_outputs=False",
+        "count": 1,
+    }
     figures = {"operations": {"aten::gelu": 0.8}, "graph_breaks": [cut]}
     assert ("compile", "plugins.compile.capture_scalars=True") in told(figures, ["compile"])
     assert "compile" not in [plugin for plugin, _ in told(figures, [{"compile": {"capture_scalars": True}}])]
@@ -225,7 +247,10 @@ def test_estimate_for_cpu_bound_reading_is_below_waiting():
     from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 
     usual = {"device": "cpu", "seconds": 1.0, "regions": {"data": 0.5, "loss": 0.5}, "cores": 2, "threads": 2}
-    sleeps, reads = (DataLoaderWorkers.estimate_speedup(StepProfile(**usual, reading=seconds), make_recipe({})) for seconds in (0.0, 0.5))
+    sleeps, reads = (
+        DataLoaderWorkers.estimate_speedup(StepProfile(**usual, reading=seconds), make_recipe({}))
+        for seconds in (0.0, 0.5)
+    )
     assert sleeps.seconds == pytest.approx(0.5)
     assert reads.seconds == pytest.approx(0.25)
 
@@ -244,7 +269,11 @@ def test_estimate_of_amp_has_the_sign_of_what_was_measured(seconds, products, ca
     """Profiles and speedups are those of benchmarks/results/planted.json, on a processor with AMX."""
     from fastloop_plugins.precision.amp import Amp
 
-    figures: dict[str, Any] = {"operations": {"aten::addmm": products}, "counts": {"aten::addmm": calls}, "flops": flops}
+    figures: dict[str, Any] = {
+        "operations": {"aten::addmm": products},
+        "counts": {"aten::addmm": calls},
+        "flops": flops,
+    }
     profile = StepProfile(device="cpu", seconds=seconds, peaks={"fp32": 3.6e11, "bf16": 2.3e12}, **figures)
     estimate = Amp.estimate_speedup(profile, make_recipe({}))
     assert (estimate.seconds > 0) == (measured > 1)
@@ -267,7 +296,7 @@ def test_profile_rejects_invalid_arguments(monkeypatch):
     assert "planted as enemies" in refused["allocator"]
 
 
-# -- figures, from events -----------------------------------------------------------------------------------------------------------
+# -- figures, from events ----------------------------------------------------------------------------------------------
 
 
 def event(name: str, start: float, end: float, device: Any = DeviceType.CPU) -> Any:

@@ -118,16 +118,31 @@ def test_report_shows_runs_metrics_differences_curves_ablations_and_steps(folder
     text = Path("report.html").read_text()
     page = Page(text)
     words = " ".join(" ".join(page.words).split())
-    for expected in ("Two runs", "plain", "averaged", "completed", "validation loss", "train.lr", "plugins.ema", "Training loss"):
+    for expected in (
+        "Two runs",
+        "plain",
+        "averaged",
+        "completed",
+        "validation loss",
+        "train.lr",
+        "plugins.ema",
+        "Training loss",
+    ):
         assert expected in words, expected
-    told = ("250 tokens/s, x 2.50; faster; 1,024 MiB", "not measured; not measurable here", "backward 100.0 ms, 50%", "plugins: + amp")
+    told = (
+        "250 tokens/s, x 2.50; faster; 1,024 MiB",
+        "not measured; not measurable here",
+        "backward 100.0 ms, 50%",
+        "plugins: + amp",
+    )
     for expected in told:
         assert expected in words, expected
     assert "validation epoch" not in words
     assert "all but amp" not in words
     assert words.index("backward 100.0") < words.index("loss 80.0") < words.index("data 20.0")
     headings = [
-        words.index(heading) for heading in ("Curves", "Final metrics", "Where the recipes differ", "Runs", "Ablation:", "Where a step")
+        words.index(heading)
+        for heading in ("Curves", "Final metrics", "Where the recipes differ", "Runs", "Ablation:", "Where a step")
     ]
     assert headings == sorted(headings)
     charts = [attributes for tag, attributes in page.tags if tag == "svg"]
@@ -148,7 +163,10 @@ def test_report_needs_no_network_or_script(folders, monkeypatch):
 def test_report_escapes_text_of_runs(folders, monkeypatch, tmp_path):
     evil = tmp_path / "<img src=x onerror=alert(1)>"
     (tmp_path / "plain").rename(evil)
-    summary = json.loads((evil / "summary.json").read_text()) | {"status": "failed", "reason": "</table><script>alert(1)</script>"}
+    summary = json.loads((evil / "summary.json").read_text()) | {
+        "status": "failed",
+        "reason": "</table><script>alert(1)</script>",
+    }
     (evil / "summary.json").write_text(json.dumps(summary))
     with (evil / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 1, "<script>alert(2)</script>": 1.0}) + "\n")
@@ -163,7 +181,9 @@ def test_report_escapes_text_of_runs(folders, monkeypatch, tmp_path):
 def test_report_shows_killed_run(folders, monkeypatch):
     Path("plain/summary.json").unlink()
     lines = Path("plain/metrics.jsonl").read_text().splitlines()
-    Path("plain/metrics.jsonl").write_text("\n".join([*lines, json.dumps({"step": 99, "epoch": 1, "loss": None})]) + "\n")
+    Path("plain/metrics.jsonl").write_text(
+        "\n".join([*lines, json.dumps({"step": 99, "epoch": 1, "loss": None})]) + "\n"
+    )
     assert report(monkeypatch, "plain") == 0
     assert "not finished" in Path("report.html").read_text()
 
@@ -171,7 +191,10 @@ def test_report_shows_killed_run(folders, monkeypatch):
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda: Path("plain/metrics.jsonl").write_text('{"step": 1}\n{"loss"\n'), "plain/metrics.jsonl, line 2: expected one JSON object"),
+        (
+            lambda: Path("plain/metrics.jsonl").write_text('{"step": 1}\n{"loss"\n'),
+            "plain/metrics.jsonl, line 2: expected one JSON object",
+        ),
         (lambda: Path("plain/summary.json").write_text("{"), "plain/summary.json: cannot be read"),
         (lambda: Path("plain/recipe.yaml").write_text("a: ]"), "plain/recipe.yaml, line 1: not valid YAML"),
         (lambda: shutil.rmtree("plain"), "plain: no such folder"),
@@ -228,7 +251,12 @@ def test_environments_differ_in_known_facts_only():
         "train_seconds": 1.0,
         "versions": {"torch": "2.5", "python": "3.11"},
     }
-    second = first | {"device": "cuda:0", "plugins": ["log"], "train_seconds": 2.0, "versions": {"torch": "2.6", "python": "3.11"}}
+    second = first | {
+        "device": "cuda:0",
+        "plugins": ["log"],
+        "train_seconds": 2.0,
+        "versions": {"torch": "2.6", "python": "3.11"},
+    }
     assert environment([first, {}, second]) == [
         ("device", ["cpu", "", "cuda:0"]),
         ("plugins", ["log, amp", "", "log"]),
@@ -244,7 +272,7 @@ def test_report_rejects_unwritable_output(folders, monkeypatch, capsys):
         read([Path("nowhere")])
 
 
-# -- many runs ---------------------------------------------------------------------------------------------------------------------------
+# -- many runs ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -281,7 +309,7 @@ def test_few_runs_share_a_chart(many, monkeypatch):
     assert len(re.findall('class="line s', chart)) == MANY
 
 
-# -- sweeps ------------------------------------------------------------------------------------------------------------------------------
+# -- sweeps ------------------------------------------------------------------------------------------------------------
 
 
 def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("train.lr",)) -> dict[str, Any]:
@@ -293,7 +321,13 @@ def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("
             metrics = None if failed else {"loss": value}
             name = "_".join(map("-".join, zip(keys, texts, strict=True)))
             runs.append(
-                SweepRun(f"{name}_seed-{seed}", dict(zip(keys, texts, strict=True)), seed, "failed" if failed else "finished", metrics)
+                SweepRun(
+                    f"{name}_seed-{seed}",
+                    dict(zip(keys, texts, strict=True)),
+                    seed,
+                    "failed" if failed else "finished",
+                    metrics,
+                )
             )
     record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True)
     Path("sweep").mkdir(exist_ok=True)
@@ -307,14 +341,20 @@ def test_a_sweep_is_drawn_with_points_means_and_deviations(monkeypatch):
     (chart,) = plots(sweep(results))
     (line,) = chart.lines
     assert len(line.dots) == 5
-    assert [mean.label.partition(": ")[2] for mean in line.means] == ["mean 1.5, deviation 0.7071", "mean 0.5, deviation 0", "mean 3"]
+    assert [mean.label.partition(": ")[2] for mean in line.means] == [
+        "mean 1.5, deviation 0.7071",
+        "mean 0.5, deviation 0",
+        "mean 3",
+    ]
     places = [mean.x for mean in line.means]
     assert places[1] - places[0] == pytest.approx(places[2] - places[1], abs=0.2), "the axis is logarithmic"
     first = line.means[0]
     dots = sorted(y for x, y, _ in line.dots if x == first.x)
     middle, half = (dots[0] + dots[1]) / 2, (dots[1] - dots[0]) / 2
     assert first.y == pytest.approx(middle, abs=0.1)
-    assert first.end - first.y == pytest.approx(half * 2**0.5, abs=0.2), "the deviation of two values is their distance over sqrt(2)"
+    assert first.end - first.y == pytest.approx(half * 2**0.5, abs=0.2), (
+        "the deviation of two values is their distance over sqrt(2)"
+    )
     assert chart.across == "train.lr, logarithmic"
     assert [tick.label for tick in chart.xs] == ["1e-4", "1e-3", "1e-2"]
     assert chart.rows == [("1e-4", "2", "1.5", "0.7071"), ("1e-3", "2", "0.5", "0"), ("1e-2", "1", "3", "")]
@@ -329,7 +369,10 @@ def test_a_sweep_of_two_keys_has_a_plot_for_each():
     keys = ("train.lr", "model.name")
     found = plots(sweep({(lr, name): [1.0, 2.0] for lr in ("0.1", "0.2") for name in ("small", "large")}, keys))
     assert [chart.title for chart in found] == ["validation loss by train.lr", "validation loss by model.name"]
-    assert [[line.name for line in chart.lines] for chart in found] == [["name=small", "name=large"], ["lr=0.1", "lr=0.2"]]
+    assert [[line.name for line in chart.lines] for chart in found] == [
+        ["name=small", "name=large"],
+        ["lr=0.1", "lr=0.2"],
+    ]
     names = [str(index) for index in range(SERIES + 1)]
     found = plots(sweep({(lr, name): [1.0, 2.0] for lr in ("0.1", "0.2") for name in names}, keys))
     assert [line.name for line in found[0].lines] == [ALL]
@@ -351,7 +394,13 @@ def test_values_are_placed_by_number_or_in_order():
 
 
 @pytest.mark.parametrize(
-    "harm", [{"runs": [{"name": "a"}]}, {"points": 3}, {"monitor": None}, {"runs": [{"name": "a", "values": 3, "metrics": None}]}]
+    "harm",
+    [
+        {"runs": [{"name": "a"}]},
+        {"points": 3},
+        {"monitor": None},
+        {"runs": [{"name": "a", "values": 3, "metrics": None}]},
+    ],
 )
 def test_a_broken_sweep_is_named(monkeypatch, capsys, harm):
     record = sweep({("1",): [1.0]})
@@ -360,7 +409,7 @@ def test_a_broken_sweep_is_named(monkeypatch, capsys, harm):
     assert "sweep/sweep.json: expected the runs and points" in capsys.readouterr().err
 
 
-# -- charts -----------------------------------------------------------------------------------------------------------------------------
+# -- charts ------------------------------------------------------------------------------------------------------------
 
 
 def test_labels_of_ticks_differ_and_have_one_form():
@@ -382,7 +431,11 @@ def test_labels_stay_inside_the_picture_and_apart(size, last):
     points = [(0.0, -1.23e-7), (float(last), 1e-9)]
     chart = line_chart("one", {"a": (0, Series().extend(points))}, size=size)
     assert chart is not None
-    ends = [(tick.text - CHARACTER * len(tick.label) / 2, tick.text + CHARACTER * len(tick.label) / 2) for tick in chart.xs if tick.label]
+    ends = [
+        (tick.text - CHARACTER * len(tick.label) / 2, tick.text + CHARACTER * len(tick.label) / 2)
+        for tick in chart.xs
+        if tick.label
+    ]
     assert len(ends) >= 2
     assert all(start >= 0 and end <= size.width + 0.1 for start, end in ends)
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(ends))
@@ -415,7 +468,13 @@ def test_a_series_keeps_means_of_neighbours_and_exact_ends(count, part):
     for start in range(0, count, part):
         series.extend(points[start : start + part])
     values = [value for _, value in points]
-    assert (series.start, series.first, series.last, series.least, series.most) == (0, values[0], values[-1], min(values), max(values))
+    assert (series.start, series.first, series.last, series.least, series.most) == (
+        0,
+        values[0],
+        values[-1],
+        min(values),
+        max(values),
+    )
     kept = series.points
     if count <= MOST:
         assert kept == points
@@ -436,7 +495,15 @@ def test_chart_omits_nan():
 
 
 def test_numbers_are_short():
-    shown = {0: "0", 0.123456: "0.1235", 12345.6: "12.35k", 5.24e8: "524M", 2.5e9: "2.5G", 5e-5: "5e-05", float("nan"): "-"}
+    shown = {
+        0: "0",
+        0.123456: "0.1235",
+        12345.6: "12.35k",
+        5.24e8: "524M",
+        2.5e9: "2.5G",
+        5e-5: "5e-05",
+        float("nan"): "-",
+    }
     assert [number(value) for value in shown] == list(shown.values())
 
 
@@ -446,7 +513,7 @@ def test_bars_share_one_scale():
     assert bars([("none", 0.0, "", None, "")])[0].size == 0
 
 
-# -- in a browser -----------------------------------------------------------------------------------------------------------------------
+# -- in a browser ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -455,7 +522,10 @@ def test_bars_share_one_scale():
 def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, width, dark):
     with Path("plain/metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 3, "seen_once": 1.0}) + "\n")
-    sweep({(lr, size): [1.0, 2.0] for lr in ("1e-5", "3e-5") for size in ("small", "a-very-large-model")}, ("train.lr", "model.name"))
+    sweep(
+        {(lr, size): [1.0, 2.0] for lr in ("1e-5", "3e-5") for size in ("small", "a-very-large-model")},
+        ("train.lr", "model.name"),
+    )
     Path("plain/evaluation").mkdir()
     scores = dict.fromkeys(("precision", "recall", "f1", "samples"), 1)
     names = ["a", "a class of a long name", "third"]
@@ -473,22 +543,28 @@ def test_a_browser_shows_it_without_sideways_scrolling(folders, monkeypatch, wid
     const colour = getComputedStyle(document.body).backgroundColor;
     const lone = getComputedStyle(document.querySelector("svg g:has(circle:only-of-type) circle")).opacity;
     const takes = part => { part.focus(); return document.activeElement === part; };
-    const reached = [...document.querySelectorAll("[tabindex], summary, a")].every(takes), lines = document.querySelectorAll("svg path");
-    const inside = (part, whole) => part.left >= whole.left - 1 && part.right <= whole.right + 1 && part.top >= whole.top - 1
-      && part.bottom <= whole.bottom + 1;
+    const reached = [...document.querySelectorAll("[tabindex], summary, a")].every(takes);
+    const lines = document.querySelectorAll("svg path");
+    const inside = (part, whole) => part.left >= whole.left - 1 && part.right <= whole.right + 1
+      && part.top >= whole.top - 1 && part.bottom <= whole.bottom + 1;
     const box = part => part.getBoundingClientRect();
-    const clipped = [...document.querySelectorAll("svg text")].filter(part => !inside(box(part), box(part.closest("svg"))));
+    const clipped = [...document.querySelectorAll("svg text")]
+      .filter(part => !inside(box(part), box(part.closest("svg"))));
     const fits = document.documentElement.scrollWidth <= innerWidth;
-    parent.document.title = [innerWidth, fits, colour, reached, lines.length, lone, clipped.map(part => part.textContent)].join("|");
+    const texts = clipped.map(part => part.textContent);
+    parent.document.title = [innerWidth, fits, colour, reached, lines.length, lone, texts].join("|");
     </script>"""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text).replace("</body>", probe + "</body>")
     frame = (
-        f'<iframe style="border: 0; width: {width}px; height: 3000px" srcdoc="{escape(text)}"></iframe>'  # a window has at least 500 pixels
+        # a window has at least 500 pixels
+        f'<iframe style="border: 0; width: {width}px; height: 3000px" srcdoc="{escape(text)}"></iframe>'
     )
     Path("probe.html").write_text(f'<meta name="color-scheme" content="light dark"><title></title>{frame}')
     command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1300,3000", "--dump-dom"]
     command += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    done = subprocess.run([*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(
+        [*command, Path("probe.html").resolve().as_uri()], capture_output=True, text=True, timeout=600, check=True
+    )
     found = re.search(r"<title>(.*?)</title>", done.stdout)
     assert found is not None
     shown, fits, colour, reached, lines, lone, clipped = found[1].split("|")

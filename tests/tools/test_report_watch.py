@@ -73,7 +73,10 @@ class Watch:
     def __init__(self, *arguments: str) -> None:
         self.command = forked.Command("-m", "fastloop", "report", "--watch", *arguments)
         found = wait_for(
-            lambda: re.search(r"serving (http://127\.0\.0\.1:(\d+)/[\w-]+/),", self.command.stdout) or self.command.poll() is not None
+            lambda: (
+                re.search(r"serving (http://127\.0\.0\.1:(\d+)/[\w-]+/),", self.command.stdout)
+                or self.command.poll() is not None
+            )
         )
         assert found is not True, self.command.stderr
         self.address, self.port = found[1], int(found[2])
@@ -179,7 +182,12 @@ def test_only_new_lines_are_read_again(run, monkeypatch):
     append(run / "metrics.jsonl", 'ss": 0.75}\n')
     assert steps(live.page()) == 100
     logged = [line for line in read if line.startswith('{"step"') and "summary" not in line]
-    assert logged == ['{"step": 98, "loss": 0.25}\n', '{"step": 99, "loss": 0.5}\n', '{"step": 100, "lo', '{"step": 100, "loss": 0.75}\n']
+    assert logged == [
+        '{"step": 98, "loss": 0.25}\n',
+        '{"step": 99, "loss": 0.5}\n',
+        '{"step": 100, "lo',
+        '{"step": 100, "loss": 0.75}\n',
+    ]
     assert live.page() == read_anew(live)
 
 
@@ -224,13 +232,23 @@ def test_only_this_machine_reads_the_page(run, watch):
     listeners = socket.socket()
     listeners.settimeout(5)
     own = next(
-        (found[4][0] for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET) if not found[4][0].startswith("127.")), ""
+        (
+            found[4][0]
+            for found in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
+            if not found[4][0].startswith("127.")
+        ),
+        "",
     )
     if own:  # the machine's address in its network
         with pytest.raises(OSError):
             listeners.connect((own, served.port))
     listeners.close()
-    for host, status in (("evil.example", 403), (f"evil.example:{served.port}", 403), ("localhost:1", 200), ("127.0.0.1", 200)):
+    for host, status in (
+        ("evil.example", 403),
+        (f"evil.example:{served.port}", 403),
+        ("localhost:1", 200),
+        ("127.0.0.1", 200),
+    ):
         connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=300)
         connection.request("GET", urllib.parse.urlsplit(served.address).path + "version", headers={"Host": host})
         assert connection.getresponse().status == status
@@ -309,8 +327,17 @@ def test_a_browser_shows_the_new_page_in_the_same_place(run):
     live = Probed([run], "run")
     with Server(live, 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        command = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=500,600", "--virtual-time-budget=9000"]
-        done = subprocess.run([*command, "--dump-dom", server.address], capture_output=True, text=True, timeout=600, check=True)
+        command = [
+            str(BROWSER),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--window-size=500,600",
+            "--virtual-time-budget=9000",
+        ]
+        done = subprocess.run(
+            [*command, "--dump-dom", server.address], capture_output=True, text=True, timeout=600, check=True
+        )
         server.shutdown()
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None

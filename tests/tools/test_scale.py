@@ -1,4 +1,4 @@
-"""`fastloop plan --device-memory`: its estimates are those of real tensors, of the papers' formulas, and of torch's own sharding."""
+"""`fastloop plan --device-memory`: its estimates equal real tensors, the papers' formulas, and torch's own sharding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(("A", "B"))
 
 
-def variant(recipe: Recipe, name: str = "ddp", checkpointing: bool = False, processes: int = 1, **options: Any) -> Variant:
+def variant(
+    recipe: Recipe, name: str = "ddp", checkpointing: bool = False, processes: int = 1, **options: Any
+) -> Variant:
     found = estimate(recipe, processes, **options)
     return next(row for row in found.variants if row.name == name and row.checkpointing == checkpointing)
 
@@ -86,7 +88,9 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(fake):
     mode = FakeTensorMode() if fake else nullcontext()
     with mode:
         if fake:
-            model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256), torch.nn.LayerNorm(256))
+            model = torch.nn.Sequential(
+                torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256), torch.nn.LayerNorm(256)
+            )
             inputs = torch.randn(64, 256)
         model.zero_grad()
         with LiveBytes([*model.parameters(), inputs]) as counted:
@@ -99,7 +103,9 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(fake):
 
 def large(count: int = 512, rows: int = 8192, columns: int = 1024, **fields: Any) -> Layout:
     """A model of equal weights in 64 blocks, with 8 bytes of Adam's state an element: 4.3e9 parameters by default."""
-    weights = [Weight(shape=(rows, columns), state=8 * rows * columns, block=index // (count // 64)) for index in range(count)]
+    weights = [
+        Weight(shape=(rows, columns), state=8 * rows * columns, block=index // (count // 64)) for index in range(count)
+    ]
     return Layout(weights=tuple(weights), **fields)
 
 
@@ -109,7 +115,8 @@ def held(row: Any) -> float:
 
 @pytest.mark.parametrize("processes", [64, 1024])
 def test_zero_holds_what_its_paper_says(processes):
-    """Rajbhandari et al. 2020, section 5, for mixed precision with Adam: 2 + 2 + 12 bytes a parameter; sections 7.2: 2 and 3 volumes."""
+    """Rajbhandari et al. 2020, section 5, for mixed precision with Adam: 2 + 2 + 12 bytes a parameter; sections 7.2: 2
+    and 3 volumes."""
     layout = large(4096, 1024, 1024, processes=processes, per_node=8, micro_steps=2, precision="fp16")
     count = sum(weight.elements for weight in layout.weights)
     paper = {1: 4 + 12 / processes, 2: 2 + 14 / processes, 3: 16 / processes}
@@ -123,7 +130,8 @@ def test_zero_holds_what_its_paper_says(processes):
 
 @pytest.mark.parametrize("processes", [64, 1024])
 def test_ddp_and_fsdp_hold_and_send_what_their_papers_say(processes):
-    """16 bytes a parameter, whole or sharded. All-reduce: 2 volumes (Li et al. 2020); fsdp: 3 (Zhao et al. 2023, section 3.2)."""
+    """16 bytes a parameter, whole or sharded. All-reduce: 2 volumes (Li et al. 2020); fsdp: 3 (Zhao et al. 2023,
+    section 3.2)."""
     layout = large(processes=processes)
     count = sum(weight.elements for weight in layout.weights)
     (ddp,), (fsdp, *_, offload) = _memory_ddp.estimate(layout), _memory_fsdp.estimate(layout)
@@ -136,10 +144,13 @@ def test_ddp_and_fsdp_hold_and_send_what_their_papers_say(processes):
 
 
 def test_fsdp_within_machines_holds_more_and_sends_the_gradients_shards_between_them():
-    """Hybrid sharding (Zhao et al. 2023, section 3.2.2): shards over 8 processes; their gradients are all-reduced between 4 machines."""
+    """Hybrid sharding (Zhao et al. 2023, section 3.2.2): shards over 8 processes; their gradients are all-reduced
+    between 4 machines."""
     layout = large(processes=32, per_node=8)
     count = sum(weight.elements for weight in layout.weights)
-    assert ("hsdp" in [row["name"] for row in _memory_fsdp.estimate(layout)]) == ("shard_within" in FSDP.Config.__dataclass_fields__)
+    assert ("hsdp" in [row["name"] for row in _memory_fsdp.estimate(layout)]) == (
+        "shard_within" in FSDP.Config.__dataclass_fields__
+    )
     hybrid = _memory_fsdp.sharded(layout, 8)
     assert held(hybrid) == pytest.approx(16 * count / 8)
     assert hybrid["wire"] == pytest.approx(3 * 4 * count * 7 / 8 + 2 * 3 / 4 * 4 * count / 8)
@@ -191,7 +202,19 @@ def file() -> str:
 
 
 def test_the_table_fits_80_columns_and_names_the_smallest_change(file):
-    found = plan(file, "--nproc", "2", "--nnodes", "2", "--device-memory", "1200KiB", "--device-flops", "1e12", "--bandwidth", "1GB/s")
+    found = plan(
+        file,
+        "--nproc",
+        "2",
+        "--nnodes",
+        "2",
+        "--device-memory",
+        "1200KiB",
+        "--device-flops",
+        "1e12",
+        "--bandwidth",
+        "1GB/s",
+    )
     assert found.exit_code == 0, found.output
     lines = found.stdout.splitlines()
     assert [line for line in lines if len(line) > 80] == []
@@ -272,7 +295,8 @@ def test_a_strategy_of_a_file_shows_its_own_estimate():
         "class Halves(Plugin):\n    name = 'halves'\n    slot = 'strategy'\n\n"
         "    @classmethod\n    def estimate_memory(cls, layout):\n"
         "        full = sum(weight.bytes for weight in layout.weights)\n"
-        "        parts = {'weights': full / 2, 'gradients': full / 2, 'optimizer': full, 'buckets': 0, 'wire': layout.processes}\n"
+        "        parts = {'weights': full / 2, 'gradients': full / 2, 'optimizer': full, 'buckets': 0, 'wire': "
+        "layout.processes}\n"
         "        yield {'name': 'halves', 'options': {}} | parts\n"
     )
     found = estimate(tiny("decoder", "./halves.py"), 4)
@@ -302,12 +326,19 @@ def test_a_model_that_reads_values_is_refused_with_the_reason():
         "import torch\nfrom torch import nn\n\n"
         "class Reads(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 2)\n\n"
         "    def forward(self, x):\n        return super().forward(x) * (1.0 if x.sum().item() > 0 else 2.0)\n\n\n"
-        "class Builds(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 2)\n        print(self.weight.sum().item())\n\n"
+        "class Builds(nn.Linear):\n    def __init__(self):\n        super().__init__(4, 2)\n        "
+        "print(self.weight.sum().item())\n\n"
         "def data():\n    return {'train': [(torch.ones(4), 0)] * 8}\n"
     )
-    tree = {"data": {"module": "mine.py:data"}, "plugins": [{"module": {"loss": "cross_entropy"}}], "train": {"device": "cpu"}}
+    tree = {
+        "data": {"module": "mine.py:data"},
+        "plugins": [{"module": {"loss": "cross_entropy"}}],
+        "train": {"device": "cpu"},
+    }
     for name in ("Reads", "Builds"):
-        Path("recipe.yaml").write_text(yaml.safe_dump(tree | {"model": {"module": f"mine.py:{name}"}, "train": {"batch_size": 8}}))
+        Path("recipe.yaml").write_text(
+            yaml.safe_dump(tree | {"model": {"module": f"mine.py:{name}"}, "train": {"batch_size": 8}})
+        )
         found = plan("recipe.yaml", "--device-memory", "1GiB")
         assert isinstance(found.exception, RecipeError), found.output
         assert "cannot be built and trained without memory for its weights" in str(found.exception)

@@ -112,13 +112,19 @@ CASES: dict[str, tuple[list[Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize("case", [name if name == "tensor-parallel" else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
+@pytest.mark.parametrize(
+    "case", [name if name == "tensor-parallel" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
 def test_the_printed_command_resolves_and_then_fits(case):
     plugins, words = CASES[case]
     file = write_recipe(*plugins)
     machine = ["--nproc", str(PROCESSES), "--device-memory"]
     found = plan(file, *words, *machine, "1KiB")
-    totals = sorted(float(line.split()[-3]) for line in found.splitlines() if re.match(r"\*?(ddp|fsdp|zero|tensor).* (yes|no)$", line))
+    totals = sorted(
+        float(line.split()[-3])
+        for line in found.splitlines()
+        if re.match(r"\*?(ddp|fsdp|zero|tensor).* (yes|no)$", line)
+    )
     memory = f"{totals[len(totals) // 4] * 1.01:.2f}MiB"
     command = suggested(plan(file, *words, *machine, memory))
     resolves(command)

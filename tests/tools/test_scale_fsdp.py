@@ -1,4 +1,4 @@
-"""`fastloop plan --device-memory`: the memory of ``fsdp`` is that which torch's own tracker finds for the plugin's sharding."""
+"""`fastloop plan --device-memory`: the memory of ``fsdp`` is that of torch's own tracker for the plugin's sharding."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ def process_group() -> Iterator[None]:
 def track(model: nn.Module, options: dict[str, Any], precision: str, samples: int) -> int:
     """The most bytes of a process in a step, by torch's tracker."""
     accelerator = SimpleNamespace(mixed_precision=precision, prepare_model=lambda model, evaluation_mode: model)
-    run: Any = SimpleNamespace(recipe=SimpleNamespace(where="r.yaml"), accelerator=accelerator, device=torch.device("cpu"))
+    run: Any = SimpleNamespace(
+        recipe=SimpleNamespace(where="r.yaml"), accelerator=accelerator, device=torch.device("cpu")
+    )
     run.processes, run.updates, run.rank = Processes(), 0, 0
     run.world_size, run.is_main = PROCESSES, True
     FSDP(**options).before_prepare(run=run, model=model)
@@ -84,7 +86,9 @@ def track(model: nn.Module, options: dict[str, Any], precision: str, samples: in
 
 SIZES = {"outside": {}, "blocks": {"width": 128, "words": 100, "layers": 6}, "no blocks": {"layers": 1}}
 CASES = (
-    [(sizes, {}, "no") for sizes in SIZES] + [(sizes, {}, "bf16") for sizes in SIZES] + [("blocks", {"reshard_after_forward": False}, "no")]
+    [(sizes, {}, "no") for sizes in SIZES]
+    + [(sizes, {}, "bf16") for sizes in SIZES]
+    + [("blocks", {"reshard_after_forward": False}, "no")]
 )
 
 
@@ -96,7 +100,11 @@ def test_the_estimate_is_that_of_torchs_tracker(sizes, options, precision):
         "model": {"module": "test_scale_fsdp:Net", "arguments": arguments},
         "data": {"module": "test_scale_fsdp:data", "arguments": data_arguments},
         "train": {"batch_size": 16, "device": "cpu"},
-        "plugins": [{"module": {"loss": "cross_entropy"}}, {"fsdp": options}, *([{"amp": {"dtype": "bf16"}}] if precision != "no" else [])],
+        "plugins": [
+            {"module": {"loss": "cross_entropy"}},
+            {"fsdp": options},
+            *([{"amp": {"dtype": "bf16"}}] if precision != "no" else []),
+        ],
     }
     found = estimate(make_recipe(tree, Path("r.yaml")), PROCESSES)
     (row,) = [variant for variant in found.variants if variant.listed]

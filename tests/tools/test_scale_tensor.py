@@ -92,5 +92,7 @@ def test_a_model_that_the_processes_cannot_divide_has_no_row(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     write_rows(("A", "B"))
     assert "tensor-parallel" not in {row.name for row in estimate(tiny("decoder", "ddp"), 4).variants}
-    with pytest.raises(PluginError, match=r"plugins\.tensor-parallel: num_key_value_heads of the model is 2, not a multiple of the 4"):
+    with pytest.raises(
+        PluginError, match=r"plugins\.tensor-parallel: num_key_value_heads of the model is 2, not a multiple of the 4"
+    ):
         estimate(tiny("decoder", "tensor-parallel"), 4)

@@ -38,7 +38,17 @@ def trials() -> list[optuna.trial.FrozenTrial]:
 
 def test_ranges_and_lists_are_axes_and_the_rest_is_fixed():
     axes, fixed = parse(
-        ["a=1e-5..1e-3", "b=4,8,16", "c=1..8", "d=0.1..0.9", "e=log(1..1024)", "f=../data", "g=3", "h=-1..1.5", "i=1..1000"]
+        [
+            "a=1e-5..1e-3",
+            "b=4,8,16",
+            "c=1..8",
+            "d=0.1..0.9",
+            "e=log(1..1024)",
+            "f=../data",
+            "g=3",
+            "h=-1..1.5",
+            "i=1..1000",
+        ]
     )
     assert fixed == ["f=../data", "g=3"]
     found = {axis.key: (axis.values or axis.ends, axis.log) for axis in axes}
@@ -93,7 +103,10 @@ def test_a_wrong_range_is_refused(item, message):
         (("output=1..2",), "expected one folder"),
         (("train.lr=1..2", "--storage", "study.db"), "--storage study.db: cannot be opened"),
         (("train.lr=1..2", "--storage", "sqlite:////no/such/folder/study.db"), "unable to open database file"),
-        (("train.lr=1..2", "--storage", "nodb://user:open-sesame@host/name"), "--storage nodb://(hidden)@host/name: cannot be opened"),
+        (
+            ("train.lr=1..2", "--storage", "nodb://user:open-sesame@host/name"),
+            "--storage nodb://(hidden)@host/name: cannot be opened",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_explained_before_the_first_trial(cli, arguments, message):
@@ -120,7 +133,9 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
     assert report["better"] == "higher"
     values = [row["value"] for row in report["trials"]]
     assert values == sorted(values, reverse=True)
-    best = [json.loads(Path("run", *row["runs"], "summary.json").read_text())["best"]["value"] for row in report["trials"]]
+    best = [
+        json.loads(Path("run", *row["runs"], "summary.json").read_text())["best"]["value"] for row in report["trials"]
+    ]
     assert values == best  # the value of the model that the run exports
     assert len({row["runs"][0] for row in report["trials"]}) == 3
     for row in report["trials"]:
@@ -138,7 +153,10 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
     for change, message in (
         (("model.arguments.width=4,16",), "search.model.arguments.width: 4,8 in the study, 4,16 here"),
         (("model.arguments.width=4,8", "train.epochs=1"), "recipe.train.epochs: 2 in the study, 1 here"),
-        (("model.arguments.width=4,8", "--monitor", "loss"), "optimized: highest accuracy in the study, lowest loss here"),
+        (
+            ("model.arguments.width=4,8", "--monitor", "loss"),
+            "optimized: highest accuracy in the study, lowest loss here",
+        ),
     ):
         refused = fastloop(*COMMAND, *change)
         assert refused.returncode == 2
@@ -147,7 +165,9 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
 
 @pytest.mark.slow
 def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
-    done = fastloop("search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "6", "--seeds", "2", "--without", "progress")
+    done = fastloop(
+        "search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "6", "--seeds", "2", "--without", "progress"
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "failed: exit code 1, before training" in done.stdout
     found = optuna.load_study(study_name="run", storage="sqlite:///run/study.db").trials
@@ -211,8 +231,13 @@ def test_another_worker_completes_the_search_of_a_stopped_one(number):
 
 @pytest.mark.slow
 def test_searches_with_one_url_keep_their_trials_apart():
-    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"plugins": [*RECIPE["plugins"], {"remote-output": {"url": "far"}}]}))
+    Path("recipe.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"plugins": [*RECIPE["plugins"], {"remote-output": {"url": "far"}}]})
+    )
     for output in ("run", "other"):
         done = fastloop("search", "recipe.yaml", "train.lr=1e-4..1e-1", "--trials", "1", f"output={output}")
         assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(str(path.parent) for path in Path("far").rglob("summary.json")) == ["far/other/trial-0000", "far/run/trial-0000"]
+    assert sorted(str(path.parent) for path in Path("far").rglob("summary.json")) == [
+        "far/other/trial-0000",
+        "far/run/trial-0000",
+    ]

@@ -53,7 +53,9 @@ RECIPE: dict[str, Any] = {
     "model": {"module": "code.py:Net"},
     "data": {"module": "code.py:rows"},
     "train": {"epochs": 2, "batch_size": 8, "lr": 1e-2, "save_every": 2, "device": "cpu"},
-    "plugins": [{"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}}],
+    "plugins": [
+        {"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}}
+    ],
     "output": "run",
 }
 
@@ -124,7 +126,13 @@ def test_the_interval_of_a_mean_has_its_coverage():
 
 def points(values: dict[str, list[float]], failed: str = "") -> list[SweepRun]:
     return [
-        SweepRun(f"{name}{seed}", {"train.lr": name}, seed, "failed" if f"{name}{seed}" == failed else "finished", {"loss": value})
+        SweepRun(
+            f"{name}{seed}",
+            {"train.lr": name},
+            seed,
+            "failed" if f"{name}{seed}" == failed else "finished",
+            {"loss": value},
+        )
         for name, listed in values.items()
         for seed, value in enumerate(listed)
     ]
@@ -139,7 +147,9 @@ def test_points_are_compared_with_the_best_by_seed():
     over = rows[1]["difference"]
     assert over["pairs"] == 3
     assert over["mean"] == pytest.approx(0.5)
-    assert (over["low"], over["high"]) == pytest.approx((0.5 - 4.3027 * 0.1 / 3**0.5, 0.5 + 4.3027 * 0.1 / 3**0.5), abs=1e-4)
+    assert (over["low"], over["high"]) == pytest.approx(
+        (0.5 - 4.3027 * 0.1 / 3**0.5, 0.5 + 4.3027 * 0.1 / 3**0.5), abs=1e-4
+    )
     assert compare(points({"a": [1.0], "b": [2.0]}), "loss", minimise=False)[1] == "train.lr=b"
 
 
@@ -198,7 +208,17 @@ def test_a_sweep_cross_validates_and_resumes_with_a_new_point():
 
 @pytest.mark.slow
 def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
-    done = fastloop("sweep", "recipe.yaml", "model.arguments.width=4,13", "--seeds", "2", "--monitor", "accuracy", "--without", "progress")
+    done = fastloop(
+        "sweep",
+        "recipe.yaml",
+        "model.arguments.width=4,13",
+        "--seeds",
+        "2",
+        "--monitor",
+        "accuracy",
+        "--without",
+        "progress",
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     found = record()
     assert [run["status"] for run in found["runs"]] == ["finished", "failed", "finished", "failed"]
@@ -211,7 +231,9 @@ def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
     assert found["points"][0]["deviation"] == stdev(ours)
     assert "failed: width-13_seed-123" in done.stdout
 
-    alone = fastloop("train", "recipe.yaml", "model.arguments.width=4", "train.seed=124", "output=alone", "--without", "progress")
+    alone = fastloop(
+        "train", "recipe.yaml", "model.arguments.width=4", "train.seed=124", "output=alone", "--without", "progress"
+    )
     assert alone.returncode == 0, alone.stderr
     assert metrics("alone") == metrics("run/width-4_seed-124")
 
@@ -228,7 +250,9 @@ def test_a_run_that_keeps_its_best_weights_counts_by_their_value():
     assert done.returncode == 0, done.stdout + done.stderr
     summaries = [json.loads(Path("run", name, "summary.json").read_text()) for name in ("lr-3e-2", "lr-1")]
     values = [summary["best"]["value"] for summary in summaries]
-    assert values != [summary["validation"]["loss"] for summary in summaries], "the last evaluation of a run is not its best"
+    assert values != [summary["validation"]["loss"] for summary in summaries], (
+        "the last evaluation of a run is not its best"
+    )
     assert [point["mean"] for point in record()["points"]] == values
     other = fastloop("sweep", "recipe.yaml", "train.lr=3e-2,1", "--monitor", "accuracy", *best, "output=other")
     assert other.returncode == 0, other.stdout + other.stderr
@@ -239,7 +263,16 @@ def test_a_run_that_keeps_its_best_weights_counts_by_their_value():
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
-    command = ["sweep", "recipe.yaml", "train.lr=1e-2,3e-2", "--seeds", "1", "--without", "progress", "data.arguments={wait: true}"]
+    command = [
+        "sweep",
+        "recipe.yaml",
+        "train.lr=1e-2,3e-2",
+        "--seeds",
+        "1",
+        "--without",
+        "progress",
+        "data.arguments={wait: true}",
+    ]
     with forked.Command("-m", "fastloop", *command) as process:
         deadline = time.monotonic() + 300
         while not Path("waiting").exists():
@@ -253,7 +286,10 @@ def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
     while Path("/proc", str(owner)).exists():  # the run saves and stops when its launcher is killed
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert [run["status"] for run in record()["runs"]] == ["finished", "running" if number == signal.SIGKILL else "stopped"]
+    assert [run["status"] for run in record()["runs"]] == [
+        "finished",
+        "running" if number == signal.SIGKILL else "stopped",
+    ]
     Path("free").touch()
     before = Path("run/lr-1e-2_seed-123/summary.json").stat().st_mtime_ns
 
@@ -267,7 +303,9 @@ def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
     assert Path("run/lr-1e-2_seed-123/summary.json").stat().st_mtime_ns == before
     assert [run["status"] for run in record()["runs"]] == ["finished", "finished"]
 
-    undisturbed = fastloop("train", "recipe.yaml", "train.lr=3e-2", "train.seed=123", "output=alone", "--without", "progress")
+    undisturbed = fastloop(
+        "train", "recipe.yaml", "train.lr=3e-2", "train.seed=123", "output=alone", "--without", "progress"
+    )
     assert undisturbed.returncode == 0, undisturbed.stderr
     assert metrics("run/lr-3e-2_seed-123") == metrics("alone")
 
@@ -297,13 +335,17 @@ def test_a_metric_that_does_not_exist_ends_the_sweep_after_one_run():
     assert done.returncode == 2
     assert "--monitor acuracy: the validation split has no metric 'acuracy'. Did you mean 'accuracy'?" in done.stderr
     assert [run["status"] for run in record()["runs"]] == ["finished", "pending"]
-    done = fastloop("sweep", "recipe.yaml", "--seeds", "2", "--monitor", "accuracy", "--without", "progress", "--resume")
+    done = fastloop(
+        "sweep", "recipe.yaml", "--seeds", "2", "--monitor", "accuracy", "--without", "progress", "--resume"
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
 def test_sweeps_with_one_url_keep_their_runs_apart():
-    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"plugins": [*RECIPE["plugins"], {"remote-output": {"url": "far"}}]}))
+    Path("recipe.yaml").write_text(
+        yaml.safe_dump(RECIPE | {"plugins": [*RECIPE["plugins"], {"remote-output": {"url": "far"}}]})
+    )
     for output in ("run", "deep/other"):
         done = fastloop("sweep", "recipe.yaml", "--seeds", "1", f"output={output}")
         assert done.returncode == 0, done.stdout + done.stderr

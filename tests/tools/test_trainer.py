@@ -20,13 +20,27 @@ from fastloop.testing import ProcessResult, tiny_data, tiny_model
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
 
 
-def make(model: nn.Module | None = None, data: Any = None, evaluated: Any = None, plugins: Any = (), **settings: Any) -> Trainer:
-    defaults: dict[str, Any] = {"loss": nn.functional.cross_entropy, "epochs": 2, "lr": 1e-2, "output": "run", "device": "cpu"}
+def make(
+    model: nn.Module | None = None, data: Any = None, evaluated: Any = None, plugins: Any = (), **settings: Any
+) -> Trainer:
+    defaults: dict[str, Any] = {
+        "loss": nn.functional.cross_entropy,
+        "epochs": 2,
+        "lr": 1e-2,
+        "output": "run",
+        "device": "cpu",
+    }
     if not isinstance(data, DataLoader):
         defaults["batch_size"] = 8
     metrics = {"accuracy": MulticlassAccuracy(3, average="micro")}
     arguments = defaults | {"metrics": metrics} | settings
-    return Trainer(model or tiny_model(), data or tiny_data(), evaluated or tiny_data(32, seed=1), plugins=[*QUIET, *plugins], **arguments)
+    return Trainer(
+        model or tiny_model(),
+        data or tiny_data(),
+        evaluated or tiny_data(32, seed=1),
+        plugins=[*QUIET, *plugins],
+        **arguments,
+    )
 
 
 def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
@@ -38,7 +52,7 @@ def outputs(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return found
 
 
-# -- validate --------------------------------------------------------------------------------------------------------------------------
+# -- validate ----------------------------------------------------------------------------------------------------------
 
 
 def test_validate_is_the_raw_loops_evaluation_before_training_and_fits_after():
@@ -73,7 +87,9 @@ def test_evaluation_before_or_between_changes_no_number_of_training():
 
 
 def test_validate_without_data_is_refused():
-    trainer = Trainer(tiny_model(), tiny_data(), plugins=QUIET, loss=nn.functional.cross_entropy, batch_size=8, device="cpu")
+    trainer = Trainer(
+        tiny_model(), tiny_data(), plugins=QUIET, loss=nn.functional.cross_entropy, batch_size=8, device="cpu"
+    )
     with pytest.raises(UsageError, match=r"^validate: found no data\. Pass a loader or a dataset, or eval_loader="):
         trainer.validate()
     assert trainer.validate(tiny_data(4))["loss"] > 0
@@ -122,7 +138,7 @@ def test_a_model_can_be_trained_again_with_another_precision(first, second):
     assert all(torch.equal(value, copy.state_dict()[name]) for name, value in trainer.task.model.state_dict().items())
 
 
-# -- predict ---------------------------------------------------------------------------------------------------------------------------
+# -- predict -----------------------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[Any]):
@@ -134,7 +150,9 @@ PREDICTED: dict[str, Callable[[], Any]] = {
     "a dataset": lambda: tiny_data(21),
     "a loader": lambda: DataLoader(tiny_data(21), batch_size=4),
     "a loader with workers": lambda: DataLoader(tiny_data(21), batch_size=4, num_workers=2),
-    "a shuffled loader": lambda: DataLoader(tiny_data(21), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "a shuffled loader": lambda: DataLoader(
+        tiny_data(21), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
     "inputs alone": lambda: TensorDataset(tiny_data(21).tensors[0]),
     "bare tensors": lambda: list(tiny_data(21).tensors[0]),
     "a stream": Stream,
@@ -164,7 +182,9 @@ def test_predictions_after_training_are_those_of_the_trained_model():
 
 def test_a_loader_that_leaves_samples_out_is_refused():
     loader = DataLoader(tiny_data(8), batch_size=4, sampler=WeightedRandomSampler([1.0] * 8, 8))
-    with pytest.raises(UsageError, match=r"^data: the loader's sampler \(WeightedRandomSampler\) may leave samples out"):
+    with pytest.raises(
+        UsageError, match=r"^data: the loader's sampler \(WeightedRandomSampler\) may leave samples out"
+    ):
         make().predict(loader)
     assert len(make().predict(Subset(tiny_data(8), [5, 2]))["output"]) == 2
 
@@ -182,7 +202,9 @@ class Pairs(Dataset[dict[str, Any]]):
 def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     ids = nn.utils.rnn.pad_sequence([sample["input_ids"] for sample in samples], batch_first=True)
     batch = {"input_ids": ids, "attention_mask": (ids > 0).long()}
-    return batch | ({"labels": torch.tensor([sample["labels"] for sample in samples])} if "labels" in samples[0] else {})
+    return batch | (
+        {"labels": torch.tensor([sample["labels"] for sample in samples])} if "labels" in samples[0] else {}
+    )
 
 
 def test_a_model_of_transformers_predicts_logits_without_labels():
@@ -206,9 +228,16 @@ def test_outputs_of_different_shapes_are_a_list():
             self.scale = nn.Parameter(torch.ones(()))
 
         def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"ids": input_ids * self.scale, "loss": self.scale, "lengths": attention_mask.sum(1), "constant": torch.zeros(7)}
+            return {
+                "ids": input_ids * self.scale,
+                "loss": self.scale,
+                "lengths": attention_mask.sum(1),
+                "constant": torch.zeros(7),
+            }
 
-    found = make(Echo(), DataLoader(Pairs(), batch_size=1, collate_fn=padded), Pairs(), loss=None, metrics=None).predict(Pairs())
+    found = make(
+        Echo(), DataLoader(Pairs(), batch_size=1, collate_fn=padded), Pairs(), loss=None, metrics=None
+    ).predict(Pairs())
     assert list(found) == ["ids", "lengths"]
     assert found["lengths"].tolist() == [2, 3, 4, 2, 3, 4]
     assert [len(row) for row in found["ids"]] == [2, 3, 4, 2, 3, 4]
@@ -245,7 +274,7 @@ def test_a_plugin_can_predict_instead():
         make(plugins=[Short()]).predict(tiny_data(5))
 
 
-# -- save_pretrained -------------------------------------------------------------------------------------------------------------------
+# -- save_pretrained ---------------------------------------------------------------------------------------------------
 
 
 def test_the_saved_model_is_the_one_of_the_run_folder():
@@ -254,13 +283,16 @@ def test_the_saved_model_is_the_one_of_the_run_folder():
     initial = load_file("before/model.safetensors")
     assert all(torch.equal(initial[name], value) for name, value in trainer.task.model.state_dict().items())
     trainer.fit()
-    saved, exported = load_file(trainer.save_pretrained("after") / "model.safetensors"), load_file("run/model/model.safetensors")
+    saved, exported = (
+        load_file(trainer.save_pretrained("after") / "model.safetensors"),
+        load_file("run/model/model.safetensors"),
+    )
     assert saved.keys() == exported.keys()
     assert all(torch.equal(saved[name], exported[name]) for name in saved)
     assert not any(torch.equal(saved[name], initial[name]) for name in saved)
 
 
-# -- several processes -----------------------------------------------------------------------------------------------------------------
+# -- several processes -------------------------------------------------------------------------------------------------
 
 
 def of_processes(strategy: str) -> dict[str, Any]:

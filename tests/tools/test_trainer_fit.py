@@ -172,7 +172,10 @@ def test_without_a_checkpoint_a_changed_model_is_refused():
     trainer = make(Once(3, fail))
     with pytest.raises(Exception, match="no luck"):
         trainer.fit()
-    with pytest.raises(UsageError, match=r"^fit: the earlier call ended after 3 steps without a checkpoint, and the model's weights have"):
+    with pytest.raises(
+        UsageError,
+        match=r"^fit: the earlier call ended after 3 steps without a checkpoint, and the model's weights have",
+    ):
         trainer.fit()
 
 
@@ -188,7 +191,9 @@ def test_a_resumed_run_that_fails_early_resumes_again():
 def test_a_completed_run_is_not_trained_again_but_can_be_trained_longer():
     trainer = make(epochs=1)
     trainer.fit()
-    with pytest.raises(UsageError, match=r"^fit: an earlier call completed the run after 9 steps\. To train longer, raise epochs"):
+    with pytest.raises(
+        UsageError, match=r"^fit: an earlier call completed the run after 9 steps\. To train longer, raise epochs"
+    ):
         trainer.fit()
     longer = make(resume=True)
     longer.fit()
@@ -197,14 +202,21 @@ def test_a_completed_run_is_not_trained_again_but_can_be_trained_longer():
 
 def test_a_model_whose_structure_plugins_changed_is_refused():
     pytest.importorskip("peft")
-    settings: dict[str, Any] = {"loss": nn.functional.cross_entropy, "batch_size": 8, "device": "cpu", "output": "run", "lr": 0.1}
+    settings: dict[str, Any] = {
+        "loss": nn.functional.cross_entropy,
+        "batch_size": 8,
+        "device": "cpu",
+        "output": "run",
+        "lr": 0.1,
+    }
     plugins = [*QUIET, {"lora": {"r": 2, "target_modules": ["0"]}}]
     trainer = Trainer(tiny_model(), tiny_data(), plugins=[*plugins, Once(4, interrupt)], epochs=1, **settings)
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert trainer.validate(tiny_data(8))["loss"] > 0
     with pytest.raises(
-        UsageError, match=r"^fit: plugins changed the structure of the model in the earlier call \(first at '0.*'\), so a run"
+        UsageError,
+        match=r"^fit: plugins changed the structure of the model in the earlier call \(first at '0.*'\), so a run",
     ):
         trainer.fit()
     again = Trainer(tiny_model(), tiny_data(), plugins=plugins, epochs=1, resume=True, **settings)
@@ -222,9 +234,16 @@ def test_it_trains_in_another_thread_where_python_handles_no_signals():
 
 
 def interrupted_on_each(strategy: str) -> Any:
-    """On this process of two, each of which is interrupted: the weights at the end, or the message of the second call."""
+    """On this process of two, each of which is interrupted: the weights at the end, or the message of the second
+    call."""
     model = tiny_model()
-    settings: dict[str, Any] = {"loss": nn.functional.cross_entropy, "batch_size": 8, "epochs": 2, "lr": 0.1, "device": "cpu"}
+    settings: dict[str, Any] = {
+        "loss": nn.functional.cross_entropy,
+        "batch_size": 8,
+        "epochs": 2,
+        "lr": 0.1,
+        "device": "cpu",
+    }
     whole = Trainer(tiny_model(), tiny_data(), plugins=[*QUIET, strategy], output="whole", **settings)
     whole.fit()
     trainer = Trainer(model, tiny_data(), plugins=[*QUIET, strategy, Once(4, interrupt)], output="run", **settings)

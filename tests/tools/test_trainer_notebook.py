@@ -44,11 +44,14 @@ Execute = Callable[..., list[tuple[str, Any]]]
 
 @pytest.fixture
 def execute() -> Iterator[Execute]:
-    """Execute a cell: ``(type, content)`` of each message. ``interrupt_at``: interrupt the kernel when the bar shows this text."""
+    """Execute a cell: ``(type, content)`` of each message. ``interrupt_at``: interrupt the kernel when the bar shows
+    this text."""
     client_module = pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
     manager = client_module.KernelManager(kernel_name="python3")
-    manager.start_kernel(env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"})
+    manager.start_kernel(
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    )
     client = manager.client()
     client.start_channels()
     client.wait_for_ready(120)
@@ -85,7 +88,9 @@ def test_it_shows_a_bar_and_an_interrupted_fit_continues_to_the_same_bits(execut
     assert [content["ename"] for kind, content in stopped if kind == "error"] == ["KeyboardInterrupt"]
     printed = "".join(content["text"] for kind, content in stopped if kind == "stream")
     assert "call fit() again to continue" in printed
-    first, saved, workers = eval(result(execute("trainer.run.state.step, trainer.run.saver.last_saved_step, psutil.Process().children()")))
+    first, saved, workers = eval(
+        result(execute("trainer.run.state.step, trainer.run.saver.last_saved_step, psutil.Process().children()"))
+    )
     assert 1 <= first < 60
     assert saved == first
     assert workers == []
@@ -97,5 +102,8 @@ def test_it_shows_a_bar_and_an_interrupted_fit_continues_to_the_same_bits(execut
     assert '<progress value="60" max="60"></progress>' in shown[-1]["text/html"]
     assert len([kind for kind, _ in finished if kind == "display_data"]) == 1, "one element, which is updated"
 
-    same = "all(torch.equal(a, b) for a, b in zip(trainer.task.model.state_dict().values(), whole.task.model.state_dict().values()))"
+    same = (
+        "all(torch.equal(a, b) for a, b in zip(trainer.task.model.state_dict().values(), "
+        "whole.task.model.state_dict().values()))"
+    )
     assert result(execute(f"whole = make('whole')\nwhole.fit()\n{same}")) == "True"

@@ -1,4 +1,4 @@
-"""``Trainer`` with optimizers and schedulers that the user built: the numbers of a raw loop, resume, and what cannot work."""
+"""``Trainer`` with the user's optimizers and schedulers: the numbers of a raw loop, resume, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ def one_cycle(optimizer: Optimizer) -> LRScheduler:
     return OneCycleLR(optimizer, max_lr=0.1, total_steps=18)
 
 
-def train(optimizer: Any, scheduler: Any = None, model: nn.Module | None = None, plugins: Any = (), **settings: Any) -> Trainer:
+def train(
+    optimizer: Any, scheduler: Any = None, model: nn.Module | None = None, plugins: Any = (), **settings: Any
+) -> Trainer:
     """Train with objects if the arguments are functions wrapped in ``built``, else as given."""
     defaults = {"loss": nn.functional.cross_entropy, "epochs": 2, "output": "run", "device": "cpu"}
     model = model or tiny_model()
@@ -55,7 +57,9 @@ def train(optimizer: Any, scheduler: Any = None, model: nn.Module | None = None,
     return trainer
 
 
-def raw(make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None = None, rounds: int = 1) -> dict[str, torch.Tensor]:
+def raw(
+    make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None = None, rounds: int = 1
+) -> dict[str, torch.Tensor]:
     """A loop as users write it; ``rounds`` of it, one after another with the same objects."""
     model = tiny_model()
     optimizer = make_optimizer(model)
@@ -85,7 +89,7 @@ CASES: dict[str, tuple[MakeOptimizer, MakeScheduler | None]] = {
 }
 
 
-# -- the numbers of a raw loop ---------------------------------------------------------------------------------------------------------
+# -- the numbers of a raw loop -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -104,7 +108,9 @@ def test_weights_are_those_of_a_raw_loop_to_the_bit(case, as_objects):
     assert trainer.run.scheduler is scheduler or not as_objects
 
 
-@pytest.mark.parametrize("optimizer", [partial(SGD, lr=0.1, momentum=0.9, nesterov=True), momentum], ids=["class", "function"])
+@pytest.mark.parametrize(
+    "optimizer", [partial(SGD, lr=0.1, momentum=0.9, nesterov=True), momentum], ids=["class", "function"]
+)
 def test_a_class_gets_the_trained_parameters(optimizer):
     assert same(train(optimizer), raw(momentum))
 
@@ -114,7 +120,10 @@ def test_objects_can_be_used_again_by_another_trainer():
     optimizer = groups(model)
     scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     train(optimizer, scheduler, model)
-    assert same(train(optimizer, scheduler, model), raw(groups, lambda found: LambdaLR(found, lambda step: 1 / (1 + step)), rounds=2))
+    assert same(
+        train(optimizer, scheduler, model),
+        raw(groups, lambda found: LambdaLR(found, lambda step: 1 / (1 + step)), rounds=2),
+    )
 
 
 def test_names_and_mappings_are_those_of_a_recipe():
@@ -123,7 +132,7 @@ def test_names_and_mappings_are_those_of_a_recipe():
     assert type(train("Adagrad", lr=0.1).run.optimizer).__name__ == "Adagrad"
 
 
-# -- checkpoints and the run folder ----------------------------------------------------------------------------------------------------
+# -- checkpoints and the run folder ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -145,10 +154,20 @@ def test_a_run_resumes_in_a_new_process_state_with_the_same_numbers(case, as_obj
 def test_the_run_folder_records_the_optimizer_and_a_resumed_run_must_have_the_same():
     train(momentum, max_steps=3)
     train_section = yaml.safe_load(Path("run/recipe.yaml").read_text())["train"]
-    assert (train_section["lr"], train_section["optimizer"]["name"], train_section["optimizer"]["momentum"]) == (0.1, "SGD", 0.9)
+    assert (train_section["lr"], train_section["optimizer"]["name"], train_section["optimizer"]["momentum"]) == (
+        0.1,
+        "SGD",
+        0.9,
+    )
     for other, message in (
-        (lambda model: SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True), r"train\.lr = 0\.1, and this run has 0\.2"),
-        (lambda model: SGD(model.parameters(), lr=0.1), r"train\.optimizer = .*'momentum': 0\.9.*and this run has .*'momentum': 0"),
+        (
+            lambda model: SGD(model.parameters(), lr=0.2, momentum=0.9, nesterov=True),
+            r"train\.lr = 0\.1, and this run has 0\.2",
+        ),
+        (
+            lambda model: SGD(model.parameters(), lr=0.1),
+            r"train\.optimizer = .*'momentum': 0\.9.*and this run has .*'momentum': 0",
+        ),
         (groups, "was saved with train"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -178,7 +197,7 @@ def test_an_optimizer_class_of_the_user_is_recorded_by_its_plain_arguments():
     assert json.loads(Path("run/summary.json").read_text())["steps"] == 18
 
 
-# -- what cannot work ------------------------------------------------------------------------------------------------------------------
+# -- what cannot work --------------------------------------------------------------------------------------------------
 
 
 def of_no_model() -> Optimizer:
@@ -194,9 +213,15 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"optimizer": momentum, "lr": 0.1},
         r"^lr=0\.1 would have no effect: the optimizer has settings of its own",
     ),
-    "no optimizer": (lambda: {"optimizer": 3}, r"^optimizer: found a int\. Expected a name, an optimizer, or a function"),
+    "no optimizer": (
+        lambda: {"optimizer": 3},
+        r"^optimizer: found a int\. Expected a name, an optimizer, or a function",
+    ),
     "another model": (lambda: {"optimizer": of_no_model()}, r"^optimizer: it holds no parameter of the model"),
-    "a function of something else": (lambda: {"optimizer": returns_a_list}, r"^optimizer: the function returned a list"),
+    "a function of something else": (
+        lambda: {"optimizer": returns_a_list},
+        r"^optimizer: the function returned a list",
+    ),
     "a scheduler alone": (
         lambda: {"optimizer": None, "scheduler": StepLR(of_no_model(), 5)},
         r"^scheduler: it is built for another optimizer than optimizer=\. Pass the optimizer that it schedules, too",
@@ -205,7 +230,10 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"optimizer": momentum, "scheduler": StepLR(of_no_model(), 5)},
         "^scheduler: it is built for",
     ),
-    "a scheduler class": (lambda: {"optimizer": momentum, "scheduler": StepLR}, r"^scheduler: found <class .*StepLR'>\. Expected"),
+    "a scheduler class": (
+        lambda: {"optimizer": momentum, "scheduler": StepLR},
+        r"^scheduler: found <class .*StepLR'>\. Expected",
+    ),
     "a plateau": (
         lambda: {"optimizer": momentum, "scheduler": ReduceLROnPlateau},
         "^scheduler: found <class",
@@ -234,7 +262,8 @@ def test_an_object_is_refused_when_plugins_add_parameters_and_a_function_is_not(
     plugins = [{"lora": {"r": 2, "target_modules": ["0"]}}]
     model = tiny_model()
     with pytest.raises(
-        UsageError, match=r"they added parameters, such as .*lora.* \(in before_prepare: .*lora.*\)\. Pass a function instead"
+        UsageError,
+        match=r"they added parameters, such as .*lora.* \(in before_prepare: .*lora.*\)\. Pass a function instead",
     ):
         train(momentum(model), model=model, plugins=plugins)
     assert train(momentum, plugins=plugins).run.state.step == 18
@@ -257,7 +286,9 @@ def with_strategy(strategy: Any, as_object: bool) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "as_object"), [("ddp", True), ("fsdp", False), ({"deepspeed": {"stage": 2}}, True)])
+@pytest.mark.parametrize(
+    ("strategy", "as_object"), [("ddp", True), ("fsdp", False), ({"deepspeed": {"stage": 2}}, True)]
+)
 def test_several_processes_train_the_same_with_what_their_strategy_takes(
     strategy, as_object, processes: Callable[..., list[ProcessResult]]
 ):

@@ -146,7 +146,10 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     metadata = site / "planted-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
-    points = "".join(f"{name} = planted_tune:{name.capitalize()}\n" for name in ("awake", "brake", "cheat", "drag", "fails", "slowstart"))
+    points = "".join(
+        f"{name} = planted_tune:{name.capitalize()}\n"
+        for name in ("awake", "brake", "cheat", "drag", "fails", "slowstart")
+    )
     (metadata / "entry_points.txt").write_text(f"[fastloop.plugins]\n{points}")
     (site / "planted_tune.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(site)
@@ -169,7 +172,9 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+def command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Callable[..., tuple[int, str]]:
     """Run a command and its measurements in this process; returns the exit code and the output."""
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr("rich._console", None)
@@ -229,7 +234,10 @@ def test_tune_makes_all_suggested_edits_at_once_and_undoes_the_slow_one(recipe, 
     record = json.loads(Path("tiny.tuned.json").read_text())
     assert record["together"]["edit"] == "2 edits at once: awake, drag"
     assert record["together"]["kept"]
-    awake, drag = (next(trial for trial in record["trials"] if trial["edit"] == f"plugins.{name}.on=True") for name in ("awake", "drag"))
+    awake, drag = (
+        next(trial for trial in record["trials"] if trial["edit"] == f"plugins.{name}.on=True")
+        for name in ("awake", "drag")
+    )
     assert awake["kept"], out
     assert not drag["kept"], out
     assert len(drag["ratios"]) == 1, "one measurement without the edit shows that it slows training"
@@ -327,7 +335,7 @@ def test_tune_with_failing_recipe_exits_1(recipe, command):
     assert "the recipe cannot be measured" in out
 
 
-# -- stop after suggestions ------------------------------------------------------------------------------------------------------------
+# -- stop after suggestions --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -353,7 +361,9 @@ def test_tune_output_in_other_folder_keeps_module_paths(recipe, command):
     Path("mine").mkdir()
     for name in ("tiny.yaml", "net.py"):
         Path(name).rename(Path("mine") / name)
-    code, out = command("tune", "mine/tiny.yaml", "--budget", "5m", "--accept", "bitwise", "--output", "elsewhere.yaml", *SHORT)
+    code, out = command(
+        "tune", "mine/tiny.yaml", "--budget", "5m", "--accept", "bitwise", "--output", "elsewhere.yaml", *SHORT
+    )
     assert code == 0, out
     assert load_recipe("elsewhere.yaml").model["module"] == f"{Path('mine/net.py').resolve()}:Net"
     assert command("train", "elsewhere.yaml", "train.epochs=1", "--without", "progress")[0] == 0
@@ -371,7 +381,8 @@ from fastloop_tools.measure import pairs
 from fastloop.recipe import load_recipe
 
 runner = pairs.TrialRunner(dict(os.environ), Path("cache").resolve(), print, nproc=2, timeout=120)
-print(json.dumps(runner.measure(load_recipe("tiny.yaml"), pairs.Window(steps=4, seconds=0.2, warmup=1, profile_steps=2))))
+window = pairs.Window(steps=4, seconds=0.2, warmup=1, profile_steps=2)
+print(json.dumps(runner.measure(load_recipe("tiny.yaml"), window)))
 """
 
 
@@ -405,7 +416,7 @@ def test_tune_rejects_edit_with_startup_cost_above_its_savings(recipe, command):
     assert not trial["kept"]
 
 
-# -- parts ----------------------------------------------------------------------------------------------------------------------------
+# -- parts -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -439,7 +450,9 @@ def test_tune_written_recipe_round_trips():
         "output": "runs/x: y",
     }
     recipe = make_recipe(tree)
-    written = text(recipe, ["tuned: yes", ""], {"amp": "x 1.4; reduced-precision", "train.lr": "kept", "compile": "slower"})
+    written = text(
+        recipe, ["tuned: yes", ""], {"amp": "x 1.4; reduced-precision", "train.lr": "kept", "compile": "slower"}
+    )
     Path("back.yaml").write_text(written)
     assert load_recipe("back.yaml").to_dict() == recipe.to_dict()
     assert "  - packing\n" in written
@@ -500,4 +513,6 @@ def test_last_check_ends_after_one_clear_pair(step, pairs, expected):
     assert search.check["ratios"] == pytest.approx([10 / step] * expected)
     assert search.best is found
     assert clock.warmups[:2] == [2, 2], "the time of a step is not known yet"
-    assert clock.warmups[2:4] == ([1, 2] if step < 6 else [1, 1]), "a step longer than the window needs one step of warm-up"
+    assert clock.warmups[2:4] == ([1, 2] if step < 6 else [1, 1]), (
+        "a step longer than the window needs one step of warm-up"
+    )

@@ -1,4 +1,6 @@
-"""`fastloop evaluate` stores results in the run folder, with the samples that the model got most wrong. `fastloop report` shows them."""
+"""`fastloop evaluate` stores results in the run folder, with the samples that the model got most wrong.
+
+`fastloop report` shows them."""
 
 from __future__ import annotations
 
@@ -76,7 +78,11 @@ def scores_by_hand(model: Path, file: Path) -> list[tuple[str, str, float, str, 
     found = []
     with file.open(encoding="utf-8", newline="") as lines, torch.no_grad():
         for row in csv.DictReader(lines):
-            shares = classifier(**tokenizer(row["text"], truncation=True, max_length=32, return_tensors="pt")).logits[0].softmax(0)
+            shares = (
+                classifier(**tokenizer(row["text"], truncation=True, max_length=32, return_tensors="pt"))
+                .logits[0]
+                .softmax(0)
+            )
             best = int(shares.argmax())
             target = float(shares[CLASSES.index(row["label"])])
             found.append((row["text"], row["label"], target, CLASSES[best], float(shares[best])))
@@ -90,7 +96,9 @@ def test_worst_samples_equal_those_of_the_exported_model(run, trained, cli, plug
     found = json.loads(Path("results.json").read_text())["worst"]
     expected = scores_by_hand(run / "model", trained / "test.csv")
     order = sorted(range(30), key=lambda index: expected[index][2])[:7]
-    assert [row["target_probability"] for row in found] == pytest.approx([expected[index][2] for index in order], abs=1e-5)
+    assert [row["target_probability"] for row in found] == pytest.approx(
+        [expected[index][2] for index in order], abs=1e-5
+    )
     assert {row["index"] for row in found} == set(order)
     for row in found:
         text, target, share, prediction, best = expected[row["index"]]
@@ -121,7 +129,12 @@ def test_other_settings_and_files_replace_no_results(run, trained, cli):
     evaluate(cli, run, "--file", write_csv(Path("elsewhere/validation.csv"), texts(9)))
     names = sorted(path.stem for path in (run / "evaluation").iterdir())
     assert stored(run) == before
-    assert [re.sub("-[0-9a-f]{4}$", "-HASH", name) for name in names] == ["test", "test-HASH", "validation", *["validation-HASH"] * 2]
+    assert [re.sub("-[0-9a-f]{4}$", "-HASH", name) for name in names] == [
+        "test",
+        "test-HASH",
+        "validation",
+        *["validation-HASH"] * 2,
+    ]
     text = page(cli, run)
     assert "data.max_length=8" in text
     assert text.count('<h2 id="evaluation') == 5
@@ -168,10 +181,14 @@ def test_the_report_shows_matrix_classes_and_worst_samples(run, cli):
 def test_many_classes_show_the_most_frequent_confusions(run, cli):
     evaluate(cli, run)
     count = MOST_CLASSES + 1
-    confusion = [[(5 if (row, column) == (4, 7) else 0) + (row == column) for column in range(count)] for row in range(count)]
+    confusion = [
+        [(5 if (row, column) == (4, 7) else 0) + (row == column) for column in range(count)] for row in range(count)
+    ]
     scores = {"precision": 1.0, "recall": 1.0, "f1": 1.0, "samples": 1}
     classes = [{"name": f"class {index}", **scores} for index in range(count)]
-    (run / "evaluation" / "test.json").write_text(json.dumps(stored(run) | {"classes": classes, "confusion": confusion}))
+    (run / "evaluation" / "test.json").write_text(
+        json.dumps(stored(run) | {"classes": classes, "confusion": confusion})
+    )
     text = page(cli, run)
     assert 'class="cell"' not in text
     assert '<th scope="row">class 4</th><td>class 7</td><td>5</td>' in text
@@ -185,7 +202,14 @@ def test_a_module_shows_few_numbers_and_a_language_model_no_order(tmp_path, cli)
         "model": {"module": "code.py:Net"},
         "data": {"module": "code.py:data"},
         "train": {"epochs": 2, "batch_size": 8, "lr": 0.1, "device": "cpu"},
-        "plugins": [{"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}}],
+        "plugins": [
+            {
+                "module": {
+                    "loss": "cross_entropy",
+                    "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}},
+                }
+            }
+        ],
         "output": str(tmp_path / "module"),
     }
     (home / "recipe.yaml").write_text(yaml.safe_dump(recipe))
@@ -221,7 +245,14 @@ def test_inputs_are_described():
 
 
 @pytest.mark.parametrize(
-    "harm", [{"metrics": 3}, {"classes": [{"name": "a"}]}, {"confusion": [[1]]}, {"worst": [3]}, {"confusion": "abc", "classes": "abc"}]
+    "harm",
+    [
+        {"metrics": 3},
+        {"classes": [{"name": "a"}]},
+        {"confusion": [[1]]},
+        {"worst": [3]},
+        {"confusion": "abc", "classes": "abc"},
+    ],
 )
 def test_a_broken_result_is_named(run, cli, harm):
     evaluate(cli, run)

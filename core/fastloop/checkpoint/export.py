@@ -44,7 +44,8 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
 
 
 def load_model(model: nn.Module, folder: Path, where: str) -> None:
-    """Load the weights that ``save_model`` wrote. Does nothing if ``from_pretrained`` made the model from the same folder.
+    """Load the weights that ``save_model`` wrote. Does nothing if ``from_pretrained`` made the model from the same
+    folder.
 
     Args:
         where: The recipe, for messages.
@@ -62,8 +63,11 @@ def load_model(model: nn.Module, folder: Path, where: str) -> None:
             _load_file(model, folder / "model.safetensors")
     except (OSError, RuntimeError, SafetensorError) as error:
         lines = str(error).strip().splitlines()
-        problem = lines[isinstance(error, RuntimeError) and len(lines) > 1].strip().rstrip(".:")  # torch's first line names the model
-        raise RecipeError(f"{folder}: its weights are not those of {type(model).__name__}, the model of {where}: {problem}.") from None
+        # torch's first line names the model
+        problem = lines[isinstance(error, RuntimeError) and len(lines) > 1].strip().rstrip(".:")
+        raise RecipeError(
+            f"{folder}: its weights are not those of {type(model).__name__}, the model of {where}: {problem}."
+        ) from None
 
 
 def _load_file(model: nn.Module, file: Path) -> None:
@@ -74,7 +78,11 @@ def _load_file(model: nn.Module, file: Path) -> None:
     """
     missing, own = load_tensors(model, file, strict=False)[0], model.state_dict()
     differs = {
-        name for name, saved in load_file(file).items() if name not in own or not own[name].allclose(saved.to(own[name]), 0, 0, True)
+        name
+        for name, saved in load_file(file).items()
+        if name not in own or not own[name].allclose(saved.to(own[name]), 0, 0, True)
     }
     if missing or differs:
-        raise RuntimeError(f"missing, not the model's, or tied to one of another value: {', '.join(sorted({*missing, *differs}))}")
+        raise RuntimeError(
+            f"missing, not the model's, or tied to one of another value: {', '.join(sorted({*missing, *differs}))}"
+        )

@@ -32,8 +32,8 @@ log = logging.getLogger("fastloop")
 class Lock:
     """Locks a run folder for this process, with the file ``.lock``, which names the owner.
 
-    The operating system releases the lock when the process ends. Children do not inherit it, unlike a lock of ``flock``. On a file system
-    without locks, the folder is in use if the named process exists.
+    The operating system releases the lock when the process ends. Children do not inherit it, unlike a lock of
+    ``flock``. On a file system without locks, the folder is in use if the named process exists.
 
     Raises:
         RecipeError: Another process holds the lock.
@@ -45,7 +45,8 @@ class Lock:
         self.file = files.no_follow(str(folder / ".lock"), os.O_RDWR | os.O_CREAT)
         try:
             platform_support.lock(self.file)
-            in_use = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())  # another run has just moved it aside
+            # another run has just moved it aside
+            in_use = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())
         except OSError as error:
             in_use = error.errno in (errno.EACCES, errno.EAGAIN) or self._owner_may_live()
         if in_use:
@@ -71,7 +72,9 @@ class Lock:
             return None
 
     def _owner_may_live(self) -> bool:
-        return (owner := self._owner()) is not None and (owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"]))
+        return (owner := self._owner()) is not None and (
+            owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"])
+        )
 
     def release(self) -> None:
         """Release the lock."""
@@ -90,19 +93,26 @@ def check(run: Run) -> None:
     existing = next(parent for parent in (run.folder, *run.folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not _writable(existing):
         raise RecipeError(
-            f"{run.recipe.where}: output: {run.folder} cannot be written: {existing} is not a folder that this user may write to."
+            f"{run.recipe.where}: output: {run.folder} cannot be written: {existing} is not a folder that this user "
+            "may write to."
         )
     if existing == run.folder and (existing / ".lock").exists() and ranks.rank() == 0:
         Lock(existing, run.recipe.where).release()
-    if run.resume_point is None and existing == run.folder and _files(existing) and not (existing / "recipe.yaml").is_file():
+    if (
+        run.resume_point is None
+        and existing == run.folder
+        and _files(existing)
+        and not (existing / "recipe.yaml").is_file()
+    ):
         raise RecipeError(  # ``make`` moves an earlier run aside, but this may be a home folder
-            f"{run.recipe.where}: output: {run.folder} holds other files than a run's. Expected a new or empty folder, or a run's."
+            f"{run.recipe.where}: output: {run.folder} holds other files than a run's. Expected a new or empty folder, "
+            "or a run's."
         )
 
 
 def make(run: Run) -> None:
-    """Create the run folder on the main process, and lock it until the run is closed. The folder of an earlier run is renamed, not
-    overwritten.
+    """Create the run folder on the main process, and lock it until the run is closed. The folder of an earlier run is
+    renamed, not overwritten.
 
     Raises:
         RecipeError: Another process uses the folder, or it cannot be written.
@@ -127,13 +137,18 @@ def make(run: Run) -> None:
             files.make_folder(run.folder)
             lock = Lock(run.folder, run.recipe.where)
         run._until_closed.callback(lock.release)
-        files.write(run.folder / "recipe.yaml", OmegaConf.to_yaml(OmegaConf.create(secrets.hidden(recipe.to_dict()))), hidden=True)
+        files.write(
+            run.folder / "recipe.yaml",
+            OmegaConf.to_yaml(OmegaConf.create(secrets.hidden(recipe.to_dict()))),
+            hidden=True,
+        )
     except OSError as error:
         raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
 
 
 def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
-    """Return the summary of a run, and write it on the main process. Does not wait for other processes, which may have ended.
+    """Return the summary of a run, and write it on the main process. Does not wait for other processes, which may have
+    ended.
 
     Raises:
         SaveError: The summary cannot be written.
@@ -193,7 +208,8 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be created in a folder. Tries it, because permission bits are not enough (root, read-only mounts)."""
+    """Whether files can be created in a folder. Tries it, because permission bits are not enough (root, read-only
+    mounts)."""
     try:
         with tempfile.TemporaryFile(dir=folder):
             return True

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 FIXED_ON_RESUME = (
-    "seed", "batch_size", "lr", "optimizer", "weight_decay", "decay_biases_and_norms", "layer_lr_decay", "parameter_groups", "max_grad_norm"
+    "seed", "batch_size", "lr", "optimizer", "weight_decay", "decay_biases_and_norms", "layer_lr_decay",
+    "parameter_groups", "max_grad_norm"
 )  # fmt: skip
 """Keys of ``train`` that a resumed run cannot change, because the checkpoint's weights depend on them."""
 
@@ -69,7 +70,8 @@ def save(run: Run) -> None:
 
 
 def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any], group: Any = None) -> None:
-    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``; ``group``: None: ``host_group``.
+    """Write a checkpoint, then remove the oldest ones. Arguments as in ``checkpoint.write``; ``group``: None:
+    ``host_group``.
 
     Raises:
         SaveError: The checkpoint cannot be written; the old ones are kept.
@@ -88,10 +90,12 @@ def wait_for_save(run: Run) -> None:
 
 
 def find_resume_point(folder: Path, path: Path) -> tuple[Path, list[str]] | None:
-    """The checkpoint for ``--resume PATH``, and warnings about damaged ones. None: ``path`` is the run's ``folder``, without a checkpoint.
+    """The checkpoint for ``--resume PATH``, and warnings about damaged ones. None: ``path`` is the run's ``folder``,
+    without a checkpoint.
 
     Raises:
-        CheckpointError: Another folder has no checkpoint; all checkpoints are damaged; or the run is complete and kept none.
+        CheckpointError: Another folder has no checkpoint; all checkpoints are damaged; or the run is complete and kept
+            none.
     """
     try:
         return checkpoint.find_newest(path)
@@ -100,7 +104,9 @@ def find_resume_point(folder: Path, path: Path) -> tuple[Path, list[str]] | None
             raise
         with suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads((path / "summary.json").read_text())["status"] == "completed":
-                raise CheckpointError(f"{path}: no checkpoint, and the run is complete. Start a new run without --resume.") from None
+                raise CheckpointError(
+                    f"{path}: no checkpoint, and the run is complete. Start a new run without --resume."
+                ) from None
     log.warning("%s: no checkpoint yet: the run starts from the beginning", path)
     return None
 
@@ -112,12 +118,15 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         skipped: Warnings to log.
 
     Raises:
-        CheckpointError: The checkpoint has other weights, or other settings that its weights depend on; or this process does not see it.
+        CheckpointError: The checkpoint has other weights, or other settings that its weights depend on; or this process
+            does not see it.
     """
     for line in skipped:
         log.warning("%s", line)
     if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
-        raise CheckpointError(f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files.")
+        raise CheckpointError(
+            f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files."
+        )
     model, saved = checkpoint.read(path, sharded_target(run), run.processes.host_group)
     malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
     with _refused(malformed):
@@ -146,7 +155,9 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
         check_data(run, path, saved["data"])
     with _refused(f"{path}: not a checkpoint of this model: ", RuntimeError):
         run.strategy.load_model_state(run, model)
-    with _refused(f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError):
+    with _refused(
+        f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError
+    ):
         run.strategy.load_optimizer_state(run, saved["optimizer"])
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
         if (part is None) != (saved[name] is None):
@@ -162,7 +173,9 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
         run.state.stop_reason = None  # it may not apply to other epochs or plugins
     run.saver.last_saved_step = run.state.step
-    run.clock.seconds |= {key: float(value) for key, value in saved["clock"].items()} | {"startup": run.clock.seconds["startup"]}
+    run.clock.seconds |= {key: float(value) for key, value in saved["clock"].items()} | {
+        "startup": run.clock.seconds["startup"]
+    }
     run.scalars.restore(saved["scalars"], run.processes)
 
 
@@ -201,14 +214,15 @@ def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
     message = f"{path}: was saved with other data ({listed})."
     if run.recipe.train.on_data_change == "stop":
         raise CheckpointError(
-            f"{message} Resume with the same data, start a new run, or continue with the current data: train.on_data_change=warn."
+            f"{message} Resume with the same data, start a new run, or continue with the current data: "
+            "train.on_data_change=warn."
         )
     log.warning("%s The run continues with the current data: this epoch may repeat or miss samples", message)
 
 
 def sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
-    """For ``checkpoint.read``: returns an empty tensor with this run's sharding of the named weight or optimizer state. If the optimizer of
-    a strategy has the method ``empty_shard(shape)``, its result is used instead."""
+    """For ``checkpoint.read``: returns an empty tensor with this run's sharding of the named weight or optimizer state.
+    If the optimizer of a strategy has the method ``empty_shard(shape)``, its result is used instead."""
     model, empty_shard = run.unwrap_model().state_dict(), getattr(run.optimizer, "empty_shard", None)
     parameters = dict(enumerate(parameter for group in run.optimizer.param_groups for parameter in group["params"]))
 
@@ -230,9 +244,12 @@ def check_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
         CheckpointError: Names the key and both values.
     """
     pairs = [(key, old[key], new[key]) for key in ("model", "data")]
-    pairs += [(f"train.{key}", old["train"].get(key, getattr(Train, key)), new["train"][key]) for key in FIXED_ON_RESUME]
+    pairs += [
+        (f"train.{key}", old["train"].get(key, getattr(Train, key)), new["train"][key]) for key in FIXED_ON_RESUME
+    ]
     for key, before, now in pairs:
         if before != now:
             raise CheckpointError(
-                f"{path}: was saved with {key} = {before!r}, and this run has {now!r}. Resume with the same, or start a new run."
+                f"{path}: was saved with {key} = {before!r}, and this run has {now!r}. Resume with the same, or start "
+                "a new run."
             )

@@ -1,14 +1,17 @@
-"""Atomic checkpoints: written to a temporary folder, checksummed, synced, renamed. Tensors in safetensors, the rest in JSON; no pickle.
+"""Atomic checkpoints: written to a temporary folder, checksummed, synced, renamed.
+
+Tensors in safetensors, the rest in JSON; no pickle.
 
     checkpoints/step-00000120/
         model.safetensors    the weights under the model's own names
         state.safetensors    every other tensor (optimizer, plugins, random states)
         state.json           counters and structure; refers to tensors by name
         sharded/             sharded tensors, one safetensors file per process
-        manifest.json        size and SHA-256 of the other files; written last, so a folder without it is not a checkpoint
+        manifest.json        size and SHA-256 of the other files; written last, so it marks a complete checkpoint
 
-Any number of processes can read sharded tensors, which torch.distributed.checkpoint writes. There is no pointer to the newest checkpoint:
-``find`` lists the folders and verifies them. A save that fails (full disk) removes its files and keeps the earlier checkpoints.
+Any number of processes can read sharded tensors, which torch.distributed.checkpoint writes. There is no pointer to the
+newest checkpoint: ``find`` lists the folders and verifies them. A save that fails (full disk) removes its files and
+keeps the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ from fastloop.runtime.step_folders import checkpoints, leftovers, step_of
 
 MANIFEST = "manifest.json"
 VISIBLE_SECONDS = 90.0
-"""Seconds until every host sees a new checkpoint: NFS caches the entries of a folder for up to 60 s (``acdirmax`` in nfs(5))."""
+"""Seconds until every host sees a new checkpoint: NFS caches the entries of a folder for up to 60 s (``acdirmax`` in
+nfs(5))."""
 
 
 def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
@@ -68,8 +72,15 @@ def pack(tree: Any, tensors: dict[str, Tensor], name: str) -> Any:
     if isinstance(tree, Mapping):
         if all(isinstance(key, str) and not key.startswith("__") for key in tree):
             return {key: pack(value, tensors, f"{name}.{key}") for key, value in tree.items()}
-        return {"__items__": [[pack(key, tensors, name), pack(value, tensors, f"{name}.{key}")] for key, value in tree.items()]}
-    raise TypeError(f"{name}: a {type(tree).__name__} cannot be saved. Save tensors, numbers, strings, lists, tuples and dicts of them.")
+        return {
+            "__items__": [
+                [pack(key, tensors, name), pack(value, tensors, f"{name}.{key}")] for key, value in tree.items()
+            ]
+        }
+    raise TypeError(
+        f"{name}: a {type(tree).__name__} cannot be saved. Save tensors, numbers, strings, lists, tuples and dicts "
+        "of them."
+    )
 
 
 def _add_tensor(tensor: Tensor, tensors: dict[str, Tensor], name: str) -> str:
@@ -103,25 +114,32 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     for name, tensor in tensors.items():
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
-        separate[name] = tensor.clone() if storage in storages or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        separate[name] = (
+            tensor.clone() if storage in storages or tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
+        )
         storages.add(storage)
     save_file(separate, path)
 
 
-def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True, group: Any = None) -> Path:
-    """Write a checkpoint at ``folder``. If the process is killed at any time, ``find`` returns the new checkpoint or the one before.
+def write(
+    folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], is_main: bool = True, group: Any = None
+) -> Path:
+    """Write a checkpoint at ``folder``. If the process is killed at any time, ``find`` returns the new checkpoint or
+    the one before.
 
     Every process must call it if tensors are sharded; the main process writes the rest.
 
     Args:
         model: The model's state dict.
         state: Any value that ``pack`` accepts.
-        group: The torch ``ProcessGroup`` that coordinates the writing of sharded tensors: ``run.processes.host_group``, or a group of
-            its own for a thread that writes while training continues. None: the default group, which is the device's.
+        group: The torch ``ProcessGroup`` that coordinates the writing of sharded tensors: ``run.processes.host_group``,
+            or a group of its own for a thread that writes while training continues. None: the default group, which is
+            the device's.
 
     Raises:
         TypeError: ``state`` contains a value that cannot be saved.
-        SaveError: The files cannot be written. Raised on every process if tensors are sharded, else on the main process.
+        SaveError: The files cannot be written. Raised on every process if tensors are sharded, else on the main
+            process.
     """
     aside = folder.with_name(f".{folder.name}.partial")
     tensors: dict[str, Tensor] = {}
@@ -136,7 +154,9 @@ def write(folder: Path, model: Mapping[str, Tensor], state: Mapping[str, Any], i
         if is_main:
             aside.mkdir(parents=True, exist_ok=True)
             for file, part in (("model.safetensors", model), ("state.safetensors", tensors)):
-                save_tensors({name: tensor for name, tensor in part.items() if not isinstance(tensor, DTensor)}, aside / file)
+                save_tensors(
+                    {name: tensor for name, tensor in part.items() if not isinstance(tensor, DTensor)}, aside / file
+                )
             (aside / "state.json").write_text(json.dumps(packed))
             _finish(aside, folder)
     except (OSError, SafetensorError, CheckpointException) as error:
@@ -157,7 +177,9 @@ def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
             sharded[name] = tensor.clone()
         addresses.add(address)
     torch.distributed.barrier(group)  # the main process has removed leftovers of an interrupted save
-    state_dict_saver.save(sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group)
+    state_dict_saver.save(
+        sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group
+    )
 
 
 def _finish(aside: Path, folder: Path) -> None:
@@ -198,7 +220,10 @@ def verify(folder: Path, wait: bool = False) -> str | None:
     except OSError as error:
         if error.errno != errno.ESTALE:
             return f"{MANIFEST} cannot be read: {error}"
-        advice = "The checkpoint may be complete: try again when the file system responds, or resume from another one (--resume PATH)."
+        advice = (
+            "The checkpoint may be complete: try again when the file system responds, or resume from another "
+            "one (--resume PATH)."
+        )
         raise CheckpointError(f"{folder} cannot be read: {error}. {advice}") from error
     return problem
 
@@ -248,11 +273,14 @@ def find_newest(path: Path) -> tuple[Path, list[str]]:
     if skipped:
         listed = "\n  ".join(skipped)
         raise CheckpointError(f"No checkpoint to resume from is intact:\n  {listed}")
-    raise NoCheckpoint(f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*.")
+    raise NoCheckpoint(
+        f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*."
+    )
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    """A run's checkpoints, each followed by leftovers of its step: after an interrupted replacement, these may be complete."""
+    """A run's checkpoints, each followed by leftovers of its step: after an interrupted replacement, these may be
+    complete."""
 
     def age(path: Path) -> tuple[Any, bool, bool]:
         return step_of(path), not path.name.startswith("."), ".old." not in path.name
@@ -266,15 +294,18 @@ def read(
     """Read ``(model, state)`` of a checkpoint to the CPU.
 
     Args:
-        like: ``like(name, shape)`` returns the ``DTensor`` to read a sharded tensor into, or None to read the full tensor. Names are
-            ``model.NAME`` or ``state....``. Every process must call ``read`` if any result is a ``DTensor``.
+        like: ``like(name, shape)`` returns the ``DTensor`` to read a sharded tensor into, or None to read the full
+            tensor. Names are ``model.NAME`` or ``state....``. Every process must call ``read`` if any result is a
+            ``DTensor``.
         group: As in ``write``.
 
     Raises:
         CheckpointError: The files cannot be read.
     """
     try:
-        tensors, model = (read_again(partial(load_file, folder / name)) for name in ("state.safetensors", "model.safetensors"))
+        tensors, model = (
+            read_again(partial(load_file, folder / name)) for name in ("state.safetensors", "model.safetensors")
+        )
         if (folder / "sharded").exists():
             for name, tensor in _read_shards(folder / "sharded", like, group).items():
                 part = model if name.startswith("model.") else tensors
@@ -299,9 +330,11 @@ def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None],
 
 
 def rotate(folder: Path, keep: int, step: int) -> None:
-    """After a save at ``step``, keep the newest ``keep`` checkpoints, and remove the others and leftovers of interrupted saves.
+    """After a save at ``step``, keep the newest ``keep`` checkpoints, and remove the others and leftovers of
+    interrupted saves.
 
-    Also removes later steps: after a resume from an earlier checkpoint, they do not belong to the current run. Other files stay.
+    Also removes later steps: after a resume from an earlier checkpoint, they do not belong to the current run. Other
+    files stay.
     """
     found = {path: at for path in checkpoints(folder) if (at := step_of(path)) is not None}
     kept = [path for path, at in found.items() if at <= step][-keep:]

@@ -31,7 +31,8 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # Rich reads "[default: ...]" in a help text as markup, and its panels leave little room for the text
+    # Rich reads "[default: ...]" in a help text as markup, and its panels leave little room for the text
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -47,7 +48,9 @@ def show_version(requested: bool) -> None:
 
 @app.callback()
 def options(
-    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""
 
@@ -58,7 +61,8 @@ for module in (train, plan, plugins, recipes, schema, doctor):
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130 interrupted."""
+    """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130
+    interrupted."""
     arguments = train.with_resume_value(sys.argv[1:])
     if "torch" not in sys.modules and arguments and arguments[0] in INSPECTING:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -69,7 +73,8 @@ def main() -> None:
             sys.stdout.flush()
     except FastloopError as error:
         if isinstance(error, ProcessLost) or (ranks.rank() and isinstance(error, UsageError)):
-            time.sleep(ERROR_DELAY)  # another process failed first or reports the same error, and its exit ends this process
+            # another process failed first or reports the same error, and its exit ends this process
+            time.sleep(ERROR_DELAY)
         if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         hint = " Its output has the reason. Continue with --resume." if isinstance(error, ProcessLost) else ""
@@ -78,7 +83,8 @@ def main() -> None:
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"error: {secrets.hide(str(error.filename))}: {error.strerror}.", file=sys.stderr)  # not of a plugin: those are explained
+        # not of a plugin: those are explained
+        print(f"error: {secrets.hide(str(error.filename))}: {error.strerror}.", file=sys.stderr)
         sys.exit(1)
     except (TypeError, ValueError):
         if (problem := unreadable_package()) is None:
@@ -96,7 +102,8 @@ def main() -> None:
 
 
 def process() -> None:
-    """Run ``main`` as the entry point of a process. If torch is imported, exit with ``launch.leave``, so that torch does not abort."""
+    """Run ``main`` as the entry point of a process. If torch is imported, exit with ``launch.leave``, so that torch
+    does not abort."""
     code = 0
     secure_streams(is_log=sys.argv[1:2] == ["train"])
     try:

@@ -7,19 +7,23 @@ from typing import Annotated, Any
 
 import typer
 
-RecipeName = Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one (`fastloop recipes`).")]
+RecipeName = Annotated[
+    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one (`fastloop recipes`).")
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.lr=1e-4 or plugins.amp.dtype=fp16."),
 ]
 With = Annotated[list[str] | None, typer.Option("--with", metavar="A,B", help="Plugins to add. May be repeated.")]
 Without = Annotated[
-    list[str] | None, typer.Option("--without", metavar="A,B", help="Plugins to leave out, default ones included. May be repeated.")
+    list[str] | None,
+    typer.Option("--without", metavar="A,B", help="Plugins to leave out, default ones included. May be repeated."),
 ]
 
 
 def names(listed: str | Sequence[str] | None) -> list[str]:
-    """Split ``"a, b"`` into ``["a", "b"]``. A repeated option gives the names of all values, in order and without duplicates."""
+    """Split ``"a, b"`` into ``["a", "b"]``. A repeated option gives the names of all values, in order and without
+    duplicates."""
     texts = [listed] if isinstance(listed, str) else listed or ()
     return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
 
@@ -39,7 +43,8 @@ def choice(option: str, values: Sequence[str], help: str) -> Any:
 
 
 def output_file(option: str, help: str, kind: type = str) -> Any:
-    """An option for a file to write, checked before the command begins. Empty: no file; ``-``: stdout, where the command has that.
+    """An option for a file to write, checked before the command begins. Empty: no file; ``-``: stdout, where the
+    command has that.
 
     Args:
         kind: Type of the value: str or Path.
@@ -57,13 +62,17 @@ def output_file(option: str, help: str, kind: type = str) -> Any:
         try:
             if path.is_dir():
                 raise UsageError(f"{option} {text}: found a folder, expected a file.")
-            devices = str(path.parent.resolve()).startswith(("/proc/", "/sys/")) or path.parent.resolve() == Path("/dev")
-            if devices or (path.exists() and not path.is_file()):  # /dev/stdout may lead to a file, and would be replaced itself
+            devices = str(path.parent.resolve()).startswith(("/proc/", "/sys/")) or path.parent.resolve() == Path(
+                "/dev"
+            )
+            # /dev/stdout may lead to a file, and would be replaced itself
+            if devices or (path.exists() and not path.is_file()):
                 advice = "For stdout, give -." if "-: stdout" in help else "Write a file, and copy it from there."
                 raise UsageError(f"{option} {text}: found a device, pipe or socket, expected a file. {advice}")
             if not path.parent.is_dir():
                 raise UsageError(f"{option} {text}: expected a file in an existing folder.")
-            tempfile.TemporaryFile(dir=path.parent).close()  # permission bits are not enough: a file system may be read-only
+            # permission bits are not enough: a file system may be read-only
+            tempfile.TemporaryFile(dir=path.parent).close()
         except (OSError, ValueError) as error:  # a ValueError: a null byte
             why = getattr(error, "strerror", None) or error
             raise UsageError(f"{option} {text[:100]}: cannot be written: {why}. Give another file.") from None

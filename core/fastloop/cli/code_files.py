@@ -11,7 +11,8 @@ from fastloop.recipe.plugin_references import split_file
 
 
 def code_files(recipe: Recipe) -> list[Path]:
-    """The Python files that a run of the recipe executes: plugins, and references in ``model``, ``data`` or an option."""
+    """The Python files that a run of the recipe executes: plugins, and references in ``model``, ``data`` or an
+    option."""
 
     def references(value: Any) -> Iterator[Path]:
         if isinstance(value, Mapping | list):
@@ -20,5 +21,9 @@ def code_files(recipe: Recipe) -> list[Path]:
         elif isinstance(value, str) and (parts := split_file(value)) is not None and recipe.find(parts[0]).is_file():
             yield recipe.find(parts[0]).resolve()
 
-    listed = {recipe.references.get(name, name): options for name, options in recipe.plugins.items() if options is not False}
-    return list(dict.fromkeys(references([*listed, *listed.values(), recipe.model, recipe.data, recipe.train.optimizer])))
+    listed = {
+        recipe.references.get(name, name): options for name, options in recipe.plugins.items() if options is not False
+    }
+    return list(
+        dict.fromkeys(references([*listed, *listed.values(), recipe.model, recipe.data, recipe.train.optimizer]))
+    )

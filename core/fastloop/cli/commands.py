@@ -1,7 +1,8 @@
 """Commands of other packages: ``[project.entry-points."fastloop.commands"]  warm = "my_package.cli:warm"``.
 
-``warm`` is a function for typer, or a ``typer.Typer``. fastloop's own tools are registered this way. Calling a command imports it; the help
-only reads the package's metadata. If fastloop or several packages use the name, call the command as ``package:name``.
+``warm`` is a function for typer, or a ``typer.Typer``. fastloop's own tools are registered this way. Calling a command
+imports it; the help only reads the package's metadata. If fastloop or several packages use the name, call the command
+as ``package:name``.
 
 fastloop's tools may also add options to a command of the core: see ``extended``.
 """
@@ -44,7 +45,8 @@ class Commands(TyperGroup):
             origin = f"Of {' '.join(name_and_version(point.dist))}" if point.dist else "Of an installed package"
             if point.name in self.reserved():
                 origin += f"; `{point.name}` alone is fastloop's own"
-            return typer.main.get_command(_app(name, lambda: None, f"{origin}."))  # one sentence: the list shows no more
+            # one sentence: the list shows no more
+            return typer.main.get_command(_app(name, lambda: None, f"{origin}."))
         return load(name, tools()[name], with_options=False) if name in tools() else self.commands[name]
 
     def reserved(self) -> list[str]:
@@ -70,7 +72,9 @@ class Commands(TyperGroup):
             return name, load(name, points[name]), args[1:]
         if rivals := [key for key in points if key.endswith(f":{name}")]:
             raise UsageError(f"{name}: a command of several packages. Say which: {' or '.join(rivals)}.")
-        raise UsageError(f"there is no command {name!r}.{did_you_mean(name, self.list_commands(ctx))} `fastloop --help` lists them.")
+        raise UsageError(
+            f"there is no command {name!r}.{did_you_mean(name, self.list_commands(ctx))} `fastloop --help` lists them."
+        )
 
 
 @cache
@@ -81,10 +85,13 @@ def tools() -> dict[str, EntryPoint]:
 
 @cache
 def extended(command: Any) -> Any:
-    """A command of the core with the options of fastloop's tools: ``[project.entry-points."fastloop.options"]  "plan.x" = "module:name"``.
+    """A command of the core with the options of fastloop's tools.
 
-    The function's options are added to those of the command ``plan``. Parameters with equal names share one value. Functions are called
-    before the command's own, in the order of their entry points' names. The first one that returns True has done the command's work.
+    An entry point adds them: ``[project.entry-points."fastloop.options"]  "plan.x" = "module:name"``.
+
+    The function's options are added to those of the command ``plan``. Parameters with equal names share one value.
+    Functions are called before the command's own, in the order of their entry points' names. The first one that returns
+    True has done the command's work.
     """
     calls: list[tuple[Any, set[str]]] = []
     own = command.callback, {parameter.name for parameter in command.params}

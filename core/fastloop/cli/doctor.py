@@ -28,17 +28,28 @@ def doctor() -> None:
         typer.echo(f"{name:<23}{value}")
 
     machine = this_machine()
-    line("device", f"{machine.device} ({machine.name})" + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""))
+    line(
+        "device",
+        f"{machine.device} ({machine.name})"
+        + (f" x {torch.accelerator.device_count()}" if machine.device != "cpu" else ""),
+    )
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         for point in entry_points("torch.backends"):
             package = " ".join(name_and_version(point.dist)) if point.dist else point.value
-            line("not loaded", f"{point.name} of {package}: TORCH_DEVICE_BACKEND_AUTOLOAD=1 fastloop doctor runs its code")
+            line(
+                "not loaded",
+                f"{point.name} of {package}: TORCH_DEVICE_BACKEND_AUTOLOAD=1 fastloop doctor runs its code",
+            )
     line("dtypes", ", ".join(machine.dtypes))
     line("processors", f"{platform_support.cores()}, of which torch uses {torch.get_num_threads()}")
     compiler = next((path for name in ("g++", "clang++", "cl") if (path := shutil.which(name))), None)
     line("compiler", compiler or "none found: torch.compile needs one on CPU")
     line("backends", ", ".join(torch._dynamo.list_backends()))
-    line("distributed", ", ".join(name for name in ("nccl", "gloo", "mpi") if getattr(torch.distributed, f"is_{name}_available")()) or "no")
+    line(
+        "distributed",
+        ", ".join(name for name in ("nccl", "gloo", "mpi") if getattr(torch.distributed, f"is_{name}_available")())
+        or "no",
+    )
     line("python", platform.python_version())
     requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     for requirement in requirements:
@@ -51,7 +62,10 @@ def doctor() -> None:
             if item.marker and item.marker.evaluate({"extra": extra}) and not item.marker.evaluate({"extra": ""})
         ]
         missing = [name for name in required if name != DISTRIBUTION and _installed(name) is None]
-        line(f"[{extra}]", f"not installed ({', '.join(missing)}): pip install '{DISTRIBUTION}[{extra}]'" if missing else "installed")
+        line(
+            f"[{extra}]",
+            f"not installed ({', '.join(missing)}): pip install '{DISTRIBUTION}[{extra}]'" if missing else "installed",
+        )
 
 
 def _installed(distribution: str) -> str | None:

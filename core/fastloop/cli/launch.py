@@ -1,10 +1,11 @@
 """Start the processes of a run on this machine. Does not import torch.
 
     fastloop train recipe.yaml --nproc 2
-    fastloop train recipe.yaml --nproc 2 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500    # and --node-rank 1 on the other machine
+    # on two machines; --node-rank 1 on the other one
+    fastloop train recipe.yaml --nproc 2 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500
 
-``torchrun``, ``accelerate launch`` and MPI work, too. With this launcher, a failing process ends the others at once, and only its own error
-is shown.
+``torchrun``, ``accelerate launch`` and MPI work, too. With this launcher, a failing process ends the others at once,
+and only its own error is shown.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         nnodes: Number of machines.
         node_rank: Index of this machine.
         master: HOST:PORT on machine 0; None: there is only this machine.
-        output: The run folder. If it contains a checkpoint, the message about a killed process includes the command to resume.
+        output: The run folder. If it contains a checkpoint, the message about a killed process includes the command to
+            resume.
 
     Returns:
         0, or the exit code of the process that failed first; 128 + n for signal n.
@@ -62,7 +64,9 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         UsageError: Another launcher started this process, or an option is wrong.
     """
     if world_size() > 1 or "LOCAL_RANK" in os.environ:
-        raise UsageError(f"--nproc {nproc}: another launcher started this process, one of {world_size()}. Leave one of the two out.")
+        raise UsageError(
+            f"--nproc {nproc}: another launcher started this process, one of {world_size()}. Leave one of the two out."
+        )
     if nnodes > 1 and master is None:
         raise UsageError(f"--nnodes {nnodes}: needs --master HOST:PORT, an address of node 0 that every node reaches.")
     if not 0 <= node_rank < nnodes:
@@ -77,8 +81,11 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     kills = platform_support.kills()
     processes = [
         subprocess.Popen(
-            [sys.executable, *([] if shared else ["-P"]), "-m", "fastloop", *arguments],  # -m alone adds the current folder to sys.path
-            env=os.environ | member(local, nproc, host, port, nnodes, node_rank) | {LAUNCHER: f"{os.getpid()} {launch_options}"},
+            # -m alone adds the current folder to sys.path
+            [sys.executable, *([] if shared else ["-P"]), "-m", "fastloop", *arguments],
+            env=os.environ
+            | member(local, nproc, host, port, nnodes, node_rank)
+            | {LAUNCHER: f"{os.getpid()} {launch_options}"},
         )
         for local in range(nproc)
     ]
@@ -92,15 +99,22 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     name = signal.Signals(-failed.returncode).name
     message = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
     if failed.returncode == -platform_support.KILL and platform_support.kills() > kills:
-        message += f" {platform_support.explain_kill(kills)} Set a smaller train.micro_batch_size, use fewer workers, or raise the limit."
+        message += (
+            f" {platform_support.explain_kill(kills)} Set a smaller train.micro_batch_size, use fewer "
+            "workers, or raise the limit."
+        )
     if checkpoints(output):
-        message += f" Continue from its newest checkpoint with: {shlex.join(['fastloop', *arguments])} {launch_options} --resume"
+        message += (
+            f" Continue from its newest checkpoint with: {shlex.join(['fastloop', *arguments])} "
+            f"{launch_options} --resume"
+        )
     print(f"error: {secrets.hide(message)}", file=sys.stderr)
     return 128 - int(failed.returncode)
 
 
 def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_rank: int = 0) -> dict[str, str]:
-    """Environment variables of process ``local`` of ``nproc`` on this machine. The processes share its processors equally.
+    """Environment variables of process ``local`` of ``nproc`` on this machine. The processes share its processors
+    equally.
 
     On one machine, gloo listens on the loopback interface. Otherwise it listens on the address of the machine's name.
     """
@@ -143,7 +157,8 @@ def signal_group(pid: int, number: signal.Signals) -> None:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
-    """Wait for all processes, and forward signals to them. If one fails, kill the others and return its index; otherwise return None."""
+    """Wait for all processes, and forward signals to them. If one fails, kill the others and return its index;
+    otherwise return None."""
     received: set[int] = set()
     deadline = float("inf")
 
@@ -159,7 +174,14 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
         with on_signals(forward):
             while True:
                 codes = [process.poll() for process in processes]
-                failed = next((index for index, code in enumerate(codes) if code not in (None, 0, EXIT_INTERRUPTED, EXIT_STOPPED)), None)
+                failed = next(
+                    (
+                        index
+                        for index, code in enumerate(codes)
+                        if code not in (None, 0, EXIT_INTERRUPTED, EXIT_STOPPED)
+                    ),
+                    None,
+                )
                 if failed is not None or None not in codes:
                     return failed
                 if EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes:  # the other processes must stop, too
@@ -178,8 +200,8 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
 def resume_from(value: str | None, output: Path) -> Path | None:
     """The path to resume from. ``value`` is the value of ``--resume``, None without that option.
 
-    If a process fails, torchrun with ``--max-restarts`` restarts all processes with the same arguments. On one machine, a restarted run
-    resumes from its run folder. On several machines, pass ``--resume`` from the start.
+    If a process fails, torchrun with ``--max-restarts`` restarts all processes with the same arguments. On one machine,
+    a restarted run resumes from its run folder. On several machines, pass ``--resume`` from the start.
     """
     if _restarts() and _is_from_this_job(output):
         return output
@@ -187,13 +209,15 @@ def resume_from(value: str | None, output: Path) -> Path | None:
 
 
 def _restarts() -> int:
-    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts separately."""
+    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts
+    separately."""
     is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0
 
 
 def _is_from_this_job(output: Path) -> bool:
-    """Whether this torchrun job created the run folder. If processes fail early, the folder may belong to an older run."""
+    """Whether this torchrun job created the run folder. If processes fail early, the folder may belong to an older
+    run."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/0/error.json
     try:
         started = Path(error_file).parents[1].with_name("attempt_0").stat().st_mtime if error_file else 0.0
@@ -214,15 +238,16 @@ def environment(resolved: ResolvedRecipe) -> dict[str, str]:
             other, first = values.setdefault(name, (plugin.name, value))
             if first != value:
                 raise PluginError(
-                    f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} and {first!r}. "
+                    f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} "
+                    f"and {first!r}. "
                     "Remove one of them."
                 )
     return {name: value for name, (_, value) in values.items()}
 
 
 def resolve_early(recipe: Recipe, objects: Iterable[Plugin] = ()) -> ResolvedRecipe:
-    """Resolve a recipe, if possible without importing torch: a process that restarts would import it twice. So the requirements on the
-    machine are not checked: call ``registry.check_requirements`` before a run is built.
+    """Resolve a recipe, if possible without importing torch: a process that restarts would import it twice. So the
+    requirements on the machine are not checked: call ``registry.check_requirements`` before a run is built.
 
     Args:
         objects: Plugin objects from Python.
@@ -234,9 +259,11 @@ def resolve_early(recipe: Recipe, objects: Iterable[Plugin] = ()) -> ResolvedRec
 
 
 def start_again(resolved: ResolvedRecipe) -> None:
-    """Restart this process if variables that a recipe's plugins need are not set. Variables that are set keep their values."""
+    """Restart this process if variables that a recipe's plugins need are not set. Variables that are set keep their
+    values."""
     needed = environment(resolved)
-    is_command = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]  # False if a program calls the command line
+    # False if a program calls the command line
+    is_command = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]
     if is_command and needed.keys() - os.environ.keys():
         sys.stdout.flush()
         sys.stderr.flush()
@@ -244,7 +271,8 @@ def start_again(resolved: ResolvedRecipe) -> None:
 
 
 def end_with_launcher() -> None:
-    """End this process with the launcher, even if the launcher is killed. Does nothing if ``launch`` did not start this process."""
+    """End this process with the launcher, even if the launcher is killed. Does nothing if ``launch`` did not start this
+    process."""
     parent = os.environ.get(LAUNCHER)
     if parent is None or not sys.platform.startswith("linux"):
         return
@@ -255,7 +283,8 @@ def end_with_launcher() -> None:
 
 
 def end(run: Run, code: int = 0) -> int:
-    """End the process group of this process, and with it the process if it is one of several. Otherwise return the exit code."""
+    """End the process group of this process, and with it the process if it is one of several. Otherwise return the exit
+    code."""
     run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
     run.processes.close()
     if run.world_size > 1:

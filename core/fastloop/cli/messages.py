@@ -21,11 +21,14 @@ class Messages(logging.Handler):
         import rich
 
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
-        rich.get_console().print(prefix + self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True)
+        rich.get_console().print(
+            prefix + self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True
+        )
 
 
 def show_messages() -> None:
-    """Show log messages from now on. With several processes, only the main process shows them. Repeated calls have no effect."""
+    """Show log messages from now on. With several processes, only the main process shows them. Repeated calls have no
+    effect."""
     logger = logging.getLogger("fastloop")
     if ranks.rank():
         logger.addHandler(logging.NullHandler())
@@ -38,11 +41,15 @@ def show_messages() -> None:
 
 
 def unreadable_package() -> str | None:
-    """The message for an installed package whose metadata Python cannot read, or None. Python, torch and transformers fail on it."""
+    """The message for an installed package whose metadata Python cannot read, or None. Python, torch and transformers
+    fail on it."""
     for distribution in importlib.metadata.distributions():
         try:
             _ = distribution.metadata, distribution.entry_points
         except (TypeError, ValueError) as error:
             folder = getattr(distribution, "_path", "?")
-            return f"{folder}: the metadata of this package cannot be read: {error}. Install the package again, or remove this folder."
+            return (
+                f"{folder}: the metadata of this package cannot be read: {error}. Install the package again, or "
+                "remove this folder."
+            )
     return None

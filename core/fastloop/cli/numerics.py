@@ -50,7 +50,8 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def switch_dropout_off(model: nn.Module) -> None:
-    """Set every dropout rate to 0: in torch's modules, and in the configurations and attributes of transformers' models."""
+    """Set every dropout rate to 0: in torch's modules, and in the configurations and attributes of transformers'
+    models."""
     from torch import nn
 
     for module in model.modules():

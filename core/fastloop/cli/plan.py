@@ -21,7 +21,9 @@ def plan(
     with_: With = None,
     without: Without = None,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="For N processes.")] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also show slots, effects, options and all reasons.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also show slots, effects, options and all reasons.")
+    ] = False,
 ) -> None:
     """Resolve a recipe and show what would run, without training.
 
@@ -47,7 +49,9 @@ def plan(
 
     drafts = [
         resolution.draft("configure_accelerator", AcceleratorDraft()),
-        resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=loaded.data.get("pad_to_multiple_of"))),
+        resolution.draft(
+            "configure_dataloader", DataLoaderDraft(pad_to_multiple_of=loaded.data.get("pad_to_multiple_of"))
+        ),
         resolution.draft("configure_optimizer", OptimizerDraft(**loaded.train.optimizer_arguments)),
     ]
     world_size = nproc or ranks.world_size()
@@ -70,7 +74,9 @@ def plan(
         ]
         options += [f"on_error={plugin.on_error}"] * (plugin.on_error != "raise")
         changes = [
-            name if callable(value) else f"{name}={value}" for draft in drafts for name, value in draft.written_by(plugin.name).items()
+            name if callable(value) else f"{name}={value}"
+            for draft in drafts
+            for name, value in draft.written_by(plugin.name).items()
         ]
         for line in (plugin.description, ", ".join(options), ", ".join(changes) and "sets " + ", ".join(changes)):
             if line:
@@ -83,7 +89,9 @@ def plan(
     if splitter := drafts[1].writers.get("split"):
         shares = f"over {world_size} processes, split by {splitter}"
     typer.echo(f"batch    {loaded.train.batch_size} samples a step {shares}")
-    typer.echo(f"length   {loaded.train.max_steps or f'{loaded.train.epochs} epochs'}{' steps' * bool(loaded.train.max_steps)}")
+    typer.echo(
+        f"length   {loaded.train.max_steps or f'{loaded.train.epochs} epochs'}{' steps' * bool(loaded.train.max_steps)}"
+    )
     typer.echo(f"output   {loaded.output}")
     if not verbose:
         typer.echo(f"\n`fastloop plan {recipe} -v` shows each plugin's effect and options.")
@@ -97,6 +105,7 @@ def show_table(resolution: PluginSet) -> None:
 
     table = Table("", "plugin", "numerics", "reason", box=None, pad_edge=False)
     for number, plugin in enumerate(resolution.plugins, start=1):
-        parts = [part.partition(":")[0] for part in resolution.reasons[plugin.name].split("; ")]  # without the details of a default
+        # without the details of a default
+        parts = [part.partition(":")[0] for part in resolution.reasons[plugin.name].split("; ")]
         table.add_row(f"{number:>2}.", plugin.name, plugin.numerics, escape("; ".join(parts)))
     rich.print(table)

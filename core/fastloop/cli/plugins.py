@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 KEYWORD = "fastloop-plugin"
-"""Keyword in the metadata of packages with plugins, and topic of their repositories. `fastloop new plugin` writes it."""
+"""Keyword in the metadata of packages with plugins, and topic of their repositories. `fastloop new plugin` writes
+it."""
 SEARCH = f"""More plugins: search PyPI for the keyword {KEYWORD}, or open
 https://github.com/topics/{KEYWORD}"""
 
 
 def plugins(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Show this plugin's declarations, options and a recipe.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Show this plugin's declarations, options and a recipe.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
 ) -> None:
     """List the installed plugins, or show one."""
@@ -42,7 +45,9 @@ def plugins(
         typer.echo(json.dumps(rows, indent=2))
         return
     for package in sorted({(row["distribution"], row["version"]) for row in rows}):
-        table = _table("plugin", "numerics", "what it does", title=" ".join(package), title_justify="left", title_style="bold")
+        table = _table(
+            "plugin", "numerics", "what it does", title=" ".join(package), title_justify="left", title_style="bold"
+        )
         members = [row for row in rows if (row["distribution"], row["version"]) == package]
         for group in sorted({row["group"] for row in members}):
             if group:
@@ -70,7 +75,8 @@ def _table(*columns: str, **settings: Any) -> Table:
 
 
 def listing(name: str, point: EntryPoint) -> dict[str, Any]:
-    """The row of a plugin, from package metadata and source text, without importing it. ``group`` is the subpackage that holds it."""
+    """The row of a plugin, from package metadata and source text, without importing it. ``group`` is the subpackage
+    that holds it."""
     facts = {"slot": None, "numerics": None, "summary": "", **_declared(point)}
     distribution, version = name_and_version(point.dist) if point.dist else ("", "")
     return {
@@ -98,9 +104,14 @@ def _declared(point: EntryPoint) -> dict[str, Any]:
     cls = cls.strip()
     usual: dict[str, Any] = {}
     if source.bases.get(cls) in (["Plugin"], ["Strategy"]):
-        usual = {"slot": Strategy.slot if source.bases[cls] == ["Strategy"] else Plugin.slot, "numerics": Plugin.numerics}
+        usual = {
+            "slot": Strategy.slot if source.bases[cls] == ["Strategy"] else Plugin.slot,
+            "numerics": Plugin.numerics,
+        }
     given = {
-        key: value for key, value in source.classes.get(cls, {}).items() if key in ("slot", "numerics") and isinstance(value, str | None)
+        key: value
+        for key, value in source.classes.get(cls, {}).items()
+        if key in ("slot", "numerics") and isinstance(value, str | None)
     }
     return {"summary": source.summary} | usual | given
 
@@ -119,7 +130,9 @@ def packages_without_plugins() -> list[str]:
         with suppress(UnicodeDecodeError):  # metadata that is not UTF-8
             declared = re.search(rf"(?im)^Keywords:.*\b{KEYWORD}\b", dist.read_text("METADATA") or "")
             if declared and not dist.entry_points.select(group=GROUP):
-                found.append(f"{dist.name} {dist.version} has the keyword {KEYWORD}, but no entry point in the group {GROUP}.")
+                found.append(
+                    f"{dist.name} {dist.version} has the keyword {KEYWORD}, but no entry point in the group {GROUP}."
+                )
     return found
 
 
@@ -128,7 +141,9 @@ def hooks_of(cls: type[Plugin]) -> list[str]:
     from fastloop import hookspecs
 
     marked = [name for name in dir(cls) if hasattr(getattr(cls, name), "fastloop_impl")]
-    return [name for name in vars(hookspecs) if name in marked] + [name for name in marked if name not in vars(hookspecs)]
+    return [name for name in vars(hookspecs) if name in marked] + [
+        name for name in marked if name not in vars(hookspecs)
+    ]
 
 
 def is_wrapper(cls: type[Plugin], hook: str) -> bool:
@@ -153,7 +168,8 @@ def requirement(need: Any) -> str:
 
 
 def documentation(cls: type[Plugin]) -> tuple[str, str]:
-    """The docstring of a plugin's module in two parts: the text, and the recipe that it shows. Without one, the recipe lists the name."""
+    """The docstring of a plugin's module in two parts: the text, and the recipe that it shows. Without one, the recipe
+    lists the name."""
     import inspect
     import textwrap
 
@@ -229,4 +245,6 @@ def _wrapped(text: str) -> str:
 
     width = shutil.get_terminal_size().columns
     paragraphs = re.split(r"\n{2,}", text)
-    return "\n\n".join(part if re.search(r"(?m)^(?: |[*-] )", part) else textwrap.fill(part, width) for part in paragraphs)
+    return "\n\n".join(
+        part if re.search(r"(?m)^(?: |[*-] )", part) else textwrap.fill(part, width) for part in paragraphs
+    )

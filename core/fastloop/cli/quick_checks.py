@@ -1,4 +1,4 @@
-"""Quick checks of a recipe: ``fastloop train --fast-dev-run`` and ``--overfit N``. Each is a few settings and a plugin."""
+"""Quick checks of recipes: ``fastloop train --fast-dev-run``, ``--overfit N``. Each is some settings and a plugin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 OVERFIT_STEPS = 500
 """Optimizer steps of ``--overfit`` without ``train.max_steps``: enough for most models to memorize a few batches."""
 NEAR_ZERO = 0.05
-"""A loss is near zero below this share of the loss of the first pass. Dropout keeps the loss of most models above zero."""
+"""A loss is near zero below this share of the loss of the first pass. Dropout keeps the loss of most models above
+zero."""
 
 
 class FastDevRun(Plugin):
@@ -84,7 +85,9 @@ class Overfit(Plugin):
         datasets = yield
         if "train" in (datasets or {}):
             split = datasets["train"]
-            stream = iter(split) if isinstance(split, IterableDataset) else (split[index] for index in range(len(split)))
+            stream = (
+                iter(split) if isinstance(split, IterableDataset) else (split[index] for index in range(len(split)))
+            )
             datasets = {**datasets, "train": list(islice(stream, self.samples))}
             self.samples = len(datasets["train"])
         return datasets
@@ -122,11 +125,21 @@ class Overfit(Plugin):
     def result(self, steps: int) -> str:
         """The result as a sentence."""
         if self.first is None:
-            return f"overfit: {steps} steps do not cover {self.samples} samples. Raise train.max_steps, or take fewer samples."
+            return (
+                f"overfit: {steps} steps do not cover {self.samples} samples. Raise train.max_steps, or take "
+                "fewer samples."
+            )
         how = "fell" if self.is_near_zero() else "did not fall"
-        text = f"overfit: the loss {how} to near zero: {self.first:.4g} in the first pass over {self.samples} samples, {self.last:.4g} in "
+        text = (
+            f"overfit: the loss {how} to near zero: {self.first:.4g} in the first pass over {self.samples} "
+            f"samples, {self.last:.4g} in "
+        )
         text += f"the last one, after {steps} steps."
-        return text if self.is_near_zero() else f"{text} Check the labels, the loss and train.lr, or raise train.max_steps."
+        return (
+            text
+            if self.is_near_zero()
+            else f"{text} Check the labels, the loss and train.lr, or raise train.max_steps."
+        )
 
 
 def prepare(recipe: Recipe, samples: int | None) -> None:
@@ -138,7 +151,13 @@ def prepare(recipe: Recipe, samples: int | None) -> None:
         samples: Those of ``--overfit``; None: for ``--fast-dev-run``.
     """
     if samples is None:
-        changes: dict[str, Any] = {"epochs": 2, "max_steps": 2, "save_every": 1, "log_every": 1, "on_save_error": "stop"}
+        changes: dict[str, Any] = {
+            "epochs": 2,
+            "max_steps": 2,
+            "save_every": 1,
+            "log_every": 1,
+            "on_save_error": "stop",
+        }
     else:
         changes = {"epochs": 10**6, "max_steps": recipe.train.max_steps or OVERFIT_STEPS, "save_every": None}
     recipe.train = replace(recipe.train, evaluate_every=None, **changes)
@@ -147,12 +166,17 @@ def prepare(recipe: Recipe, samples: int | None) -> None:
 
 
 def without_publishers(recipe: Recipe) -> dict[str, dict[str, Any] | Literal[False]]:
-    """Turn off the plugins that send results out of the run folder (``Plugin.publishes``): nobody keeps those of a check or a measurement.
+    """Turn off the plugins that send results out of the run folder (``Plugin.publishes``): nobody keeps those of a
+    check or a measurement.
 
     Returns:
         Name -> False, to update ``recipe.plugins`` with.
     """
-    return {name: False for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).publishes}
+    return {
+        name: False
+        for name, options in recipe.plugins.items()
+        if options is not False and load_listed(recipe, name).publishes
+    }
 
 
 def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, nproc: int | None) -> None:
@@ -163,13 +187,18 @@ def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, n
     """
     if overfit is not None and max(nproc or 1, ranks.world_size()) > 1:
         raise UsageError("--overfit: expected one process. Leave out --nproc or the launcher.")
-    given = [name for name, on in (("--fast-dev-run", fast_dev_run), ("--overfit", overfit), ("--resume", resume is not None)) if on]
+    given = [
+        name
+        for name, on in (("--fast-dev-run", fast_dev_run), ("--overfit", overfit), ("--resume", resume is not None))
+        if on
+    ]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other. Leave out one of them.")
 
 
 def run_fast_dev_run(resolved: ResolvedRecipe) -> int:
-    """Train one step, evaluate, save and export; then resume from the checkpoint and do it again. Removes the output folder.
+    """Train one step, evaluate, save and export; then resume from the checkpoint and do it again. Removes the output
+    folder.
 
     Returns:
         The exit code.

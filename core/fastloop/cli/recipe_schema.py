@@ -1,8 +1,8 @@
 """Build a JSON Schema of recipes from the ``train`` section, every plugin's ``Config`` and every task's ``sections``.
 
-Editors use it to complete and check recipes, and the docs are built from it. The schema describes a single file. No key is required,
-because ``extends`` or the command line may set it, and ``${another.key}`` is valid for any value. `fastloop plan` checks combinations of
-options, files and the machine.
+Editors use it to complete and check recipes, and the docs are built from it. The schema describes a single file. No key
+is required, because ``extends`` or the command line may set it, and ``${another.key}`` is valid for any value.
+`fastloop plan` checks combinations of options, files and the machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def recipe_schema(every: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Returns the schema, and a message for each plugin that was left out.
 
     Args:
-        every: Import plugins of other distributions, too. Otherwise the schema has only their names and accepts any options.
+        every: Import plugins of other distributions, too. Otherwise the schema has only their names and accepts any
+            options.
     """
     definitions: dict[str, Any] = {"interpolation": _INTERPOLATION, "train": _mapping(Train, "train", "How to train.")}
     descriptions: dict[str, str] = {}
@@ -72,7 +73,10 @@ def _mapping(cls: type, name: str, description: str) -> dict[str, Any]:
         members = value.get("anyOf", [value]) if value else []
         if all(_refuses_some_text(member) for member in members):
             members = [*members, {"$ref": "#/$defs/interpolation"}]
-        properties[key] = {**annotations, **(members[0] if len(members) == 1 else {"anyOf": members} if members else {})}
+        properties[key] = {
+            **annotations,
+            **(members[0] if len(members) == 1 else {"anyOf": members} if members else {}),
+        }
     schema.pop("required", None)
     return {**schema, "type": ["object", "null"], "description": description, "properties": properties}
 
@@ -82,7 +86,10 @@ def _refuses_some_text(schema: dict[str, Any]) -> bool:
 
 
 def _assemble(
-    definitions: dict[str, Any], descriptions: dict[str, str], sections: dict[str, dict[type, list[str]]], opaque: list[str]
+    definitions: dict[str, Any],
+    descriptions: dict[str, str],
+    sections: dict[str, dict[type, list[str]]],
+    opaque: list[str],
 ) -> dict[str, Any]:
     known: dict[str, list[dict[str, Any]]] = {}
     for section, owners in sections.items():
@@ -90,10 +97,15 @@ def _assemble(
             definitions[f"{section}.{names[0]}"] = _mapping(cls, f"{section}.{names[0]}", f"For {' and '.join(names)}.")
         known[section] = [{"$ref": f"#/$defs/{section}.{names[0]}"} for names in owners.values()]
     by_name = {
-        name: {"description": text, "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}]} for name, text in descriptions.items()
+        name: {"description": text, "anyOf": [{"$ref": f"#/$defs/plugins.{name}"}, {"const": False}]}
+        for name, text in descriptions.items()
     }
     options = {"type": "object", "minProperties": 1, "maxProperties": 1}
-    reference = {"type": "string", "pattern": REFERENCE, "description": "A plugin in a file next to the recipe, or in the named package."}
+    reference = {
+        "type": "string",
+        "pattern": REFERENCE,
+        "description": "A plugin in a file next to the recipe, or in the named package.",
+    }
     item = {
         "anyOf": [
             *({"const": name, "description": text} for name, text in descriptions.items()),
@@ -113,15 +125,26 @@ def _assemble(
             {**options, "propertyNames": {"anyOf": [{"enum": opaque}, reference]}},
         ]
     }
-    open_sections = {"anyOf": [{"required": ["extends"]}, {"required": ["plugins"], "properties": {"plugins": {"contains": unknown}}}]}
+    open_sections = {
+        "anyOf": [
+            {"required": ["extends"]},
+            {"required": ["plugins"], "properties": {"plugins": {"contains": unknown}}},
+        ]
+    }
     return {
         "$schema": DIALECT,
         "title": "A recipe of fastloop",
         "type": "object",
         "minProperties": 1,
         "properties": {
-            "extends": {"type": "string", "description": "The recipe to extend: a relative path, or the name of a shipped recipe."},
-            "model": {"description": "The model. The task defines the keys.", "anyOf": [*known["model"], {"type": ["object", "null"]}]},
+            "extends": {
+                "type": "string",
+                "description": "The recipe to extend: a relative path, or the name of a shipped recipe.",
+            },
+            "model": {
+                "description": "The model. The task defines the keys.",
+                "anyOf": [*known["model"], {"type": ["object", "null"]}],
+            },
             "data": {
                 "description": "The data. The task defines the keys.",
                 "anyOf": [*known["data"], {"type": ["object", "null"]}],

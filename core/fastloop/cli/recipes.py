@@ -8,7 +8,9 @@ import typer
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Print this recipe, so that it can be copied.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="Print this recipe, so that it can be copied.")
+    ] = None,
 ) -> None:
     """List the shipped recipes, or print one."""
     from fastloop.recipe import find_recipe, shipped_recipes

@@ -13,7 +13,9 @@ from fastloop.cli.arguments import output_file
 
 def schema(
     output: Annotated[Path | None, output_file("--output", "Write it there instead of printing it.", Path)] = None,
-    every: Annotated[bool, typer.Option("--all", help="Import other packages' plugins too, for their options.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Import other packages' plugins too, for their options.")
+    ] = False,
 ) -> None:
     """Print the JSON Schema of recipes.
 

@@ -1,4 +1,4 @@
-"""The start of a command: the machine before torch is imported, the garbage collector while libraries are, and the run."""
+"""The start of a command: the machine before torch is imported, the garbage collector during imports, and the run."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ ACCELERATORS = ("nvidiactl", "dxg", "kfd", "accel", "dri/renderD128", "davinci0"
 
 
 def cpu_machine(device: str) -> Machine | None:
-    """This machine, without torch and without a name, if it trains on the CPU; None: torch is imported anyway, or only torch knows.
+    """This machine, without torch and without a name, if it trains on the CPU; None: torch is imported anyway, or only
+    torch knows.
 
     A process that restarts itself for its environment decides with it, so that torch is imported only once.
 
@@ -73,7 +74,8 @@ def cpu_machine(device: str) -> Machine | None:
 
 
 def started_from(path: Path) -> Path:
-    """The recipe that a run was started with, given the ``recipe.yaml`` of its folder, whose paths may be relative to that recipe.
+    """The recipe that a run was started with, given the ``recipe.yaml`` of its folder, whose paths may be relative to
+    that recipe.
 
     Any other recipe, or one whose start is unknown: ``path``.
     """

@@ -1,4 +1,4 @@
-"""The standard streams of a command: closed ones, a reader that has left, a full disk, and an encoding that lacks characters."""
+"""The standard streams of a command: closed ones, a reader that left, full disks, an encoding without characters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ class _Output(io.FileIO):
     """A standard stream that discards what follows an error.
 
     Args:
-        raises: Whether an error is raised once. One of a reader that has left (``fastloop plugins | head -1``) never is.
+        raises: Whether an error is raised once. One of a reader that has left (``fastloop plugins | head -1``) never
+            is.
     """
 
     def __init__(self, number: int, raises: bool) -> None:
@@ -39,27 +40,33 @@ class _Output(io.FileIO):
 
 
 def secure_streams(is_log: bool) -> None:
-    """Open closed streams (``>&-``) on the null device, and make the others accept every character, also after their reader has left.
+    """Open closed streams (``>&-``) on the null device, and make the others accept every character, also after their
+    reader has left.
 
-    A closed stream's number would go to the next file that is opened, and libraries would write their messages into that file.
+    A closed stream's number would go to the next file that is opened, and libraries would write their messages into
+    that file.
 
     Args:
-        is_log: Whether the standard output is a log, as in ``fastloop train``: the run folder has it, too, and the command continues if it
-            cannot be written. Otherwise it is the result, and the command fails.
+        is_log: Whether the standard output is a log, as in ``fastloop train``: the run folder has it, too, and the
+            command continues if it cannot be written. Otherwise it is the result, and the command fails.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         stream = getattr(sys, name)
         if stream is None:
             null = os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is the stream's own
             os.set_inheritable(null, True)
-            setattr(sys, name, open(null, "w" if number else "r", encoding="utf-8"))  # noqa: PTH123, SIM115 # open until the process ends
+            # open until the process ends
+            setattr(sys, name, open(null, "w" if number else "r", encoding="utf-8"))  # noqa: PTH123, SIM115
         elif number and type(stream) is io.TextIOWrapper:
             stream.flush()
             buffer = io.BufferedWriter(_Output(stream.fileno(), raises=name == "stdout" and not is_log))
-            text = io.TextIOWrapper(buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, stream.write_through)
+            text = io.TextIOWrapper(
+                buffer, stream.encoding, "backslashreplace", None, stream.line_buffering, stream.write_through
+            )
             setattr(sys, name, text)
 
 
 def has_reader() -> bool:
-    """Whether what is written to the standard output still arrives, so that a command may stop when its reader has left."""
+    """Whether what is written to the standard output still arrives, so that a command may stop when its reader has
+    left."""
     return not getattr(getattr(getattr(sys.stdout, "buffer", None), "raw", None), "discards", False)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
-    """``--resume`` of `train` has an optional value. Add an empty value to the bare option, so that the next argument is not parsed as its
-    value. Arguments of other commands stay as they are."""
+    """``--resume`` of `train` has an optional value. Add an empty value to the bare option, so that the next argument
+    is not parsed as its value. Arguments of other commands stay as they are."""
     if arguments[:1] != ["train"]:
         return arguments
     result = []
@@ -40,7 +40,8 @@ def train(
         str | None,
         typer.Option(
             metavar="[PATH]",
-            help="Resume from the newest checkpoint in PATH, or from the checkpoint PATH. Without PATH: from the output folder; "
+            help="Resume from the newest checkpoint in PATH, or from the checkpoint PATH. Without PATH: from the "
+            "output folder; "
             "start a new run if it has no checkpoint.",
         ),
     ] = None,
@@ -54,17 +55,19 @@ def train(
     fast_dev_run: Annotated[
         bool,
         typer.Option(
-            "--fast-dev-run", help="Check the recipe: two steps, one batch of each evaluation, save, resume, export. Keeps no files."
+            "--fast-dev-run",
+            help="Check the recipe: two steps, one batch of each evaluation, save, resume, export. Keeps no files.",
         ),
     ] = False,
     overfit: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Check the recipe: train on N samples until the loss is near zero.")
+        int | None,
+        typer.Option(min=1, metavar="N", help="Check the recipe: train on N samples until the loss is near zero."),
     ] = None,
 ) -> None:
     """Train a recipe: write the run folder and print its summary.
 
-    SIGTERM, SIGUSR1 and Ctrl-C save at the end of the step and stop; a second one stops at once. Exit codes: 0 done; 1 the run failed;
-    2 usage error; 75 stopped by SIGTERM or SIGUSR1, continue with --resume; 130 stopped by Ctrl-C.
+    SIGTERM, SIGUSR1 and Ctrl-C save at the end of the step and stop; a second one stops at once. Exit codes: 0 done; 1
+    the run failed; 2 usage error; 75 stopped by SIGTERM or SIGUSR1, continue with --resume; 130 stopped by Ctrl-C.
     """
     from fastloop.cli import quick_checks
     from fastloop.cli.hook_timing import HookTimer
@@ -77,7 +80,11 @@ def train(
     command = ["train", recipe, *(overrides or ())]
     for key, listed in (("--with", names(with_)), ("--without", names(without))):
         command += [key, ",".join(listed)] if listed else []
-    command += ["--trace-hooks"] * trace_hooks + ["--fast-dev-run"] * fast_dev_run + ["--overfit", str(overfit)] * (overfit is not None)
+    command += (
+        ["--trace-hooks"] * trace_hooks
+        + ["--fast-dev-run"] * fast_dev_run
+        + ["--overfit", str(overfit)] * (overfit is not None)
+    )
     quick_checks.check_options(fast_dev_run, overfit, resume, nproc)
     if fast_dev_run or overfit:
         quick_checks.prepare(loaded, overfit)
@@ -92,7 +99,9 @@ def train(
             resolved = launch.resolve_early(loaded)
             launch.start_again(resolved)
         if fast_dev_run or overfit:
-            raise typer.Exit(quick_checks.run_overfit(resolved, overfit) if overfit else quick_checks.run_fast_dev_run(resolved))
+            raise typer.Exit(
+                quick_checks.run_overfit(resolved, overfit) if overfit else quick_checks.run_fast_dev_run(resolved)
+            )
         if trace_hooks:
             resolved.plugins.manager.replace(timer)
         with start_run(resolved, resume=launch.resume_from(resume, Path(loaded.output))) as run:
@@ -106,8 +115,14 @@ def train(
                 show_calls(timer)
             show_summary(summary, run.folder)
             if run.interrupted:
-                resume_command = " ".join(filter(None, [shlex.join(["fastloop", *command]), launch.options(), "--resume"]))
-                saved = "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
+                resume_command = " ".join(
+                    filter(None, [shlex.join(["fastloop", *command]), launch.options(), "--resume"])
+                )
+                saved = (
+                    "and saved"
+                    if run.saver.last_saved_step == run.state.step
+                    else f"(newest checkpoint: {run.saver.last_saved_step})"
+                )
                 typer.echo(secrets.hide(f"Stopped {saved} at step {run.state.step}. Continue with: {resume_command}"))
         raise typer.Exit(launch.end(run, signals.exit_code(run.interrupted) if run.interrupted else 0))
 
@@ -149,7 +164,9 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
         row("best", f"{best.get('metric', '')} {best['value']:.4f} at step {best['step']}".lstrip())
     row("steps", f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)")
     spent = ("train", "evaluate", "save", "startup", "compile")
-    row("seconds", ", ".join(f"{name} {summary[f'{name}_seconds']:.1f}" for name in spent if summary[f"{name}_seconds"]))
+    row(
+        "seconds", ", ".join(f"{name} {summary[f'{name}_seconds']:.1f}" for name in spent if summary[f"{name}_seconds"])
+    )
     tokens = f", {summary['tokens_per_second']:.0f} tokens/s" if summary["tokens_per_second"] else ""
     row("speed", f"{summary['samples_per_second']:.1f} samples/s{tokens}")
     row("memory", f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak, {summary['device']}")

@@ -1,9 +1,9 @@
-"""Batches from datasets, in an order that depends only on the seed and the epoch, not on the number of processes or workers.
+"""Batches from datasets, in an order that depends only on seed and epoch, not on the number of processes or workers.
 
-The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch))``. An optimizer step takes the next ``batch_size``
-samples; its micro-steps and processes take consecutive shares, or the parts that a plugin splits it into. The number of samples drawn in
-the epoch defines the position, so a run can resume with another number of processes. Loading does not use the global random state:
-dropout draws the same numbers with and without workers.
+The order of an epoch is ``torch.randperm(n, generator=manual_seed(seed + epoch))``. An optimizer step takes the next
+``batch_size`` samples; its micro-steps and processes take consecutive shares, or the parts that a plugin splits it
+into. The number of samples drawn in the epoch defines the position, so a run can resume with another number of
+processes. Loading does not use the global random state: dropout draws the same numbers with and without workers.
 """
 
 from fastloop.data.datasets import DatasetProtocol, fingerprint

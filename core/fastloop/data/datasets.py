@@ -24,35 +24,41 @@ FILLER_ATTEMPTS = 100
 
 
 class DatasetProtocol(Protocol):
-    """Optional members of datasets from ``build_datasets`` or ``Trainer``, beside torch's own. Nothing needs to inherit from this class."""
+    """Optional members of datasets from ``build_datasets`` or ``Trainer``, beside torch's own. Nothing needs to inherit
+    from this class."""
 
     lengths: Sequence[int]
-    """Map-style: tokens of each sample. Plugins that group or pack samples use it; without it, they read every sample to measure its
-    ``input_ids``, or do without."""
+    """Map-style: tokens of each sample. Plugins that group or pack samples use it; without it, they read every sample
+    to measure its ``input_ids``, or do without."""
 
     deterministic: bool
-    """Map-style: True if a sample follows from its index alone: reading it draws no random numbers, changes nothing, and may
-    happen in another thread. A collator may have the same attribute, with regard to its samples. If both are true,
-    ``device-prefetch`` reads ahead. Default: False."""
+    """Map-style: True if a sample follows from its index alone: reading it draws no random numbers, changes nothing,
+    and may happen in another thread. A collator may have the same attribute, with regard to its samples. If both are
+    true, ``device-prefetch`` reads ahead. Default: False."""
 
     shards_itself: bool
-    """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes every sample it
-    yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's end. Default: False. Then
-    ``__iter__`` must yield all samples in every process and worker, and fastloop shares them out."""
+    """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes
+    every sample it yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's
+    end. Default: False. Then ``__iter__`` must yield all samples in every process and worker, and fastloop shares them
+    out."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle by it."""
+        """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle
+        by it."""
 
     def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[Sequence[tuple[int, Any]]]:
-        """Iterable with a length: for each range of positions in the order of ``epoch``, ``(sample id, sample)`` of each position.
+        """Iterable with a length: for each range of positions in the order of ``epoch``, ``(sample id, sample)`` of
+        each position.
 
-        Called instead of ``__iter__``. Each process and worker passes the positions of its own micro-batches, increasing. A resumed run
-        passes only later positions, so nothing else has to be read. The order must depend on nothing but the epoch.
+        Called instead of ``__iter__``. Each process and worker passes the positions of its own micro-batches,
+        increasing. A resumed run passes only later positions, so nothing else has to be read. The order must depend on
+        nothing but the epoch.
         """
         ...
 
     def fingerprint(self) -> str:
-        """A short string that changes when the samples do, such as a hash. A checkpoint contains it and the number of samples.
+        """A short string that changes when the samples do, such as a hash. A checkpoint contains it and the number of
+        samples.
 
         If either differs when a run resumes, ``train.on_data_change`` applies.
         """
@@ -72,13 +78,13 @@ class Numbered(tuple[int, Any]):
 
 
 class Filler(list[Any]):
-    """A sample with weight 0, for a process without a share of an epoch's last micro-step. That process must compute, too, because the
-    others wait for its gradients."""
+    """A sample with weight 0, for a process without a share of an epoch's last micro-step. That process must compute,
+    too, because the others wait for its gradients."""
 
 
 class MapReader(Dataset[Any]):
-    """Reads a map-style dataset by micro-batch. A worker first seeds its random states with the micro-batch's seed, so that random numbers
-    do not depend on the worker."""
+    """Reads a map-style dataset by micro-batch. A worker first seeds its random states with the micro-batch's seed, so
+    that random numbers do not depend on the worker."""
 
     def __init__(self, dataset: Any, skip_unreadable: bool = False) -> None:
         self.dataset, self.skip_unreadable = dataset, skip_unreadable
@@ -116,22 +122,27 @@ class MapReader(Dataset[Any]):
                 samples.append(Filler(self.read([index % len(self.dataset)])))
                 break
         if not samples:
-            raise DataError(f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}")
+            raise DataError(
+                f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}"
+            )
         return samples
 
 
 class Stream(IterableDataset[Any]):
     """An iterable dataset, sharded so that each sample is read once, in the same batches for any number of workers.
 
-    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset, ``get_worker_info()`` is None, so
-    that it does not shard its samples again. Its random numbers are the same on every reader and after each resume.
+    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset,
+    ``get_worker_info()`` is None, so that it does not shard its samples again. Its random numbers are the same on every
+    reader and after each resume.
 
     Args:
         batch: Samples of a micro-batch.
         batches_per_step: Micro-batches of a step, over all processes, to drop an incomplete last step; 0: keep it.
     """
 
-    def __init__(self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, batches_per_step: int = 0) -> None:
+    def __init__(
+        self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, batches_per_step: int = 0
+    ) -> None:
         self.dataset, self.batch, self.batches_per_step = dataset, batch, batches_per_step
         self.rank, self.world_size, self.seed = rank, world_size, seed
         self.position = torch.zeros(2, dtype=torch.int64)  # epoch and start
@@ -158,7 +169,8 @@ class Stream(IterableDataset[Any]):
         if hasattr(self.dataset, "read_ranges"):
             yield from self._read_ranges(epoch, start, reader, readers)
             return
-        isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)  # the same for all readers, which must agree on the order
+        # the same for all readers, which must agree on the order
+        isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)
         with isolated:
             samples = iter(self.dataset)
             deque(islice(samples, start), maxlen=0)
@@ -178,7 +190,9 @@ class Stream(IterableDataset[Any]):
                     seed_all(hash((self.seed, epoch, position)) % 2**32)
                 yield from (Numbered(pair) for pair in enumerate(micro_batch, position))
             pending.clear()
-        if not self.batches_per_step and any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
+        if not self.batches_per_step and any(
+            filler % readers == reader for filler in range(number, number + -number % self.world_size)
+        ):
             yield Filler([last])
 
     def _read_ranges(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
@@ -192,11 +206,14 @@ class Stream(IterableDataset[Any]):
             yield from map(Numbered, samples)
         number = -(-(end - start) // self.batch)
         if any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
-            yield from (Filler([sample]) for ((_, sample),) in self.dataset.read_ranges(epoch, [range(start, start + 1)]))
+            yield from (
+                Filler([sample]) for ((_, sample),) in self.dataset.read_ranges(epoch, [range(start, start + 1)])
+            )
 
 
 class Collate:
-    """Collates samples with the task's collator, and sets the fields of ``Batch`` that the loader is responsible for."""
+    """Collates samples with the task's collator, and sets the fields of ``Batch`` that the loader is responsible
+    for."""
 
     def __init__(self, collator: Callable[[list[Any]], Any]) -> None:
         self.collator = collator
@@ -208,7 +225,12 @@ class Collate:
             ids, samples = tuple(position for position, _ in samples), [sample for _, sample in samples]
         result = self.collator(first if isinstance(first, Filler) else samples)
         batch = result if isinstance(result, Batch) else Batch(result)
-        batch.samples, batch.ids, batch.is_last_micro_batch, batch.unreadable = len(samples), ids, read.is_last_micro_batch, read.unreadable
+        batch.samples, batch.ids, batch.is_last_micro_batch, batch.unreadable = (
+            len(samples),
+            ids,
+            read.is_last_micro_batch,
+            read.unreadable,
+        )
         batch.loss_weight = batch.loss_weight or batch.samples
         if isinstance(first, Filler):
             batch.samples = batch.loss_weight = batch.tokens = 0

@@ -34,9 +34,9 @@ class Loader:
         micro_batch_size: Samples of a micro-batch on one process.
         pieces: See ``StepSampler``.
         split: Name of the split, for its worker settings and for messages.
-        sampler: Whether to drop an incomplete last batch. A batch has ``batch_size`` samples in training and the sampler's
-            ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids of a map-style dataset in
-            their order. None, or any other sampler: all samples in the default order.
+        sampler: Whether to drop an incomplete last batch. A batch has ``batch_size`` samples in training and the
+            sampler's ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids
+            of a map-style dataset in their order. None, or any other sampler: all samples in the default order.
 
     Raises:
         UsageError: No sample is left.
@@ -68,7 +68,8 @@ class Loader:
         self.max_batches: int | None = None
         self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
         self.micro_steps = batch_size // (micro_batch_size * world_size)
-        self.in_step = not getattr(dataset, "shards_itself", False)  # False: processes may have different numbers of batches
+        # False: processes may have different numbers of batches
+        self.in_step = not getattr(dataset, "shards_itself", False)
         self.stream: Stream | None = None
         self.sampler: StepSampler | None = None
         arguments: dict[str, Any] = {
@@ -87,12 +88,16 @@ class Loader:
             if drop_last and not (self.in_step and shuffle):
                 kind = "is iterable and only evaluated" if self.in_step else "shards itself"
                 raise UsageError(
-                    f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples dropped would depend on "
+                    f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples "
+                    "dropped would depend on "
                     "the number of processes. Set drop_last=False, or let the dataset end earlier."
                 )
-            self.stream = Stream(dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0)
+            self.stream = Stream(
+                dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0
+            )
             if reading["num_workers"]:
-                self.stream.position.share_memory_()  # type: ignore[no-untyped-call] # so that persistent workers see changes
+                # so that persistent workers see changes
+                self.stream.position.share_memory_()  # type: ignore[no-untyped-call]
             self.loader = loader_class(self.stream, batch_size=micro_batch_size, **arguments)
             return
         order: Any = sampler.sampler if sampler is not None and callable(sampler.sampler) else None
@@ -103,11 +108,23 @@ class Loader:
         divide = partial(draft.split, dataset) if draft.split is not None else None
         size = len(dataset if order is None else order)
         self.sampler = StepSampler(
-            size, batch_size, micro_batch_size, rank, world_size, seed, shuffle, arrange, divide, pieces, order, dropped_batch
+            size,
+            batch_size,
+            micro_batch_size,
+            rank,
+            world_size,
+            seed,
+            shuffle,
+            arrange,
+            divide,
+            pieces,
+            order,
+            dropped_batch,
         )
         if not self.sampler.size:
             raise UsageError(
-                f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the batch size smaller."
+                f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the "
+                "batch size smaller."
             )
         self.loader = loader_class(MapReader(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
-    """``(micro-batch size, micro-steps of an optimizer step)``. Their product with the number of processes is ``train.batch_size``.
+    """``(micro-batch size, micro-steps of an optimizer step)``. Their product with the number of processes is
+    ``train.batch_size``.
 
     Raises:
         RecipeError: The sizes do not divide; names the nearest that do.
@@ -59,7 +60,9 @@ class Loaders:
         micro_steps: Micro-batches of an optimizer step on one process.
     """
 
-    def __init__(self, recipe: Recipe, settings: DataLoaderDraft, processes: Processes, micro_batch_size: int, micro_steps: int) -> None:
+    def __init__(
+        self, recipe: Recipe, settings: DataLoaderDraft, processes: Processes, micro_batch_size: int, micro_steps: int
+    ) -> None:
         self.settings, self.micro_batch_size, self.micro_steps = settings, micro_batch_size, micro_steps
         self._recipe, self.processes = recipe, processes
         self.datasets: dict[str, Any] = {}
@@ -82,7 +85,9 @@ class Loaders:
         """
         for split, dataset in datasets.items():
             if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
-                raise RecipeError(f"{self._recipe.where}: data: the {split} split is empty. Expected at least one sample.")
+                raise RecipeError(
+                    f"{self._recipe.where}: data: the {split} split is empty. Expected at least one sample."
+                )
         self.datasets = dict(datasets)
 
     def build(self) -> None:
@@ -97,8 +102,11 @@ class Loaders:
             sampler = self.samplers[split]
             default = self.micro_batch_size if sampler is None else sampler.batch_size
             self.evaluation[split] = self._build_loader(split, self._recipe.train.eval_batch_size or default)
-        orders = {split: loader.sampler.fingerprint() for split, loader in self._all.items() if loader.sampler is not None}
-        self._orders = {split: orders.get(split, "") for split in self.datasets}  # split -> empty for fastloop's default order
+        orders = {
+            split: loader.sampler.fingerprint() for split, loader in self._all.items() if loader.sampler is not None
+        }
+        # split -> empty for fastloop's default order
+        self._orders = {split: orders.get(split, "") for split in self.datasets}
 
     def set_micro_batch_size(self, split: str, size: int, pieces: int = 1) -> None:
         """Change the size of a split's micro-batches. The samples of each step stay the same.
@@ -134,10 +142,16 @@ class Loaders:
     @cached_property
     def fingerprints(self) -> dict[str, str]:
         """Split -> a string that changes with its samples and their order, for checkpoints."""
-        return {split: f"{fingerprint(dataset)} {self._orders[split]}".strip() for split, dataset in self.datasets.items()}
+        return {
+            split: f"{fingerprint(dataset)} {self._orders[split]}".strip() for split, dataset in self.datasets.items()
+        }
 
     def _build_loader(self, split: str, size: int, pieces: int = 1) -> Loader:
-        train, processes, trains = self._recipe.train, self.processes, split == "train" and self._recipe.inference is None
+        train, processes, trains = (
+            self._recipe.train,
+            self.processes,
+            split == "train" and self._recipe.inference is None,
+        )
         return Loader(
             self.datasets[split],
             self.collators[split],

@@ -70,14 +70,20 @@ class StepSampler(Sampler[MicroBatchIds]):
         if self.user_order is not None:
             ids = self.user_order(epoch)
         else:
-            ids = list(range(self.drawn)) if generator is None else torch.randperm(self.drawn, generator=generator).tolist()
+            ids = (
+                list(range(self.drawn))
+                if generator is None
+                else torch.randperm(self.drawn, generator=generator).tolist()
+            )
         ids = ids[: self.size]
         return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
 
     def fingerprint(self, epoch: int = 0) -> str:
-        """A string that changes with the samples and their order in an epoch; empty for all samples in the default order."""
+        """A string that changes with the samples and their order in an epoch; empty for all samples in the default
+        order."""
         used = f"{self.size} of an epoch's {self.drawn} taken" if self.size < self.drawn else ""
-        if self.user_order is None and (self.arrange is None or not self.shuffle):  # no run resumes within an evaluation
+        # no run resumes within an evaluation
+        if self.user_order is None and (self.arrange is None or not self.shuffle):
             return used
         digest = hashlib.sha256(np.array(self.order(epoch), np.int64).tobytes()).hexdigest()[:12]
         return " ".join(filter(None, (used, f"{self.drawn} drawn in the order {digest}")))

@@ -13,14 +13,16 @@ from fastloop.runtime.random_states import cpu_random_states, restore_random_sta
 
 
 def seed_all(seed: int) -> None:
-    """Seed the CPU generators, which datasets use. Generators of other devices belong to training and keep their states."""
+    """Seed the CPU generators, which datasets use. Generators of other devices belong to training and keep their
+    states."""
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
 
 class IsolatedRandomState:
-    """A context with its own random states, in which ``get_worker_info()`` is None. Each entry continues with the states of the last exit.
+    """A context with its own random states, in which ``get_worker_info()`` is None. Each entry continues with the
+    states of the last exit.
 
     The random numbers inside do not depend on training. They repeat when a resumed run skips to its position.
     """

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 PRECISIONS = ("no", "bf16", "fp16")
-"""Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was built."""
+"""Accelerate's mixed precisions that keep the model's parameters. Its fp8 replaces them after the optimizer was
+built."""
 
 
 def build_accelerator(recipe: Recipe, resolution: PluginSet) -> tuple[Accelerator, Processes]:
@@ -38,35 +39,40 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> tuple[Accelerato
     if draft.mixed_precision not in PRECISIONS:
         raise PluginError(
             f"{recipe.where}: plugin {draft.writers['mixed_precision']!r} set AcceleratorDraft.mixed_precision to "
-            f"{draft.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert layers in before_prepare."
+            f"{draft.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
+            "layers in before_prepare."
         )
     check_launcher(recipe, resolution, draft.mixed_precision, world_size() if recipe.inference is None else 1)
     for variable in STRATEGIES:
         os.environ.pop(variable, None)  # a plugin of the recipe sets up the strategy
-    cpu = this_machine(recipe.train.device).device == "cpu"  # explicit, because otherwise Accelerate does not connect processes on CPUs
+    # explicit, because otherwise Accelerate does not connect processes on CPUs
+    cpu = this_machine(recipe.train.device).device == "cpu"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
     timeout = None if draft.timeout is None else timedelta(seconds=draft.timeout)
     connection = draft.init_handler.to_kwargs() if draft.init_handler else {}
     PartialState(cpu=cpu, **connection, **({"timeout": timeout} if timeout else {}), **_own_store())
     accelerator = Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
-    accelerator.state.__dict__ = dict(accelerator.state.__dict__)  # transformers' TrainingArguments clears the state that all share
+    # transformers' TrainingArguments clears the state that all share
+    accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator, Processes(accelerator, timeout)
 
 
 def restore_shared_state(accelerator: Accelerator) -> None:
-    """Put back the state that Accelerate's classes share, if user code cleared it. Accelerate reads it while it prepares."""
+    """Put back the state that Accelerate's classes share, if user code cleared it. Accelerate reads it while it
+    prepares."""
     type(accelerator.state)._shared_state.update(vars(accelerator.state))
 
 
 def _own_store() -> dict[str, Any]:
     """Arguments of ``PartialState``: a store on the loopback address for one machine, and a part of torchrun's store.
 
-    Torch binds the store to all addresses, and anyone who reaches it can write to it. The processes of one machine do not need that.
+    Torch binds the store to all addresses, and anyone who reaches it can write to it. The processes of one machine do
+    not need that.
 
-    Torchrun keeps the store when it starts processes again (torch 2.13). The default part still has the addresses of the earlier processes,
-    and a process that reads them waits for processes that have ended. Torchrun's count of restarts does not identify a start: each machine
-    has its own, and a machine that joins or leaves changes none.
+    Torchrun keeps the store when it starts processes again (torch 2.13). The default part still has the addresses of
+    the earlier processes, and a process that reads them waits for processes that have ended. Torchrun's count of
+    restarts does not identify a start: each machine has its own, and a machine that joins or leaves changes none.
     """
     has_agent, host = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", os.environ.get("MASTER_ADDR", "")
     if world_size() == 1 or not (has_agent or host == LOOPBACK):
@@ -77,16 +83,22 @@ def _own_store() -> dict[str, Any]:
         return {}
     port, serves = int(os.environ.get("MASTER_PORT") or 29500), not has_agent and rank() == 0
     fd = socket.create_server((host, port)).detach() if serves else None
-    store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=default_pg_timeout, master_listen_fd=fd)
-    return {"store": PrefixStore(_name_start(store), store) if has_agent else store, "rank": rank(), "world_size": world_size()}
+    store = TCPStore(
+        host, port, is_master=serves, wait_for_workers=False, timeout=default_pg_timeout, master_listen_fd=fd
+    )
+    return {
+        "store": PrefixStore(_name_start(store), store) if has_agent else store,
+        "rank": rank(),
+        "world_size": world_size(),
+    }
 
 
 def _name_start(store: Any) -> str:
     """A new name from rank 0, the same on every process that starts now. Every process must call it.
 
-    Each other process writes a random key, and rank 0 answers under that key. Keys of earlier processes may be in the store, too: nobody
-    reads the answers to them. So rank 0 answers until every process has confirmed, or until the store's timeout: then the connection of the
-    processes fails.
+    Each other process writes a random key, and rank 0 answers under that key. Keys of earlier processes may be in the
+    store, too: nobody reads the answers to them. So rank 0 answers until every process has confirmed, or until the
+    store's timeout: then the connection of the processes fails.
     """
     mine, others = os.urandom(16).hex(), [f"fastloop/{other}" for other in range(1, world_size())]
     if rank():
@@ -123,14 +135,18 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
         asked = variable.removeprefix("ACCELERATE_USE_").lower().replace("_", "-")
         if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
             listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
-            raise PluginError(f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here.")
+            raise PluginError(
+                f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here."
+            )
     if given not in ("no", "", precision):
         raise PluginError(
             f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is {precision!r}. "
             "Remove it there, or list a plugin in the slot 'precision' here with the same precision."
         )
     if compiler.upper() not in ("NO", ""):
-        raise PluginError(f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile.")
+        raise PluginError(
+            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile."
+        )
     if steps not in ("1", "", "auto"):
         raise PluginError(
             f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
@@ -138,6 +154,7 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
         )
     if processes > 1 and strategy is None:
         raise PluginError(
-            f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which joins them. "
+            f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which "
+            "joins them. "
             "List one: `fastloop plugins` shows who fills it."
         )

@@ -87,4 +87,6 @@ class Processes:
                 raise
             timed_out = "timed out" in str(error).lower()
             why = "which did not respond in time (option timeout of the strategy)" if timed_out else "which ended first"
-            raise ProcessLost(f"process {self.rank} of {self.world_size} lost the connection to another, {why}.") from error
+            raise ProcessLost(
+                f"process {self.rank} of {self.world_size} lost the connection to another, {why}."
+            ) from error

@@ -13,7 +13,8 @@ def _from_environment(*names: str) -> int | None:
 
 
 def world_size() -> int:
-    """Number of processes, from the variables of torchrun, accelerate, Intel MPI, Open MPI or MVAPICH that Accelerate reads."""
+    """Number of processes, from the variables of torchrun, accelerate, Intel MPI, Open MPI or MVAPICH that Accelerate
+    reads."""
     return _from_environment("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") or 1
 
 

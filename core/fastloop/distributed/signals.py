@@ -19,14 +19,15 @@ from fastloop.state import INTERRUPTED
 log = logging.getLogger("fastloop")
 
 SIGNALS = existing_signals("SIGINT", "SIGTERM", "SIGUSR1")
-"""Signals that make a run save and stop: Ctrl-C; schedulers, containers and init systems; SLURM's warning (``--signal=USR1@120``)."""
+"""Signals that make a run save and stop: Ctrl-C; schedulers, containers and init systems; SLURM's warning
+(``--signal=USR1@120``)."""
 STOP_TIMEOUT = 600.0
 """Seconds after a signal in which a run must save and stop."""
 EXIT_INTERRUPTED = 130
 """The exit code after Ctrl-C: a user ended the run."""
 EXIT_STOPPED = 75
-"""The exit code after any other signal: ``EX_TEMPFAIL`` of sysexits.h. A scheduler may start the command again with --resume. The launcher
-(``cli/launch.py``) compares the codes of its processes with both."""
+"""The exit code after any other signal: ``EX_TEMPFAIL`` of sysexits.h. A scheduler may start the command again with
+--resume. The launcher (``cli/launch.py``) compares the codes of its processes with both."""
 
 
 def exit_code(name: str) -> int:
@@ -57,11 +58,14 @@ def stop_now(signum: int, frame: Any) -> NoReturn:
 
 @contextmanager
 def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Handle ``SIGNALS`` by ``handler`` inside the block. Ignored signals stay ignored: shells make background jobs ignore Ctrl-C.
+    """Handle ``SIGNALS`` by ``handler`` inside the block. Ignored signals stay ignored: shells make background jobs
+    ignore Ctrl-C.
 
     It does nothing outside the main thread: Python handles signals there only."""
     handled = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    previous = {number: signal.signal(number, handler) for number in handled if signal.getsignal(number) is not signal.SIG_IGN}
+    previous = {
+        number: signal.signal(number, handler) for number in handled if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
@@ -93,7 +97,8 @@ class StopSignals:
 
     @contextmanager
     def handled(self, rank: int, world_size: int) -> Iterator[None]:
-        """Inside the block, a signal makes the run save at the step's end and stop. The same signal again stops it at once.
+        """Inside the block, a signal makes the run save at the step's end and stop. The same signal again stops it at
+        once.
 
         After training, the first signal has no effect, because there is nothing to save.
         """
@@ -110,7 +115,8 @@ class StopSignals:
             if self.name is None:
                 self._logged = logged = threading.Event()
                 self.record(signal.Signals(signum).name)
-                _thread.start_new_thread(self._enforce_timeout, (rank, logged, left))  # a handler must not print or wait for a lock
+                # a handler must not print or wait for a lock
+                _thread.start_new_thread(self._enforce_timeout, (rank, logged, left))
 
         with on_signals(handle):
             try:
@@ -120,9 +126,17 @@ class StopSignals:
 
     def _enforce_timeout(self, rank: int, logged: threading.Event, left: threading.Event) -> None:
         """Log the signal, and end the process if it does not stop in time. Runs in a thread."""
-        action = "training is over, what is left of the run is finished" if self.finishing else "saving at the end of this step"
+        action = (
+            "training is over, what is left of the run is finished"
+            if self.finishing
+            else "saving at the end of this step"
+        )
         log.warning("%s by %s: %s (once more to stop at once)", INTERRUPTED, self.name, action)
         logged.set()
         if not left.wait(STOP_TIMEOUT) and not self.finishing:
-            print(f"error: process {rank} did not stop within {STOP_TIMEOUT:g} seconds: ended.", file=sys.stderr, flush=True)
+            print(
+                f"error: process {rank} did not stop within {STOP_TIMEOUT:g} seconds: ended.",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(EXIT_STOPPED)

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 class SkippedSteps:
     """Detects whether the newest optimizer step was skipped.
 
-    On overflow, ``GradScaler`` does not call ``step`` of an ordinary optimizer, and Accelerate's wrapper detects that. It always calls
-    ``step`` of a fused optimizer, which reads ``found_inf`` and skips the update on the device. For those, a hook after ``step`` stores
-    that tensor.
+    On overflow, ``GradScaler`` does not call ``step`` of an ordinary optimizer, and Accelerate's wrapper detects that.
+    It always calls ``step`` of a fused optimizer, which reads ``found_inf`` and skips the update on the device. For
+    those, a hook after ``step`` stores that tensor.
 
     Args:
         optimizer: The prepared optimizer.
@@ -31,7 +31,8 @@ class SkippedSteps:
         self.found_inf = getattr(optimizer, "found_inf", None)
 
     def newest(self) -> bool:
-        """Whether the newest step was skipped. With a fused optimizer, the first call after a step waits for the device."""
+        """Whether the newest step was skipped. With a fused optimizer, the first call after a step waits for the
+        device."""
         if self.found_inf is None:
             return bool(getattr(self.optimizer, "step_was_skipped", False))
         self.found_inf = bool(self.found_inf)

@@ -31,6 +31,11 @@ def total_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 def shard_like(value: Any, target: Any) -> Any:
     """Shard a full tensor like ``target``, without communication. Returns other values unchanged."""
-    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor) or value.shape != target.shape:
+    if (
+        not isinstance(target, DTensor)
+        or not isinstance(value, Tensor)
+        or isinstance(value, DTensor)
+        or value.shape != target.shape
+    ):
         return value
     return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -38,7 +38,9 @@ def import_code(label: str, load: Callable[[Any], ModuleType], home: Any, recipe
     except (Exception, SystemExit) as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f" ({last.filename}, line {last.lineno})" if "importlib" not in last.filename else ""
-        raise RecipeError(f"{recipe.where}: {key}: {label} cannot be imported: {type(error).__name__}: {error}{place}.") from error
+        raise RecipeError(
+            f"{recipe.where}: {key}: {label} cannot be imported: {type(error).__name__}: {error}{place}."
+        ) from error
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -12,7 +12,8 @@ from typing import Any
 from fastloop.errors import RecipeError
 
 MAX_SIZE = 1_000_000
-"""Maximum characters of all values, with expanded interpolations. A value counts as one more, and an interpolation as 100 more."""
+"""Maximum characters of all values, with expanded interpolations. A value counts as one more, and an interpolation as
+100 more."""
 _RESOLVER = re.compile(r"\$\{[^}]*?[:$][^}]*\}*")
 _REFERENCE = re.compile(r"\$\{\s*(\.*)([^{}]*)\}")
 
@@ -37,17 +38,31 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
             value = value[int(key)] if isinstance(value, list) or key not in value else value[key]
         except (LookupError, TypeError, ValueError):
             return 0
-    place = where + ":" * bool(path) + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).replace(".", " ", 1)
-    parts = [(*path, key) for key in (range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ())]
+    place = (
+        where
+        + ":" * bool(path)
+        + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).replace(".", " ", 1)
+    )
+    parts = [
+        (*path, key)
+        for key in (range(len(value)) if isinstance(value, list) else value if isinstance(value, dict) else ())
+    ]
     sizes[path] = size = 0  # while it is computed
     if isinstance(value, str):
         if found := _RESOLVER.search(value):
             raise RecipeError(
-                f"{place}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and no more."
+                f"{place}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and "
+                "no more."
             )
-        parts = [(*path[: -len(dots) if dots else 0], *re.findall(r"[^][.\s]+", name)) for dots, name in _REFERENCE.findall(value)]
+        parts = [
+            (*path[: -len(dots) if dots else 0], *re.findall(r"[^][.\s]+", name))
+            for dots, name in _REFERENCE.findall(value)
+        ]
         size = len(value) + 100 * len(parts)
     sizes[path] = size = 1 + size + sum(measure(tree, where, part, sizes) for part in parts)
     if size > MAX_SIZE:
-        raise RecipeError(f"{place}: more than {MAX_SIZE:,} characters, with expanded ${{...}}. Shorten it, or use ${{...}} less often.")
+        raise RecipeError(
+            f"{place}: more than {MAX_SIZE:,} characters, with expanded ${{...}}. Shorten it, or use ${{...}} "
+            "less often."
+        )
     return size

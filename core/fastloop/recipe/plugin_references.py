@@ -88,7 +88,9 @@ def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
         found = read_declarations(path)
     except OSError:
         beside = " nor beside the recipe" if source else ""
-        raise RecipeError(f"{where}: there is no file {file} that can be read, in the current folder{beside}.") from None
+        raise RecipeError(
+            f"{where}: there is no file {file} that can be read, in the current folder{beside}."
+        ) from None
     except SyntaxError as error:
         raise RecipeError(f"{where}: {path}, line {error.lineno}: not valid Python: {error.msg}.") from None
     plugins = found.plugins()
@@ -97,9 +99,14 @@ def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
         raise RecipeError(f"{where}: {cls} {what}.{did_you_mean(cls, plugins)}")
     if not plugins:
         classes = f"It has the classes {', '.join(found.classes)}. " if found.classes else ""
-        raise RecipeError(f'{where}: the file holds no plugin. {classes}Expected a subclass of fastloop.Plugin with `name = "..."`.')
+        raise RecipeError(
+            f'{where}: the file holds no plugin. {classes}Expected a subclass of fastloop.Plugin with `name = "..."`.'
+        )
     if not cls and len(plugins) > 1:
-        raise RecipeError(f"{where}: the file holds several plugins. Say which: {' or '.join(f'{file}:{known}' for known in plugins)}.")
+        raise RecipeError(
+            f"{where}: the file holds several plugins. Say which: "
+            f"{' or '.join(f'{file}:{known}' for known in plugins)}."
+        )
     return plugins[cls] if cls else next(iter(plugins.values()))
 
 
@@ -109,7 +116,8 @@ def plugins_by_name(
     """A recipe's ``plugins`` as a mapping from name to options; False: left out.
 
     Args:
-        plugins: A list of references and of mappings from one reference to its options, or one mapping of them; None: no plugins.
+        plugins: A list of references and of mappings from one reference to its options, or one mapping of them; None:
+            no plugins.
         where, source, references: See ``plugin_name``.
 
     Raises:
@@ -122,7 +130,9 @@ def plugins_by_name(
     items = list(plugins.items()) if isinstance(plugins, Mapping) else []
     for index, entry in enumerate(plugins) if isinstance(plugins, list) else ():
         if not isinstance(entry, str) and not (isinstance(entry, Mapping) and len(entry) == 1):
-            raise RecipeError(f"{where}: plugins[{index}]: found {entry!r}, expected a name or one {{name: {{option: value}}}}.")
+            raise RecipeError(
+                f"{where}: plugins[{index}]: found {entry!r}, expected a name or one {{name: {{option: value}}}}."
+            )
         items += [(entry, {})] if isinstance(entry, str) else entry.items()
     found: dict[str, dict[str, Any] | Literal[False]] = {}
     for reference, options in items:
@@ -130,6 +140,9 @@ def plugins_by_name(
         if name in found:
             raise RecipeError(f"{where}: plugins: {name!r} is listed twice. Remove one.")
         if options is not None and options is not False and not isinstance(options, Mapping):
-            raise RecipeError(f"{where}: plugins.{reference}: found {options!r}, expected a mapping of options, or false to leave it out.")
+            raise RecipeError(
+                f"{where}: plugins.{reference}: found {options!r}, expected a mapping of options, or false to leave "
+                "it out."
+            )
         found[name] = False if options is False else dict(options or {})
     return found

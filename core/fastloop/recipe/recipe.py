@@ -9,8 +9,9 @@
     output:  runs/distilbert_imdb
 
 Order of precedence, low to high: the recipe named by ``extends:``, the file, ``--with``, overrides (``train.lr=1e-4``,
-``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a default plugin (``plugins.progress.every=1``).
-``${train.lr}`` stands for another key's value. Resolvers such as ``${oc.env:...}`` are refused.
+``plugins.amp.dtype=fp16``), ``--without``. An override may also set an option of a default plugin
+(``plugins.progress.every=1``). ``${train.lr}`` stands for another key's value. Resolvers such as ``${oc.env:...}`` are
+refused.
 
 A recipe is data (``safe_yaml``). fastloop writes no values of keys such as token, key or password (``secrets``).
 
@@ -21,10 +22,11 @@ A list of plugins has names, packages or files:
       - ./my_plugin.py: {rate: 0.5}      # a file, in the current folder or beside the recipe
       - ./my_plugins.py:Second           # the class Second of a file with several plugins
 
-Overrides and ``--without`` accept its ``name`` (``plugins.my-plugin.rate=0.5``) or the listed form. To get the name, fastloop parses the
-file. The file's code runs when plugins are resolved.
+Overrides and ``--without`` accept its ``name`` (``plugins.my-plugin.rate=0.5``) or the listed form. To get the name,
+fastloop parses the file. The file's code runs when plugins are resolved.
 
-The task plugin checks ``model`` and ``data``, and each plugin its options. This module checks ``train`` and the form of the rest.
+The task plugin checks ``model`` and ``data``, and each plugin its options. This module checks ``train`` and the form of
+the rest.
 """
 
 from __future__ import annotations
@@ -53,22 +55,37 @@ class Train:
 
     epochs: Annotated[int, option("Passes over the training data.", ge=1)] = 3
     batch_size: Annotated[int, option("Samples per optimizer step, over all processes.", ge=1)] = 32
-    micro_batch_size: Annotated[int | None, option("Samples per micro-batch of one process; null: batch_size / world size.", ge=1)] = None
-    eval_batch_size: Annotated[int | None, option("Samples per evaluation batch of one process; null: as in training.", ge=1)] = None
+    micro_batch_size: Annotated[
+        int | None, option("Samples per micro-batch of one process; null: batch_size / world size.", ge=1)
+    ] = None
+    eval_batch_size: Annotated[
+        int | None, option("Samples per evaluation batch of one process; null: as in training.", ge=1)
+    ] = None
     lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
     optimizer: Annotated[
         str | dict[str, Any],
-        option("A class of torch.optim, package.module:name or file.py:name. With arguments: {name: SGD, momentum: 0.9}."),
+        option(
+            "A class of torch.optim, package.module:name or file.py:name. With arguments: {name: SGD, momentum: 0.9}."
+        ),
     ] = "AdamW"
     weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
-    decay_biases_and_norms: Annotated[bool, option("Whether weight decay also applies to biases and to weights of norms.")] = True
-    layer_lr_decay: Annotated[float | None, option("Multiplies lr once for each layer below the output layer.", gt=0, le=1)] = None
+    decay_biases_and_norms: Annotated[
+        bool, option("Whether weight decay also applies to biases and to weights of norms.")
+    ] = True
+    layer_lr_decay: Annotated[
+        float | None, option("Multiplies lr once for each layer below the output layer.", gt=0, le=1)
+    ] = None
     parameter_groups: Annotated[
-        list[dict[str, Any]] | None, option("Other arguments for some parameters, by name: [{match: 'head.*', lr: 1.0e-3}].")
+        list[dict[str, Any]] | None,
+        option("Other arguments for some parameters, by name: [{match: 'head.*', lr: 1.0e-3}]."),
     ] = None
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
-    max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = None
-    max_grad_norm: Annotated[float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)] = None
+    max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = (
+        None
+    )
+    max_grad_norm: Annotated[
+        float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)
+    ] = None
     log_every: Annotated[int, option("Steps between two log points.", ge=1)] = 10
     evaluate_every: Annotated[
         Literal["epoch"] | Annotated[int, option("Steps.", ge=1)] | None,
@@ -81,16 +98,23 @@ class Train:
     keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
     on_save_error: Annotated[
         Literal["continue", "stop"],
-        option("If a checkpoint cannot be written (full disk, quota): log the error and keep training, or end the run."),
+        option(
+            "If a checkpoint cannot be written (full disk, quota): log the error and keep training, or end the run."
+        ),
     ] = "continue"
     on_data_change: Annotated[
-        Literal["stop", "warn"], option("If the data differs from the checkpoint's on --resume: stop, or warn and continue.")
+        Literal["stop", "warn"],
+        option("If the data differs from the checkpoint's on --resume: stop, or warn and continue."),
     ] = "stop"
-    device: Annotated[Literal["auto", "cpu"], option("'auto': the accelerator, if there is one, else the CPU.")] = "auto"
+    device: Annotated[Literal["auto", "cpu"], option("'auto': the accelerator, if there is one, else the CPU.")] = (
+        "auto"
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.optimizer, dict) and not isinstance(self.optimizer.get("name"), str):
-            raise ValueError(f"optimizer: found {self.optimizer!r} without a name. Expected such as {{name: SGD, momentum: 0.9}}.")
+            raise ValueError(
+                f"optimizer: found {self.optimizer!r} without a name. Expected such as {{name: SGD, momentum: 0.9}}."
+            )
 
     @property
     def optimizer_name(self) -> str:
@@ -100,7 +124,11 @@ class Train:
     @property
     def optimizer_arguments(self) -> dict[str, Any]:
         """The optimizer's arguments in the recipe, without ``lr`` and ``weight_decay``."""
-        return {} if isinstance(self.optimizer, str) else {key: value for key, value in self.optimizer.items() if key != "name"}
+        return (
+            {}
+            if isinstance(self.optimizer, str)
+            else {key: value for key, value in self.optimizer.items() if key != "name"}
+        )
 
 
 @dataclass(frozen=True)
@@ -109,7 +137,8 @@ class Inference:
 
     Attributes:
         model: Folder of the exported model, as an absolute path; None: the model as the task builds it.
-        split: The only split that the run builds: one of the recipe's data, or ``predict`` for the samples of ``source``.
+        split: The only split that the run builds: one of the recipe's data, or ``predict`` for the samples of
+            ``source``.
         source: A file or texts to predict; None: the split.
         start: Index of the first sample to predict.
         chunk: Samples to predict at once; 0: the run evaluates the split.
@@ -159,11 +188,15 @@ class Recipe:
             "model": self.model,
             "data": self.data,
             "train": dataclasses.asdict(self.train),
-            "plugins": [entry if options == {} else {entry: options} for entry, options in self.listed(self.plugins).items()],
+            "plugins": [
+                entry if options == {} else {entry: options} for entry, options in self.listed(self.plugins).items()
+            ],
             "output": self.output,
         }
 
-    def listed(self, plugins: Mapping[str, dict[str, Any] | Literal[False]]) -> dict[str, dict[str, Any] | Literal[False]]:
+    def listed(
+        self, plugins: Mapping[str, dict[str, Any] | Literal[False]]
+    ) -> dict[str, dict[str, Any] | Literal[False]]:
         """Replace plugin names by their listed form."""
         return {self.references.get(name, name): options for name, options in plugins.items()}
 
@@ -176,7 +209,9 @@ class Recipe:
         return find_path(path, self.source)
 
 
-def load_recipe(name: str, overrides: Iterable[str] = (), with_plugins: Iterable[str] = (), without_plugins: Iterable[str] = ()) -> Recipe:
+def load_recipe(
+    name: str, overrides: Iterable[str] = (), with_plugins: Iterable[str] = (), without_plugins: Iterable[str] = ()
+) -> Recipe:
     """Read a recipe file and apply the command line's additions.
 
     Args:
@@ -206,7 +241,8 @@ def load_recipe(name: str, overrides: Iterable[str] = (), with_plugins: Iterable
     for name in overridden:
         if recipe.plugins[name] is not False and not defaults()[name].load().auto_enable(recipe):
             raise RecipeError(
-                f"{path}: plugins.{name}: an override sets its options, but the recipe does not list it, and it is not on by default here. "
+                f"{path}: plugins.{name}: an override sets its options, but the recipe does not list it, and it is not "
+                "on by default here. "
                 f"Add it with --with {name}."
             )
     return recipe
@@ -302,13 +338,17 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
                     item = f"plugins.{rest}={value}"
             name = rest.partition(".")[0]
             if head == "plugins" and not name:
-                raise RecipeError(f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.")
+                raise RecipeError(
+                    f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by "
+                    "--without."
+                )
             on_by_default = [plugin for plugin in defaults() if plugin not in tree["plugins"]]
             if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping) and name not in on_by_default:
                 there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
                 there += difflib.get_close_matches(name, on_by_default)
                 raise RecipeError(
-                    f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with --with {name}."
+                    f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with "
+                    f"--with {name}."
                 )
             interpolation.measure(item, key, (), {})
             secrets.remember({key.rpartition(".")[2]: value}, key)
@@ -319,7 +359,9 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
                 raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
-        raise RecipeError(f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it.") from None
+        raise RecipeError(
+            f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it."
+        ) from None
     except (OmegaConfBaseException, RecursionError) as error:
         raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
     resolved["plugins"] = plugins_by_name(resolved.get("plugins"), where, None, {})

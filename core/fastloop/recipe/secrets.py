@@ -1,10 +1,11 @@
 """Hide secrets (tokens, keys, passwords) in everything that fastloop writes or prints.
 
-The names of environment variables (``HF_TOKEN``, ``PGPASSWORD``) and of recipe keys (``data.arguments.api_key``, ``accessToken``) decide
-which values are secret. The user and the password of a URL are secret, too. ``(hidden)`` replaces them. To use a saved recipe, set its
-secrets again.
+The names of environment variables (``HF_TOKEN``, ``PGPASSWORD``) and of recipe keys (``data.arguments.api_key``,
+``accessToken``) decide which values are secret. The user and the password of a URL are secret, too. ``(hidden)``
+replaces them. To use a saved recipe, set its secrets again.
 
-Hide them before a tree becomes JSON or YAML: in the text of a file, a secret such as ``status`` would also replace the file's own keys.
+Hide them before a tree becomes JSON or YAML: in the text of a file, a secret such as ``status`` would also replace the
+file's own keys.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ HIDDEN = "(hidden)"
 MIN_LENGTH = 6
 """Minimum characters of a value to hide inside text. Shorter values could match parts of ordinary words."""
 _SECRET = re.compile(
-    r"(?!.*(pad|bos|eos|unk|sep|cls|mask|start|end|special|image|audio|video|stop|first|last|next|per|text)_token$).*"  # of tokenizers
+    # special tokens of tokenizers
+    r"(?!.*(pad|bos|eos|unk|sep|cls|mask|start|end|special|image|audio|video|stop|first|last|next|per|text)_token$).*"
     r"((password|passwd|passphrase|passcode|secret|credential)s?"  # also clientsecret, PGPASSWORD
     r"|(^|_)(authorization|auth|bearer|cookies?|dsn|jwt|otp|pat|pwd|sas|webhook(_url)?|connection_?string)"
     r"|(^|_)(access|api|auth|bearer|csrf|id|refresh|session)?token|(^|_)(database|db|broker|mongo(db)?|mysql|postgres(ql)?|redis)_ur[il]"
@@ -39,7 +41,11 @@ _remembered: set[str] = set()
 @functools.cache
 def is_secret(key: Any) -> bool:
     """Whether the name of a recipe's key suggests a secret."""
-    return bool(_SECRET.fullmatch(re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", "_", str(key)).lower()))
+    return bool(
+        _SECRET.fullmatch(
+            re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", "_", str(key)).lower()
+        )
+    )
 
 
 def _is_secret_variable(name: str) -> bool:
@@ -59,7 +65,9 @@ def remember(tree: Any, where: str, secret: bool = False) -> None:
         for value in tree:
             remember(value, where, secret)
     elif isinstance(tree, str) and HIDDEN in tree:
-        raise RecipeError(f"{where}: found {HIDDEN}: a secret, which was left out when this recipe was written. Set it again.")
+        raise RecipeError(
+            f"{where}: found {HIDDEN}: a secret, which was left out when this recipe was written. Set it again."
+        )
     elif tree is not None and not isinstance(tree, bool):
         _remembered.update([str(tree)] if secret else _PASSWORD.findall(str(tree)))
 
@@ -80,7 +88,8 @@ def hide(text: str, urls: bool = True) -> str:
 
 
 def hidden(tree: Any, secret: bool = False) -> Any:
-    """Replace secrets in a tree of mappings, lists and values: values of secret keys, and secret values inside other text.
+    """Replace secrets in a tree of mappings, lists and values: values of secret keys, and secret values inside other
+    text.
 
     A key in lower case, such as ``status``, stays.
     """

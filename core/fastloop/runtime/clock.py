@@ -16,7 +16,8 @@ from fastloop.runtime import platform_support
 
 
 class Clock:
-    """Seconds by phase. Phases nest, and an outer phase does not include inner ones. Each change of phase waits for the device.
+    """Seconds by phase. Phases nest, and an outer phase does not include inner ones. Each change of phase waits for the
+    device.
 
     with clock("train"):
         ...
@@ -59,7 +60,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def memory_held(device: torch.device) -> int:
-    """Memory in bytes: reserved by the allocator on CUDA, resident on other devices. Read once a second, as it takes a step's time."""
+    """Memory in bytes: reserved by the allocator on CUDA, resident on other devices. Read once a second, as it takes a
+    step's time."""
     return _memory_held(device, os.getpid(), int(monotonic()))
 
 

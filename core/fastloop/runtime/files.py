@@ -18,14 +18,17 @@ from fastloop.recipe import secrets
 from fastloop.runtime.platform_support import sync
 
 RETRY_SECONDS = (0.1, 0.5, 2.0)
-"""Seconds between attempts to read a file: a server of a network file system may need a moment to find a file that was replaced."""
+"""Seconds between attempts to read a file: a server of a network file system may need a moment to find a file that was
+replaced."""
 
 
 def write(path: Path, text: str, durable: bool = True, hidden: bool = False) -> None:
-    """Write a file atomically, with secrets hidden in its text. If several processes write the same file, the last one wins.
+    """Write a file atomically, with secrets hidden in its text. If several processes write the same file, the last one
+    wins.
 
     Args:
-        hidden: Whether the text was made from values without secrets. JSON and YAML always are: a secret may be equal to a key.
+        hidden: Whether the text was made from values without secrets. JSON and YAML always are: a secret may be equal
+            to a key.
         durable: Whether to flush the file to disk first. Otherwise a loss of power may leave an empty file.
 
     Raises:
@@ -58,7 +61,8 @@ def no_follow(path: str, flags: int) -> int:
 
 
 def check_links(folder: Path) -> None:
-    """Check that no link in a folder, which may come from others, leads out of it. The folder may be missing, or a link itself.
+    """Check that no link in a folder, which may come from others, leads out of it. The folder may be missing, or a link
+    itself.
 
     Raises:
         UsageError: Names such a link, or a device, pipe or socket.
@@ -77,7 +81,8 @@ def read_again(read: Callable[[], Any]) -> Any:
     """The result of ``read``, which is called again after an error, such as a stale handle of a network file system.
 
     Raises:
-        OSError: The last attempt failed, too. A RuntimeError becomes one: torch raises it for a file that it cannot open.
+        OSError: The last attempt failed, too. A RuntimeError becomes one: torch raises it for a file that it cannot
+            open.
     """
     for seconds in RETRY_SECONDS:
         with suppress(OSError, RuntimeError):

@@ -15,7 +15,8 @@ class Machine:
     Attributes:
         device: ``cpu``, ``cuda``, ``mps``, ``xpu``, ...
         name: Name of the device.
-        dtypes: The dtypes of matrix products: a subset of ``fp32``, ``bf16``, ``fp16``, ``fp8``. On CUDA, without emulated ones.
+        dtypes: The dtypes of matrix products: a subset of ``fp32``, ``bf16``, ``fp16``, ``fp8``. On CUDA, without
+            emulated ones.
         fast_dtypes: The dtypes that matrix units of the device multiply faster than fp32.
         processes: Number of processes that train together.
     """

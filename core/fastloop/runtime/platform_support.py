@@ -8,7 +8,7 @@ fastloop is developed on Linux. On macOS and Windows it trains on one process.
     ``resource``: page faults        Windows           0
     ``resource``: memory limits      Windows           none: a recipe with a memory limit is refused
     control groups                   macOS, Windows    none: no limit of processors or memory is known
-    SIGUSR1, SIGKILL                 Windows           the stop signals that exist; SIGTERM, which ends a process at once
+    SIGUSR1, SIGKILL                 Windows           the stop signals that exist; SIGTERM, which kills a process
     ``sigwaitinfo`` (data workers)   macOS, Windows    none: SIGTERM from any process ends a worker
     processor affinity               macOS, Windows    all processors; no pinning
     process groups                   Windows           only the process ends, not its children
@@ -48,7 +48,8 @@ CONTROL_GROUPS = Path("/sys/fs/cgroup")
 VERSION_1 = {"memory.max": "memory.limit_in_bytes", "memory.events": "memory.oom_control"}
 """Names of files in cgroup v2 -> in v1."""
 LOCKED_BYTE = 2**30
-"""Position of the byte that ``msvcrt`` locks: after the file's text, because other processes cannot read a locked byte."""
+"""Position of the byte that ``msvcrt`` locks: after the file's text, because other processes cannot read a locked
+byte."""
 
 
 def existing_signals(*names: str) -> tuple[signal.Signals, ...]:
@@ -100,13 +101,15 @@ def processors() -> list[int]:
 
 
 def cores() -> int:
-    """Number of processors that this process may use: of its affinity, and at most its control group's quota (``cpu.max``), rounded up."""
+    """Number of processors that this process may use: of its affinity, and at most its control group's quota
+    (``cpu.max``), rounded up."""
     quotas = [-(-int(quota) // int(period)) for quota, period in control_group("cpu.max") if quota != "max"]
     return min([len(processors()), *quotas])
 
 
 def control_group(name: str) -> Iterator[list[str]]:
-    """The words of a file of cgroup v2, such as ``memory.max``, in this process's control group and in each one around it; also for v1."""
+    """The words of a file of cgroup v2, such as ``memory.max``, in this process's control group and in each one around
+    it; also for v1."""
     with suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             controllers, group = line.split(":", 2)[1:]
@@ -127,8 +130,11 @@ def explain_kill(before: int) -> str:
     if kills() <= before:
         return "The system does that when memory runs out (see dmesg)."
     limit = min([float(words[0]) for words in control_group("memory.max") if words != ["max"]], default=2.0**60)
-    shown = f" Its limit is {limit / 2**20:,.0f} MiB." if limit < 2**60 else ""  # cgroup v1 writes a huge number for no limit
-    return f"The kernel did that because the memory of this control group ran out (its count oom_kill has grown).{shown}"
+    # cgroup v1 writes a huge number for no limit
+    shown = f" Its limit is {limit / 2**20:,.0f} MiB." if limit < 2**60 else ""
+    return (
+        f"The kernel did that because the memory of this control group ran out (its count oom_kill has grown).{shown}"
+    )
 
 
 def sync(path: Path) -> None:

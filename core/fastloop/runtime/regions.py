@@ -26,7 +26,8 @@ PREFIX = "fastloop/"
 
 
 class NoContext(AbstractContextManager[None]):
-    """A context that does nothing. Its methods are C functions, so that entering and leaving it calls no Python function."""
+    """A context that does nothing. Its methods are C functions, so that entering and leaving it calls no Python
+    function."""
 
     __enter__ = "".format  # type: ignore[assignment]
     __exit__ = "".format  # type: ignore[assignment] # accepts any arguments; "" is false, so exceptions pass

@@ -1,4 +1,6 @@
-"""The folders of a run's checkpoints: ``checkpoints/step-00000120``. Does not import torch, because the launcher uses it."""
+"""The folders of a run's checkpoints: ``checkpoints/step-00000120``.
+
+Does not import torch, because the launcher uses it."""
 
 from __future__ import annotations
 

@@ -48,7 +48,11 @@ def _is_library(file: str) -> bool:
     if file.startswith("<"):
         return not file.startswith(("<stdin>", "<ipython"))
     path = Path(file)
-    return _within(path, STANDARD) or bool(INSTALLED & set(path.parts)) or any("torchinductor" in part for part in path.parts)
+    return (
+        _within(path, STANDARD)
+        or bool(INSTALLED & set(path.parts))
+        or any("torchinductor" in part for part in path.parts)
+    )
 
 
 def _source(cls: type) -> Path | None:

@@ -2,8 +2,8 @@
 
     pytest_plugins = ["fastloop.testing"]
 
-``tiny_run`` trains a tiny model with given plugins; ``hook_calls`` lists the hooks that fired; ``processes`` calls a function in several
-real processes. Three lines test a plugin's declarations:
+``tiny_run`` trains a tiny model with given plugins; ``hook_calls`` lists the hooks that fired; ``processes`` calls a
+function in several real processes. Three lines test a plugin's declarations:
 
     from fastloop.testing import Conformance
 

@@ -1,4 +1,4 @@
-"""The conformance suite for plugins: it checks declarations, numerics class, state, several processes, and runs without the plugin.
+"""The conformance suite for plugins: declarations, numerics class, state, several processes, and runs without them.
 
     from fastloop.testing import TEXTS, Conformance
 
@@ -8,16 +8,16 @@
         requires = ("other-plugin",)    # further plugins, in the runs with and without yours
         task = TEXTS                    # a recipe's model and data: VECTORS (the default), IMAGES, TEXTS or LANGUAGE
 
-The trainings run once for a class, in separate processes. They take 20 steps each on the CPU, or on an accelerator with the environment
-variable FASTLOOP_TEST_DEVICE=auto. The suite does not judge speed: ``test_cost`` records the time of a step with and without the plugin as
-a property in pytest's report.
+The trainings run once for a class, in separate processes. They take 20 steps each on the CPU, or on an accelerator with
+the environment variable FASTLOOP_TEST_DEVICE=auto. The suite does not judge speed: ``test_cost`` records the time of a
+step with and without the plugin as a property in pytest's report.
 
-A check that cannot run is skipped, which is not a pass: a section of pytest's report lists each with its reason. If a run is refused, the
-check fails, unless the plugin declares the refusal (``conflicts``, ``requirements``), the class lists it in ``refuses``, or the strategy
-refuses the task without the plugin, too.
+A check that cannot run is skipped, which is not a pass: a section of pytest's report lists each with its reason. If a
+run is refused, the check fails, unless the plugin declares the refusal (``conflicts``, ``requirements``), the class
+lists it in ``refuses``, or the strategy refuses the task without the plugin, too.
 
-Every other check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing`` sets and registers
-that marker for packages.
+Every other check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing``
+sets and registers that marker for packages.
 """
 
 from __future__ import annotations
@@ -70,14 +70,17 @@ class Conformance:
     task: ClassVar[Mapping[str, Any]] = VECTORS
     """The task to train: a recipe's ``model`` and ``data``, and optionally ``plugins`` and ``train``."""
     device: ClassVar[str] = os.environ.get("FASTLOOP_TEST_DEVICE", "cpu")
-    """``auto`` for a plugin that needs an accelerator; its tests run if one is available. FASTLOOP_TEST_DEVICE sets it for all others."""
+    """``auto`` for a plugin that needs an accelerator; its tests run if one is available. FASTLOOP_TEST_DEVICE sets it
+    for all others."""
     strategy_options: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Strategy -> its options in the tests, with and without the plugin: ``{"ddp": {"find_unused_parameters": True}}``."""
+    """Strategy -> its options in the tests, with and without the plugin:
+    ``{"ddp": {"find_unused_parameters": True}}``."""
     refuses: ClassVar[Collection[str]] = ()
-    """Strategies with which a run is refused with a ``UsageError`` that no declaration announces. ``"one process"``, for a strategy: a run
-    without a launcher is."""
+    """Strategies with which a run is refused with a ``UsageError`` that no declaration announces. ``"one process"``,
+    for a strategy: a run without a launcher is."""
     slow: ClassVar[Collection[str]] = ()
-    """Checks that get the marker ``slow``, such as ``"killed"`` or ``"processes[fsdp]"``: ``pytest -m "not slow"`` leaves them out."""
+    """Checks that get the marker ``slow``, such as ``"killed"`` or ``"processes[fsdp]"``: ``pytest -m "not slow"``
+    leaves them out."""
 
     def __init_subclass__(cls) -> None:
         checks = [name.removeprefix("test_") for name in dir(cls) if name.startswith("test_")]
@@ -99,26 +102,48 @@ class Conformance:
         request.node.user_properties.append(("plugin", self.plugin))
 
     def test_declared(self, study_results: StudyResults) -> None:
-        """The name, entry point, numerics class and hooks are valid, and the plugin resolves with the plugins that it requires."""
+        """The name, entry point, numerics class and hooks are valid, and the plugin resolves with the plugins that it
+        requires."""
         cls = study_results.plugin
         if cls.numerics not in typing.get_args(Numerics):
-            self.broken("a numerics class", f"{cls.numerics!r}", f"Expected one of: {', '.join(typing.get_args(Numerics))}")
+            self.broken(
+                "a numerics class", f"{cls.numerics!r}", f"Expected one of: {', '.join(typing.get_args(Numerics))}"
+            )
         if not cls.description:
-            self.broken("to say what it changes", "no `description`", "Set it in the class, in a few words: `fastloop plan` shows it")
+            self.broken(
+                "to say what it changes",
+                "no `description`",
+                "Set it in the class, in a few words: `fastloop plan` shows it",
+            )
         study_results.resolved()
 
     def test_options(self) -> None:
-        """Each option has a description, accepts its default, and rejects wrong types. An unknown option is an error with its path."""
+        """Each option has a description, accepts its default, and rejects wrong types. An unknown option is an error
+        with its path."""
         cls, where = load(self.plugin), f"recipe.yaml: plugins.{self.plugin}"
         for field, row in zip(dataclasses.fields(cls.Config), describe(cls.Config), strict=True):
             if not row.help:
-                self.broken(f"to document its option {row.name!r}", "no help", 'Annotate it: Annotated[..., option("What it does.")]')
+                self.broken(
+                    f"to document its option {row.name!r}",
+                    "no help",
+                    'Annotate it: Annotated[..., option("What it does.")]',
+                )
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             try:
-                parse(cls.Config, dict(self.options) | ({} if default is dataclasses.MISSING else {field.name: default}), where)
+                parse(
+                    cls.Config,
+                    dict(self.options) | ({} if default is dataclasses.MISSING else {field.name: default}),
+                    where,
+                )
             except RecipeError as error:
-                self.broken(f"a valid default of its option {row.name!r}", f"{error}", "Give it one that the option takes")
-            self._refuses({**self.options, field.name: object()}, f"{where}.{field.name}", f"an object() for its option {row.name!r}")
+                self.broken(
+                    f"a valid default of its option {row.name!r}", f"{error}", "Give it one that the option takes"
+                )
+            self._refuses(
+                {**self.options, field.name: object()},
+                f"{where}.{field.name}",
+                f"an object() for its option {row.name!r}",
+            )
         self._refuses({**self.options, "no_such_option": 1}, f"{where}.no_such_option", "an unknown option")
 
     def _refuses(self, options: Mapping[str, Any], path: str, what: str) -> None:
@@ -127,14 +152,27 @@ class Conformance:
                 load(self.plugin)(**options)
         except RecipeError as error:
             if path not in str(error):
-                self.broken(f"to refuse {what} by its path, {path}", f"{error}", "Let `Config` check options, and pass its errors on")
+                self.broken(
+                    f"to refuse {what} by its path, {path}",
+                    f"{error}",
+                    "Let `Config` check options, and pass its errors on",
+                )
         except Exception as error:
-            self.broken(f"to refuse {what}", f"{type(error).__name__}: {error}", "Let `Config` check options, before anything else")
+            self.broken(
+                f"to refuse {what}",
+                f"{type(error).__name__}: {error}",
+                "Let `Config` check options, before anything else",
+            )
         else:
-            self.broken(f"to refuse {what}", "that it is taken", "Declare options in the dataclass `Config`, each with a narrow type")
+            self.broken(
+                f"to refuse {what}",
+                "that it is taken",
+                "Declare options in the dataclass `Config`, each with a narrow type",
+            )
 
     def test_documented(self) -> None:
-        """The module's docstring describes the plugin and shows a recipe; README and metadata describe this plugin: see ``documents``."""
+        """The module's docstring describes the plugin and shows a recipe; README and metadata describe this plugin: see
+        ``documents``."""
         cls = load(self.plugin)
         text = inspect.getdoc(sys.modules[cls.__module__]) or ""
         if not text.partition("\n")[0].strip():
@@ -148,8 +186,8 @@ class Conformance:
                 self.broken(*problem)
 
     def test_numerics(self, study_results: StudyResults) -> None:
-        """The first step's gradients, the losses and the final metric keep the bounds of the numerics class. ``bitwise``: all metrics, the
-        final weights and the random states are the same, too."""
+        """The first step's gradients, the losses and the final metric keep the bounds of the numerics class.
+        ``bitwise``: all metrics, the final weights and the random states are the same, too."""
         ours, numerics = study_results.run("ours"), study_results.plugin.numerics
         if study_results.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
@@ -162,12 +200,20 @@ class Conformance:
         far, noise = distance(ours.gradients, plain.gradients), distance(again.gradients, plain.gradients)
         if far > max(BOUNDS[numerics], 2 * noise):
             found = f"a relative difference of {far:.2e}, and {BOUNDS[numerics]:g} is allowed"
-            self.broken(f"numerics {numerics!r}: the first step's gradients as they are without it", found, REPAIRS[numerics])
+            self.broken(
+                f"numerics {numerics!r}: the first step's gradients as they are without it", found, REPAIRS[numerics]
+            )
         seeds = () if numerics == "bitwise" else SEEDS
-        finals = [study_results.plain.run(name).metrics[-1][1]["loss"] for name in ("plain", *(f"seed {seed}" for seed in seeds))]
+        finals = [
+            study_results.plain.run(name).metrics[-1][1]["loss"]
+            for name in ("plain", *(f"seed {seed}" for seed in seeds))
+        ]
         final, spread = ours.metrics[-1][1]["loss"], max(finals) - min(finals)
         if not abs(final - finals[0]) <= spread:
-            found = f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by up to {spread:.3g}"
+            found = (
+                f"an evaluation loss of {final:.6g} instead of {finals[0]:.6g}, while other seeds change it by "
+                f"up to {spread:.3g}"
+            )
             self.broken(f"numerics {numerics!r}: the final metric as it is without it", found, REPAIRS[numerics])
 
     def _bits(self, ours: Trained, plain: Trained) -> None:
@@ -177,12 +223,19 @@ class Conformance:
         found = ["other metrics of evaluations"] if shown != plain.metrics else []
         if names := unequal(ours.weights, plain.weights):
             found.append(f"other final weights: {few(names)}")
-        found += [f"another state of the random numbers of {name}" for name in unequal(ours.random[-1], plain.random[-1])]
+        found += [
+            f"another state of the random numbers of {name}" for name in unequal(ours.random[-1], plain.random[-1])
+        ]
         if found:
-            self.broken("numerics 'bitwise': the training that there is without it, to the bit", "; ".join(found), REPAIRS["bitwise"])
+            self.broken(
+                "numerics 'bitwise': the training that there is without it, to the bit",
+                "; ".join(found),
+                REPAIRS["bitwise"],
+            )
 
     def test_batch_norm(self, study_results: StudyResults) -> None:
-        """Batch norm counts the passes through the model in train mode: a plugin that does not change the training adds none."""
+        """Batch norm counts the passes through the model in train mode: a plugin that does not change the training adds
+        none."""
         numerics = study_results.plugin.numerics
         if study_results.plugin.slot == "task" or numerics == "changes-training":
             pytest.skip("it is a task, or changes the training: nothing is promised about the statistics of batch norm")
@@ -190,9 +243,17 @@ class Conformance:
             pytest.skip("the model of its task has no variant with batch norm; VECTORS and IMAGES have one")
         ours, plain = (results.run("batch norm").weights for results in (study_results, study_results.plain))
         counts = {name: int(count) for name, count in plain.items() if name.endswith("num_batches_tracked")}
-        if found := [f"{name} is {ours.get(name)} instead of {count}" for name, count in counts.items() if ours.get(name) != count]:
-            repair = "Put the model into eval mode for passes of the plugin's own (fastloop.evaluation_results.evaluating)"
-            self.broken(f"numerics {numerics!r}: as many passes in train mode as there are without it", few(found), repair)
+        if found := [
+            f"{name} is {ours.get(name)} instead of {count}"
+            for name, count in counts.items()
+            if ours.get(name) != count
+        ]:
+            repair = (
+                "Put the model into eval mode for passes of the plugin's own (fastloop.evaluation_results.evaluating)"
+            )
+            self.broken(
+                f"numerics {numerics!r}: as many passes in train mode as there are without it", few(found), repair
+            )
 
     def _losses(self, numerics: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
         """Check that the losses keep the bounds of the class."""
@@ -203,22 +264,33 @@ class Conformance:
                 self.broken(f"a training that learns{where}", f"the losses {few(losses)}", REPAIRS[numerics])
         elif len(losses) != len(expected):
             found = f"{len(losses)} instead of {len(expected)}"
-            self.broken(f"numerics {numerics!r}: as many steps as there are without it{where}", found, REPAIRS[numerics])
+            self.broken(
+                f"numerics {numerics!r}: as many steps as there are without it{where}", found, REPAIRS[numerics]
+            )
         elif numerics == "bitwise" and losses != expected:
             step = next(index for index, pair in enumerate(zip(losses, expected, strict=True)) if pair[0] != pair[1])
             found = f"from step {step + 1} on other ones: {losses[step]!r} instead of {expected[step]!r}"
-            self.broken(f"numerics 'bitwise': the losses that there are without it, to the bit{where}", found, REPAIRS[numerics])
+            self.broken(
+                f"numerics 'bitwise': the losses that there are without it, to the bit{where}", found, REPAIRS[numerics]
+            )
         else:  # later steps magnify a difference of the first ones
             verdict = compare(numerics, *({"losses": run.losses[:BOUNDED]} for run in (ours, plain, again)))
             if verdict["verdict"] != HOLDS:
-                promised = f"numerics {numerics!r}: each step's loss within {verdict['bound']:g} of what it is without it{where}"
+                promised = (
+                    f"numerics {numerics!r}: each step's loss within {verdict['bound']:g} of what it is "
+                    f"without it{where}"
+                )
                 self.broken(promised, f"a relative difference of {verdict['difference']:.2e}", REPAIRS[numerics])
 
     def test_saved_and_loaded(self, study_results: StudyResults) -> None:
         """An interrupted and resumed run ends with the same bits and the same plugin state as an uninterrupted one."""
         if len(study_results.run("interrupted").losses) != STOPS_AT:
             found = f"a run that ends after {len(study_results.run('interrupted').losses)} steps"
-            self.broken(f"more than {STOPS_AT} steps of training", found, "Set `task` or `options` so that the run takes more steps")
+            self.broken(
+                f"more than {STOPS_AT} steps of training",
+                found,
+                "Set `task` or `options` so that the run takes more steps",
+            )
         whole, again = study_results.run("whole"), study_results.run("resumed")
         self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT)
 
@@ -228,7 +300,11 @@ class Conformance:
         if study_results.killed.code != -KILL:
             ended = study_results.killed.result
             why = ended.error if isinstance(ended, Failed) else failure([study_results.killed])
-            self.broken(f"to train up to step {DIES_AT}, in which its process is killed", why, "It must train in a process of its own")
+            self.broken(
+                f"to train up to step {DIES_AT}, in which its process is killed",
+                why,
+                "It must train in a process of its own",
+            )
         whole, again = study_results.run("whole"), study_results.run("after the kill")
         self._goes_on(whole, again, f"was killed in step {DIES_AT}", DIES_AT // SAVES_EVERY * SAVES_EVERY)
 
@@ -244,7 +320,9 @@ class Conformance:
         elif whole.replicas != again.replicas:
             wrong.append("other weights on this process")
         if again.metrics != whole.metrics[len(whole.metrics) - len(again.metrics) :]:
-            wrong.append(f"other metrics: in the end {again.metrics[-1][1]}, and {whole.metrics[-1][1]} without a break")
+            wrong.append(
+                f"other metrics: in the end {again.metrics[-1][1]}, and {whole.metrics[-1][1]} without a break"
+            )
         saved, loaded = (packed(state) for state in again.states)
         if names := unequal(saved, loaded):
             wrong.append(f"that save_state, right after load_state, gives another {few(names)}")
@@ -253,24 +331,36 @@ class Conformance:
             self.broken(f"the same result from a run that {what} and resumed{where}", "; ".join(wrong), repair)
 
     def test_processes(self, study_results: StudyResults, strategy: str) -> None:
-        """The numerics class also holds on two processes, and both have the same weights. A strategy can save and resume there."""
+        """The numerics class also holds on two processes, and both have the same weights. A strategy can save and
+        resume there."""
         ranks = study_results.pair(strategy)
         where = f" on two processes with {strategy!r}"
         numerics = "changes-training" if study_results.plugin.slot == "task" else study_results.plugin.numerics
-        plain = study_results.plain.pair(strategy)[0] if study_results.plugin.slot != "strategy" else study_results.plain.run("plain")
+        plain = (
+            study_results.plain.pair(strategy)[0]
+            if study_results.plugin.slot != "strategy"
+            else study_results.plain.run("plain")
+        )
         self._losses(numerics, ranks[0], plain, plain, where)
         parts = {"weights": "replicas", "learning rates": "lrs", "metrics": "metrics"}
         if different := [name for name, part in parts.items() if getattr(ranks[0], part) != getattr(ranks[1], part)]:
             repair = "Let every process do the same"
-            self.broken(f"the same weights, learning rates and metrics on all processes{where}", f"other {few(different)}", repair)
+            self.broken(
+                f"the same weights, learning rates and metrics on all processes{where}",
+                f"other {few(different)}",
+                repair,
+            )
         if strategy == self.plugin:
             study_results.resumed_pair("interrupted")
             pairs = zip(study_results.resumed_pair("whole"), study_results.resumed_pair("resumed"), strict=True)
             for rank, (whole, again) in enumerate(pairs):
-                self._goes_on(whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT, f",{where} (process {rank})")
+                self._goes_on(
+                    whole, again, f"was interrupted after step {STOPS_AT}", STOPS_AT, f",{where} (process {rank})"
+                )
 
     def test_off(self, study_results: StudyResults) -> None:
-        """A run without the plugin is the same before and after a run with it, and the plugin restores changed settings."""
+        """A run without the plugin is the same before and after a run with it, and the plugin restores changed
+        settings."""
         study_results.run("ours")
         plain, off, changed = study_results.plain.run("plain"), study_results.run("off"), study_results.run("changed")
         if changed:
@@ -278,16 +368,25 @@ class Conformance:
             self.broken("to leave nothing behind when it is off", few(changed), repair)
         hooks = study_results.run("ours").hooks
         if hooks and study_results.plugin.slot != "strategy":
-            self.broken("to leave no hook of a run on the model", few(hooks), "Remove the handle of each hook in teardown")
+            self.broken(
+                "to leave no hook of a run on the model", few(hooks), "Remove the handle of each hook in teardown"
+            )
         if study_results.run("ours").kept > plain.kept:
-            found = f"{study_results.run('ours').kept} tensors of the first step's batches, {RELEASED_AFTER} steps later"
+            found = (
+                f"{study_results.run('ours').kept} tensors of the first step's batches, {RELEASED_AFTER} steps later"
+            )
             self.broken("to keep no batch after its step", found, "Copy what later steps need")
         if off.losses != plain.losses or unequal(off.weights, plain.weights):
             found = f"the losses {few(off.losses)} instead of {few(plain.losses)}"
-            self.broken("to leave nothing behind: a run without it after one with it is the same to the bit", found, REPAIRS["bitwise"])
+            self.broken(
+                "to leave nothing behind: a run without it after one with it is the same to the bit",
+                found,
+                REPAIRS["bitwise"],
+            )
 
     def test_cost(self, study_results: StudyResults, request: pytest.FixtureRequest) -> None:
-        """Record the median seconds of a step with and without the plugin, from alternating runs. It fails on no value."""
+        """Record the median seconds of a step with and without the plugin, from alternating runs. It fails on no
+        value."""
         study_results.run("ours")
         runs = {"without": ("before", "off"), "with": ("ours", "whole")}
         if study_results.plugin.slot == "task":

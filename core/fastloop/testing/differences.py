@@ -21,7 +21,10 @@ def unequal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     return [
         name
         for name in ours | theirs  # type: ignore[operator]
-        if name not in ours or name not in theirs or type(ours[name]) is not type(theirs[name]) or not _equal(ours[name], theirs[name])
+        if name not in ours
+        or name not in theirs
+        or type(ours[name]) is not type(theirs[name])
+        or not _equal(ours[name], theirs[name])
     ]
 
 
@@ -41,7 +44,8 @@ def packed(state: Any) -> dict[str, Any]:
 
 
 def distance(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """The norm of the difference of two gradients divided by the norm of the second; infinite if their weights differ."""
+    """The norm of the difference of two gradients divided by the norm of the second; infinite if their weights
+    differ."""
     if ours.keys() != theirs.keys():
         return math.inf
     difference = sum(float((ours[name] - gradient).double().square().sum()) for name, gradient in theirs.items())

@@ -1,7 +1,7 @@
 """Check that a package's README and metadata match the plugin's code, and not the template of ``fastloop new plugin``.
 
-For a package that is installed as a wheel, the check reads its metadata. For an editable install, it reads the project's files, because
-the metadata may be outdated.
+For a package that is installed as a wheel, the check reads its metadata. For an editable install, it reads the
+project's files, because the metadata may be outdated.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Documents:
 
 
 def problems(cls: type[Plugin], distribution: importlib.metadata.Distribution) -> Iterator[Problem]:
-    """Contradictions between a plugin and the documents of its package. A package without a README has no documents to check."""
+    """Contradictions between a plugin and the documents of its package. A package without a README has no documents to
+    check."""
     documents = Documents.of(distribution)
     if documents.readme:
         yield from _option_problems(cls, documents.readme, distribution)
@@ -85,10 +86,14 @@ def problems(cls: type[Plugin], distribution: importlib.metadata.Distribution) -
 # -- options -----------------------------------------------------------------------------------------------------------
 
 
-def _option_problems(cls: type[Plugin], readme: str, distribution: importlib.metadata.Distribution) -> Iterator[Problem]:
+def _option_problems(
+    cls: type[Plugin], readme: str, distribution: importlib.metadata.Distribution
+) -> Iterator[Problem]:
     rows, own = option_rows(readme), describe(cls.Config)
     if missing := [option.name for option in own if option.name not in rows]:
-        yield Problem("a table of its options in the README", f"no row for {', '.join(missing)}", "Rows begin with: | `option` |")
+        yield Problem(
+            "a table of its options in the README", f"no row for {', '.join(missing)}", "Rows begin with: | `option` |"
+        )
     names = [point.name for point in distribution.entry_points if point.group == GROUP]
     known = {option.name for name in names for option in _options_of(name)}
     if unknown := [name for name in rows if name not in known]:
@@ -146,16 +151,24 @@ def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
     if _methods(template) == _methods(ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]):
         return
     purpose = (ast.get_docstring(example) or "").partition("\n")[0].rstrip(".")
-    values = {target.id: node.value for node in template.body if isinstance(node, ast.Assign) for target in node.targets}  # type: ignore[attr-defined]
+    assigned = (
+        (node.value, target) for node in template.body if isinstance(node, ast.Assign) for target in node.targets
+    )
+    values = {target.id: value for value, target in assigned if isinstance(target, ast.Name)}
     is_stale = {
-        "the description in pyproject.toml": documents.description == tomllib.loads(files["pyproject.toml"])["project"]["description"],
+        "the description in pyproject.toml": documents.description
+        == tomllib.loads(files["pyproject.toml"])["project"]["description"],
         "README.md": purpose.lower() in " ".join(documents.readme.split()).lower(),
         f"the docstring of {cls.__module__}": purpose in (inspect.getdoc(sys.modules[cls.__module__]) or ""),
         "`description`": cls.description == ast.literal_eval(values["description"]),
         f"the docstring of {cls.__qualname__}": (cls.__doc__ or "") == ast.get_docstring(template),
     }
     if places := [place for place, stale in is_stale.items() if stale]:
-        yield Problem("to describe what it does", f"the text of `fastloop new plugin` in {', '.join(places)}", "Describe this plugin there")
+        yield Problem(
+            "to describe what it does",
+            f"the text of `fastloop new plugin` in {', '.join(places)}",
+            "Describe this plugin there",
+        )
 
 
 def _methods(cls: ast.AST) -> dict[str, str]:

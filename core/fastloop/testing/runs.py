@@ -1,4 +1,4 @@
-"""Trains recipes and records the results that tests compare, and runs the trainings of a plugin for the conformance suite.
+"""Trains recipes and records the results that tests compare, and runs a plugin's trainings for the conformance suite.
 
 ``alone``, ``dies`` and ``together`` run in separate processes, so that settings changed by a plugin end with them.
 """
@@ -38,14 +38,16 @@ from fastloop.testing.settings import changes, snapshot
 from fastloop.testing.tasks import with_batch_norm
 
 EVALUATES_EVERY, STOPS_AT, SAVES_EVERY, DIES_AT = 2, 9, 4, 14
-"""Steps, in four epochs of five: evaluate every n steps; interrupt one run after a step; let another save every n steps, and kill it in a
-step. A plugin that counts steps, evaluations or epochs without saving the count acts at another time, whatever number it counts to."""
+"""Steps, in four epochs of five: evaluate every n steps; interrupt one run after a step; let another save every n
+steps, and kill it in a step. A plugin that counts steps, evaluations or epochs without saving the count acts at another
+time, whatever number it counts to."""
 RELEASED_AFTER = 6
 """Steps after which the first step's batch must not be in memory any more."""
 PATIENCE = 10.0
 """Seconds to wait for a checkpoint."""
 TRAIN: dict[str, Any] = {
-    "epochs": 4, "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, "evaluate_every": EVALUATES_EVERY, "save_every": None, "seed": 1
+    "epochs": 4, "batch_size": 8, "micro_batch_size": 4, "lr": 1e-2, "evaluate_every": EVALUATES_EVERY,
+    "save_every": None, "seed": 1
 }  # fmt: skip
 SEEDS = (2, 3, 4)
 
@@ -62,7 +64,8 @@ class Trained:
         seconds: Seconds between the ends of successive steps.
         weights: Name -> tensor after training, on the CPU; on the main process only.
         replicas: A checksum of the weights that every process holds in full.
-        random: After each step, a checksum of the random states of each generator: ``{"torch": ..., "numpy": ..., "python": ...}``.
+        random: After each step, a checksum of the random states of each generator:
+            ``{"torch": ..., "numpy": ..., "python": ...}``.
         kept: Number of tensors of the first step's batches that are in memory ``RELEASED_AFTER`` steps later.
         hooks: The torch hooks of the model's modules after the run that it did not have when it was built.
         states: If the run resumed: the state that the plugin had saved, and the state that it saves after loading it.
@@ -208,22 +211,35 @@ def _replicas(run: Run) -> str:
     digest = hashlib.sha256()
     for name, parameter in run.unwrap_model().named_parameters():
         if not isinstance(parameter, DTensor):
-            digest.update(name.encode() + parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                name.encode() + parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()
 
 
 def _random() -> dict[str, str]:
     """Generator -> a checksum of its state."""
     states = cpu_random_states()
-    parts = {"torch": states["torch"].numpy().tobytes(), "numpy": states["numpy"][1].tobytes() + repr(states["numpy"][2:]).encode()}
-    return {name: hashlib.sha256(part).hexdigest() for name, part in (parts | {"python": repr(states["python"]).encode()}).items()}
+    parts = {
+        "torch": states["torch"].numpy().tobytes(),
+        "numpy": states["numpy"][1].tobytes() + repr(states["numpy"][2:]).encode(),
+    }
+    return {
+        name: hashlib.sha256(part).hexdigest()
+        for name, part in (parts | {"python": repr(states["python"]).encode()}).items()
+    }
 
 
 def _hooks(model: nn.Module) -> list[str]:
     """Module and kind of each torch hook of a model."""
     kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
     modules = [(name or "the model", module) for name, module in model.named_modules()]
-    return [f"{kind[1:-1].replace('_', ' ')} of {name}" for name, module in modules for kind in kinds for _ in getattr(module, kind)]
+    return [
+        f"{kind[1:-1].replace('_', ' ')} of {name}"
+        for name, module in modules
+        for kind in kinds
+        for _ in getattr(module, kind)
+    ]
 
 
 def train(recipe: Mapping[str, Any] | Recipe, *objects: Plugin, resume: Path | None = None, of: str = "") -> Trained:
@@ -269,7 +285,9 @@ class Study:
     still: bool
     strategy_options: Mapping[str, Mapping[str, Any]]
 
-    def recipe(self, output: str, *, on: bool = True, strategy: str | None = None, batch_norm: bool = False, **settings: Any) -> Recipe:
+    def recipe(
+        self, output: str, *, on: bool = True, strategy: str | None = None, batch_norm: bool = False, **settings: Any
+    ) -> Recipe:
         """The recipe with or without the plugin, without default observers."""
         task = dict(self.task if on else self.without)
         if batch_norm:
@@ -286,14 +304,20 @@ class Study:
         train = TRAIN | {"device": self.device} | task.pop("train", {}) | settings
         return make_recipe(task | {"plugins": _idle() | plugins, "train": train, "output": output})
 
-    def train(self, output: str, *objects: Plugin, resume: bool = False, still: bool = False, **settings: Any) -> Trained | Failed:
+    def train(
+        self, output: str, *objects: Plugin, resume: bool = False, still: bool = False, **settings: Any
+    ) -> Trained | Failed:
         """One training, or its error."""
         try:
             quiet = [DisableDropout()] if still and self.still else []
             recipe = self.recipe(output, **settings)
             return train(recipe, *objects, *quiet, resume=Path(output) if resume else None, of=self.plugin)
         except Exception as error:
-            return Failed(error=f"{type(error).__name__}: {error}", refused=isinstance(error, UsageError), trace=traceback.format_exc())
+            return Failed(
+                error=f"{type(error).__name__}: {error}",
+                refused=isinstance(error, UsageError),
+                trace=traceback.format_exc(),
+            )
 
 
 def without(study: Study) -> dict[str, Any]:
@@ -311,8 +335,10 @@ def dies(study: Study) -> Trained | Failed:
 
 
 def alone(study: Study) -> dict[str, Any]:
-    """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not restore."""
-    found: dict[str, Any] = {"before": study.train("before", on=study.task != study.without)}  # imports, which the plugin need not undo
+    """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not
+    restore."""
+    # imports, which the plugin need not undo
+    found: dict[str, Any] = {"before": study.train("before", on=study.task != study.without)}
     before = snapshot()
     found["ours"] = study.train("ours", still=True)
     found["changed"] = changes(before, snapshot())
@@ -334,8 +360,8 @@ def together(study: Study, strategy: str) -> Trained | Failed:
 
 
 def resumed_together(study: Study) -> dict[str, Trained | Failed]:
-    """The trainings of one of several processes under the strategy of the study: one without a break, and one that is interrupted and
-    resumed."""
+    """The trainings of one of several processes under the strategy of the study: one without a break, and one that is
+    interrupted and resumed."""
     return {
         "whole": study.train("whole on each", strategy=study.plugin),
         "interrupted": study.train("resumed on each", InterruptAtStep(), strategy=study.plugin),

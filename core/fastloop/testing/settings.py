@@ -72,7 +72,8 @@ def _settings() -> Iterator[tuple[str, Any]]:
     for thread in threading.enumerate():
         if thread.name == "QueueFeederThread":  # that of a closed queue ends soon after its process
             thread.join(timeout=5.0)
-    yield "threads that run", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")  # shared by all bars
+    # shared by all bars
+    yield "threads that run", sorted(thread.name for thread in threading.enumerate() if thread.name != "tqdm_monitor")
     children = []
     for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):

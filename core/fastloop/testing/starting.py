@@ -1,6 +1,7 @@
 """Real processes for tests: they call a function, form one group over gloo, and end within a time limit.
 
-They are forked from a process that has imported the modules of a training, but no module of the test, so that they start fast.
+They are forked from a process that has imported the modules of a training, but no module of the test, so that they
+start fast.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ PRELOADED = [
     "torch._dynamo",
     "torch._inductor.config",
 ]
-"""Modules that every started process has imported, beside the modules of fastloop's own plugins. None may start a thread or open a device:
-neither survives a fork. Without an accelerator deepspeed opens none; Accelerate imports it, if it is installed, for every model that it
-prepares or exports."""
+"""Modules that every started process has imported, beside the modules of fastloop's own plugins. None may start a
+thread or open a device: neither survives a fork. Without an accelerator deepspeed opens none; Accelerate imports it, if
+it is installed, for every model that it prepares or exports."""
 OPENS_DEVICE = ["deepspeed.accelerator"]
 """Modules that are preloaded only without an accelerator, because they would open it."""
 PATIENCE = 10.0
@@ -90,7 +91,8 @@ def start(
     on one thread. The caller's warning filters apply.
 
     Args:
-        function: A function of an importable module, such as the test's own. It, ``arguments`` and the result go through pickle.
+        function: A function of an importable module, such as the test's own. It, ``arguments`` and the result go
+            through pickle.
         folder: The current folder of the processes, made if it is missing; None: the caller's.
         limit: Time limit in seconds; then each process writes its stack and is killed.
 
@@ -105,7 +107,8 @@ def start(
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
-            f"{name} and its arguments cannot be sent to a process: {error}. Define the function at the top level of a module, and pass "
+            f"{name} and its arguments cannot be sent to a process: {error}. Define the function at the top level of a "
+            "module, and pass "
             "arguments that pickle can write."
         ) from error
     context, folder = _context(), Path(folder or Path.cwd())
@@ -113,7 +116,15 @@ def start(
     with tempfile.TemporaryDirectory() as aside:
         processes = []
         for rank, member in enumerate(launch.local_group(count)):
-            given = (function, arguments, os.environ | member, folder, Path(aside, str(rank)), [*warnings.filters], limit)
+            given = (
+                function,
+                arguments,
+                os.environ | member,
+                folder,
+                Path(aside, str(rank)),
+                [*warnings.filters],
+                limit,
+            )
             processes.append(context.Process(target=_work, args=given))
         try:
             for process in processes:
@@ -122,11 +133,14 @@ def start(
         finally:
             for process in processes:
                 _end(process)
-        return [_process_result(Path(aside, str(rank)), process, in_time, limit) for rank, process in enumerate(processes)]
+        return [
+            _process_result(Path(aside, str(rank)), process, in_time, limit) for rank, process in enumerate(processes)
+        ]
 
 
 def _wait(processes: Sequence[Any], deadline: float) -> bool:
-    """Wait until all have ended, or, after a failure, until the others had time to end. Returns whether they ended in time."""
+    """Wait until all have ended, or, after a failure, until the others had time to end. Returns whether they ended in
+    time."""
     while running := [process for process in processes if process.exitcode is None]:
         if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + PATIENCE)
@@ -175,7 +189,8 @@ def _work(
     os.dup2(log, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # what it says stands before why it failed
     faulthandler.enable()
-    multiprocessing.set_start_method(None, force=True)  # this process starts its own children with the platform's default method
+    # this process starts its own children with the platform's default method
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
@@ -192,7 +207,9 @@ def _work(
     try:
         report.with_suffix(".result").write_bytes(pickle.dumps(result))
     except Exception as error:
-        raise UsageError(f"{function.__qualname__} returned a {type(result).__name__} that pickle cannot write: {error}.") from error
+        raise UsageError(
+            f"{function.__qualname__} returned a {type(result).__name__} that pickle cannot write: {error}."
+        ) from error
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     sys.stdout.flush()
@@ -200,7 +217,8 @@ def _work(
 
 @pytest.fixture(scope="session")
 def processes() -> Callable[..., list[ProcessResult]]:
-    """Call a function in several real processes: ``first, second = processes(2, train, recipe)``, then ``first.result.losses``.
+    """Call a function in several real processes: ``first, second = processes(2, train, recipe)``, then
+    ``first.result.losses``.
 
     Like ``start``, but if a process fails, the test fails with the output of all.
     """

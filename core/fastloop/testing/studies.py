@@ -55,7 +55,9 @@ class StudyResults:
         refuses: See ``Conformance``.
     """
 
-    def __init__(self, study: Study, where: Path, plain: StudyResults | None = None, refuses: Collection[str] = ()) -> None:
+    def __init__(
+        self, study: Study, where: Path, plain: StudyResults | None = None, refuses: Collection[str] = ()
+    ) -> None:
         self.study, self.where, self._plain, self.refuses = study, where, plain, refuses
         self._pairs: dict[str, list[ProcessResult]] = {}
         self._reasons: dict[str | None, str] = {}
@@ -94,7 +96,8 @@ class StudyResults:
         return start(2, resumed_together, self.study, folder=self.where)
 
     def resolved(self, strategy: str | None = None) -> None:
-        """Skip the test if the plugin cannot run on this machine or with a strategy, with the message that a user gets."""
+        """Skip the test if the plugin cannot run on this machine or with a strategy, with the message that a user
+        gets."""
         if strategy not in self._reasons:
             self._reasons[strategy] = self._unresolved(strategy)
         if reason := self._reasons[strategy]:
@@ -143,7 +146,11 @@ class StudyResults:
             pytest.fail(f"{self}: its two processes did not end well.\n{failure(processes)}", pytrace=False)
         found = [ended.result if name is None else ended.result[name] for ended in processes]
         for rank, run in enumerate(found):
-            if isinstance(run, Failed) and run.refused and (strategy in self.refuses or self._is_refused_without(strategy)):
+            if (
+                isinstance(run, Failed)
+                and run.refused
+                and (strategy in self.refuses or self._is_refused_without(strategy))
+            ):
                 pytest.skip(f"refused with {strategy!r}: {run.error}")
             if isinstance(run, Failed):
                 where = f"on process {rank} of two with {strategy!r}"

@@ -22,7 +22,8 @@ VECTORS: Mapping[str, Any] = {
     "data": {"module": "fastloop.testing.tasks:vectors"},
     "plugins": [{"module": _MODULE_OPTIONS}],
 }
-"""Vectors of 8 numbers in three classes, and a network of two layers with layer norm and dropout; batches are ``(inputs, targets)``."""
+"""Vectors of 8 numbers in three classes, and a network of two layers with layer norm and dropout; batches are
+``(inputs, targets)``."""
 
 IMAGES: Mapping[str, Any] = {
     "model": {"module": "fastloop.testing.tasks:Convolutions"},
@@ -75,7 +76,8 @@ SIZES = {"train": 35, "validation": 16}
 
 
 def with_dropout(task: Mapping[str, Any], rate: float) -> dict[str, Any]:
-    """A copy of a task of this module with another dropout rate, from 0 (no dropout) to 1: ``with_dropout(TEXTS, 0.0)``."""
+    """A copy of a task of this module with another dropout rate, from 0 (no dropout) to 1:
+    ``with_dropout(TEXTS, 0.0)``."""
     model = dict(task["model"])
     if "module" in model:
         model["arguments"] = {**model.get("arguments", {}), "dropout": rate}
@@ -85,7 +87,8 @@ def with_dropout(task: Mapping[str, Any], rate: float) -> dict[str, Any]:
 
 
 def with_batch_norm(task: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A copy of a task whose model normalizes over the batch. None: only the models of ``VECTORS`` and ``IMAGES`` can."""
+    """A copy of a task whose model normalizes over the batch. None: only the models of ``VECTORS`` and ``IMAGES``
+    can."""
     model = dict(task.get("model", {}))
     if model.get("module") not in (VECTORS["model"]["module"], IMAGES["model"]["module"]):
         return None
@@ -144,7 +147,12 @@ def write_texts(folder: Path) -> None:
         rng, rows = random.Random(split), []
         for index in range(size):
             label_words = (("fine", "lovely"), ("dull", "dreadful"))[index % 2]
-            words = [rng.choice(label_words) if rng.random() < 0.3 else f"word{rng.randrange(50)}" for _ in range(rng.randrange(2, 20))]
+            words = [
+                rng.choice(label_words) if rng.random() < 0.3 else f"word{rng.randrange(50)}"
+                for _ in range(rng.randrange(2, 20))
+            ]
             words.insert(rng.randrange(len(words) + 1), rng.choice(label_words))
             rows.append({"text": " ".join(words), "label": index % 2})
-        (folder / "texts" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        (folder / "texts" / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+        )

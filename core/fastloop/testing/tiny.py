@@ -45,7 +45,8 @@ class Call(NamedTuple):
 
 
 class HookCalls(Plugin):
-    """Appends a ``Call`` to a list for every hook that fires. It wraps *first* hooks, so it does not change their results."""
+    """Appends a ``Call`` to a list for every hook that fires. It wraps *first* hooks, so it does not change their
+    results."""
 
     name = "hook-calls"
 
@@ -58,7 +59,9 @@ def _make_hook(hook: str, arguments: tuple[str, ...], wraps: bool) -> Any:
     """An implementation for ``HookCalls``. pluggy passes the arguments in the function's signature."""
     append = "self.calls.append(call)"
     body = f"({append}, (yield))[1]" if wraps else append
-    return hookimpl(wrapper=wraps)(eval(f"lambda self, {', '.join(arguments)}: {body}", {"call": Call(hook, arguments)}))
+    return hookimpl(wrapper=wraps)(
+        eval(f"lambda self, {', '.join(arguments)}: {body}", {"call": Call(hook, arguments)})
+    )
 
 
 for _name, _spec in vars(hookspecs).items():
@@ -95,21 +98,25 @@ class TinyResult:
     def __init__(self, trainer: Trainer, summary: dict[str, Any], model: nn.Module, recorder: Recorder) -> None:
         self.trainer, self.summary, self.model, self.recorder = trainer, summary, model, recorder
         self.losses: list[float] = recorder.losses
-        self.weights: dict[str, torch.Tensor] = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+        self.weights: dict[str, torch.Tensor] = {
+            name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()
+        }
 
 
 @pytest.fixture
 def hook_calls() -> list[Call]:
-    """Every hook that fires in ``tiny_run``, in order. To record other runs, add ``HookCalls(hook_calls)`` to their plugins."""
+    """Every hook that fires in ``tiny_run``, in order. To record other runs, add ``HookCalls(hook_calls)`` to their
+    plugins."""
     return []
 
 
 @pytest.fixture
 def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., TinyResult]:
-    """Train the tiny model with given plugins: ``tiny_run(["my-plugin"], epochs=2).losses``. Batches of 8, AdamW, lr 1e-2, two epochs.
+    """Train the tiny model with given plugins: ``tiny_run(["my-plugin"], epochs=2).losses``. Batches of 8, AdamW, lr
+    1e-2, two epochs.
 
-    Uses an accelerator if one is available, unless you pass ``device="cpu"``. A run that a signal stopped, after it was saved, has a
-    result, too.
+    Uses an accelerator if one is available, unless you pass ``device="cpu"``. A run that a signal stopped, after it was
+    saved, has a result, too.
     """
     count = iter(range(1000))
     observers = [HookCalls(request.getfixturevalue("hook_calls"))] if "hook_calls" in request.fixturenames else []
@@ -118,8 +125,16 @@ def tiny_run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Ti
         model = model or tiny_model()
         recorder = Recorder()
         data = data if data is not None else tiny_data()
-        defaults = {"epochs": 2, "lr": 1e-2, "batch_size": 8, "loss": nn.functional.cross_entropy, "output": tmp_path / f"run{next(count)}"}
-        trainer = Trainer(model, data, tiny_data(32, seed=1), plugins=[*plugins, recorder, *observers], **{**defaults, **arguments})
+        defaults = {
+            "epochs": 2,
+            "lr": 1e-2,
+            "batch_size": 8,
+            "loss": nn.functional.cross_entropy,
+            "output": tmp_path / f"run{next(count)}",
+        }
+        trainer = Trainer(
+            model, data, tiny_data(32, seed=1), plugins=[*plugins, recorder, *observers], **{**defaults, **arguments}
+        )
         try:
             summary = trainer.fit()
         except (KeyboardInterrupt, SystemExit):

@@ -55,7 +55,10 @@ def test_it_draws_digits(fit):
 
 def test_each_update_changes_its_own_network(fit):
     run, summary = fit(epochs=1, max_steps=3)
-    states = {name: {int(state["step"]) for state in run.optimizer[name].state.values()} for name in ("discriminator", "generator")}
+    states = {
+        name: {int(state["step"]) for state in run.optimizer[name].state.values()}
+        for name in ("discriminator", "generator")
+    }
     assert states == {"discriminator": {3}, "generator": {3}}
     assert summary["steps"] == 3
     assert [group["betas"] for group in run.optimizer.param_groups] == [(0.5, 0.999)] * 2

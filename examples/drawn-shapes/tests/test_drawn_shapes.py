@@ -68,7 +68,10 @@ def test_each_shape_covers_what_it_should():
 def test_it_refuses_sections_that_it_does_not_read():
     tree = {"data": {"name": "imdb"}, "plugins": ["drawn-shapes"]}
     resolved = resolve(make_recipe(tree))
-    with pytest.raises(RecipeError, match="recipe: data: 'drawn-shapes' has its own. Remove the section"), open_run(resolved):
+    with (
+        pytest.raises(RecipeError, match="recipe: data: 'drawn-shapes' has its own. Remove the section"),
+        open_run(resolved),
+    ):
         pass
 
 

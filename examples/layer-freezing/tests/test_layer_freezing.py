@@ -24,7 +24,9 @@ def test_from_the_step_on_the_first_layer_stays_as_it_is_and_the_last_trains_on(
 
 
 def test_layers_are_frozen_one_after_another(tiny_run):
-    model = nn.Sequential(nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)), nn.Linear(8, 3))
+    model = nn.Sequential(
+        nn.Linear(8, 8), *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(8)), nn.Linear(8, 3)
+    )
     found = tiny_run([LayerFreezing(share=0.4, start=0.0, until=0.5)], model=model).summary["layer-freezing"]
     assert (found["layers"], found["frozen"]) == (10, 4)
     assert found["parameters_with_gradients"] == [72 * 9 + 27 - 72 * frozen for frozen in range(5)]
@@ -69,7 +71,9 @@ def test_it_refuses_what_cannot_be(tiny_run):
     with pytest.raises(RecipeError, match="layer-freezing: start 0.6 is not before until 0.6"):
         LayerFreezing(start=0.6)
     model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))})
-    with pytest.raises(PluginError, match="layers: the model has no ModuleList or Sequential 'encodr'. Did you mean 'encoder'"):
+    with pytest.raises(
+        PluginError, match="layers: the model has no ModuleList or Sequential 'encodr'. Did you mean 'encoder'"
+    ):
         tiny_run([LayerFreezing(layers="encodr")], model=model)
 
 

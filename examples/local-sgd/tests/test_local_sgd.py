@@ -16,16 +16,33 @@ from torch.utils.data import TensorDataset
 DIGITS = {
     "model": {"module": "torch.nn:Linear", "arguments": {"in_features": 64, "out_features": 10}},
     "data": {"module": "test_local_sgd:digits"},
-    "plugins": [{"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 10}}}}],
-    "train": {"batch_size": 32, "epochs": 2, "lr": 1e-1, "optimizer": "SGD", "device": "cpu", "evaluate_every": 5, "save_every": None},
+    "plugins": [
+        {
+            "module": {
+                "loss": "cross_entropy",
+                "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 10}},
+            }
+        }
+    ],
+    "train": {
+        "batch_size": 32,
+        "epochs": 2,
+        "lr": 1e-1,
+        "optimizer": "SGD",
+        "device": "cpu",
+        "evaluate_every": 5,
+        "save_every": None,
+    },
 }
-"""A linear model of scikit-learn's handwritten digits of 8 x 8 pixels. SGD has no state, so averages of weights and gradients agree."""
+"""A linear model of scikit-learn's handwritten digits of 8 x 8 pixels. SGD has no state, so averages of weights and
+gradients agree."""
 
 
 def digits() -> dict[str, TensorDataset]:
     """1,497 training and 300 validation images, (64,) float32."""
     images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))  # pixel values are 0 to 16
+    # pixel values are 0 to 16
+    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
     return {"train": TensorDataset(*data[order[300:]]), "validation": TensorDataset(*data[order[:300]])}
 
@@ -48,7 +65,9 @@ class Digests(Plugin):
 def trained(output: str, strategy: dict, digests: bool = False):
     """Train on this process; returns the results, and the checksums."""
     watch = Digests()
-    result = train(DIGITS | {"plugins": [*DIGITS["plugins"], strategy], "output": output}, *([watch] if digests else []))
+    result = train(
+        DIGITS | {"plugins": [*DIGITS["plugins"], strategy], "output": output}, *([watch] if digests else [])
+    )
     return result, watch.digests
 
 
@@ -93,7 +112,8 @@ def test_another_number_of_processes_resumes_from_the_average(processes, tmp_pat
 )
 def test_plugins_that_do_not_combine_are_refused_by_name(plugins, message, tmp_path):
     recipe = make_recipe(
-        VECTORS | {"plugins": [*VECTORS["plugins"], "local-sgd", *plugins], "train": {"device": "cpu"}, "output": str(tmp_path)}
+        VECTORS
+        | {"plugins": [*VECTORS["plugins"], "local-sgd", *plugins], "train": {"device": "cpu"}, "output": str(tmp_path)}
     )
     with pytest.raises(PluginError, match=message), open_run(resolve(recipe)):
         pass

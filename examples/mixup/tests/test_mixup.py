@@ -84,9 +84,25 @@ def test_it_learns_better_from_digits_with_wrong_labels(tmp_path):
     for name, plugins in (("plain", []), ("mixup", [Mixup(alpha=1.0)])):
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
-        settings = {"epochs": 30, "batch_size": 32, "lr": 3e-3, "device": "cpu", "evaluate_every": None, "save_every": None}
+        settings = {
+            "epochs": 30,
+            "batch_size": 32,
+            "lr": 3e-3,
+            "device": "cpu",
+            "evaluate_every": None,
+            "save_every": None,
+        }
         metrics = {"accuracy": MulticlassAccuracy(10, average="micro")}
-        run = Trainer(model, train, validation, loss=cross_entropy, metrics=metrics, plugins=plugins, output=tmp_path / name, **settings)
+        run = Trainer(
+            model,
+            train,
+            validation,
+            loss=cross_entropy,
+            metrics=metrics,
+            plugins=plugins,
+            output=tmp_path / name,
+            **settings,
+        )
         found[name] = run.fit()["validation"]["accuracy"]
     assert found["mixup"] > found["plain"] + 0.03
 

@@ -44,7 +44,10 @@ def test_the_table_has_the_values_of_the_log(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     expected = [(line["step"], line["loss"]) for line in lines if "split" not in line]
     assert len(expected) == 5
-    assert read(tmp_path / "runs.sqlite", "SELECT step, value FROM scalars WHERE name = 'train/loss' ORDER BY step") == expected
+    assert (
+        read(tmp_path / "runs.sqlite", "SELECT step, value FROM scalars WHERE name = 'train/loss' ORDER BY step")
+        == expected
+    )
     names = {name for (name,) in read(tmp_path / "runs.sqlite", "SELECT DISTINCT name FROM scalars")}
     assert {"train/loss", "train/lr", "validation/loss", "validation/accuracy"} < names
 
@@ -52,8 +55,13 @@ def test_the_table_has_the_values_of_the_log(tmp_path):
 def test_runs_share_a_database(tmp_path):
     for _ in range(2):
         train(recipe(tmp_path, max_steps=2))
-    assert read(tmp_path / "runs.sqlite", "SELECT id, folder FROM runs") == [(1, str(tmp_path / "run")), (2, str(tmp_path / "run"))]
-    assert read(tmp_path / "runs.sqlite", "SELECT run, COUNT(*) FROM scalars WHERE name = 'train/loss' GROUP BY run") == [(1, 2), (2, 2)]
+    assert read(tmp_path / "runs.sqlite", "SELECT id, folder FROM runs") == [
+        (1, str(tmp_path / "run")),
+        (2, str(tmp_path / "run")),
+    ]
+    assert read(
+        tmp_path / "runs.sqlite", "SELECT run, COUNT(*) FROM scalars WHERE name = 'train/loss' GROUP BY run"
+    ) == [(1, 2), (2, 2)]
 
 
 def test_a_failed_run_can_be_read_and_resumed_under_its_id(tmp_path):

@@ -74,7 +74,9 @@ def test_muon_steps_the_matrices_and_adamw_the_rest(tiny_run):
 
 
 def test_muon_needs_weights_for_both(tiny_run):
-    with pytest.raises(PluginError, match="plugins.muon.adamw: found 0 matrices for Muon and 4 other weights for AdamW"):
+    with pytest.raises(
+        PluginError, match="plugins.muon.adamw: found 0 matrices for Muon and 4 other weights for AdamW"
+    ):
         tiny_run([Muon(adamw=["weight"])])
 
 

@@ -1,6 +1,6 @@
 """A run folder at a URL of fsspec.
 
-URL/checkpoints/step-00000120/     as in the run folder; complete once its manifest.json is there, which is uploaded last
+URL/checkpoints/step-00000120/     as in the run folder; manifest.json is uploaded last and marks a complete one
 URL/metrics.jsonl, ...             logs; summary.json is uploaded after all other files
 """
 
@@ -51,7 +51,8 @@ class RemoteFolder:
 
     @staticmethod
     def complete(names: set[str]) -> list[str]:
-        """The folders of complete checkpoints among ``names``, the best ones first, then those to resume from, newest first."""
+        """The folders of complete checkpoints among ``names``, the best ones first, then those to resume from, newest
+        first."""
         found = {}
         for name in names:
             match = re.fullmatch(rf"(checkpoints/(best|step)-(\d+))/{re.escape(checkpoint.MANIFEST)}", name)
@@ -69,7 +70,8 @@ class RemoteFolder:
         return self.steps(names) + ["model"] * any(name.startswith("model/") for name in names)
 
     def put(self, path: Path, name: str) -> None:
-        """Upload a file. It appears as a whole: an object store does that itself, and in a file system it is renamed."""
+        """Upload a file. It appears as a whole: an object store does that itself, and in a file system it is
+        renamed."""
         target = f"{self.root}/{name}"
         upload = target + PARTIAL * self.is_file_system
         if path.stat().st_size <= SMALL:
@@ -114,8 +116,8 @@ class RemoteFolder:
         """Download a checkpoint, verify it, and put it at ``target``.
 
         Returns:
-            None, the problem if it is damaged, or an empty string if its manifest is not complete. On a store that is a file system, a kill
-            may leave a part of a manifest.
+            None, the problem if it is damaged, or an empty string if its manifest is not complete. On a store that is a
+            file system, a kill may leave a part of a manifest.
         """
         aside = target.with_name(f".{target.name}.partial")
         shutil.rmtree(aside, ignore_errors=True)
@@ -126,7 +128,11 @@ class RemoteFolder:
             return ""
         try:
             listed = [str(name) for name in content["files"]]
-            if outside := [name for name in listed if PurePosixPath(name).parts not in ((name,), ("sharded", name[8:])) or ".." in name]:
+            if outside := [
+                name
+                for name in listed
+                if PurePosixPath(name).parts not in ((name,), ("sharded", name[8:])) or ".." in name
+            ]:
                 return f"{checkpoint.MANIFEST} lists {outside[0]!r}"
             for name in listed:
                 self.get(f"{folder}/{name}", aside / name)
@@ -143,7 +149,8 @@ class RemoteFolder:
         return None
 
     def get_newest(self, folder: Path) -> bool:
-        """Download the newest complete checkpoint with the logs, if it is newer than those of the run folder ``folder``.
+        """Download the newest complete checkpoint with the logs, if it is newer than those of the run folder
+        ``folder``.
 
         Returns:
             Whether there was a newer one.

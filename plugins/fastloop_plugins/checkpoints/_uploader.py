@@ -67,18 +67,27 @@ class Uploader(threading.Thread):
                 if number < self.retries:
                     time.sleep(min(2.0**number, LONGEST_WAIT))
         self.errors += 1
-        logger.warning("%s: an upload failed: %s: %s. Training continues", self.remote.url, type(self.error).__name__, self.error)
+        logger.warning(
+            "%s: an upload failed: %s: %s. Training continues", self.remote.url, type(self.error).__name__, self.error
+        )
 
     def _upload_once(self) -> None:
-        """Upload new files, then remove checkpoints that are no longer kept. A checkpoint follows the logs, because it has a position in
-        them, and the best checkpoints that it names."""
+        """Upload new files, then remove checkpoints that are no longer kept. A checkpoint follows the logs, because it
+        has a position in them, and the best checkpoints that it names."""
         newest = checkpoint.checkpoints(self.folder)[-1:]
-        best = sorted(path for path in (self.folder / "checkpoints").glob("best-*") if (path / checkpoint.MANIFEST).exists())
-        new = [path for path in (*newest, *best) if self._manifests.get(path.name) != (path / checkpoint.MANIFEST).read_bytes()]
+        best = sorted(
+            path for path in (self.folder / "checkpoints").glob("best-*") if (path / checkpoint.MANIFEST).exists()
+        )
+        new = [
+            path
+            for path in (*newest, *best)
+            if self._manifests.get(path.name) != (path / checkpoint.MANIFEST).read_bytes()
+        ]
         aside = self.folder / ".upload"
         shutil.rmtree(aside, ignore_errors=True)
         for path in new:
-            shutil.copytree(path, aside / path.name, copy_function=link_or_copy)  # the run may remove a checkpoint during its upload
+            # the run may remove a checkpoint during its upload
+            shutil.copytree(path, aside / path.name, copy_function=link_or_copy)
             if not has_all_files(aside / path.name):
                 raise FileNotFoundError(f"{path} was removed while it was copied")
         for name in self._names():
@@ -98,7 +107,11 @@ class Uploader(threading.Thread):
         """The run's files outside ``checkpoints``, without the summary."""
         for path in sorted(self.folder.rglob("*")):
             name = path.relative_to(self.folder)
-            if path.is_file() and name.parts[0] not in ("checkpoints", "summary.json") and not any(map(is_hidden, name.parts)):
+            if (
+                path.is_file()
+                and name.parts[0] not in ("checkpoints", "summary.json")
+                and not any(map(is_hidden, name.parts))
+            ):
                 yield name.as_posix()
 
     def _put_changed(self, name: str) -> None:
@@ -108,7 +121,8 @@ class Uploader(threading.Thread):
             self._logs[name] = facts.st_size, facts.st_mtime_ns
 
     def _remove_old(self, newest: Path, best: set[str]) -> None:
-        """Remove checkpoints that the run folder does not keep, too, and checkpoints of later steps, which another branch has left."""
+        """Remove checkpoints that the run folder does not keep, too, and checkpoints of later steps, which another
+        branch has left."""
         names = self.remote.names()
         steps = [Path(path).name for path in self.remote.steps(names) if step_number(path) <= step_number(newest.name)]
         there = {name.split("/")[1] for name in names if name.startswith(("checkpoints/step-", "checkpoints/best-"))}
@@ -127,7 +141,8 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def has_all_files(folder: Path) -> bool:
-    """Whether a copy of a checkpoint has each file of its manifest. The run may have removed some before they were copied."""
+    """Whether a copy of a checkpoint has each file of its manifest. The run may have removed some before they were
+    copied."""
     manifest = json.loads((folder / checkpoint.MANIFEST).read_bytes())
     return all((folder / name).is_file() for name in manifest["files"])
 

@@ -3,13 +3,15 @@
     plugins:
       - async-save
 
-A save copies the weights and the optimizer state to host memory, and a thread writes the copy. The files are the same as without the
-plugin, and as safe; the next step waits only for the copy. Each save waits for the previous one, and the end of the run waits for the last
-one. If a write fails, fastloop reports it at the end of the current step, and ``train.on_save_error`` decides what happens.
+A save copies the weights and the optimizer state to host memory, and a thread writes the copy. The files are the same
+as without the plugin, and as safe; the next step waits only for the copy. Each save waits for the previous one, and the
+end of the run waits for the last one. If a write fails, fastloop reports it at the end of the current step, and
+``train.on_save_error`` decides what happens.
 
-The copy needs as much host memory as the checkpoint has bytes, for the rest of the run: later saves use the same memory. On an accelerator
-that memory is page-locked, and the host does not wait for the copy: the thread does. With sharded weights (``fsdp``, ``deepspeed``,
-``tensor-parallel``), each process copies and writes its own shards, so each needs the memory of its part.
+The copy needs as much host memory as the checkpoint has bytes, for the rest of the run: later saves use the same
+memory. On an accelerator that memory is page-locked, and the host does not wait for the copy: the thread does. With
+sharded weights (``fsdp``, ``deepspeed``, ``tensor-parallel``), each process copies and writes its own shards, so each
+needs the memory of its part.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ class AsyncSave(Plugin):
         self.copies = HostCopies()
 
     @hookimpl
-    def write_checkpoint(self, run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]) -> Future[None] | None:
+    def write_checkpoint(
+        self, run: Run, folder: Path, model: dict[str, Tensor], state: dict[str, Any]
+    ) -> Future[None] | None:
         from torch.distributed.tensor import DTensor
 
         from fastloop.checkpoint import resume
@@ -69,18 +73,21 @@ class AsyncSave(Plugin):
                 else:
                     written.set_exception(error)
 
-        threading.Thread(target=write, name="async-save", daemon=True).start()  # a run that is killed does not wait for it
+        # a run that is killed does not wait for it
+        threading.Thread(target=write, name="async-save", daemon=True).start()
         return written
 
 
 class HostCopies:
-    """Copies of tensors in host memory. A later copy with the same name, shape and dtype takes the memory of the earlier one."""
+    """Copies of tensors in host memory. A later copy with the same name, shape and dtype takes the memory of the
+    earlier one."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors to the host. The host does not wait for the device: the numbers are complete when its current stream is.
+        """Copy tensors to the host. The host does not wait for the device: the numbers are complete when its current
+        stream is.
 
         No later operation changes a number before it is copied: all of them follow the copies on that stream.
         """

@@ -3,8 +3,8 @@
     plugins:
       - checkpoint-best: {monitor: accuracy, keep_checkpoints: 1}
 
-They lie in ``checkpoints/best-*`` of the run folder, which the rotation of resume checkpoints does not touch. ``best`` in ``summary.json``
-has the step, the metric's name and value, and the path.
+They lie in ``checkpoints/best-*`` of the run folder, which the rotation of resume checkpoints does not touch. ``best``
+in ``summary.json`` has the step, the metric's name and value, and the path.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ class CheckpointBest(Plugin):
         """Options."""
 
         monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
-        mode: Annotated[Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto tells by the name.")] = "auto"
+        mode: Annotated[
+            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto tells by the name.")
+        ] = "auto"
         keep_checkpoints: Annotated[int, option("Best checkpoints kept.", ge=1)] = 1
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.monitor = Monitor(self.name, self.config.monitor, self.config.mode)
         self.kept: list[tuple[int, float]] = []  # (step, value), best first
-        self.saved: dict[int, list[int]] = {}  # step of a resume checkpoint -> steps of the best then: it must find their folders
+        # step of a resume checkpoint -> steps of the best then: it must find their folders
+        self.saved: dict[int, list[int]] = {}
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -73,7 +76,9 @@ class CheckpointBest(Plugin):
     @hookimpl
     def after_fit(self, run: Run) -> None:
         if not self.kept:
-            logger.warning("checkpoint-best: no evaluation gave a %s that is a number: the last weights stay", self.monitor.name)
+            logger.warning(
+                "checkpoint-best: no evaluation gave a %s that is a number: the last weights stay", self.monitor.name
+            )
             return
         from fastloop import checkpoint
         from fastloop.checkpoint import resume
@@ -82,8 +87,11 @@ class CheckpointBest(Plugin):
         run.processes.barrier()  # for the main process to have written them
         if wrong := checkpoint.verify(path, wait=not run.is_main):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
-        run.strategy.load_model_state(run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0])
-        self.tidy(run)  # what the last checkpoint names stays: the final evaluation came after it, and a resumed run repeats that
+        run.strategy.load_model_state(
+            run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0]
+        )
+        # what the last checkpoint names stays: the final evaluation came after it, and a resumed run repeats that
+        self.tidy(run)
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
@@ -120,13 +128,21 @@ class CheckpointBest(Plugin):
             return
         weights, failed = run.strategy.model_state(run), False
         try:
-            checkpoint.write(run.folder / self.path(step), weights, {"step": step, "value": value}, run.is_main, run.processes.host_group)
+            checkpoint.write(
+                run.folder / self.path(step),
+                weights,
+                {"step": step, "value": value},
+                run.is_main,
+                run.processes.host_group,
+            )
         except SaveError as error:
             run.saver.report_failure(str(error))
             failed = True
         if any(run.processes.all_gather_object(failed)):  # it is not kept: on all processes
             return
-        place = next((index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept))
+        place = next(
+            (index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept)
+        )
         self.kept.insert(place, (step, value))
         del self.kept[self.config.keep_checkpoints :]
         self.tidy(run)
@@ -144,7 +160,8 @@ class CheckpointBest(Plugin):
         if not run.is_main:
             return
         there = self.there(run)
-        self.saved = {step: best for step, best in self.saved.items() if step in there or step > max(there, default=-1)}  # or under way
+        # or under way
+        self.saved = {step: best for step, best in self.saved.items() if step in there or step > max(there, default=-1)}
         wanted = {step for step, _ in self.kept}.union(*self.saved.values())
         folders = run.folder / "checkpoints"
         numbered = [folder for folder in folders.glob("best-*") if folder.name.removeprefix("best-").isdecimal()]

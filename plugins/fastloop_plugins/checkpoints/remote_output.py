@@ -4,18 +4,21 @@
       - remote-output: {url: "s3://bucket/experiments"}
     output: runs/first
 
-The run writes to ``runs/first`` as without the plugin. A thread of the main process copies it to ``s3://bucket/experiments/first``: logs,
-the newest complete checkpoint, best checkpoints, and at the end the exported model. A checkpoint's manifest is uploaded after its other
-files, and a checkpoint without a manifest is not complete. So after a kill, the newest complete one is still there. As many of them
-stay as ``train.keep_checkpoints``. If a run saves faster than it uploads, some checkpoints are skipped.
+The run writes to ``runs/first`` as without the plugin. A thread of the main process copies it to
+``s3://bucket/experiments/first``: logs, the newest complete checkpoint, best checkpoints, and at the end the exported
+model. A checkpoint's manifest is uploaded after its other files, and a checkpoint without a manifest is not complete.
+So after a kill, the newest complete one is still there. As many of them stay as ``train.keep_checkpoints``. If a run
+saves faster than it uploads, some checkpoints are skipped.
 
-With ``--resume``, a newer complete checkpoint at the URL is first downloaded and verified, with its logs. So the same command continues
-the run on a new machine. A new run refuses a URL that holds a run. Runs of a sweep or search get ``SWEEP/RUN`` as ``folder``: the names of
-its output folder and of their own. So sweeps with one URL and different output folders stay apart.
+With ``--resume``, a newer complete checkpoint at the URL is first downloaded and verified, with its logs. So the same
+command continues the run on a new machine. A new run refuses a URL that holds a run. Runs of a sweep or search get
+``SWEEP/RUN`` as ``folder``: the names of its output folder and of their own. So sweeps with one URL and different
+output folders stay apart.
 
-A failed upload is repeated, then logged, and training continues. The end of the run waits for the last upload; if that fails, the
-run folder is complete, and the command fails. ``s3://`` needs ``pip install 'fastloop-train[s3]'``, other protocols the package that fsspec
-names. That package finds credentials and the endpoint, for S3 in ``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL`` or the files of AWS.
+A failed upload is repeated, then logged, and training continues. The end of the run waits for the last upload; if that
+fails, the run folder is complete, and the command fails. ``s3://`` needs ``pip install 'fastloop-train[s3]'``, other
+protocols the package that fsspec names. That package finds credentials and the endpoint, for S3 in
+``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL`` or the files of AWS.
 """
 
 from __future__ import annotations
@@ -51,7 +54,9 @@ class RemoteOutput(Plugin):
         """Options."""
 
         url: Annotated[str, option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)]
-        folder: Annotated[str | None, option("Name of the run's folder there; null: the name of the output folder.", min_length=1)] = None
+        folder: Annotated[
+            str | None, option("Name of the run's folder there; null: the name of the output folder.", min_length=1)
+        ] = None
         every: Annotated[float, option("Seconds between two searches for files to upload.", gt=0)] = 10.0
         retries: Annotated[int, option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", ge=0)] = 4
 
@@ -85,7 +90,8 @@ class RemoteOutput(Plugin):
         is_new = run.resume_point is None and not self.resumes
         if is_new and (found := self.try_remote(run, self.remote.results)):
             raise UsageError(
-                f"{self.where}.url: {self.remote.url} holds a run already, with {found[0]}. Continue it with --resume, or set another "
+                f"{self.where}.url: {self.remote.url} holds a run already, with {found[0]}. Continue it with --resume, "
+                "or set another "
                 "output or url."
             )
 
@@ -95,7 +101,9 @@ class RemoteOutput(Plugin):
 
         if run.is_main:
             config = self.config
-            self.uploader = Uploader(self.remote, run.folder, run.recipe.train.keep_checkpoints, config.every, config.retries)
+            self.uploader = Uploader(
+                self.remote, run.folder, run.recipe.train.keep_checkpoints, config.every, config.retries
+            )
             self.uploader.start()
 
     @hookimpl
@@ -112,7 +120,8 @@ class RemoteOutput(Plugin):
         uploader.finish()
         if uploader.error is not None:
             raise SaveError(
-                f"{self.remote.url} is not complete: {type(uploader.error).__name__}: {uploader.error}. {run.folder} is. Repeat the "
+                f"{self.remote.url} is not complete: {type(uploader.error).__name__}: {uploader.error}. {run.folder} "
+                "is. Repeat the "
                 "command with --resume to upload it."
             )
 

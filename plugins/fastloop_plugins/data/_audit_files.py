@@ -1,4 +1,4 @@
-"""Files of the plugin ``sample-audit``: one for each process, with one line for each optimizer step, read back one epoch at a time."""
+"""Files of the plugin ``sample-audit``: one for each process, a line for each step, read one epoch at a time."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ class Files:
 
 @dataclass
 class EpochProblems:
-    """Problems of an epoch: ids that are missing, ids that occurred more than once, and the number of ids outside the dataset.
+    """Problems of an epoch: ids that are missing, ids that occurred more than once, and the number of ids outside the
+    dataset.
 
     Attributes:
         lost: Missing samples whose ids are not known.
@@ -96,11 +97,12 @@ class EpochProblems:
 
 
 def check(ids: Iterable[list[int]], size: int, complete: bool, passes: bool = False) -> EpochProblems:
-    """Check that each id below ``size`` occurs once, at least once only if ``complete``. Memory: one number a sample and one list.
+    """Check that each id below ``size`` occurs once, at least once only if ``complete``. Memory: one number a sample
+    and one list.
 
     Args:
-        passes: Whether ids count the passes over sources that start again. Then only the number of ids is known, and memory is one sorted
-            list of all ids.
+        passes: Whether ids count the passes over sources that start again. Then only the number of ids is known, and
+            memory is one sorted list of all ids.
     """
     import numpy as np
 

@@ -24,8 +24,8 @@ IGNORED = -100
 class Lengths:
     """The lengths of the sequences in a row.
 
-    Not a tensor: every layer reads the lengths, and each read would wait for the device. Not a list: a compiler would build a graph for
-    each.
+    Not a tensor: every layer reads the lengths, and each read would wait for the device. Not a list: a compiler would
+    build a graph for each.
     """
 
     def __init__(self, lengths: list[int], longest: int = 0) -> None:
@@ -33,10 +33,12 @@ class Lengths:
 
 
 class PackedCollator:
-    """Packs the sequences of a batch into one row, without padding them first if the task's collator has a method ``ragged``.
+    """Packs the sequences of a batch into one row, without padding them first if the task's collator has a method
+    ``ragged``.
 
-    ``input_ids`` and every other column of tokens become rows of shape (1, tokens), without an ``attention_mask``. ``position_ids`` restart
-    with each sequence. If a row is padded to a multiple, the padding is a sequence of its own, without targets.
+    ``input_ids`` and every other column of tokens become rows of shape (1, tokens), without an ``attention_mask``.
+    ``position_ids`` restart with each sequence. If a row is padded to a multiple, the padding is a sequence of its own,
+    without targets.
 
     Args:
         collate: The task's collator.
@@ -44,10 +46,11 @@ class PackedCollator:
 
     Attributes:
         first_position: The model's first position id.
-        varlen: Whether the model's attention takes transformers' arguments for FlashAttention instead of ``packed``: ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k``, int32 of shape (sequences + 2,), and ``max_length_q`` and ``max_length_k``. They always include the
-            sequence of padding, empty or not, and the same maximum for all batches. Shapes then depend only on the number of sequences:
-            a compiler builds one graph, and a CUDA graph fits every row with the same number of tokens.
+        varlen: Whether the model's attention takes transformers' arguments for FlashAttention instead of ``packed``:
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int32 of shape (sequences + 2,), and ``max_length_q`` and
+            ``max_length_k``. They always include the sequence of padding, empty or not, and the same maximum for all
+            batches. Shapes then depend only on the number of sequences: a compiler builds one graph, and a CUDA graph
+            fits every row with the same number of tokens.
         longest: Tokens of the longest sequence of all batches; 0 if unknown.
     """
 
@@ -73,7 +76,8 @@ class PackedCollator:
 
     def pack(self, batch: Ragged) -> dict[str, Any]:
         """Build the model's inputs from a batch."""
-        lengths = [max(len(row), 1) for row in batch.columns["input_ids"][0]]  # an empty text becomes one token of padding
+        # an empty text becomes one token of padding
+        lengths = [max(len(row), 1) for row in batch.columns["input_ids"][0]]
         *starts, total = accumulate(lengths, initial=0)
         width = self.width(total)
         inputs: dict[str, Any] = dict(batch.fixed)
@@ -89,7 +93,10 @@ class PackedCollator:
             inputs["first_tokens"] = torch.tensor(starts)
         if not self.varlen:
             return inputs | {"packed": Lengths(lengths + [width - total] * (width > total), self.longest)}
-        ends, longest = torch.tensor([*starts, total, width], dtype=torch.int32), max(self.longest, self.multiple, *lengths)
+        ends, longest = (
+            torch.tensor([*starts, total, width], dtype=torch.int32),
+            max(self.longest, self.multiple, *lengths),
+        )
         return inputs | {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
@@ -151,8 +158,12 @@ def attention(
     if packed is None:
         plain: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
         return plain
-    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1  # ``cls-last-layer`` needs one query each, none for padding
-    split = (torch.split(tensor, sizes, dim=2) for tensor, sizes in ((query, queries), (key, packed.lengths), (value, packed.lengths)))
+    # ``cls-last-layer`` needs one query each, none for padding
+    queries: Any = packed.lengths if query.shape[2] == key.shape[2] else 1
+    split = (
+        torch.split(tensor, sizes, dim=2)
+        for tensor, sizes in ((query, queries), (key, packed.lengths), (value, packed.lengths))
+    )
     return torch.cat([attend(module, *part, None, **kwargs)[0] for part in zip(*split, strict=False)], dim=1), None
 
 
@@ -180,7 +191,8 @@ def first_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
         row = output["last_hidden_state"][0]
-        output["last_hidden_state"] = (row if len(row) == len(firsts) else row.index_select(0, firsts))[
-            :, None
-        ]  # ``cls-last-layer`` returns only these
+        selected = (
+            row if len(row) == len(firsts) else row.index_select(0, firsts)
+        )  # `cls-last-layer` returns only these
+        output["last_hidden_state"] = selected[:, None]
     return output

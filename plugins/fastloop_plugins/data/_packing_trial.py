@@ -1,4 +1,4 @@
-"""A trial of packed rows before training: the model as it is computes sequences alone, and the adapted one computes them packed."""
+"""A trial of packed rows before training: sequences alone on the unchanged model, and packed on the adapted one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from fastloop_plugins.data._packing import PackedCollator
 
 WINDOWS = ("window", "local_att", "chunk", "block_size")
-"""Parts of the names of fields that limit attention, such as sliding_window, local_attention and attention_chunk_size."""
+"""Parts of the names of fields that limit attention, such as sliding_window, local_attention and
+attention_chunk_size."""
 
 
-def try_packing(run: Run, model: nn.Module, found: Any, collator: PackedCollator, pack: Callable[[], None]) -> int | str:
-    """Compute two sequences alone and packed, for each place where models let positions begin. One sequence is longer than each window of
-    the model's attention that is shorter than the data. The model stays as it is.
+def try_packing(
+    run: Run, model: nn.Module, found: Any, collator: PackedCollator, pack: Callable[[], None]
+) -> int | str:
+    """Compute two sequences alone and packed, for each place where models let positions begin. One sequence is longer
+    than each window of the model's attention that is shorter than the data. The model stays as it is.
 
     Args:
         found: The transformers model in ``model``.
@@ -32,7 +35,8 @@ def try_packing(run: Run, model: nn.Module, found: Any, collator: PackedCollator
         The model's first position id, or why it cannot be packed.
     """
     dataset, flash = run.datasets[run.loaders.first], found.config._attn_implementation == "flash_attention_2"
-    longest = 0 if flash else collator.longest or run.recipe.data.get("max_length") or 0  # FlashAttention has the windows itself
+    # FlashAttention has the windows itself
+    longest = 0 if flash else collator.longest or run.recipe.data.get("max_length") or 0
     limits = windows(found.config.to_dict(), longest)
     size = max(12, min(longest, 2 * max(limits.values(), default=0)))
     lengths = list(getattr(dataset, "lengths", [0]))
@@ -53,12 +57,17 @@ def try_packing(run: Run, model: nn.Module, found: Any, collator: PackedCollator
             return "it does not classify by the first token"
         return str(error) if isinstance(error, PluginError) else f"{type(error).__name__}: {error}"
     fields = ", ".join(f"{name}: {value}" for name, value in limits.items())
-    reason = f". Sequences have up to {longest} tokens, and these fields may limit attention to fewer: {fields}" if limits else ""
+    reason = (
+        f". Sequences have up to {longest} tokens, and these fields may limit attention to fewer: {fields}"
+        if limits
+        else ""
+    )
     return f"its results change when sequences are packed in one row{reason}"
 
 
 def compute(run: Run, model: nn.Module, found: Any, batch: Any) -> Tensor:
-    """The task's predictions for a batch, (samples, ...); else the logits of each token, (tokens, ...); else the sum of losses, 0-dim."""
+    """The task's predictions for a batch, (samples, ...); else the logits of each token, (tokens, ...); else the sum of
+    losses, 0-dim."""
     outputs: list[Any] = []
     handle = found.register_forward_hook(lambda module, args, output: outputs.append(output))
     batch = batch if isinstance(batch, Batch) else Batch(batch)
@@ -67,31 +76,43 @@ def compute(run: Run, model: nn.Module, found: Any, batch: Any) -> Tensor:
     if output.predictions is not None:
         return output.predictions
     logits: Tensor | None = getattr(outputs[-1], "logits", None) if outputs else None
-    return output.loss * (batch.loss_weight or 1) if logits is None else logits.flatten(0, -2)[: batch.tokens]  # padding is at the end
+    # padding is at the end
+    return output.loss * (batch.loss_weight or 1) if logits is None else logits.flatten(0, -2)[: batch.tokens]
 
 
 def windows(config: Mapping[str, Any], longest: int, prefix: str = "") -> dict[str, int]:
-    """The fields of a transformers configuration that may limit attention to fewer than ``longest`` tokens: name -> tokens."""
+    """The fields of a transformers configuration that may limit attention to fewer than ``longest`` tokens: name ->
+    tokens."""
     found: dict[str, int] = {}
     for name, value in config.items():
         if isinstance(value, dict):
             found |= windows(value, longest, f"{prefix}{name}.")
         elif any(part in str(name) for part in WINDOWS) and "layers" not in str(name):
-            sizes = [size for size in (value if isinstance(value, list) else [value]) if type(size) is int and 0 < size < longest]
+            sizes = [
+                size
+                for size in (value if isinstance(value, list) else [value])
+                if type(size) is int and 0 < size < longest
+            ]
             found |= {f"{prefix}{name}": max(sizes)} if sizes else {}
     return found
 
 
 def resized(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """The last ``size`` tokens of a sample: the first ones of a language model's sample may have no loss. A shorter sample is repeated."""
+    """The last ``size`` tokens of a sample: the first ones of a language model's sample may have no loss. A shorter
+    sample is repeated."""
     tokens = len(sample["input_ids"])
-    cut = {name for name, value in sample.items() if name != "label" and hasattr(value, "__len__") and len(value) == tokens}
-    return {name: (value if size <= tokens else np.resize(value, size))[-size:] if name in cut else value for name, value in sample.items()}
+    cut = {
+        name for name, value in sample.items() if name != "label" and hasattr(value, "__len__") and len(value) == tokens
+    }
+    return {
+        name: (value if size <= tokens else np.resize(value, size))[-size:] if name in cut else value
+        for name, value in sample.items()
+    }
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Whether the rows of two results differ only by rounding, which stays below 1e-5. A missed boundary, position or window changes them
-    by 1e-3 and more."""
+    """Whether the rows of two results differ only by rounding, which stays below 1e-5. A missed boundary, position or
+    window changes them by 1e-3 and more."""
     if found.shape != expected.shape:
         return False
     found, expected = (rows.reshape(len(rows) if rows.dim() else 1, -1) for rows in (found, expected))

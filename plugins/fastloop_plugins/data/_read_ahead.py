@@ -20,10 +20,12 @@ AHEAD = 4
 class ReadAheadLoader(DataLoader[Any]):
     """Reads, collates and pins the next batches in one thread, for ``DataLoaderDraft.thread_loader_class``.
 
-    Only if reading draws no random numbers: see ``is_deterministic``. Otherwise it is a plain ``DataLoader``. The thread is at
-    most ``AHEAD`` batches ahead, and it lives until ``close()``. Its error is raised where the caller asks for that batch.
+    Only if reading draws no random numbers: see ``is_deterministic``. Otherwise it is a plain ``DataLoader``. The
+    thread is at most ``AHEAD`` batches ahead, and it lives until ``close()``. Its error is raised where the caller asks
+    for that batch.
 
-    The page-locked memory is that of torch's allocator. It reuses the memory of a batch when all copies from it are complete.
+    The page-locked memory is that of torch's allocator. It reuses the memory of a batch when all copies from it are
+    complete.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:

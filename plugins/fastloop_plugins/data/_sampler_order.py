@@ -1,4 +1,6 @@
-"""The order of a sampler from ``build_sampler`` as a function of seed and epoch. A run can resume in it on any number of processes.
+"""The order of a sampler from ``build_sampler`` as a function of seed and epoch.
+
+A run can resume in it on any number of processes.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -24,7 +26,8 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 CONTAINERS = (list, tuple, dict, set, str, range, Tensor, np.ndarray)
-"""Types of a sampler's state, which is copied with it. Other attributes with a length and items are datasets, which are not copied."""
+"""Types of a sampler's state, which is copied with it. Other attributes with a length and items are datasets, which are
+not copied."""
 
 
 @hookimpl(wrapper=True)
@@ -40,14 +43,17 @@ def build_sampler(run: Run, split: str) -> Generator[None, BatchSampler | None, 
     trains, settings = split == "train" and run.recipe.inference is None, run.loader_settings
     if is_default_order(sampler.sampler, dataset, trains, settings.arrange is not None):
         return sampler
-    return BatchSampler(SamplerOrder(sampler.sampler, split, run.recipe.train.seed), sampler.batch_size, sampler.drop_last)
+    return BatchSampler(
+        SamplerOrder(sampler.sampler, split, run.recipe.train.seed), sampler.batch_size, sampler.drop_last
+    )
 
 
 class SamplerOrder(Sampler[int]):
     """The sample ids that a sampler returns in each epoch.
 
-    Each epoch calls ``set_epoch``, if it exists, and iterates a copy of the sampler once, like a ``DataLoader``. An earlier epoch is
-    repeated with a new copy, so that the sampler's generator draws the same numbers. The seed and the epoch seed the global generators.
+    Each epoch calls ``set_epoch``, if it exists, and iterates a copy of the sampler once, like a ``DataLoader``. An
+    earlier epoch is repeated with a new copy, so that the sampler's generator draws the same numbers. The seed and the
+    epoch seed the global generators.
 
     Args:
         sampler: Iterable with a length. If it wraps the sampler of a user, it has that one as ``user_sampler``.
@@ -58,7 +64,8 @@ class SamplerOrder(Sampler[int]):
         size: Samples per epoch.
 
     Raises:
-        UsageError: The sampler has no length, cannot be copied, returns no ids, or returns another order the second time.
+        UsageError: The sampler has no length, cannot be copied, returns no ids, or returns another order the second
+            time.
     """
 
     def __init__(self, sampler: Any, split: str, seed: int) -> None:
@@ -69,7 +76,9 @@ class SamplerOrder(Sampler[int]):
         try:
             self.size = len(sampler)
         except (TypeError, NotImplementedError):
-            raise UsageError(f"{self.where} has no length, so the steps of an epoch are not known. Give it a __len__.") from None
+            raise UsageError(
+                f"{self.where} has no length, so the steps of an epoch are not known. Give it a __len__."
+            ) from None
         self.start = self._copy(sampler)
         self.sampler, self.next = self._copy(self.start), 0
         self.newest: tuple[int, list[int]] = (-1, [])
@@ -119,7 +128,10 @@ class SamplerOrder(Sampler[int]):
             ids = list(islice(iter(self.sampler), self.size + 1))
         if len(ids) != self.size:
             count = f"more than {self.size}" if len(ids) > self.size else str(len(ids))
-            raise DataError(f"{self.where} gave {count} samples in epoch {epoch}, and its length is {self.size}. Make them the same.")
+            raise DataError(
+                f"{self.where} gave {count} samples in epoch {epoch}, and its length is {self.size}. Make them "
+                "the same."
+            )
         try:
             return [operator.index(index) for index in ids]
         except TypeError:
@@ -132,7 +144,8 @@ class SamplerOrder(Sampler[int]):
             return copy.deepcopy(sampler, datasets)
         except Exception as error:
             raise UsageError(
-                f"{self.where} cannot be copied, so a run could not resume in its order: {type(error).__name__}: {error}. "
+                f"{self.where} cannot be copied, so a run could not resume in its order: {type(error).__name__}: "
+                f"{error}. "
                 "It must not hold open files or locks."
             ) from error
 
@@ -153,7 +166,8 @@ class SamplerOrder(Sampler[int]):
 
 
 def is_default_order(sampler: Any, dataset: Any, shuffle: bool, arranged: bool) -> bool:
-    """Whether the default order can replace a sampler: any permutation of the dataset in training, the dataset's order in evaluation.
+    """Whether the default order can replace a sampler: any permutation of the dataset in training, the dataset's order
+    in evaluation.
 
     Args:
         arranged: A plugin arranges the samples, so training does not keep the dataset's order in any case.

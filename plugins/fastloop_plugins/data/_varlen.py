@@ -1,19 +1,20 @@
 """Attention over a row of sequences by torch's FlashAttention kernel for sequences of any length.
 
-``torch.nn.attention.varlen.varlen_attn`` wraps the same operator without dropout, so this module calls the operator itself:
-``torch.ops.aten._flash_attention_forward``. It takes dropout, and torch derives its backward.
+``torch.nn.attention.varlen.varlen_attn`` wraps the same operator without dropout, so this module calls the operator
+itself: ``torch.ops.aten._flash_attention_forward``. It takes dropout, and torch derives its backward.
 
-The kernel requires fp16 or bf16, compute capability 8.0 or newer, and int32 sequence ends. Head sizes are multiples of 8 and at most 256,
-and the number of query heads is a multiple of that of key heads. Source: ``mha_varlen_fwd`` and ``mha_varlen_bwd`` in torch's
-``flash_api.cpp``.
+The kernel requires fp16 or bf16, compute capability 8.0 or newer, and int32 sequence ends. Head sizes are multiples of
+8 and at most 256, and the number of query heads is a multiple of that of key heads. Source: ``mha_varlen_fwd`` and
+``mha_varlen_bwd`` in torch's ``flash_api.cpp``.
 
-Uncovered tokens: the kernel writes only tokens that belong to a sequence, up to ``max_length`` in each, and leaves the rest of its output
-uninitialised. ``PackedCollator`` therefore makes the padding at a row's end the last sequence. That sequence may be empty: the kernel's
-blocks return at once for no queries, and its backward writes zeros for keys that no query reads.
+Uncovered tokens: the kernel writes only tokens that belong to a sequence, up to ``max_length`` in each, and leaves the
+rest of its output uninitialised. ``PackedCollator`` therefore makes the padding at a row's end the last sequence. That
+sequence may be empty: the kernel's blocks return at once for no queries, and its backward writes zeros for keys that no
+query reads.
 
-Dropout: the operator draws a seed and an offset from CUDA's default generator (``philox_cuda_state``) and returns them on the device for
-backward. While a CUDA graph is captured, both are pointers that each replay advances, so replays drop other elements. The rate is rounded
-to 1/256, as in torch's ``scaled_dot_product_attention``.
+Dropout: the operator draws a seed and an offset from CUDA's default generator (``philox_cuda_state``) and returns them
+on the device for backward. While a CUDA graph is captured, both are pointers that each replay advances, so replays drop
+other elements. The rate is rounded to 1/256, as in torch's ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -60,9 +61,12 @@ def computing_dtype(run: Run, model: nn.Module) -> torch.dtype:
 
 
 def head_size(config: Any) -> int | None:
-    """Features of an attention head, for a transformers config. None if it gives no single size, such as Swin's, which is one per stage."""
+    """Features of an attention head, for a transformers config. None if it gives no single size, such as Swin's, which
+    is one per stage."""
     try:
-        size, width, heads = (getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+        size, width, heads = (
+            getattr(config, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads")
+        )
     except RuntimeError:  # transformers' error for an attribute that differs between layers, as in Gemma 4
         return None
     if not size and isinstance(width, int) and isinstance(heads, int):
@@ -90,8 +94,10 @@ def attention(
     Args:
         query: (1, query heads, query tokens, head size).
         key: (1, key heads, tokens, head size), where query heads are a multiple of key heads.
-        value: Of key's shape. Query and key are cast to its dtype, since rotary embeddings return float32 under autocast.
-        cu_seq_lens_q: (sequences + 1,), int32: 0, then each sequence's end among the queries. None: the batch is one plain sequence.
+        value: Of key's shape. Query and key are cast to its dtype, since rotary embeddings return float32 under
+            autocast.
+        cu_seq_lens_q: (sequences + 1,), int32: 0, then each sequence's end among the queries. None: the batch is one
+            plain sequence.
         cu_seq_lens_k: Likewise for the keys.
         max_length_q: The most queries of a sequence.
         max_length_k: The most keys of a sequence.
@@ -100,14 +106,16 @@ def attention(
         (1, query tokens, query heads, head size) of value's dtype, and None for the weights.
 
     Raises:
-        PluginError: A padded batch of several sequences. Transformers gives no mask to an attention without a registered mask function.
+        PluginError: A padded batch of several sequences. Transformers gives no mask to an attention without a
+            registered mask function.
     """
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         if query.shape[0] > 1:
             raise PluginError(
-                f"plugin 'packing': the model got a padded batch of {query.shape[0]} sequences, and it computes packed rows only. "
+                f"plugin 'packing': the model got a padded batch of {query.shape[0]} sequences, and it computes packed "
+                "rows only. "
                 "Give it one sequence at a time, or remove packing."
             )
         plain: tuple[Tensor, None] = sdpa_attention_forward(
@@ -134,7 +142,8 @@ def attention(
 def register() -> str:
     """Add ``attention`` to transformers' registry and return its name.
 
-    No mask function is registered: transformers then skips its search for packed sequences, which reads a number from the device.
+    No mask function is registered: transformers then skips its search for packed sequences, which reads a number from
+    the device.
     """
     from transformers import AttentionInterface
 

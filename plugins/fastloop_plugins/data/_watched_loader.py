@@ -1,6 +1,7 @@
 """A ``DataLoader`` that sets its worker processes up, watches them, and explains how they failed.
 
-Only this file uses private names of torch's data loader. A test looks for the names in ``PRIVATE`` and ``PRIVATE_OF_ITERATOR``.
+Only this file uses private names of torch's data loader. A test looks for the names in ``PRIVATE`` and
+``PRIVATE_OF_ITERATOR``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ PRIVATE: dict[Any, tuple[str, ...]] = {
 }
 """Module of torch, or class of Python -> its private names that this file uses."""
 PRIVATE_OF_ITERATOR = ("_workers", "_worker_pids_set", "_try_get_data", "_shutdown_workers")
-"""Private attributes of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` keeps that iterator as ``_iterator``."""
+"""Private attributes of the iterator of a ``DataLoader`` with workers. The ``DataLoader`` keeps that iterator as
+``_iterator``."""
 POLL_SECONDS = 5.0
 """Seconds between checks for dead workers while waiting for a batch."""
 EXIT_SECONDS = 5.0
@@ -50,11 +52,14 @@ class WatchedLoader(DataLoader[Any]):
     Torch's signal handler raises wherever training is when a worker ends. Here only the wait for a batch raises.
 
     Attributes:
-        limit: Seconds to wait for a batch; 0: no limit. With torch's ``timeout``, a dead worker is noticed only at its end.
+        limit: Seconds to wait for a batch; 0: no limit. With torch's ``timeout``, a dead worker is noticed only at its
+            end.
         processes: The worker processes of the current pass.
     """
 
-    def __init__(self, dataset: Any, timeout: float = 0.0, worker_init_fn: Callable[[int], None] | None = None, **options: Any) -> None:
+    def __init__(
+        self, dataset: Any, timeout: float = 0.0, worker_init_fn: Callable[[int], None] | None = None, **options: Any
+    ) -> None:
         super().__init__(dataset, worker_init_fn=partial(start_worker, init=worker_init_fn), **options)
         self.limit, self.kills = timeout, platform_support.kills()
         self.processes: list[Any] = []
@@ -82,13 +87,16 @@ class WatchedLoader(DataLoader[Any]):
                 yield batch
         except DataError as error:
             _, prefix, message = str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")
-            raise (DataError(message.strip()) if prefix else error) from None  # torch puts the traceback of a worker before it
+            # torch puts the traceback of a worker before it
+            raise (DataError(message.strip()) if prefix else error) from None
         except Exception as error:
             raise self._explain(error) from error
 
     def _check_limit(self) -> None:
         if monotonic() - self.waiting_since > self.limit:
-            raise DataError(f"no batch in {self.limit:g} seconds: a worker that reads data hangs, or the limit is too low for it.")
+            raise DataError(
+                f"no batch in {self.limit:g} seconds: a worker that reads data hangs, or the limit is too low for it."
+            )
 
     def _explain(self, error: Exception) -> DataError:
         if isinstance(error, OSError | EOFError):  # a worker's connections break before it has an exit code
@@ -96,16 +104,25 @@ class WatchedLoader(DataLoader[Any]):
             for process in self.processes:
                 if process.sentinel in ready:
                     process.join(EXIT_SECONDS)
-        number, process = next(((number, process) for number, process in enumerate(self.processes) if process.exitcode), (0, None))
+        number, process = next(
+            ((number, process) for number, process in enumerate(self.processes) if process.exitcode), (0, None)
+        )
         if process is None:
             message = explain_error(error)
             is_full = "shared memory" in message or getattr(error, "errno", 0) == errno.ENOSPC
             return DataError(f"{message}. {shared_memory_advice()}" if is_full else message)
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
         cause = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
-        advice = shared_memory_advice() if name == "SIGBUS" else "To debug it, read the data in the training process (num_workers: 0)."
+        advice = (
+            shared_memory_advice()
+            if name == "SIGBUS"
+            else "To debug it, read the data in the training process (num_workers: 0)."
+        )
         if name == "SIGKILL":
-            advice = f"{platform_support.explain_kill(self.kills)} Use fewer workers, or let them read less ahead (prefetch_factor)."
+            advice = (
+                f"{platform_support.explain_kill(self.kills)} Use fewer workers, or let them read less ahead "
+                "(prefetch_factor)."
+            )
         return DataError(
             f"worker {number} of the {len(self.processes)} that read data (pid {process.pid}) {cause}. "
             f"{advice} Continue from the newest checkpoint with --resume."
@@ -129,13 +146,15 @@ def shared_memory_advice() -> str:
         usage = shutil.disk_usage("/dev/shm")  # only Linux has it
         room = f": {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB of /dev/shm are free"
     return (
-        f"Workers send batches through shared memory{room}. Make it larger (docker run --shm-size=8g), use fewer workers or a smaller "
+        f"Workers send batches through shared memory{room}. Make it larger (docker run --shm-size=8g), use fewer "
+        "workers or a smaller "
         "prefetch_factor, or read the data in the training process (num_workers: 0)."
     )
 
 
 def start_worker(number: int, init: Callable[[int], None] | None) -> None:
-    """Set up signals and errors of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the user's ``init``."""
+    """Set up signals and errors of worker ``number``, show the user's dataset in ``get_worker_info()``, and call the
+    user's ``init``."""
     _ignore_signals()
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
     info = get_worker_info()
@@ -146,7 +165,8 @@ def start_worker(number: int, init: Callable[[int], None] | None) -> None:
 
 
 def _send_error(queue: Any, error: Exception, item: Any) -> None:
-    """Send the error of a batch that cannot be sent (shared memory is full) in its place. Python only prints it, and the run would wait."""
+    """Send the error of a batch that cannot be sent (shared memory is full) in its place. Python only prints it, and
+    the run would wait."""
     if not isinstance(item, tuple) or not isinstance(item[-1], Batch | ExceptionWrapper):
         _print_error(error, item)  # from a queue of the user
         return
@@ -156,7 +176,8 @@ def _send_error(queue: Any, error: Exception, item: Any) -> None:
 
 
 def _ignore_signals() -> None:
-    """Leave stop signals to the training process: they often reach a complete process group. Accept SIGTERM only from that process."""
+    """Leave stop signals to the training process: they often reach a complete process group. Accept SIGTERM only from
+    that process."""
     for number in platform_support.existing_signals("SIGINT", "SIGUSR1"):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):  # Linux
@@ -180,7 +201,8 @@ def unregister_workers(batches: Any) -> list[Any]:
 
 
 def wait_in_turns(batches: Any, seconds: float, expired: Callable[[], None]) -> None:
-    """Make the iterator wait at most ``seconds`` at a time for its workers, and call ``expired`` after each wait without a batch."""
+    """Make the iterator wait at most ``seconds`` at a time for its workers, and call ``expired`` after each wait
+    without a batch."""
     if "_try_get_data" in vars(batches):  # persistent workers have one iterator for all epochs
         return
     try_get_data: Any = weakref.WeakMethod(batches._try_get_data)  # a reference cycle would keep the workers

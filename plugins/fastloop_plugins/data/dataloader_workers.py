@@ -3,13 +3,13 @@
     plugins:
       - dataloader-workers: {num_workers: 4}
 
-The batches do not depend on the number of workers. ``auto`` uses all but one of the process's CPU cores, and at most 8. In a container, its
-quota of processor time limits that number. A dataset's random numbers are seeded for each batch, so they are the same for any number
-of workers from 1. Workers send batches through shared memory. ``/dev/shm`` needs room for ``num_workers`` x ``prefetch_factor`` batches of
-each process; Docker gives it 64 MiB (``--shm-size``).
+The batches do not depend on the number of workers. ``auto`` uses all but one of the process's CPU cores, and at most 8.
+In a container, its quota of processor time limits that number. A dataset's random numbers are seeded for each batch, so
+they are the same for any number of workers from 1. Workers send batches through shared memory. ``/dev/shm`` needs room
+for ``num_workers`` x ``prefetch_factor`` batches of each process; Docker gives it 64 MiB (``--shm-size``).
 
-The training process must unpack each batch of a worker, which takes longer than to collate token ids. On CUDA, ``auto`` therefore leaves
-token ids in memory to the thread of ``device-prefetch``.
+The training process must unpack each batch of a worker, which takes longer than to collate token ids. On CUDA, ``auto``
+therefore leaves token ids in memory to the thread of ``device-prefetch``.
 """
 
 from __future__ import annotations
@@ -44,10 +44,14 @@ class DataLoaderWorkers(Plugin):
     class Config:
         """Options."""
 
-        num_workers: Annotated[NonNegativeInt | Literal["auto"], option("Worker processes for each training process.")] = "auto"
+        num_workers: Annotated[
+            NonNegativeInt | Literal["auto"], option("Worker processes for each training process.")
+        ] = "auto"
         persistent_workers: Annotated[bool, option("Keep the workers between epochs.")] = True
         prefetch_factor: Annotated[int, option("Batches that each worker reads ahead.", ge=1)] = 2
-        timeout: Annotated[float, option("Seconds to wait for a batch before the run ends with an error; 0: no limit.", ge=0)] = 600.0
+        timeout: Annotated[
+            float, option("Seconds to wait for a batch before the run ends with an error; 0: no limit.", ge=0)
+        ] = 600.0
         multiprocessing_context: Annotated[
             Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's default.")
         ] = None
@@ -66,7 +70,8 @@ class DataLoaderWorkers(Plugin):
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        """The next batch is read during the computation: a step takes as long as the slowest of workers, computation and all cores."""
+        """The next batch is read during the computation: a step takes as long as the slowest of workers, computation
+        and all cores."""
         waiting = max((rank.get("data", 0.0) for rank in profile.ranks), default=profile.region("data"))
         cores = max(1, profile.cores // profile.world_size)
         computing = max(profile.seconds - waiting, 1e-6)
@@ -77,7 +82,8 @@ class DataLoaderWorkers(Plugin):
         busy = computing * (min(profile.threads, cores) if profile.device == "cpu" else 1) + profile.reading
         return SpeedupEstimate(
             seconds=profile.seconds - max(computing, waiting / workers, busy / cores),
-            why=f"A step waits {waiting / profile.seconds:.0%} of its time for batches; {int(workers)} workers can read them in parallel.",
+            why=f"A step waits {waiting / profile.seconds:.0%} of its time for batches; {int(workers)} workers can "
+            "read them in parallel.",
             options={"num_workers": int(workers)},
         )
 

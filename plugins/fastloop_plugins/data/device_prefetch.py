@@ -3,13 +3,14 @@
     plugins:
       - device-prefetch
 
-Copies go from page-locked memory to the GPU on a separate CUDA stream. Later batches use the same page-locked memory, as soon
-as the copy from it is complete.
+Copies go from page-locked memory to the GPU on a separate CUDA stream. Later batches use the same page-locked memory,
+as soon as the copy from it is complete.
 
-A thread reads and collates the next batches if that draws no random numbers: token ids in memory (``text-classification``,
-``token-classification``, ``causal-lm``, ``seq2seq``), also with ``packing`` and ``length-bucketing``. The training process waits
-less for a thread than for worker processes, whose batches it must unpack. Other data is read ahead with ``dataloader-workers``:
-without it, a dataset would draw random numbers in the training process too early.
+A thread reads and collates the next batches if that draws no random numbers: token ids in memory
+(``text-classification``, ``token-classification``, ``causal-lm``, ``seq2seq``), also with ``packing`` and
+``length-bucketing``. The training process waits less for a thread than for worker processes, whose batches it must
+unpack. Other data is read ahead with ``dataloader-workers``: without it, a dataset would draw random numbers in the
+training process too early.
 
 If a batch of your own dataset and collator follows from the ids of its samples, set ``deterministic = True`` on both.
 """
@@ -78,12 +79,16 @@ class DevicePrefetch(Plugin):
         loaders = run.loaders
         return is_deterministic(loaders.datasets.get(loaders.first), loaders.collators.get(loaders.first))
 
-    def copied(self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
+    def copied(
+        self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]
+    ) -> Iterator[list[Batch]]:
         """Steps on the device. Each is returned when the copy of the next one has started."""
         copy, arrive = on_copy_stream(to_device)
         return map(arrive, one_ahead(map(copy, steps)))
 
-    def copied_when_read(self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]) -> Iterator[list[Batch]]:
+    def copied_when_read(
+        self, steps: Iterable[list[Batch]], to_device: Callable[[list[Batch]], list[Batch]]
+    ) -> Iterator[list[Batch]]:
         """Steps on the device. A copy starts when its step is read, while the device may still compute."""
         copy, arrive = on_copy_stream(to_device)
         return map(arrive, map(copy, steps))
@@ -99,8 +104,11 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
     yield from waiting
 
 
-def on_copy_stream(to_device: Callable[[list[Batch]], list[Batch]]) -> tuple[Callable[..., Any], Callable[..., list[Batch]]]:
-    """Return ``copy``, which starts a copy and returns immediately, and ``arrive``, which makes the current stream wait for it."""
+def on_copy_stream(
+    to_device: Callable[[list[Batch]], list[Batch]],
+) -> tuple[Callable[..., Any], Callable[..., list[Batch]]]:
+    """Return ``copy``, which starts a copy and returns immediately, and ``arrive``, which makes the current stream wait
+    for it."""
     import torch
     from torch.utils._pytree import tree_leaves
 

@@ -1,13 +1,16 @@
-"""Trains on all samples except those of one fold, and validates on that fold. `fastloop sweep RECIPE --folds 5` trains each fold once.
+"""Trains on all samples except those of one fold, and validates on that fold.
+
+`fastloop sweep RECIPE --folds 5` trains each fold once.
 
     plugins:
       - folds: {number: 0, of: 5}
 
-The samples of the recipe's ``train`` and ``validation`` splits are divided into folds of equal size. Each sample is in one fold. The
-``test`` split stays as it is. If every sample has a class, each fold has an equal share of each class; numbers differ by one at most.
-The plugin finds classes in an integer attribute ``labels`` or ``targets`` of the datasets, or in the last tensor of a ``TensorDataset``.
-``train.seed`` shuffles the samples, so runs with the same seed have the same folds. ``class_weights: balanced`` of a task counts the
-classes of the recipe's ``train`` split. `fastloop evaluate` refuses these two splits of such a run; its summary has the fold's metrics.
+The samples of the recipe's ``train`` and ``validation`` splits are divided into folds of equal size. Each sample is in
+one fold. The ``test`` split stays as it is. If every sample has a class, each fold has an equal share of each class;
+numbers differ by one at most. The plugin finds classes in an integer attribute ``labels`` or ``targets`` of the
+datasets, or in the last tensor of a ``TensorDataset``. ``train.seed`` shuffles the samples, so runs with the same seed
+have the same folds. ``class_weights: balanced`` of a task counts the classes of the recipe's ``train`` split.
+`fastloop evaluate` refuses these two splits of such a run; its summary has the fold's metrics.
 """
 
 from __future__ import annotations
@@ -51,10 +54,13 @@ class Folds(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         number, of = self.config.number, self.config.of
         if number >= of:
-            raise RecipeError(f"{recipe.where}: plugins.folds.number: found {number}, expected a number from 0 to {of - 1}.")
+            raise RecipeError(
+                f"{recipe.where}: plugins.folds.number: found {number}, expected a number from 0 to {of - 1}."
+            )
         if recipe.inference is not None and recipe.inference.split in POOLED:
             raise RecipeError(
-                f"{recipe.where}: plugins.folds: the run trained on parts of the splits train and validation, so their metrics would "
+                f"{recipe.where}: plugins.folds: the run trained on parts of the splits train and validation, so their "
+                "metrics would "
                 "mislead. Its summary.json has the metrics of its fold. Evaluate another split: --split test."
             )
 
@@ -72,9 +78,18 @@ class Folds(Plugin):
             raise RecipeError(f"{where}.of: found {of} folds for {size} samples. Expected at most {size}.")
         classes = classes_of(pooled)
         folds = divide(size, of, run.recipe.train.seed, classes)
-        parts = {"train": Part(pooled, (folds != number).nonzero()[0]), "validation": Part(pooled, (folds == number).nonzero()[0])}
-        how = "with an equal share of each class" if classes is not None else "without regard to classes, which the data does not show"
-        logger.info("folds: %d of %d samples are fold %d of %d, drawn %s", len(parts["validation"]), size, number, of, how)
+        parts = {
+            "train": Part(pooled, (folds != number).nonzero()[0]),
+            "validation": Part(pooled, (folds == number).nonzero()[0]),
+        }
+        how = (
+            "with an equal share of each class"
+            if classes is not None
+            else "without regard to classes, which the data does not show"
+        )
+        logger.info(
+            "folds: %d of %d samples are fold %d of %d, drawn %s", len(parts["validation"]), size, number, of, how
+        )
         return {**datasets, **parts}
 
     @hookimpl(wrapper=True)
@@ -82,7 +97,8 @@ class Folds(Plugin):
         sampler = yield
         if sampler is not None and split in POOLED:
             raise PluginError(
-                f"{run.recipe.where}: plugins.folds: the {split} split has a sampler, whose indices are those of the undivided data. "
+                f"{run.recipe.where}: plugins.folds: the {split} split has a sampler, whose indices are those of the "
+                "undivided data. "
                 "Leave the sampler out, or give a dataset instead of a loader."
             )
         return sampler
@@ -96,7 +112,8 @@ class Part:
         ids: Numbers of the samples, int64.
 
     Attributes:
-        lengths: Tokens of each sample; exists if the datasets have this attribute. So does ``labels``, the label of each sample.
+        lengths: Tokens of each sample; exists if the datasets have this attribute. So does ``labels``, the label of
+            each sample.
     """
 
     def __init__(self, datasets: Sequence[Any], ids: NDArray[Any]) -> None:
@@ -135,7 +152,9 @@ def classes_of(datasets: Sequence[Any]) -> NDArray[Any] | None:
     found = []
     for dataset in datasets:
         listed = (
-            dataset.tensors[-1] if isinstance(dataset, TensorDataset) else getattr(dataset, "labels", getattr(dataset, "targets", None))
+            dataset.tensors[-1]
+            if isinstance(dataset, TensorDataset)
+            else getattr(dataset, "labels", getattr(dataset, "targets", None))
         )
         values = np.asarray(listed if listed is not None else [])
         if values.shape != (len(dataset),) or values.dtype.kind not in "iu":
@@ -145,7 +164,8 @@ def classes_of(datasets: Sequence[Any]) -> NDArray[Any] | None:
 
 
 def divide(size: int, of: int, seed: int, classes: NDArray[Any] | None) -> NDArray[Any]:
-    """The fold of each sample, (N,) int64. The sizes of folds differ by one at most, and so do the numbers of each class in them."""
+    """The fold of each sample, (N,) int64. The sizes of folds differ by one at most, and so do the numbers of each
+    class in them."""
     import numpy as np
 
     order = np.random.default_rng(seed).permutation(size)

@@ -3,11 +3,12 @@
     plugins:
       - length-bucketing: {window: 100, max_tokens: 8192}
 
-Samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled again. Little padding is left, and
-the order differs from epoch to epoch. Evaluation sorts all samples by length. Datasets are map-style with ``lengths`` or ``input_ids``.
+Samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled again. Little
+padding is left, and the order differs from epoch to epoch. Evaluation sorts all samples by length. Datasets are
+map-style with ``lengths`` or ``input_ids``.
 
-``max_tokens`` limits the tokens of a micro-batch, padding included: long samples come in small micro-batches. Steps still take
-``train.batch_size`` samples. ``data.pad_to_multiple_of`` bounds shapes (CUDA: 64).
+``max_tokens`` limits the tokens of a micro-batch, padding included: long samples come in small micro-batches. Steps
+still take ``train.batch_size`` samples. ``data.pad_to_multiple_of`` bounds shapes (CUDA: 64).
 """
 
 from __future__ import annotations
@@ -47,20 +48,34 @@ class LengthBucketing(Plugin):
     class Config:
         """Options."""
 
-        window: Annotated[int, option("Batches among whose samples lengths are matched: more is less padding and less chance.", ge=2)] = 100
-        max_tokens: Annotated[int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)] = None
+        window: Annotated[
+            int, option("Batches among whose samples lengths are matched: more is less padding and less chance.", ge=2)
+        ] = 100
+        max_tokens: Annotated[
+            int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)
+        ] = None
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
-        padded = reads_padded_texts(recipe) and recipe.plugins.get("packing", False) is False and not recipe.data.get("streaming")
+        padded = (
+            reads_padded_texts(recipe)
+            and recipe.plugins.get("packing", False) is False
+            and not recipe.data.get("streaming")
+        )
         return Recommendation(why="little padding, and few shapes") if machine.device == "cuda" and padded else None
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if {cls.name, "packing"} & recipe.plugins.keys() or not profile.longest or recipe.data.get("padding") == "max_length":
+        if (
+            {cls.name, "packing"} & recipe.plugins.keys()
+            or not profile.longest
+            or recipe.data.get("padding") == "max_length"
+        ):
             return None
         padding = 1 - profile.real / profile.longest  # a little remains
-        return SpeedupEstimate(seconds=0.8 * padding * profile.computing, why=f"{padding:.0%} of a batch is padding to its longest sample.")
+        return SpeedupEstimate(
+            seconds=0.8 * padding * profile.computing, why=f"{padding:.0%} of a batch is padding to its longest sample."
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -78,7 +93,9 @@ class LengthBucketing(Plugin):
                 "Remove one of them: train.micro_batch_size=null, or plugins.length-bucketing.max_tokens=null."
             )
         if recipe.data.get("padding") == "max_length":
-            raise PluginError(f"{where}: with data.padding: max_length all batches have the same width. Set data.padding: longest.")
+            raise PluginError(
+                f"{where}: with data.padding: max_length all batches have the same width. Set data.padding: longest."
+            )
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
@@ -94,14 +111,19 @@ class LengthBucketing(Plugin):
         for split, loader in {"train": run.train_loader, **(run.eval_loaders if limit else {})}.items():
             dataset: Any = loader.dataset
             if loader.sampler is None:
-                raise PluginError(f"{where}: {split}: {type(dataset).__name__} is iterable, with its own order. Remove length-bucketing.")
+                raise PluginError(
+                    f"{where}: {split}: {type(dataset).__name__} is iterable, with its own order. Remove "
+                    "length-bucketing."
+                )
             lengths = self.lengths(dataset)
             longest = max(range(len(lengths)), key=lengths.__getitem__)
             if limit is not None and (width := self.width(lengths[longest])) > limit:
                 padded = f", padded to {width}" * (width > lengths[longest])
                 raise PluginError(
-                    f"{where}.max_tokens: sample {longest} of the {split} split has {lengths[longest]} tokens{padded}, and {limit} are "
-                    f"allowed. Set it to {width} or more, or cut samples to {limit // self.width(1) * self.width(1) or limit} "
+                    f"{where}.max_tokens: sample {longest} of the {split} split has {lengths[longest]} tokens{padded}, "
+                    f"and {limit} are "
+                    f"allowed. Set it to {width} or more, or cut samples to "
+                    f"{limit // self.width(1) * self.width(1) or limit} "
                     "(texts: data.max_length)."
                 )
         lengths = self.lengths(run.datasets["train"])
@@ -114,8 +136,15 @@ class LengthBucketing(Plugin):
         plain = [list(range(first, min(first + micro, len(ids)))) for first in range(0, len(ids), micro)]
         shapes = self.shapes(lengths, (batch for step in steps for batch in step))
         share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
-        logger.info("length-bucketing: %.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before)
-        counts = len(shapes), sum(shapes.values()), sum(shapes.values()) / len(steps), len({width for _, width in shapes})
+        logger.info(
+            "length-bucketing: %.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before
+        )
+        counts = (
+            len(shapes),
+            sum(shapes.values()),
+            sum(shapes.values()) / len(steps),
+            len({width for _, width in shapes}),
+        )
         logger.info("length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths", *counts)
 
     def shapes(self, lengths: Sequence[int], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
@@ -132,7 +161,8 @@ class LengthBucketing(Plugin):
         return -(-length // multiple) * multiple
 
     def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
-        """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see ``DataLoaderDraft.split``."""
+        """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see
+        ``DataLoaderDraft.split``."""
         lengths, limit = self.lengths(dataset), self.config.max_tokens
         assert limit is not None
         ids = sorted(ids, key=lambda index: -lengths[index])
@@ -169,7 +199,8 @@ class LengthBucketing(Plugin):
             window = by_length(ids[start : min(start + self.config.window * batch_size, full)])
             batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
         shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
-        return [index for batch in [*shuffled, by_length(ids[full:])] for index in batch]  # a short batch can only be the last
+        # a short batch can only be the last
+        return [index for batch in [*shuffled, by_length(ids[full:])] for index in batch]
 
     def lengths(self, dataset: Any) -> Sequence[int]:
         """The length of each sample, computed once for each dataset.
@@ -180,11 +211,15 @@ class LengthBucketing(Plugin):
         if id(dataset) not in self.known:
             found = getattr(dataset, "lengths", None)
             try:
-                lengths = list(found) if found is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+                lengths = (
+                    list(found) if found is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+                )
             except (TypeError, KeyError, IndexError):
                 raise PluginError(
                     f"plugin 'length-bucketing': {type(dataset).__name__} has no lengths. "
-                    "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with `input_ids`."
+                    "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with "
+                    "`input_ids`."
                 ) from None
-            self.known = {**(self.known if len(self.known) < 4 else {}), id(dataset): (dataset, lengths)}  # a file has many chunks
+            # a file has many chunks
+            self.known = {**(self.known if len(self.known) < 4 else {}), id(dataset): (dataset, lengths)}
         return self.known[id(dataset)][1]

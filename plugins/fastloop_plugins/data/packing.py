@@ -3,16 +3,17 @@
     plugins:
       - packing
 
-Samples, batches and order stay the same; only the shape changes, from (samples, longest) to (1, all tokens). Positions restart with each
-sequence, attention is computed within each, and a classifier reads the first token of each. With ``length-bucketing``, little padding is
-left to remove. For transformers models with selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). Before training,
-the plugin computes two sequences both ways, and raises an error if the results differ, as with a sliding window that is shorter than a
-sequence.
+Samples, batches and order stay the same; only the shape changes, from (samples, longest) to (1, all tokens). Positions
+restart with each sequence, attention is computed within each, and a classifier reads the first token of each. With
+``length-bucketing``, little padding is left to remove. For transformers models with selectable attention (BERT,
+DistilBERT, RoBERTa, GPT-2, Llama and similar). Before training, the plugin computes two sequences both ways, and raises
+an error if the results differ, as with a sliding window that is shorter than a sequence.
 
-On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the package flash-attn where
-``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile`` makes no break and few graphs, and CUDA graphs
-(``mode: reduce-overhead``) are recorded once a number. Elsewhere the attention that the model has is called once a sequence, and under
-``compile`` a graph ends at each call. ``data.pad_to_multiple_of`` sets the multiple that rows are padded to.
+On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the
+package flash-attn where ``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile``
+makes no break and few graphs, and CUDA graphs (``mode: reduce-overhead``) are recorded once a number. Elsewhere the
+attention that the model has is called once a sequence, and under ``compile`` a graph ends at each call.
+``data.pad_to_multiple_of`` sets the multiple that rows are padded to.
 """
 
 from __future__ import annotations
@@ -37,8 +38,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 FLASH = "flash_attention_2"
-INSIDE = {"sdpa": "sdpa", "eager": "sdpa", FLASH: "sdpa", "fast_dropout": "fast_dropout", "fastloop_blocked": "fastloop_blocked"}
-"""The model's attention -> the attention called for each sequence. FlashAttention needs CUDA, so the trial on the CPU uses sdpa."""
+INSIDE = {
+    "sdpa": "sdpa",
+    "eager": "sdpa",
+    FLASH: "sdpa",
+    "fast_dropout": "fast_dropout",
+    "fastloop_blocked": "fastloop_blocked",
+}
+"""The model's attention -> the attention called for each sequence. FlashAttention needs CUDA, so the trial on the CPU
+uses sdpa."""
 PACKABLE = (*BERT_LIKE, "gpt2", "llama", "mistral", "qwen2")
 """Types of models that the tests pack."""
 
@@ -77,7 +85,9 @@ class Packing(Plugin):
         )
 
     @hookimpl(wrapper=True)
-    def build_collator(self, run: Run, split: str) -> Generator[None, Callable[[list[Any]], Any], Callable[[list[Any]], Batch]]:
+    def build_collator(
+        self, run: Run, split: str
+    ) -> Generator[None, Callable[[list[Any]], Any], Callable[[list[Any]], Batch]]:
         from fastloop_plugins.data._packing import OtherPackedCollator, PackedCollator
 
         collate = yield
@@ -94,16 +104,23 @@ class Packing(Plugin):
             return
         found = transformers_model(model)
         if found is None:
-            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(model).__name__} is not a transformers model. Remove packing.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.packing: {type(model).__name__} is not a transformers model. Remove "
+                "packing."
+            )
         elsewhere = any(parameter.is_meta for parameter in model.parameters())  # only the main process has weights
         answers = run.processes.all_gather_object(self.adapt(run, model, found, trial=not elsewhere))
         answer = next(answer for answer in answers if answer is not None)
         if isinstance(answer, str):
-            raise PluginError(f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Remove packing.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.packing: {type(found).__name__} cannot be packed: {answer}. Remove "
+                "packing."
+            )
         self.collator.first_position = answer
 
     def adapt(self, run: Run, model: nn.Module, found: Any, trial: bool) -> int | str | None:
-        """Adapt the model to packed rows: returns its first position id, or a reason against it; None without a trial."""
+        """Adapt the model to packed rows: returns its first position id, or a reason against it; None without a
+        trial."""
         from torch import nn
 
         from fastloop_plugins.data import _varlen
@@ -112,7 +129,14 @@ class Packing(Plugin):
 
         current, dataset = found.config._attn_implementation, run.datasets[run.loaders.first]
         longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
-        stack = next((module for module in found.modules() if any(isinstance(part, nn.ModuleList) for part in module.children())), None)
+        stack = next(
+            (
+                module
+                for module in found.modules()
+                if any(isinstance(part, nn.ModuleList) for part in module.children())
+            ),
+            None,
+        )
         if not getattr(found, "_supports_sdpa", False):
             return "it has no selectable attention"
         if current not in INSIDE:
@@ -163,4 +187,9 @@ class Packing(Plugin):
         if multiple > 1:
             more = 100 * (sum(widths) / sum(rows) - 1)
             shapes = len(set(widths))
-            logger.info("packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens", multiple, shapes, more)
+            logger.info(
+                "packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
+                multiple,
+                shapes,
+                more,
+            )

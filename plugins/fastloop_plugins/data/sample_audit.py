@@ -3,9 +3,10 @@
     plugins:
       - sample-audit: {on_violation: error}
 
-``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R. It has ``step`` and ``epoch`` (both from
-0), and for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``. These are indices of samples, row
-numbers in a stream, or positions in another iterable dataset. The main process checks them at an epoch's end. Machines share the folder.
+``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R. It has ``step`` and
+``epoch`` (both from 0), and for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample
+``ids``. These are indices of samples, row numbers in a stream, or positions in another iterable dataset. The main
+process checks them at an epoch's end. Machines share the folder.
 """
 
 from __future__ import annotations
@@ -46,14 +47,17 @@ class SampleAudit(Plugin):
     class Config:
         """Options."""
 
-        on_violation: Annotated[Literal["error", "warn"], option("What to do if samples are missing or repeated.")] = "error"
+        on_violation: Annotated[Literal["error", "warn"], option("What to do if samples are missing or repeated.")] = (
+            "error"
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.file: IO[str] | None = None
         self.loaded = False
         self.unrecorded = -1  # epoch whose beginning is not recorded
-        self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}  # over all checked epochs, on the main process
+        # over all checked epochs, on the main process
+        self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}
         self.readers: Counter[tuple[int, int]] = Counter()  # (rank, worker) -> samples
 
     @hookimpl
@@ -66,8 +70,10 @@ class SampleAudit(Plugin):
         sampler, dataset = run.train_loader.sampler, run.datasets["train"]
         if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
             raise PluginError(
-                f"{run.recipe.where}: plugins.sample-audit: the training order leaves samples out or repeats some (drop_last or "
-                "a sampler), and sample-audit checks that every sample occurs once an epoch. Remove it, or give a loader that takes "
+                f"{run.recipe.where}: plugins.sample-audit: the training order leaves samples out or repeats some "
+                "(drop_last or "
+                "a sampler), and sample-audit checks that every sample occurs once an epoch. Remove it, or give a "
+                "loader that takes "
                 "each sample once."
             )
 
@@ -80,7 +86,8 @@ class SampleAudit(Plugin):
             self._open(run, files)
             if not self.has_ids:
                 logger.warning(
-                    "sample-audit: %s shards itself: its samples have no ids to check, and are only counted", type(dataset).__name__
+                    "sample-audit: %s shards itself: its samples have no ids to check, and are only counted",
+                    type(dataset).__name__,
                 )
         run.processes.barrier()  # the folder is there
         if run.rank in files.ranks():
@@ -100,7 +107,10 @@ class SampleAudit(Plugin):
                 files.cut(rank, run.state.step)
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
             self.unrecorded = epoch = run.state.epoch
-            logger.warning("sample-audit: the beginning of epoch %d is not recorded: it is only checked for repeated samples", epoch)
+            logger.warning(
+                "sample-audit: the beginning of epoch %d is not recorded: it is only checked for repeated samples",
+                epoch,
+            )
 
     @hookimpl
     def before_epoch(self, run: Run) -> None:
@@ -131,12 +141,19 @@ class SampleAudit(Plugin):
     def save_state(self, run: Run) -> dict[str, Any]:
         if self.file is not None:
             os.fsync(self.file.fileno())  # no checkpoint is ahead of the audit, even after a power failure
-        return {"totals": self.totals, "readers": [[*key, count] for key, count in self.readers.items()], "unrecorded": self.unrecorded}
+        return {
+            "totals": self.totals,
+            "readers": [[*key, count] for key, count in self.readers.items()],
+            "unrecorded": self.unrecorded,
+        }
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         ranks = range(1 + max((rank for rank, _ in self.readers), default=-1))
-        workers = [{str(worker): samples for (of, worker), samples in sorted(self.readers.items()) if of == rank} for rank in ranks]
+        workers = [
+            {str(worker): samples for (of, worker), samples in sorted(self.readers.items()) if of == rank}
+            for rank in ranks
+        ]
         by_rank = [sum(samples.values()) for samples in workers]
         summary["sample-audit"] = {"samples": sum(by_rank), **self.totals, "by_rank": by_rank, "by_worker": workers}
 
@@ -182,7 +199,12 @@ class SampleAudit(Plugin):
             return f"{self.files.path(min(absent)).name} is not there (machines must share the run folder)"
         recorded = self.has_ids and epoch != self.unrecorded
         found = check(ids(), size, recorded and (done or stream), getattr(run.datasets["train"], "repeats", False))
-        counts = {"epochs": done, "missing": len(found.missing) + found.lost, "repeated": len(found.repeated), "unknown": found.unknown}
+        counts = {
+            "epochs": done,
+            "missing": len(found.missing) + found.lost,
+            "repeated": len(found.repeated),
+            "unknown": found.unknown,
+        }
         self.totals = {name: total + counts[name] for name, total in self.totals.items()}
         wrong = found.text(self.files, epoch)
         if done:

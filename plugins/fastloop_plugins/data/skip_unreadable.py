@@ -3,10 +3,10 @@
     plugins:
       - skip-unreadable: {limit: 100}
 
-A sample is unreadable if the dataset raises an error for it. In the text tasks, a row is also unreadable if it is not valid CSV or JSON, if
-its text is not a string, or if it has no label. The step of a skipped sample is smaller by one. The log names the first skipped samples,
-and the summary's ``unreadable_samples`` counts those met in training. Samples of an iterable dataset cannot be skipped: it ends at its
-first error.
+A sample is unreadable if the dataset raises an error for it. In the text tasks, a row is also unreadable if it is not
+valid CSV or JSON, if its text is not a string, or if it has no label. The step of a skipped sample is smaller by one.
+The log names the first skipped samples, and the summary's ``unreadable_samples`` counts those met in training. Samples
+of an iterable dataset cannot be skipped: it ends at its first error.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class SkipUnreadable(Plugin):
     def after_step(self, run: Run) -> None:
         if run.state.unreadable > self.config.limit:
             raise DataError(
-                f"{run.state.unreadable} samples could not be read; plugins.skip-unreadable.limit is {self.config.limit}. "
+                f"{run.state.unreadable} samples could not be read; plugins.skip-unreadable.limit is "
+                f"{self.config.limit}. "
                 "log.txt in the run folder names the first ones."
             )

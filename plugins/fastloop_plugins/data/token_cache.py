@@ -3,10 +3,10 @@
     plugins:
       - token-cache: {folder: auto}
 
-The cache holds the token ids of text tasks under a hash of the texts, the tokenizer's files and the options. Later runs, and other
-processes of the same run, map them into memory. If ``data.files`` and a pretrained tokenizer are unchanged, a run reads no text at all.
-``auto`` is the folder ``fastloop/tokens`` in the user's cache. You can delete it at any time. If others may write to the folder, each user
-has a part of it, ``user-ID``.
+The cache holds the token ids of text tasks under a hash of the texts, the tokenizer's files and the options. Later
+runs, and other processes of the same run, map them into memory. If ``data.files`` and a pretrained tokenizer are
+unchanged, a run reads no text at all. ``auto`` is the folder ``fastloop/tokens`` in the user's cache. You can delete it
+at any time. If others may write to the folder, each user has a part of it, ``user-ID``.
 """
 
 from __future__ import annotations
@@ -50,9 +50,14 @@ class TokenCache(Plugin):
         from fastloop_plugins._cache import own_part, tokens_kept_in, user_cache
 
         try:
-            folder = own_part(user_cache("tokens") if self.config.folder == "auto" else Path(self.config.folder).expanduser())
+            folder = own_part(
+                user_cache("tokens") if self.config.folder == "auto" else Path(self.config.folder).expanduser()
+            )
         except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
-            where = f"{run.recipe.where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or self.config.folder}"
+            where = (
+                f"{run.recipe.where}: plugins.token-cache.folder: "
+                f"{getattr(error, 'filename', None) or self.config.folder}"
+            )
             raise PluginError(f"{where}: {getattr(error, 'strerror', None) or error}. Give another folder.") from None
         with tokens_kept_in(folder):
             return (yield)

@@ -1,7 +1,8 @@
 """Synthetic conversations about animals, for a recipe that must run offline.
 
-A user asks two to four questions about one animal. The first question names it; later ones write "it". Some conversations begin with a
-system message that asks for one word. So an answer depends on the animal, the question and the system message:
+A user asks two to four questions about one animal. The first question names it; later ones write "it". Some
+conversations begin with a system message that asks for one word. So an answer depends on the animal, the question and
+the system message:
 
     system     Answer in one word.
     user       What does a cow eat?
@@ -40,10 +41,13 @@ QUESTIONS = (
 BRIEF = "Answer in one word."
 
 
-def chats(train: int = 900, validation: int = 150, test: int = 150, seed: int = 0) -> dict[str, list[dict[str, list[dict[str, str]]]]]:
+def chats(
+    train: int = 900, validation: int = 150, test: int = 150, seed: int = 0
+) -> dict[str, list[dict[str, list[dict[str, str]]]]]:
     """Write three splits of the given sizes: split -> rows of ``messages``, each a list of {role, content}.
 
-    No conversation occurs twice, within a split or across them. The test split does not change with the other two sizes.
+    No conversation occurs twice, within a split or across them. The test split does not change with the other two
+    sizes.
 
     Raises:
         ValueError: There are not as many different conversations.

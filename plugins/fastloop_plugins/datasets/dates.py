@@ -3,8 +3,8 @@
     input    Tuesday, March 5th 2024
     target   2024-03-05
 
-A model must find the day, the month and the year, whose order depends on the form, and write the day and the month with two digits. No
-date occurs in two splits, so a model cannot memorize targets.
+A model must find the day, the month and the year, whose order depends on the form, and write the day and the month with
+two digits. No date occurs in two splits, so a model cannot memorize targets.
 
 Only the standard library is needed, and one seed gives the same rows in every process.
 """
@@ -15,7 +15,8 @@ from random import Random
 FIRST, DAYS = date(1950, 1, 1), 36_525
 """The first date, and the number of days in the hundred years from there."""
 MONTHS = (
-    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December",
+    "January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November",
+    "December",
 )  # fmt: skip
 WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 FORMS = (
@@ -29,7 +30,8 @@ FORMS = (
 
 
 def dates(train: int = 6000, validation: int = 300, test: int = 500, seed: int = 0) -> dict[str, list[dict[str, str]]]:
-    """Write three splits of the given sizes: split -> rows of ``text`` and ``iso``, each of another date between 1950 and 2049.
+    """Write three splits of the given sizes: split -> rows of ``text`` and ``iso``, each of another date between 1950
+    and 2049.
 
     The test split does not change with the other two sizes.
 
@@ -48,6 +50,11 @@ def dates(train: int = 6000, validation: int = 300, test: int = 500, seed: int =
 def _row(day: date, form: str) -> dict[str, str]:
     suffix = "th" if day.day in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(day.day % 10, "th")
     text = form.format(
-        day=day.day, suffix=suffix, month=MONTHS[day.month - 1], number=day.month, weekday=WEEKDAYS[day.weekday()], year=day.year
+        day=day.day,
+        suffix=suffix,
+        month=MONTHS[day.month - 1],
+        number=day.month,
+        weekday=WEEKDAYS[day.weekday()],
+        year=day.year,
     )
     return {"text": text, "iso": day.isoformat()}

@@ -2,8 +2,8 @@
 
     data: {module: "fastloop_plugins.datasets.digit_images:digit_images"}
 
-The images of 8 x 8 pixels are enlarged to 32 x 32. The first call writes them into fastloop's part of the user's cache, in the layout of
-``image-classification``: ``train/0/0000.png``.
+The images of 8 x 8 pixels are enlarged to 32 x 32. The first call writes them into fastloop's part of the user's cache,
+in the layout of ``image-classification``: ``train/0/0000.png``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ VERSION = 1
 """Increase it when the same arguments give other files."""
 
 
-def digit_images(train: int = 1297, validation: int = 200, test: int = 300, size: int = 32, folder: str | None = None) -> str:
+def digit_images(
+    train: int = 1297, validation: int = 200, test: int = 300, size: int = 32, folder: str | None = None
+) -> str:
     """Write three splits of the given numbers of images, unless they are there. Returns their folder.
 
     The test split does not change with the other two numbers.
@@ -49,7 +51,11 @@ def digit_images(train: int = 1297, validation: int = 200, test: int = 300, size
     home.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = Path(tempfile.mkdtemp(prefix=".", dir=home))
     try:
-        for split, first, count in (("test", 0, test), ("validation", test, validation), ("train", test + validation, train)):
+        for split, first, count in (
+            ("test", 0, test),
+            ("validation", test, validation),
+            ("train", test + validation, train),
+        ):
             for index in order[first : first + count]:
                 file = made / split / str(labels[index]) / f"{index:04}.png"
                 file.parent.mkdir(parents=True, exist_ok=True)

@@ -5,16 +5,52 @@ A line names people, places and companies:
     Ada     Marlow  of  Port   Elmby   joined  Tarton  Group  in  Holford  .
     B-PER   I-PER   O   B-LOC  I-LOC   O       B-ORG   I-ORG  O   B-LOC    O
 
-Every surname is also the name of places and of companies, so that a tag depends on the words around it. A fifth of the surnames occur in
-the test split only.
+Every surname is also the name of places and of companies, so that a tag depends on the words around it. A fifth of the
+surnames occur in the test split only.
 
 Only the standard library is needed, and one seed gives the same rows in every process.
 """
 
 from random import Random
 
-GIVEN = ("Ada", "Ben", "Cora", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "June", "Karl", "Lena", "Max", "Nora", "Otto", "Pia")
-STARTS = ("Ash", "Bar", "Cal", "Dun", "Elm", "Fern", "Gor", "Hol", "Kin", "Lin", "Mar", "Nor", "Ost", "Ped", "Rud", "Sel", "Tar", "Win")
+GIVEN = (
+    "Ada",
+    "Ben",
+    "Cora",
+    "Dan",
+    "Eva",
+    "Finn",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "June",
+    "Karl",
+    "Lena",
+    "Max",
+    "Nora",
+    "Otto",
+    "Pia",
+)
+STARTS = (
+    "Ash",
+    "Bar",
+    "Cal",
+    "Dun",
+    "Elm",
+    "Fern",
+    "Gor",
+    "Hol",
+    "Kin",
+    "Lin",
+    "Mar",
+    "Nor",
+    "Ost",
+    "Ped",
+    "Rud",
+    "Sel",
+    "Tar",
+    "Win",
+)
 ENDS = ("by", "combe", "den", "field", "ford", "ham", "low", "ton", "wick", "worth")
 SURNAMES = [start + ENDS[(row + column) % len(ENDS)] for row, start in enumerate(STARTS) for column in range(len(ENDS))]
 """Surnames, which places and companies have too."""
@@ -43,7 +79,9 @@ LINES = (
 """Lines. Words in braces are entities."""
 
 
-def dispatches(train: int = 1500, validation: int = 200, test: int = 300, seed: int = 0) -> dict[str, list[dict[str, list[str]]]]:
+def dispatches(
+    train: int = 1500, validation: int = 200, test: int = 300, seed: int = 0
+) -> dict[str, list[dict[str, list[str]]]]:
     """Write three splits of the given sizes: split -> rows of ``words`` and ``tags``, two lists of equal lengths.
 
     The tags are those of IOB2. The test split does not change with the other two sizes.
@@ -61,7 +99,11 @@ def _row(rng: Random, names: list[str]) -> dict[str, list[str]]:
             words.append(part)
             tags.append("O")
             continue
-        entity = rng.choice(FORMS[kind]).format(given=rng.choice(GIVEN), name=rng.choice(names), other=rng.choice(names)).split()
+        entity = (
+            rng.choice(FORMS[kind])
+            .format(given=rng.choice(GIVEN), name=rng.choice(names), other=rng.choice(names))
+            .split()
+        )
         words += entity
         tags += [f"B-{kind}", *[f"I-{kind}"] * (len(entity) - 1)]
     return {"words": words, "tags": tags}

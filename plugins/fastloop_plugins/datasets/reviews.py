@@ -165,7 +165,9 @@ def _twins(rng: Random, kind: str) -> dict[str, str]:
     return twins
 
 
-def reviews(train: int = 6000, validation: int = 500, test: int = 1000, seed: int = 0) -> dict[str, list[dict[str, str]]]:
+def reviews(
+    train: int = 6000, validation: int = 500, test: int = 1000, seed: int = 0
+) -> dict[str, list[dict[str, str]]]:
     """Write three splits of the given sizes: split -> rows of ``text``, ``label`` and ``kind``.
 
     Sizes must be even, because half of each split is positive. No text occurs twice, within a split

@@ -15,7 +15,8 @@ class RankHeartbeats:
 
     Args:
         folder: Folder of the heartbeat files, shared by all processes.
-        timeout: Seconds without progress that are too many. A process that wrote no heartbeat for half of it does not respond.
+        timeout: Seconds without progress that are too many. A process that wrote no heartbeat for half of it does not
+            respond.
     """
 
     def __init__(self, folder: Path, rank: int, world_size: int, timeout: float) -> None:
@@ -33,7 +34,13 @@ class RankHeartbeats:
     def write(self, step: int) -> None:
         """Write this process's heartbeat file."""
         now = time.time()
-        heartbeat = {"moves": self.moves, "step": step, "where": self.where, "since": now - self.seconds_idle(), "written": now}
+        heartbeat = {
+            "moves": self.moves,
+            "step": step,
+            "where": self.where,
+            "since": now - self.seconds_idle(),
+            "written": now,
+        }
         files.write(self.folder / f"rank-{self.rank}.json", json.dumps(heartbeat), durable=False, hidden=True)
 
     def diagnose(self) -> str:
@@ -44,7 +51,11 @@ class RankHeartbeats:
             if path.is_file():
                 heartbeats[rank] = json.loads(path.read_text())
         now = time.time()
-        silent = [rank for rank in range(self.world_size) if rank not in heartbeats or now - heartbeats[rank]["written"] > self.timeout / 2]
+        silent = [
+            rank
+            for rank in range(self.world_size)
+            if rank not in heartbeats or now - heartbeats[rank]["written"] > self.timeout / 2
+        ]
         least = min(heartbeat["moves"] for heartbeat in heartbeats.values())
         behind = [rank for rank, heartbeat in heartbeats.items() if heartbeat["moves"] == least]
         lines = []

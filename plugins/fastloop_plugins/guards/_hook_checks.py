@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 STEPS = 8
-"""Optimizer steps in which the hooks of a step are checked: a plugin that acts in every few steps acts at least once."""
+"""Optimizer steps in which the hooks of a step are checked: a plugin that acts in every few steps acts at least
+once."""
 STEP_HOOKS = {
-    "before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step",
-    "log_scalars",
+    "before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step", "log_scalars"
 }  # fmt: skip
 """Hooks that are called in every step, or in many."""
 UNCHECKED = {"train_step", "teardown"}
@@ -52,7 +52,8 @@ NEEDED = {
 COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")
 REMEDIES = {
     "build_sampler": "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last).",
-    "build_scheduler": "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To step by a "
+    "build_scheduler": "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To "
+    "step by a "
     "metric, keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss']).",
     "compute_loss": "Return fastloop.Output(loss), whose loss is the mean over the micro-batch: a tensor of shape ().",
     "stepped the optimizer": "Only run.apply_gradients may. A plugin that steps more often implements train_step.",
@@ -120,7 +121,9 @@ class HookChecks:
 
         def check(result: Any) -> Any:
             if (result is not None or needed) and (problem := _find_problem(hook, result)):
-                raise PluginError(f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}")
+                raise PluginError(
+                    f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
+                )
             return result
 
         def call(*arguments: Any) -> Any:
@@ -150,7 +153,10 @@ class HookChecks:
         batches = [batch for value in arguments if isinstance(value, list) for batch in value]
         counts = [getattr(batch, name, None) for batch in batches for name in ("samples", "tokens", "ids")]
         counters = {f"changed run.state.{name}": getattr(self.run.state, name) for name in COUNTERS}
-        return counters | {"stepped the optimizer": self.optimizer_steps, "changed the batches": [*map(id, batches), *counts]}
+        return counters | {
+            "stepped the optimizer": self.optimizer_steps,
+            "changed the batches": [*map(id, batches), *counts],
+        }
 
     def begin(self) -> None:
         """Check the hooks of the next ``STEPS`` steps."""
@@ -177,7 +183,9 @@ def _find_problem(hook: str, result: Any) -> str:
     if hook == "build_metrics":
         from torchmetrics import MetricCollection
     if result is None or not _matches(result, eval(expected, vars(hookspecs) | globals(), locals()) or NoneType):
-        hint = ". An implementation with a yield is marked @hookimpl(wrapper=True)" if inspect.isgenerator(result) else ""
+        hint = (
+            ". An implementation with a yield is marked @hookimpl(wrapper=True)" if inspect.isgenerator(result) else ""
+        )
         found = "None" if result is None else f"a {type(result).__name__}"
         return f"{found}, expected {expected.removesuffix(' | None') if expected != 'None' else 'no result'}{hint}"
     if hook == "compute_loss" and not (isinstance(result.loss, Tensor) and result.loss.dim() == 0):
@@ -194,7 +202,9 @@ def _check_json(where: str, summary: Mapping[str, Any]) -> None:
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise PluginError(f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {error}.") from None
+            raise PluginError(
+                f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {error}."
+            ) from None
 
 
 def _matches(value: Any, expected: Any) -> bool:

@@ -50,23 +50,27 @@ def find_problem(run: Run, split: str, output: Output) -> str | None:
 
 def batch_values(metric: Metric, name: str, output: Output) -> Mapping[str, Any]:
     """Name -> value of a metric for one batch on this process; empty if the metric cannot compute it."""
-    if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):  # it would wait for processes without samples
+    # it would wait for processes without samples
+    if any(getattr(part, "dist_sync_on_step", False) for part in metric.modules()):
         return {}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a batch may contain only one class
-            value = metric.clone()(output.predictions, output.targets)  # a metric whose call raised would never sync again
+            # a metric whose call raised would never sync again
+            value = metric.clone()(output.predictions, output.targets)
     except Exception:
         return {}
     return value if isinstance(value, Mapping) else {name: value}
 
 
 def explain(label: str, split: str, output: Output, error: Exception, metric: Metric | None = None) -> str:
-    """The message for a metric that failed: shapes and dtypes of its arguments, its error, the line of user code, and what to do."""
+    """The message for a metric that failed: shapes and dtypes of its arguments, its error, the line of user code, and
+    what to do."""
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     reason += f" ({line})" if (line := user_line(error, [MetricCheck])) else ""
     return (
-        f"{label} cannot measure a batch of {split}: predictions {describe(output.predictions)}, targets {describe(output.targets)}. "
+        f"{label} cannot measure a batch of {split}: predictions {describe(output.predictions)}, targets "
+        f"{describe(output.targets)}. "
         f"{type(error).__name__}: {reason}. {advise(output, metric)}"
     )
 
@@ -79,5 +83,7 @@ def advise(output: Output, metric: Metric | None) -> str:
         for key in COUNTS:
             count = getattr(metric, key, None)
             if isinstance(count, int) and count != columns:
-                return f"The predictions have {columns} columns and the metric has {key}={count}: set {key} to {columns}."
+                return (
+                    f"The predictions have {columns} columns and the metric has {key}={count}: set {key} to {columns}."
+                )
     return "Choose a metric, or arguments of it, that fit these shapes and dtypes."

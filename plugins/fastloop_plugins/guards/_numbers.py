@@ -49,7 +49,8 @@ class Spikes:
 
 
 def loss_and_norm(run: Run, loss: Tensor) -> Tensor:
-    """A step's loss and the norm of its gradients, on the device; 0 with loss scaling, which finds its scale by overflows."""
+    """A step's loss and the norm of its gradients, on the device; 0 with loss scaling, which finds its scale by
+    overflows."""
     import torch
 
     norm = run.gradient_norm() if run.accelerator.scaler is None else torch.zeros_like(loss)

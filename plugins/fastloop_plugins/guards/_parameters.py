@@ -13,7 +13,8 @@ LISTED = 5
 
 
 def stepped_parameters(optimizer: Any) -> list[Tensor]:
-    """The parameters that an optimizer steps: its ``model_parameters()`` if it has that method, else those in its ``param_groups``."""
+    """The parameters that an optimizer steps: its ``model_parameters()`` if it has that method, else those in its
+    ``param_groups``."""
     if hasattr(optimizer, "model_parameters"):
         return list(optimizer.model_parameters())
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -22,13 +23,17 @@ def stepped_parameters(optimizer: Any) -> list[Tensor]:
 def missing_parameters(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Name -> parameter, for the parameters that require gradients, but that the optimizer does not step."""
     stepped = {id(parameter) for parameter in stepped_parameters(optimizer)}
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in stepped}
+    return {
+        name: weight for name, weight in model.named_parameters() if weight.requires_grad and id(weight) not in stepped
+    }
 
 
 def orphaned_parameters(model: nn.Module, optimizer: Any) -> list[Tensor]:
     """The parameters with gradients that the optimizer steps, but that are not in the model."""
     own = {id(parameter) for parameter in model.parameters()}
-    return [parameter for parameter in stepped_parameters(optimizer) if parameter.requires_grad and id(parameter) not in own]
+    return [
+        parameter for parameter in stepped_parameters(optimizer) if parameter.requires_grad and id(parameter) not in own
+    ]
 
 
 def by_module(names: Iterable[str]) -> str:

@@ -1,6 +1,7 @@
 """Checks that every process draws the samples in the same order, for samplers and arrangements of users and plugins.
 
-Part of every run, like the core's own implementations of hooks; no recipe names it. One process or fastloop's default order needs no check.
+Part of every run, like the core's own implementations of hooks; no recipe names it. One process or fastloop's default
+order needs no check.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ if TYPE_CHECKING:
 @hookimpl(trylast=True)
 def check_run(run: Run) -> None:
     """Compare the evaluated splits. They have one order."""
-    compare_orders(run, {split: loader.sampler.fingerprint() for split, loader in run.eval_loaders.items() if loader.sampler is not None})
+    compare_orders(
+        run,
+        {
+            split: loader.sampler.fingerprint()
+            for split, loader in run.eval_loaders.items()
+            if loader.sampler is not None
+        },
+    )
 
 
 @hookimpl(trylast=True)
@@ -36,6 +44,7 @@ def compare_orders(run: Run, own: dict[str, str], when: str = "") -> None:
     for split in own:
         if len({order[split] for order in orders}) > 1:
             raise UsageError(
-                f"the {split} split's sampler gives another order on each process{when}. It must not depend on the process: not on its "
+                f"the {split} split's sampler gives another order on each process{when}. It must not depend on the "
+                "process: not on its "
                 "rank, nor on the order of a set of strings (PYTHONHASHSEED)."
             )

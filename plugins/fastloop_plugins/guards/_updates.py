@@ -1,9 +1,9 @@
 """Check once per run that optimizer steps change the parameters that have a gradient.
 
-The check samples two elements of each parameter, with the largest and the smallest gradient. It copies no weights, launches a few small
-kernels per parameter, and reads one tensor on the host. It examines steps 1, 2, 4, 8, ... until every parameter has changed; most runs need
-only step 1. An unchanged parameter is not reported if its learning rate is 0, after an overflow, without a gradient, or if the expected
-update is below the weight's rounding.
+The check samples two elements of each parameter, with the largest and the smallest gradient. It copies no weights,
+launches a few small kernels per parameter, and reads one tensor on the host. It examines steps 1, 2, 4, 8, ... until
+every parameter has changed; most runs need only step 1. An unchanged parameter is not reported if its learning rate is
+0, after an overflow, without a gradient, or if the expected update is below the weight's rounding.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fastloop_plugins.guards._parameters import by_module, missing_parameters
 log = logging.getLogger("fastloop")
 
 SHARE = 0.1
-"""Report a weight if this fraction of its expected update exceeds its rounding. Updates of elements with similar gradients differ by less
-than this factor, including momentum."""
+"""Report a weight if this fraction of its expected update exceeds its rounding. Updates of elements with similar
+gradients differ by less than this factor, including momentum."""
 MIN_STEPS = 8
 """First step at which to report a model without any change. Before it, a warm-up may keep the learning rate near 0."""
 
@@ -49,7 +49,8 @@ class Sample(NamedTuple):
 
 
 class Element(NamedTuple):
-    """One sampled element after a step. ``change`` and ``gradient`` are absolute values; ``rounding`` is the spacing of its dtype."""
+    """One sampled element after a step. ``change`` and ``gradient`` are absolute values; ``rounding`` is the spacing of
+    its dtype."""
 
     name: str
     lr: float
@@ -59,10 +60,11 @@ class Element(NamedTuple):
 
 
 class UpdateCheck:
-    """Logs one warning about trained parameters that the optimizer does not step, or that it steps without changing them.
+    """Logs one warning about trained parameters that the optimizer does not step, or that it steps without changing
+    them.
 
-    Each process examines its own shards. With strategies that do not set ``grad``, such as DeepSpeed's stages 1 to 3, the check only
-    compares the model's parameters with the optimizer's.
+    Each process examines its own shards. With strategies that do not set ``grad``, such as DeepSpeed's stages 1 to 3,
+    the check only compares the model's parameters with the optimizer's.
 
     Args:
         model: The prepared model.
@@ -76,8 +78,21 @@ class UpdateCheck:
         pending: Name -> parameter, for parameters that have not changed yet; None before the first step.
     """
 
-    def __init__(self, model: nn.Module, built_model: nn.Module, optimizer: Any, device: torch.device, accepted: dict[int, Tensor]) -> None:
-        self.model, self.built_model, self.optimizer, self.device, self.accepted = model, built_model, optimizer, device, accepted
+    def __init__(
+        self,
+        model: nn.Module,
+        built_model: nn.Module,
+        optimizer: Any,
+        device: torch.device,
+        accepted: dict[int, Tensor],
+    ) -> None:
+        self.model, self.built_model, self.optimizer, self.device, self.accepted = (
+            model,
+            built_model,
+            optimizer,
+            device,
+            accepted,
+        )
         self.is_done = False
         self.pending: dict[str, Tensor] | None = None
         self.missing: list[str] = []
@@ -94,12 +109,21 @@ class UpdateCheck:
     def _sample(self) -> None:
         self.samples = []
         if self.pending is None:
-            names = {id(weight): name for name, weight in self.built_model.named_parameters()}  # without prefixes of strategies
-            trained = {names.get(id(weight), name): weight for name, weight in self.model.named_parameters() if weight.requires_grad}
+            # without prefixes of strategies
+            names = {id(weight): name for name, weight in self.built_model.named_parameters()}
+            trained = {
+                names.get(id(weight), name): weight
+                for name, weight in self.model.named_parameters()
+                if weight.requires_grad
+            }
             left_out = {id(weight) for weight in missing_parameters(self.model, self.optimizer).values()}
             self.missing = [name for name, weight in trained.items() if id(weight) in left_out - self.accepted.keys()]
             self.pending = {name: weight for name, weight in trained.items() if id(weight) not in left_out}
-        rates = {id(weight): float(group.get("lr", 0.0)) for group in self.optimizer.param_groups for weight in group["params"]}
+        rates = {
+            id(weight): float(group.get("lr", 0.0))
+            for group in self.optimizer.param_groups
+            for weight in group["params"]
+        }
         for name, parameter in self.pending.items():
             weight, gradient = _local(parameter), _local(_shard_whole(parameter.grad, parameter))
             if (
@@ -131,18 +155,26 @@ class UpdateCheck:
         problems = f" Not in the optimizer: {by_module(self.missing)}." if self.missing else ""
         if self.samples and not was_skipped():
             elements = _read(self.samples, self.device)
-            if all(math.isfinite(element.gradient) for element in elements):  # otherwise a plugin may have skipped the step on the device
+            # otherwise a plugin may have skipped the step on the device
+            if all(math.isfinite(element.gradient) for element in elements):
                 changed = {element.name for element in elements if element.change != 0}
                 self.pending = {name: weight for name, weight in self.pending.items() if name not in changed}
                 lr = max((element.lr for element in elements if element.gradient > 0), default=0.0)
                 if unchanged := dict.fromkeys(name for name in _expected_changes(elements) if name not in changed):
-                    problems += f" In the optimizer, with a gradient, but the same after step {self.step}: {by_module(unchanged)}."
+                    problems += (
+                        f" In the optimizer, with a gradient, but the same after step {self.step}: "
+                        f"{by_module(unchanged)}."
+                    )
                 elif not changed and self.step >= MIN_STEPS and lr > 0:
-                    problems += f" Step {self.step} changed none of the elements examined. Is the learning rate, {lr:g}, too small?"
+                    problems += (
+                        f" Step {self.step} changed none of the elements examined. Is the learning rate, "
+                        f"{lr:g}, too small?"
+                    )
         self.samples = []
         if problems:
             log.warning(
-                "trained parameters do not change.%s Look for what replaces or shares weights after the optimizer was built, and for an "
+                "trained parameters do not change.%s Look for what replaces or shares weights after the optimizer was "
+                "built, and for an "
                 "optimizer that skips them. Set requires_grad to False on parameters that are not to be trained",
                 problems,
             )
@@ -153,13 +185,19 @@ class UpdateCheck:
 def _expected_changes(elements: list[Element]) -> list[str]:
     """Names of the parameters that the step should have changed by more than their rounding.
 
-    Updates are proportional to the gradient (SGD), independent of its size (Adam), or in between. The elements that did change give a lower
-    bound on the update of the others, for any optimizer.
+    Updates are proportional to the gradient (SGD), independent of its size (Adam), or in between. The elements that did
+    change give a lower bound on the update of the others, for any optimizer.
     """
-    changed = [element for element in elements if element.lr > 0 and element.gradient > 0 and 0 < element.change < math.inf]
+    changed = [
+        element for element in elements if element.lr > 0 and element.gradient > 0 and 0 < element.change < math.inf
+    ]
     size = min((element.change / element.lr for element in changed), default=0.0)
     ratio = min((element.change / element.lr / element.gradient for element in changed), default=0.0)
-    return [element.name for element in elements if SHARE * element.lr * min(size, ratio * element.gradient) > element.rounding]
+    return [
+        element.name
+        for element in elements
+        if SHARE * element.lr * min(size, ratio * element.gradient) > element.rounding
+    ]
 
 
 def _read(samples: list[Sample], device: torch.device) -> list[Element]:
@@ -179,7 +217,8 @@ def _local(tensor: Any) -> Any:
 
 
 def _shard_whole(gradient: Any, parameter: Any) -> Any:
-    """Shard a replicated gradient like its parameter, without communication. Torch replicates those of divided embeddings."""
+    """Shard a replicated gradient like its parameter, without communication. Torch replicates those of divided
+    embeddings."""
     if isinstance(gradient, DTensor) and all(placement.is_replicate() for placement in gradient.placements):
         return gradient.redistribute(placements=parameter.placements)
     return gradient

@@ -1,16 +1,17 @@
-"""Detects losses and gradients that are NaN or infinite, and stops the run, skips the step, or rolls back to a checkpoint.
+"""Detects losses and gradients that are NaN or infinite, and stops the run, skips the step, or rolls back.
 
     plugins:
       - nan-guard: {action: rollback, limit: 3}
 
-``stop`` ends the run. ``skip`` leaves weights and optimizer unchanged, as if the step did not exist. ``rollback`` loads the newest
-checkpoint, which is known to be good, and resumes from there without the bad batch. ``bad_batches.jsonl`` in the run folder lists the
-samples of each such step, and of each step whose loss is a spike. An overflow in fp16 is not a failure: loss scaling skips the step, and
-the summary's ``nan-guard`` counts it.
+``stop`` ends the run. ``skip`` leaves weights and optimizer unchanged, as if the step did not exist. ``rollback`` loads
+the newest checkpoint, which is known to be good, and resumes from there without the bad batch. ``bad_batches.jsonl`` in
+the run folder lists the samples of each such step, and of each step whose loss is a spike. An overflow in fp16 is not a
+failure: loss scaling skips the step, and the summary's ``nan-guard`` counts it.
 
-On a CPU, each step is checked before its weights change. On other devices, steps are checked together, so that the host does not wait for
-the device at each: every ``every`` steps, at the end of an epoch and before each checkpoint. Training continues until then. The device
-itself decides about ``skip`` if the optimizer supports it (fused Adam, AdamW, SGD); with another optimizer, the host waits at each step.
+On a CPU, each step is checked before its weights change. On other devices, steps are checked together, so that the host
+does not wait for the device at each: every ``every`` steps, at the end of an epoch and before each checkpoint. Training
+continues until then. The device itself decides about ``skip`` if the optimizer supports it (fused Adam, AdamW, SGD);
+with another optimizer, the host waits at each step.
 """
 
 from __future__ import annotations
@@ -42,15 +43,20 @@ class NanGuard(Plugin):
     class Config:
         """Options."""
 
-        action: Annotated[Literal["stop", "skip", "rollback"], option("What to do if a loss or gradient is not finite.")] = "stop"
+        action: Annotated[
+            Literal["stop", "skip", "rollback"], option("What to do if a loss or gradient is not finite.")
+        ] = "stop"
         limit: Annotated[int, option("How many times to skip or roll back before the run ends.", ge=1)] = 5
         every: Annotated[int, option("Steps between two checks, on devices other than a CPU.", ge=1)] = 10
-        spike: Annotated[float, option("Standard deviations above the median from which a loss is a spike.", gt=0)] = 8.0
+        spike: Annotated[float, option("Standard deviations above the median from which a loss is a spike.", gt=0)] = (
+            8.0
+        )
         window: Annotated[int, option("Steps that the median is computed over.", ge=MIN_WINDOW)] = 100
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.pending: list[tuple[int, list[int], Tensor]] = []  # steps not checked yet: number, place, loss and gradient norm
+        # steps not checked yet: number, place, loss and gradient norm
+        self.pending: list[tuple[int, list[int], Tensor]] = []
         self.spikes = Spikes(self.config.window, self.config.spike)
         self.counts = {"not_finite": 0, "acted": 0, "overflows": 0, "spikes": 0}
 
@@ -61,10 +67,20 @@ class NanGuard(Plugin):
         if action == "skip" and "deepspeed" in names:
             raise PluginError(f"{where} 'deepspeed' does not expose the gradients. Use stop or rollback.")
         if action == "rollback" and "sample-audit" in names:
-            raise PluginError(f"{where} 'sample-audit' would count the samples of repeated steps twice. Remove one of them.")
+            raise PluginError(
+                f"{where} 'sample-audit' would count the samples of repeated steps twice. Remove one of them."
+            )
         self.skips_on_device = bool(getattr(run.optimizer, "_step_supports_amp_scaling", False))
-        if action == "skip" and run.device.type != "cpu" and not self.skips_on_device and run.accelerator.scaler is None:
-            logger.warning("nan-guard: this optimizer cannot skip a step on the device: the host waits at each step. Add fused-optimizer.")
+        if (
+            action == "skip"
+            and run.device.type != "cpu"
+            and not self.skips_on_device
+            and run.accelerator.scaler is None
+        ):
+            logger.warning(
+                "nan-guard: this optimizer cannot skip a step on the device: the host waits at each step. Add "
+                "fused-optimizer."
+            )
 
     @hookimpl
     def before_step(self, run: Run) -> None:
@@ -121,7 +137,10 @@ class NanGuard(Plugin):
                 continue
             self.counts["not_finite"] += 1
             write(run, number, place, what="not finite", loss=str(loss), grad_norm=str(norm))
-            message = f"step {number}: the loss is {loss}, the gradients' norm {norm}; bad_batches.jsonl in {run.folder} names its samples."
+            message = (
+                f"step {number}: the loss is {loss}, the gradients' norm {norm}; bad_batches.jsonl in "
+                f"{run.folder} names its samples."
+            )
             if self.config.action != "skip" or self.counts["acted"] == self.config.limit:
                 raise NotFinite(message + self.limit_reached(), place)
             self.counts["acted"] += 1
@@ -130,11 +149,19 @@ class NanGuard(Plugin):
     def limit_reached(self) -> str:
         """The end of the error message of a run that may skip or roll back."""
         done = {"skip": "skipped a step", "rollback": "rolled back"}.get(self.config.action)
-        return f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.config.limit}." if done else ""
+        return (
+            f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.config.limit}."
+            if done
+            else ""
+        )
 
     @hookimpl
     def recover(self, run: Run, error: Exception) -> bool | None:
-        if not isinstance(error, NotFinite) or self.config.action != "rollback" or self.counts["acted"] == self.config.limit:
+        if (
+            not isinstance(error, NotFinite)
+            or self.config.action != "rollback"
+            or self.counts["acted"] == self.config.limit
+        ):
             return None
         logger.warning("%s", error)
         counts = self.counts
@@ -150,7 +177,8 @@ class NanGuard(Plugin):
 
 
 def roll_back(run: Run, skip: list[int]) -> bool:
-    """Load the newest checkpoint during training, and skip the step that begins at ``skip`` (``[epoch, epoch_samples]``).
+    """Load the newest checkpoint during training, and skip the step that begins at ``skip``
+    (``[epoch, epoch_samples]``).
 
     Returns False if the run has no checkpoint.
     """

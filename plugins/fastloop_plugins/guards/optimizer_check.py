@@ -1,13 +1,16 @@
-"""Checks that the optimizer holds the parameters that the model trains, and that its first steps change them. On by default.
+"""Checks that the optimizer holds the parameters that the model trains, and that its first steps change them.
+
+On by default.
 
     plugins:
       - optimizer-check
 
-If a plugin replaces weights after the optimizer was built, the optimizer keeps the old ones, and the new ones silently never train. The
-plugin compares the model's parameters with the optimizer's, by identity. A difference after ``build_optimizer`` may be intended and is
-logged as a warning. A difference that ``prepare`` or ``after_prepare`` introduces is an error. So is a ``before_fit`` that replaces
-``run.model``, ``run.optimizer`` or a parameter. The first optimizer steps are examined until every parameter has changed; parameters that
-do not change are logged as one warning. Later steps cost nothing.
+If a plugin replaces weights after the optimizer was built, the optimizer keeps the old ones, and the new ones silently
+never train. The plugin compares the model's parameters with the optimizer's, by identity. A difference after
+``build_optimizer`` may be intended and is logged as a warning. A difference that ``prepare`` or ``after_prepare``
+introduces is an error. So is a ``before_fit`` that replaces ``run.model``, ``run.optimizer`` or a parameter. The first
+optimizer steps are examined until every parameter has changed; parameters that do not change are logged as one warning.
+Later steps cost nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ class OptimizerCheck(Plugin):
 
     @hookimpl(wrapper=True, tryfirst=True)
     def before_fit(self, run: Run) -> Generator[None, None, None]:
-        """Find the plugin that replaces what was prepared: the loop trains ``run.model``, and the optimizer steps the old parameters."""
+        """Find the plugin that replaces what was prepared: the loop trains ``run.model``, and the optimizer steps the
+        old parameters."""
         model, optimizer, parameters = run.model, run.optimizer, dict(run.unwrap_model().named_parameters())
 
         def compare(plugin: Plugin, hook: str, function: Callable[..., Any], is_wrapper: bool) -> Callable[..., Any]:
@@ -81,10 +85,14 @@ class OptimizerCheck(Plugin):
                 function(*arguments)
                 replaced = "run.model" * (run.model is not model) or "run.optimizer" * (run.optimizer is not optimizer)
                 weights = run.unwrap_model().named_parameters()
-                if replaced := replaced or by_module(name for name, weight in weights if weight is not parameters.get(name)):
+                if replaced := replaced or by_module(
+                    name for name, weight in weights if weight is not parameters.get(name)
+                ):
                     raise PluginError(
-                        f"{run.recipe.where}: plugin {plugin.name!r} replaced {replaced} in before_fit, after the optimizer was built, so "
-                        "these weights would never train. Replace the model or its parameters in before_prepare, and the optimizer in "
+                        f"{run.recipe.where}: plugin {plugin.name!r} replaced {replaced} in before_fit, after the "
+                        "optimizer was built, so "
+                        "these weights would never train. Replace the model or its parameters in before_prepare, and "
+                        "the optimizer in "
                         "build_optimizer."
                     )
 
@@ -126,7 +134,8 @@ class OptimizerCheck(Plugin):
             )
         if orphans:
             logger.warning(
-                "%s put parameters into the optimizer that the model does not have, of the shapes %s. No checkpoint will hold them: "
+                "%s put parameters into the optimizer that the model does not have, of the shapes %s. No checkpoint "
+                "will hold them: "
                 "register them in the model in before_prepare",
                 author,
                 ", ".join(str(tuple(parameter.shape)) for parameter in orphans[:LISTED]),
@@ -138,7 +147,9 @@ class OptimizerCheck(Plugin):
         Raises:
             PluginError: They differ by more than ``accepted``. Names the plugins that implement the hook.
         """
-        missing = [name for name, weight in missing_parameters(model, optimizer).items() if id(weight) not in self.accepted]
+        missing = [
+            name for name, weight in missing_parameters(model, optimizer).items() if id(weight) not in self.accepted
+        ]
         orphans = [weight for weight in orphaned_parameters(model, optimizer) if id(weight) not in self.accepted]
         if not missing and not orphans:
             return
@@ -147,21 +158,30 @@ class OptimizerCheck(Plugin):
             names = by_module(self.names.get(id(weight), "an unknown parameter") for weight in orphans)
             problems += f" In the optimizer, but no longer in the model: {names}."
         raise PluginError(
-            f"{run.recipe.where}: {format_plugins(self.others(run, hook))} changed the model's parameters in {hook}, after the optimizer "
-            f"was built.{problems} Change parameters in before_prepare, or change the optimizer's param_groups along with them. An "
-            "optimizer that holds other tensors, such as flat shards, needs a method model_parameters() that returns the parameters that "
+            f"{run.recipe.where}: {format_plugins(self.others(run, hook))} changed the model's parameters in {hook}, "
+            "after the optimizer "
+            f"was built.{problems} Change parameters in before_prepare, or change the optimizer's param_groups along "
+            "with them. An "
+            "optimizer that holds other tensors, such as flat shards, needs a method model_parameters() that returns "
+            "the parameters that "
             "it steps."
         )
 
     def others(self, run: Run, hook: str) -> list[str]:
-        """The other plugins that implement a hook, in call order; those that only fill in for others if there is no other.
-        For ``prepare``: the strategy, if it overrides this method."""
+        """The other plugins that implement a hook, in call order; those that only fill in for others if there is no
+        other. For ``prepare``: the strategy, if it overrides this method."""
         if hook == "prepare":
             return [run.strategy.name] * (type(run.strategy).prepare is not Strategy.prepare)
         found = [plugin for plugin, _ in run.plugins.each(hook) if plugin.name != self.name]
-        return [plugin.name for plugin in found if hook not in plugin.fallback_hooks] or [plugin.name for plugin in found]
+        return [plugin.name for plugin in found if hook not in plugin.fallback_hooks] or [
+            plugin.name for plugin in found
+        ]
 
 
 def format_plugins(plugins: list[str]) -> str:
     """``plugin 'a'``, ``one of the plugins 'a', 'b'``, or without plugins, ``Accelerate``."""
-    return f"{'one of the plugins' if len(plugins) > 1 else 'plugin'} {', '.join(map(repr, plugins))}" if plugins else "Accelerate"
+    return (
+        f"{'one of the plugins' if len(plugins) > 1 else 'plugin'} {', '.join(map(repr, plugins))}"
+        if plugins
+        else "Accelerate"
+    )

@@ -3,11 +3,11 @@
     plugins:
       - watchdog: {timeout: 600}
 
-A process makes progress when it begins or ends a step, a micro-step or an evaluation batch. If a process makes none for ``timeout``
-seconds, every process writes the stacks of its threads to ``watchdog/rank-R.txt`` in the run folder and exits with code 1. The error names
-the process that is behind the others. A warning appears after half of that time. Processes exchange their progress through files in the
-same folder, so several machines must share the run folder. Without this plugin, a process that hangs in native code is noticed only by
-torch, after 30 minutes.
+A process makes progress when it begins or ends a step, a micro-step or an evaluation batch. If a process makes none for
+``timeout`` seconds, every process writes the stacks of its threads to ``watchdog/rank-R.txt`` in the run folder and
+exits with code 1. The error names the process that is behind the others. A warning appears after half of that time.
+Processes exchange their progress through files in the same folder, so several machines must share the run folder.
+Without this plugin, a process that hangs in native code is noticed only by torch, after 30 minutes.
 
 Set ``timeout`` above the duration of the longest save, the first batch and a compilation.
 """
@@ -56,7 +56,8 @@ class Watchdog(Plugin):
     def before_fit(self, run: Run) -> None:
         folder = run.folder / "watchdog"
         folder.mkdir(exist_ok=True)
-        self.stacks: IO[str] = open(folder / f"rank-{run.rank}.txt", "w", opener=no_follow)  # noqa: SIM115 # teardown closes it
+        # teardown closes it
+        self.stacks: IO[str] = open(folder / f"rank-{run.rank}.txt", "w", opener=no_follow)  # noqa: SIM115
         self.heartbeats = RankHeartbeats(folder, run.rank, run.world_size, self.config.timeout)
         self.heartbeats.move("before the first step")
         self.heartbeats.write(run.state.step)
@@ -109,7 +110,8 @@ class Watchdog(Plugin):
         return float(min(self.config.timeout / 8, 5.0))
 
     def arm(self) -> None:
-        """Restart faulthandler's timer, which ends the process even if native code holds the GIL and no Python thread can run."""
+        """Restart faulthandler's timer, which ends the process even if native code holds the GIL and no Python thread
+        can run."""
         assert sys.__stderr__ is not None
         faulthandler.dump_traceback_later(self.config.timeout + self.every, exit=True, file=sys.__stderr__)
 

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def transformer_blocks(model: nn.Module, names: Sequence[str] | None = None, where: str = "blocks") -> list[nn.Module]:
-    """The model's blocks, outermost first: the elements of lists of modules of one class, or all modules of the classes ``names``.
+    """The model's blocks, outermost first: the elements of lists of modules of one class, or all modules of the classes
+    ``names``.
 
     Raises:
         PluginError: The model has no module of a given class.

@@ -42,7 +42,9 @@ def compile_in_place(module: nn.Module, plugin: Compile) -> None:
         except TorchDynamoException as error:  # errors of the model itself have other types and propagate
             plugin.failure = " ".join(str(error).split("\n\n")[0].split())[:300]
             if config.on_failure == "error":
-                raise PluginError(f"plugin 'compile': {type(module).__name__} cannot be compiled: {plugin.failure}") from error
+                raise PluginError(
+                    f"plugin 'compile': {type(module).__name__} cannot be compiled: {plugin.failure}"
+                ) from error
             logger.warning("compile: %s cannot be compiled and runs eagerly: %s", type(module).__name__, plugin.failure)
             return eager(*args, **kwargs)
 

@@ -21,7 +21,8 @@ HEAD_SIZES = (32, 64, 128)
 
 
 class View(ctypes.Structure):
-    """A tensor of shape (tokens, heads, head size) with contiguous features: its address, and two strides in elements."""
+    """A tensor of shape (tokens, heads, head size) with contiguous features: its address, and two strides in
+    elements."""
 
     _fields_ = (("data", ctypes.c_void_p), ("token", ctypes.c_int64), ("head", ctypes.c_int64))
 
@@ -32,7 +33,10 @@ class Row(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("sequences", "heads", "key_heads")),
         *((name, ctypes.c_void_p) for name in ("query_ends", "key_ends")),
-        *((name, View) for name in ("query", "key", "value", "output", "output_grad", "query_grad", "key_grad", "value_grad")),
+        *(
+            (name, View)
+            for name in ("query", "key", "value", "output", "output_grad", "query_grad", "key_grad", "value_grad")
+        ),
         ("log_sums", ctypes.c_void_p),
         ("scale", ctypes.c_float),
         ("drop", ctypes.c_uint32),
@@ -54,7 +58,8 @@ def unavailable() -> str | None:
 
 
 def check(ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Tensor) -> None:
-    """Raise an error for arguments with which the kernel would read or write outside of a tensor, or leave output unwritten.
+    """Raise an error for arguments with which the kernel would read or write outside of a tensor, or leave output
+    unwritten.
 
     Args:
         ends: Ends of the sequences among queries and among keys, int32 of shape (sequences + 1,).
@@ -74,9 +79,13 @@ def check(ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Ten
     (_, heads, size), (_, key_heads, key_size) = query.shape, key.shape
     if size not in HEAD_SIZES or key_size != size or not key_heads or heads % key_heads:
         expected = f"heads of one size ({', '.join(map(str, HEAD_SIZES))}), and a multiple of the key's"
-        raise ValueError(f"cpu-attention: found {heads} heads of {size} and {key_heads} of {key_size}, expected {expected}.")
+        raise ValueError(
+            f"cpu-attention: found {heads} heads of {size} and {key_heads} of {key_size}, expected {expected}."
+        )
     if log_sums.dtype is not torch.float32 or log_sums.shape != query.shape[:2] or not log_sums.is_contiguous():
-        raise ValueError(f"cpu-attention: log_sums: found {_describe(log_sums)}, expected float32 of {tuple(query.shape[:2])}.")
+        raise ValueError(
+            f"cpu-attention: log_sums: found {_describe(log_sums)}, expected float32 of {tuple(query.shape[:2])}."
+        )
     for end, tokens in zip(ends, (len(query), len(key)), strict=True):
         numbers = end.tolist()
         rises = numbers[:1] == [0] and numbers[-1] == tokens and numbers == sorted(numbers)
@@ -89,7 +98,9 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} on {tensor.device.type} of shape {tuple(tensor.shape)} and strides {tensor.stride()}"
 
 
-def call(name: str, ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Tensor, options: dict[str, Any]) -> None:
+def call(
+    name: str, ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Tensor, options: dict[str, Any]
+) -> None:
     """Call a function of the kernel with tensors of shape (tokens, heads, head size), and the ends of their sequences.
 
     Raises:
@@ -117,22 +128,38 @@ def call(name: str, ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log
 class RowAttention(torch.autograd.Function):
     """softmax(q k^T scale), dropout, times v, inside each sequence of a row.
 
-    Shapes: query (queries, heads, head size), key and value (keys, key heads, head size), bf16; returns query's shape. ``ends`` are two
-    int32 tensors of shape (sequences + 1,), for queries and for keys: 0, then the end of each sequence. Backward keeps the output and
-    one float32 for each query and head. Other shapes raise a ``ValueError``; see ``check``.
+    Shapes: query (queries, heads, head size), key and value (keys, key heads, head size), bf16; returns query's shape.
+    ``ends`` are two int32 tensors of shape (sequences + 1,), for queries and for keys: 0, then the end of each
+    sequence. Backward keeps the output and one float32 for each query and head. Other shapes raise a ``ValueError``;
+    see ``check``.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, ends: tuple[Tensor, Tensor], scale: float, p: float, causal: bool
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        ends: tuple[Tensor, Tensor],
+        scale: float,
+        p: float,
+        causal: bool,
     ) -> Tensor:
         """Draw a seed for the dropout masks from torch's default generator, and compute."""
-        query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+        query, key, value = (
+            tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)
+        )
         drop = min(round(p * 2**16), 2**16 - 1)
         seed = int(torch.randint(2**63 - 1, ())) if drop else 0
         output, log_sums = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:2])
         ctx.ends, ctx.options = ends, {"scale": scale, "drop": drop, "seed": seed, "causal": causal}
-        call("attention_forward", ends, {"query": query, "key": key, "value": value, "output": output}, log_sums, ctx.options)
+        call(
+            "attention_forward",
+            ends,
+            {"query": query, "key": key, "value": value, "output": output},
+            log_sums,
+            ctx.options,
+        )
         ctx.save_for_backward(query, key, value, output, log_sums)
         return output
 
@@ -141,8 +168,16 @@ class RowAttention(torch.autograd.Function):
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of query, key and value, with the same masks."""
         query, key, value, output, log_sums = ctx.saved_tensors
-        tensors = {"query": query, "key": key, "value": value, "output": output, "output_grad": output_grad.contiguous()}
-        grads = {f"{name}_grad": torch.empty(tensors[name].shape, dtype=torch.bfloat16) for name in ("query", "key", "value")}
+        tensors = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "output": output,
+            "output_grad": output_grad.contiguous(),
+        }
+        grads = {
+            f"{name}_grad": torch.empty(tensors[name].shape, dtype=torch.bfloat16) for name in ("query", "key", "value")
+        }
         call("attention_backward", ctx.ends, tensors | grads, log_sums, ctx.options)
         return *grads.values(), None, None, None, None
 
@@ -162,8 +197,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
 
-    Calls the implementation ``previous`` for batches that the kernel does not compute: with a mask, in another precision,
-    on a device, or with heads of other sizes, such as values that are smaller than keys.
+    Calls the implementation ``previous`` for batches that the kernel does not compute: with a mask, in another
+    precision, on a device, or with heads of other sizes, such as values that are smaller than keys.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -171,9 +206,13 @@ def attention(
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     queries, keys = query.shape[2], key.shape[2]
-    fits = key.shape == value.shape and query.shape[3] == key.shape[3] in HEAD_SIZES and query.shape[1] % key.shape[1] == 0
+    fits = (
+        key.shape == value.shape and query.shape[3] == key.shape[3] in HEAD_SIZES and query.shape[1] % key.shape[1] == 0
+    )
     computes = fits and query.dtype == key.dtype == value.dtype == torch.bfloat16 and query.device.type == "cpu"
-    regular = attention_mask is None and (packed is not None or queries in (1, keys)) and kwargs.get("sliding_window") is None
+    regular = (
+        attention_mask is None and (packed is not None or queries in (1, keys)) and kwargs.get("sliding_window") is None
+    )
     if not (computes and regular) or "position_bias" in kwargs:
         if packed is not None:
             kwargs["packed"] = packed
@@ -194,7 +233,8 @@ def attention(
 
 
 def use(model: Any, name: str) -> None:
-    """Set the kernel as the attention of a transformers model, with the model's current implementation for other batches."""
+    """Set the kernel as the attention of a transformers model, with the model's current implementation for other
+    batches."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 

@@ -1,8 +1,8 @@
 """Dropout on a CPU from a fast random generator, and attention that uses it.
 
-Each mask element takes 15 random bits, so the rate is accurate to 1/65536. The bits come from numpy's SFC64. Each mask seeds it with one
-number from torch's default generator. Masks are therefore independent between positions, layers, steps and processes. A resumed run and
-recomputed activations draw the same masks.
+Each mask element takes 15 random bits, so the rate is accurate to 1/65536. The bits come from numpy's SFC64. Each mask
+seeds it with one number from torch's default generator. Masks are therefore independent between positions, layers,
+steps and processes. A resumed run and recomputed activations draw the same masks.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ LANES = 0x0001000100010001
 BLOCKED = "fastloop_blocked"
 """Name of the attention with torch's own dropout in transformers' registry."""
 LONGEST = 1024
-"""Longest sequence, in tokens, whose attention probabilities are kept for backward without dropout: T x T numbers for each head."""
+"""Longest sequence, in tokens, whose attention probabilities are kept for backward without dropout: T x T numbers for
+each head."""
 PIECE = 2**21
-"""Attention probabilities of one piece. They stay in a core's cache, where the same work is two to four times as fast."""
+"""Attention probabilities of one piece. They stay in a core's cache, where the same work is two to four times as
+fast."""
 
 
 def dropped(shape: Sequence[int], p: float, itemsize: int) -> Tensor:
@@ -43,7 +45,8 @@ def dropped(shape: Sequence[int], p: float, itemsize: int) -> Tensor:
 
 
 def keep_mask(shape: Sequence[int], p: float, itemsize: int) -> Tensor:
-    """All bits set with probability ``1 - p``, else none. ``x & mask`` is x for a kept element and exactly 0 for a dropped one."""
+    """All bits set with probability ``1 - p``, else none. ``x & mask`` is x for a kept element and exactly 0 for a
+    dropped one."""
     mask = dropped(shape, p, itemsize)
     mask >>= 8 * itemsize - 1  # the sign, in all bits
     return mask.bitwise_not_()
@@ -72,17 +75,23 @@ class Dropout(torch.autograd.Function):
 class Attention(torch.autograd.Function):
     """softmax(q k^T scale + bias), dropout, times v, in pieces that fit a core's cache, with large matrix products.
 
-    Shapes: query (B, H, T, D), key (B, H, S, D), value (B, H, S, E), bias (B or 1, H or 1, T or 1, S) or None; returns (B, H, T, E).
-    Backward keeps one number for each of the B x H x T x S probabilities. It is negative if the probability is dropped.
+    Shapes: query (B, H, T, D), key (B, H, S, D), value (B, H, S, E), bias (B or 1, H or 1, T or 1, S) or None; returns
+    (B, H, T, E). Backward keeps one number for each of the B x H x T x S probabilities. It is negative if the
+    probability is dropped.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, p: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float, p: float
+    ) -> Tensor:
         """Compute piece by piece. A piece holds at most ``PIECE`` probabilities, or those of one head."""
         query, key, value = (query * scale).contiguous(), key.contiguous(), value.contiguous()
         batch, heads, length, _ = query.shape
         integers = INTEGERS[query.element_size()]
-        probabilities, output = query.new_empty(batch, heads, length, key.shape[2]), value.new_empty(batch, heads, length, value.shape[3])
+        probabilities, output = (
+            query.new_empty(batch, heads, length, key.shape[2]),
+            value.new_empty(batch, heads, length, value.shape[3]),
+        )
         if bias is not None:
             bias = bias.expand(batch, heads, -1, -1)
         buffer = query.new_empty(0)
@@ -160,13 +169,17 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
 
-    Calls transformers' ``sdpa`` without gradients, for dropout without ``drops``, and for sequences too long to keep their probabilities.
-    It also calls it with a causal mask, which would mask half of the scores, and for a trained bias. Such a bias is ``position_bias`` (T5),
-    or a mask with gradients (BEiT).
+    Calls transformers' ``sdpa`` without gradients, for dropout without ``drops``, and for sequences too long to keep
+    their probabilities. It also calls it with a causal mask, which would mask half of the scores, and for a trained
+    bias. Such a bias is ``position_bias`` (T5), or a mask with gradients (BEiT).
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
-    causal = attention_mask is None and query.shape[2] > 1 and bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
+    causal = (
+        attention_mask is None
+        and query.shape[2] > 1
+        and bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
+    )
     torchs = not drops if dropout else causal or query.shape[2] * key.shape[2] > LONGEST**2
     biased = kwargs.get("position_bias") is not None or (attention_mask is not None and attention_mask.requires_grad)
     if torchs or biased or not torch.is_grad_enabled():
@@ -181,11 +194,15 @@ def attention(
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     bias = None
     if causal:
-        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])[None, None]
+        attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])[
+            None, None
+        ]
     if attention_mask is not None:
         bias = attention_mask
         if attention_mask.dtype is torch.bool:
-            bias = torch.zeros(attention_mask.shape, dtype=query.dtype).masked_fill_(~attention_mask, torch.finfo(query.dtype).min)
+            bias = torch.zeros(attention_mask.shape, dtype=query.dtype).masked_fill_(
+                ~attention_mask, torch.finfo(query.dtype).min
+            )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     output: Tensor = Attention.apply(query, key, value, bias, scale, dropout)  # type: ignore[no-untyped-call]
     return output.transpose(1, 2).contiguous(), None

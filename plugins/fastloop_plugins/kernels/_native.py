@@ -1,8 +1,8 @@
 """Kernels in C, compiled on this machine when they are first needed, and kept in the user's cache.
 
-A kernel is plain C behind ctypes. It includes none of torch's headers, so it compiles in a second and does not depend on torch's version.
-OpenMP's functions stay undefined in the library: they are those of the runtime that torch has loaded. A second runtime would start threads
-of its own, which compete with torch's.
+A kernel is plain C behind ctypes. It includes none of torch's headers, so it compiles in a second and does not depend
+on torch's version. OpenMP's functions stay undefined in the library: they are those of the runtime that torch has
+loaded. A second runtime would start threads of its own, which compete with torch's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ class KernelUnavailable(Exception):
 
 def compiler() -> str | None:
     """The path of a C compiler: ``$CC``, gcc, cc or clang; None if there is none."""
-    return next((found for name in (os.environ.get("CC"), "gcc", "cc", "clang") if name and (found := shutil.which(name))), None)
+    return next(
+        (found for name in (os.environ.get("CC"), "gcc", "cc", "clang") if name and (found := shutil.which(name))), None
+    )
 
 
 @cache
@@ -75,7 +77,9 @@ def run_compiler(program: str, *arguments: str) -> None:
         KernelUnavailable: It fails; the message has its first error.
     """
     try:
-        done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False)
+        done = subprocess.run(
+            [program, *arguments], capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelUnavailable(f"{program} failed: {error}") from None
     if done.returncode:

@@ -3,13 +3,15 @@
     plugins:
       - attention: {implementation: auto}
 
-``auto`` selects FlashAttention 2 if its package is installed, the device is CUDA and the run computes in half precision. On a CPU it
-selects ``blocked``, which trains twice as fast as torch's kernel there. Otherwise it selects torch's scaled_dot_product_attention
-(``sdpa``), which dispatches to one of its own kernels. For transformers models; the other names come from transformers.
+``auto`` selects FlashAttention 2 if its package is installed, the device is CUDA and the run computes in half
+precision. On a CPU it selects ``blocked``, which trains twice as fast as torch's kernel there. Otherwise it selects
+torch's scaled_dot_product_attention (``sdpa``), which dispatches to one of its own kernels. For transformers models;
+the other names come from transformers.
 
-On Hopper, torch's sdpa prefers cuDNN's attention, which spends tens of milliseconds on a plan for each new shape. The plugin keeps that
-order: cuDNN's kernels are built for Hopper, and with few shapes (``length-bucketing``, ``compile``) a run pays for few plans. ``packing``
-calls FlashAttention directly. To compare, set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1`` in the environment: torch then tries cuDNN last.
+On Hopper, torch's sdpa prefers cuDNN's attention, which spends tens of milliseconds on a plan for each new shape. The
+plugin keeps that order: cuDNN's kernels are built for Hopper, and with few shapes (``length-bucketing``, ``compile``) a
+run pays for few plans. ``packing`` calls FlashAttention directly. To compare, set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``
+in the environment: torch then tries cuDNN last.
 """
 
 from __future__ import annotations
@@ -60,17 +62,21 @@ class Attention(Plugin):
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         seconds = profile.spent(name for name in profile.operations if "attention" in name)
-        if cls.name in recipe.plugins or profile.device != "cpu":  # on CUDA auto selects torch's kernel too, unless flash-attn is installed
+        # on CUDA auto selects torch's kernel too, unless flash-attn is installed
+        if cls.name in recipe.plugins or profile.device != "cpu":
             return None
         return SpeedupEstimate(
-            seconds=0.5 * seconds, why=f"Attention is {seconds / profile.seconds:.0%} of a step; the blocked kernel trains twice as fast."
+            seconds=0.5 * seconds,
+            why=f"Attention is {seconds / profile.seconds:.0%} of a step; the blocked kernel trains twice as fast.",
         )
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         found = transformers_model(model)
         if found is None:
-            logger.warning("attention: %s is not a transformers model: its attention stays as it is", type(model).__name__)
+            logger.warning(
+                "attention: %s is not a transformers model: its attention stays as it is", type(model).__name__
+            )
             return
         wanted: str = self.config.implementation
         reason = "the recipe sets it"

@@ -3,7 +3,8 @@
     plugins:
       - channels-last
 
-Activations follow the format of the weights. For models with 2-d or 3-d convolutions; the gain is largest with ``amp`` on CUDA.
+Activations follow the format of the weights. For models with 2-d or 3-d convolutions; the gain is largest with ``amp``
+on CUDA.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class ChannelsLast(Plugin):
         if cls.name in recipe.plugins:
             return None
         return SpeedupEstimate(
-            seconds=0.15 * seconds, why=f"Convolutions are {seconds / profile.seconds:.0%} of a step; channels-last is faster."
+            seconds=0.15 * seconds,
+            why=f"Convolutions are {seconds / profile.seconds:.0%} of a step; channels-last is faster.",
         )
 
     @hookimpl
@@ -53,4 +55,7 @@ class ChannelsLast(Plugin):
         for weight in found:
             weight.data = weight.data.contiguous(memory_format=formats[weight.ndim])
         if not found:
-            logger.warning("channels-last: %s has no weight of 4 or 5 dimensions: there is nothing to reorder", type(model).__name__)
+            logger.warning(
+                "channels-last: %s has no weight of 4 or 5 dimensions: there is nothing to reorder",
+                type(model).__name__,
+            )

@@ -3,10 +3,11 @@
     plugins:
       - cls-last-layer
 
-BERT-like models classify a text by the last layer's output at the first token. In that layer, keys and values need every token; queries,
-the output projection, the feed-forward part and the norms need only the first. With six layers, this saves a seventh of all computation.
-The loss and its gradient are the same, and a trial on the model before training verifies it. For text classification with architectures
-like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA, CamemBERT, ...).
+BERT-like models classify a text by the last layer's output at the first token. In that layer, keys and values need
+every token; queries, the output projection, the feed-forward part and the norms need only the first. With six layers,
+this saves a seventh of all computation. The loss and its gradient are the same, and a trial on the model before
+training verifies it. For text classification with architectures like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA,
+CamemBERT, ...).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine
 
 LINEARS = {("query", "key", "value"): None, ("q_lin", "k_lin", "v_lin"): "out_lin"}
-"""Names of the query, key and value projections in an attention module -> name of its output projection, if it has one."""
+"""Names of the query, key and value projections in an attention module -> name of its output projection, if it has
+one."""
 
 
 class ClsLastLayer(Plugin):
@@ -59,17 +61,21 @@ class ClsLastLayer(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         reason = next(filter(None, run.processes.all_gather_object(self.adapt(model))), None)
         if reason is not None:
-            raise PluginError(f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} {reason}. Leave it out.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.cls-last-layer: {type(model).__name__} {reason}. Leave it out."
+            )
 
     def adapt(self, model: nn.Module) -> str | None:
-        """Adapt the model and try it. Returns the reason if it cannot be adapted. The trial needs weights, which only the main process
-        may have."""
+        """Adapt the model and try it. Returns the reason if it cannot be adapted. The trial needs weights, which only
+        the main process may have."""
         import torch
         from torch import nn
 
         found = [attention for attention in model.modules() if projections(attention) is not None]
         lists = [modules for modules in model.modules() if isinstance(modules, nn.ModuleList) and len(modules)]
-        block = next((last for last in (modules[-1] for modules in lists) if found and found[-1] in list(last.modules())), None)
+        block = next(
+            (last for last in (modules[-1] for modules in lists) if found and found[-1] in list(last.modules())), None
+        )
         if block is None:
             return "is not built like BERT or DistilBERT"
         config: Any = model.config
@@ -102,8 +108,11 @@ def projections(module: nn.Module) -> tuple[str, str, str] | None:
     return next((names for names in LINEARS if all(hasattr(module, name) for name in names)), None)
 
 
-def at_first(forward: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-    """A block's forward at the first token, which attends to all of them. In a packed row: at the first token of each sequence."""
+def at_first(
+    forward: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """A block's forward at the first token, which attends to all of them. In a packed row: at the first token of each
+    sequence."""
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
         if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # FlashAttention's arguments: one query for each sequence
@@ -118,7 +127,8 @@ def at_first(forward: Any, hidden_states: Tensor, attention_mask: Tensor | None 
 def attend(
     module: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, *, everything: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Any]:
-    """An attention module's forward: queries from ``hidden_states``, (B, 1, d), keys and values from ``everything``, (B, T, d)."""
+    """An attention module's forward: queries from ``hidden_states``, (B, 1, d), keys and values from ``everything``,
+    (B, T, d)."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     names = projections(module)
@@ -133,7 +143,9 @@ def attend(
     function = ALL_ATTENTION_FUNCTIONS["sdpa" if implementation == "eager" else implementation]
     kwargs = {name: kept for name, kept in kwargs.items() if kept is not None}
     dropout = module.dropout.p if module.training else 0.0
-    output, weights = function(module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs)
+    output, weights = function(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=module.scaling, **kwargs
+    )
     output = output.flatten(2)
     last = LINEARS[names]
     return (output if last is None else getattr(module, last)(output)), weights

@@ -3,15 +3,17 @@
     plugins:
       - compile: {mode: default}
 
-Lengths are padded to ``data.pad_to_multiple_of``, by default 64, so that the compiler meets few shapes. Compiled code is cached between
-runs. A model that cannot be compiled runs eagerly, and one warning gives the reason. Weights keep the names that they have uncompiled. The
-summary's ``compile`` counts graphs, graph breaks and recompilations; ``compile_seconds`` is the compile time inside training steps.
+Lengths are padded to ``data.pad_to_multiple_of``, by default 64, so that the compiler meets few shapes. Compiled code
+is cached between runs. A model that cannot be compiled runs eagerly, and one warning gives the reason. Weights keep the
+names that they have uncompiled. The summary's ``compile`` counts graphs, graph breaks and recompilations;
+``compile_seconds`` is the compile time inside training steps.
 
-``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, so one launch starts a step instead of one launch per
-kernel. They speed up small models with few shapes: ``data.pad_to_multiple_of``, or ``data.padding: max_length``, and whole batches.
+``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, so one launch starts a step instead
+of one launch per kernel. They speed up small models with few shapes: ``data.pad_to_multiple_of``, or
+``data.padding: max_length``, and whole batches.
 
-``print`` in the forward does not break a graph: its output appears when the graph has run. ``.item()`` does, unless ``capture_scalars`` is
-set.
+``print`` in the forward does not break a graph: its output appears when the graph has run. ``.item()`` does, unless
+``capture_scalars`` is set.
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Batch, DataLoaderDraft, Output, Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop import (
+    Batch,
+    DataLoaderDraft,
+    Output,
+    Plugin,
+    PluginError,
+    Recommendation,
+    SpeedupEstimate,
+    hookimpl,
+    option,
+)
 from fastloop_plugins._cache import private_cache
 from fastloop_plugins._models import has_few_shapes
 from fastloop_plugins.data._shapes import MULTIPLE
@@ -41,7 +53,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 FUSED, SECONDS_A_CALL = 0.5, 0.02
-"""For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation in a step."""
+"""For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation
+in a step."""
 
 
 class Compile(Plugin):
@@ -59,15 +72,22 @@ class Compile(Plugin):
 
         backend: Annotated[str, option("A backend of torch.compile (`fastloop doctor` lists them).")] = "inductor"
         mode: Annotated[
-            Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"], option("Mode of torch.compile.")
+            Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+            option("Mode of torch.compile."),
         ] = "default"
         dynamic: Annotated[bool | None, option("Kernels for any shape; null: from the second shape on.")] = None
         fullgraph: Annotated[bool, option("Refuse a model whose graph breaks.")] = False
-        regional: Annotated[bool, option("Compile the repeated blocks only: far less to compile, nearly as fast.")] = False
-        capture_scalars: Annotated[bool, option("Keep numbers that a model reads off tensors (`.item()`) in the graph.")] = False
+        regional: Annotated[bool, option("Compile the repeated blocks only: far less to compile, nearly as fast.")] = (
+            False
+        )
+        capture_scalars: Annotated[
+            bool, option("Keep numbers that a model reads off tensors (`.item()`) in the graph.")
+        ] = False
         recompile_limit: Annotated[int, option("Graphs of one function before it runs eagerly.", ge=1)] = 16
         cache: Annotated[bool, option("Keep compiled code in the user's cache folder for later runs.")] = True
-        on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = "eager"
+        on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = (
+            "eager"
+        )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -75,12 +95,15 @@ class Compile(Plugin):
         if machine.device != "cuda":
             return None
         if has_few_shapes(recipe):
-            return Recommendation(why="CUDA graphs for the few shapes of the batches", options={"mode": "reduce-overhead"})
+            return Recommendation(
+                why="CUDA graphs for the few shapes of the batches", options={"mode": "reduce-overhead"}
+            )
         return Recommendation(why="fused kernels")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        """Fusion saves about half the time of everything but matrix products and attention, launch overhead included."""
+        """Fusion saves about half the time of everything but matrix products and attention, launch overhead
+        included."""
         listed = recipe.plugins.get(cls.name)
         cut = next((cut for cut in profile.graph_breaks if "capture_scalar_outputs" in cut["reason"]), None)
         if listed and listed.get("capture_scalars"):
@@ -119,14 +142,17 @@ class Compile(Plugin):
         from torch._functorch import config as functorch
 
         if self.config.backend not in (known := list_backends(exclude_tags=())):
-            raise PluginError(f"plugins.compile.backend: torch has no {self.config.backend!r}. Expected one of: {', '.join(known)}.")
+            raise PluginError(
+                f"plugins.compile.backend: torch has no {self.config.backend!r}. Expected one of: {', '.join(known)}."
+            )
         torch._dynamo.reset()  # earlier runs in this process must not count towards the limit
         utils.counters.clear()
         utils.clear_compilation_metrics()
         set_here, limit = self.settings.enter_context, self.config.recompile_limit
         set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.config.capture_scalars))
         set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
-        set_here(functorch.patch(force_non_lazy_backward_lowering=True))  # report failures in the forward, where they are caught
+        # report failures in the forward, where they are caught
+        set_here(functorch.patch(force_non_lazy_backward_lowering=True))
         set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets this variable itself
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
@@ -135,7 +161,10 @@ class Compile(Plugin):
         wanted = self.config.mode in ("reduce-overhead", "max-autotune")
         self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
         if wanted and not self.records:
-            logger.warning("compile: mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded", self.config.mode)
+            logger.warning(
+                "compile: mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded",
+                self.config.mode,
+            )
         self.before = seconds()
         for module in self._targets(run.unwrap_model()):  # inside the strategy's wrapper, which cannot be compiled
             compile_in_place(module, self)
@@ -156,10 +185,12 @@ class Compile(Plugin):
             return (yield)
         import torch
 
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call] # outputs of the last micro-step are no longer used
+        # outputs of the last micro-step are no longer used
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         output = yield
         predictions = output.predictions
-        return Output(output.loss.clone(), None if predictions is None else predictions.clone(), output.targets)  # callers may keep these
+        # callers may keep these
+        return Output(output.loss.clone(), None if predictions is None else predictions.clone(), output.targets)
 
     @hookimpl(wrapper=True)
     def evaluate(self) -> Generator[None, Any, Any]:
@@ -172,11 +203,19 @@ class Compile(Plugin):
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
         summary["compile_seconds"] = seconds() - self.before - self.while_evaluating
-        summary["compile"] = found = counts(self.records) | {"evaluate_seconds": self.while_evaluating, "failure": self.failure}
+        summary["compile"] = found = counts(self.records) | {
+            "evaluate_seconds": self.while_evaluating,
+            "failure": self.failure,
+        }
         if skipped := found["cuda_graphs_skipped"]:
-            logger.warning("compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped)
+            logger.warning(
+                "compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped
+            )
         if (again := found["recompilations"]) >= self.config.recompile_limit:
-            logger.warning("compile: %d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.", again)
+            logger.warning(
+                "compile: %d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.",
+                again,
+            )
 
     @hookimpl
     def teardown(self) -> None:
@@ -186,5 +225,7 @@ class Compile(Plugin):
         """The modules to compile: the model, or its repeated blocks."""
         blocks = transformer_blocks(model) if self.config.regional else []
         if self.config.regional and not blocks:
-            logger.warning("compile: regional: %s has no list of repeated blocks: the full model is compiled", type(model).__name__)
+            logger.warning(
+                "compile: regional: %s has no list of repeated blocks: the full model is compiled", type(model).__name__
+            )
         yield from blocks or [model]

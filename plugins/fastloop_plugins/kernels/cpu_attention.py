@@ -5,14 +5,15 @@
       - packing
       - cpu-attention
 
-Torch has no fast attention with dropout on a CPU, and ``packing`` calls attention once for each sequence. This kernel computes all
-sequences of a row in one call, with dropout and without padding, and keeps no probabilities for backward. It also computes batches of
-sequences of equal length, such as those of a language model. Batches with a padding mask keep the attention that the model has.
+Torch has no fast attention with dropout on a CPU, and ``packing`` calls attention once for each sequence. This kernel
+computes all sequences of a row in one call, with dropout and without padding, and keeps no probabilities for backward.
+It also computes batches of sequences of equal length, such as those of a language model. Batches with a padding mask
+keep the attention that the model has.
 
-The kernel is written in C and is compiled once, in about a second, into the user's cache. It needs a processor with AVX512-BF16, a C
-compiler, bf16 precision, and heads of 32, 64 or 128 features. Without one of them, the plugin logs the reason and changes nothing. For
-transformers models with selectable attention. Scores and sums are kept in fp32, where torch's operations round them to bf16. Rate and
-independence of dropout match ``nn.Dropout``; the random numbers differ.
+The kernel is written in C and is compiled once, in about a second, into the user's cache. It needs a processor with
+AVX512-BF16, a C compiler, bf16 precision, and heads of 32, 64 or 128 features. Without one of them, the plugin logs the
+reason and changes nothing. For transformers models with selectable attention. Scores and sums are kept in fp32, where
+torch's operations round them to bf16. Rate and independence of dropout match ``nn.Dropout``; the random numbers differ.
 Method: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning", 2023.
 """
 
@@ -52,18 +53,29 @@ class CpuAttention(Plugin):
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """On a CPU with bf16 matrix units, for transformers models in bf16 that are not compiled."""
         fits = machine.device == "cpu" and "bf16" in machine.fast_dtypes
-        if not fits or "amp" not in recipe.plugins or recipe.plugins.get("compile", False) is not False or model_type(recipe) is None:
+        if (
+            not fits
+            or "amp" not in recipe.plugins
+            or recipe.plugins.get("compile", False) is not False
+            or model_type(recipe) is None
+        ):
             return None
         return Recommendation(why="one kernel computes attention with dropout")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or profile.device != "cpu" or "amp" not in recipe.plugins or model_type(recipe) is None:
+        if (
+            cls.name in recipe.plugins
+            or profile.device != "cpu"
+            or "amp" not in recipe.plugins
+            or model_type(recipe) is None
+        ):
             return None
         seconds = profile.spent(("aten::bmm", "aten::_softmax", "aten::_softmax_backward_data"))
         return SpeedupEstimate(
             seconds=0.6 * seconds,
-            why=f"Products and softmax of attention are {seconds / profile.seconds:.0%} of a step; one kernel does both.",
+            why=f"Products and softmax of attention are {seconds / profile.seconds:.0%} of a step; one kernel "
+            "does both.",
         )
 
     @hookimpl
@@ -98,5 +110,9 @@ class CpuAttention(Plugin):
             return f"the run computes in {dtype}, not in bf16 (add amp: {{dtype: bf16}})"
         if (size := head_size(found.config)) not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
-            return f"heads have {size} features, not {sizes}" if size else f"the model's config gives no single head size (of {sizes})"
+            return (
+                f"heads have {size} features, not {sizes}"
+                if size
+                else f"the model's config gives no single head size (of {sizes})"
+            )
         return unavailable()

@@ -3,10 +3,11 @@
     plugins:
       - fast-dropout
 
-On a CPU, torch draws the numbers of a mask one by one, and dropout in attention disables its fast attention kernel. This plugin uses a
-generator that is twenty times as fast, and computes attention with dropout by matrix products. Rate, scale and independence match
-``nn.Dropout``; the random numbers differ, as with another seed. Evaluation does not change. On other devices, where dropout is cheap, the
-plugin does nothing. ``compile`` breaks its graph at each mask, so the two plugins together gain little.
+On a CPU, torch draws the numbers of a mask one by one, and dropout in attention disables its fast attention kernel.
+This plugin uses a generator that is twenty times as fast, and computes attention with dropout by matrix products. Rate,
+scale and independence match ``nn.Dropout``; the random numbers differ, as with another seed. Evaluation does not
+change. On other devices, where dropout is cheap, the plugin does nothing. ``compile`` breaks its graph at each mask, so
+the two plugins together gain little.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class FastDropout(Plugin):
         drawing = profile.spent(("aten::bernoulli_", "aten::native_dropout"))
         return SpeedupEstimate(
             seconds=0.9 * drawing,
-            why=f"Drawing dropout masks is {drawing / profile.seconds:.0%} of a step; attention gets a faster kernel as well.",
+            why=f"Drawing dropout masks is {drawing / profile.seconds:.0%} of a step; attention gets a faster kernel "
+            "as well.",
         )
 
     @hookimpl
@@ -71,7 +73,9 @@ class FastDropout(Plugin):
         from fastloop_plugins.kernels._fast_dropout import BLOCKED, use
 
         if run.device.type != "cpu":
-            logger.warning("fast-dropout: this run is on %s, where dropout is cheap: the plugin does nothing", run.device.type)
+            logger.warning(
+                "fast-dropout: this run is on %s, where dropout is cheap: the plugin does nothing", run.device.type
+            )
             return
         found = [module for module in model.modules() if type(module) is nn.Dropout]
         for module in found:

@@ -56,7 +56,9 @@ class FusedLoss(Plugin):
     class Config:
         """Options."""
 
-        chunk_tokens: Annotated[int, option("Tokens whose logits exist at a time; liger-kernel has its own number.", ge=1)] = 1024
+        chunk_tokens: Annotated[
+            int, option("Tokens whose logits exist at a time; liger-kernel has its own number.", ge=1)
+        ] = 1024
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -70,7 +72,9 @@ class FusedLoss(Plugin):
         if machine.device != "cuda" or ("causal-lm" not in recipe.plugins and CausalLM.auto_enable(recipe) is None):
             return None
         sizes = [recipe.model.get("config"), recipe.model.get("tokenizer")]
-        known = [size["vocab_size"] for size in sizes if isinstance(size, dict) and isinstance(size.get("vocab_size"), int)]
+        known = [
+            size["vocab_size"] for size in sizes if isinstance(size, dict) and isinstance(size.get("vocab_size"), int)
+        ]
         length = recipe.data.get("max_length")
         tokens = (recipe.train.micro_batch_size or recipe.train.batch_size) * (length if isinstance(length, int) else 0)
         if 4 * tokens * (known or [VOCABULARY])[0] < LARGE:
@@ -81,7 +85,9 @@ class FusedLoss(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         reason = next(filter(None, run.processes.all_gather_object(self.adapt(model))), None)
         if reason is not None:
-            raise PluginError(f"{run.recipe.where}: plugins.fused-loss: {type(model).__name__} {reason}. Leave fused-loss out.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.fused-loss: {type(model).__name__} {reason}. Leave fused-loss out."
+            )
 
     def adapt(self, model: nn.Module) -> str | None:
         """Adapt the model and try it; returns the reason against it. Only processes with weights try it."""
@@ -103,7 +109,10 @@ class FusedLoss(Plugin):
         try:
             change = abs(self.loss(found) / expected - 1)
         except Exception as error:  # models may do anything with what the head returns
-            return f"computes with its logits after the head ({type(error).__name__}: {str(error).partition(chr(10))[0]}){options(found)}"
+            return (
+                f"computes with its logits after the head ({type(error).__name__}: "
+                f"{str(error).partition(chr(10))[0]}){options(found)}"
+            )
         if change <= TOLERANCE:
             return None
         return f"changes its logits after the head: its loss differs by {100 * change:.2g}%{options(found)}"
@@ -128,6 +137,10 @@ class FusedLoss(Plugin):
 def options(model: Any) -> str:
     """The options of a model that may change its logits, for a message."""
     fields = model.config.get_text_config().to_dict().items()
-    found = [f"{name}: {value}" for name, value in fields if any(part in name for part in CHANGES) and isinstance(value, int | float)]
+    found = [
+        f"{name}: {value}"
+        for name, value in fields
+        if any(part in name for part in CHANGES) and isinstance(value, int | float)
+    ]
     found = [field for field in found if not field.startswith("output_router_logits")]
     return f" (its options: {', '.join(found)})" if found else ""

@@ -3,12 +3,14 @@
     plugins:
       - fused-optimizer: {implementation: fused}
 
-``fused`` updates weights and moments in one kernel (CUDA, CPU and others). ``foreach`` runs each operation in one call for all weights; use
-it for optimizers without a fused kernel. Torch's default is ``foreach`` on CUDA and a loop over the weights on a CPU.
+``fused`` updates weights and moments in one kernel (CUDA, CPU and others). ``foreach`` runs each operation in one call
+for all weights; use it for optimizers without a fused kernel. Torch's default is ``foreach`` on CUDA and a loop over
+the weights on a CPU.
 
-``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, with bitsandbytes: a quarter of the memory, at lower precision. Weights with
-fewer than 4096 elements keep 32-bit moments. Needs the extra: ``pip install 'fastloop-train[optim8bit]'``. Method: Dettmers et al.,
-"8-bit Optimizers via Block-wise Quantization", 2021.
+``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, with bitsandbytes: a quarter of the memory, at lower
+precision. Weights with fewer than 4096 elements keep 32-bit moments. Needs the extra:
+``pip install 'fastloop-train[optim8bit]'``. Method: Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
+2021.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Device, OptimizerDraft, Package, Plugin, PluginError, Recommendation, SpeedupEstimate, When, hookimpl, option
+from fastloop import (
+    Device,
+    OptimizerDraft,
+    Package,
+    Plugin,
+    PluginError,
+    Recommendation,
+    SpeedupEstimate,
+    When,
+    hookimpl,
+    option,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +55,8 @@ FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 
 
 def has_fused_kernel(recipe: Recipe) -> bool:
-    """Whether the recipe's optimizer takes ``fused``. Imports torch only for an optimizer that is not one of torch.optim."""
+    """Whether the recipe's optimizer takes ``fused``. Imports torch only for an optimizer that is not one of
+    torch.optim."""
     if ":" not in recipe.train.optimizer_name:
         return recipe.train.optimizer_name in FUSED
     from fastloop_plugins.training._named_optimizer import optimizer_function
@@ -51,7 +65,8 @@ def has_fused_kernel(recipe: Recipe) -> bool:
 
 
 class FusedOptimizer(Plugin):
-    """Sets ``fused=True`` or ``foreach=True`` on the recipe's optimizer, or builds the bitsandbytes optimizer of the same name."""
+    """Sets ``fused=True`` or ``foreach=True`` on the recipe's optimizer, or builds the bitsandbytes optimizer of the
+    same name."""
 
     name = "fused-optimizer"
     numerics = "reassociated"
@@ -66,7 +81,8 @@ class FusedOptimizer(Plugin):
         """Options."""
 
         implementation: Annotated[
-            Literal["fused", "foreach", "8bit"], option("One fused kernel, one call for each operation, or moments in 8 bits.")
+            Literal["fused", "foreach", "8bit"],
+            option("One fused kernel, one call for each operation, or moments in 8 bits."),
         ] = "fused"
 
     @classmethod
@@ -81,7 +97,9 @@ class FusedOptimizer(Plugin):
         if cls.name in recipe.plugins or not has_fused_kernel(recipe):
             return None
         stepping = profile.region("optimizer")
-        return SpeedupEstimate(seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / profile.seconds:.0%} of a step.")
+        return SpeedupEstimate(
+            seconds=0.7 * stepping, why=f"The optimizer's step is {stepping / profile.seconds:.0%} of a step."
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -100,7 +118,8 @@ class FusedOptimizer(Plugin):
             if name not in EIGHT_BITS:
                 known = ", ".join(EIGHT_BITS)
                 raise PluginError(
-                    f"{recipe.where}: plugins.fused-optimizer: {name} has no 8bit implementation. Set train.optimizer to one of: {known}."
+                    f"{recipe.where}: plugins.fused-optimizer: {name} has no 8bit implementation. Set train.optimizer "
+                    f"to one of: {known}."
                 )
             return
         if wanted in inspect.signature(cls).parameters:
@@ -110,7 +129,9 @@ class FusedOptimizer(Plugin):
             if wanted == "fused" and "foreach" in inspect.signature(cls).parameters
             else f"Leave it out: --without {self.name}."
         )
-        raise PluginError(f"{recipe.where}: plugins.fused-optimizer: torch's {name} has no {wanted} implementation. {repair}")
+        raise PluginError(
+            f"{recipe.where}: plugins.fused-optimizer: torch's {name} has no {wanted} implementation. {repair}"
+        )
 
     @hookimpl
     def configure_optimizer(self, draft: OptimizerDraft) -> None:
@@ -127,7 +148,10 @@ class FusedOptimizer(Plugin):
         train = run.recipe.train
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(isinstance(parameter, DTensor) for parameter in parameters):
-            raise PluginError(f"{run.recipe.where}: plugins.fused-optimizer: bitsandbytes cannot step sharded weights. Use ddp or fused.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.fused-optimizer: bitsandbytes cannot step sharded weights. Use ddp "
+                "or fused."
+            )
         optimizer: Optimizer = getattr(bitsandbytes.optim, f"{train.optimizer_name}8bit")(
             parameters, lr=train.lr, weight_decay=train.weight_decay, **run.optimizer_arguments
         )
@@ -141,7 +165,8 @@ class FusedOptimizer(Plugin):
 
 
 def start_momentum(run: Run, group: Mapping[str, Any]) -> None:
-    """Give weights that get their first gradient after the first step a momentum of 0. Torch's fused SGD takes it from all of them or none.
+    """Give weights that get their first gradient after the first step a momentum of 0. Torch's fused SGD takes it from
+    all of them or none.
 
     Raises:
         PluginError: ``dampening`` is set, with which the first step of a weight differs from one with a momentum of 0.
@@ -154,7 +179,8 @@ def start_momentum(run: Run, group: Mapping[str, Any]) -> None:
         return
     if group["dampening"]:
         raise PluginError(
-            f"{run.recipe.where}: plugins.fused-optimizer: {len(new)} weights get their first gradient in step {run.state.step + 1}, which "
+            f"{run.recipe.where}: plugins.fused-optimizer: {len(new)} weights get their first gradient in step "
+            f"{run.state.step + 1}, which "
             "torch's fused SGD does not support with dampening. Set plugins.fused-optimizer.implementation: foreach."
         )
     for weight in new:

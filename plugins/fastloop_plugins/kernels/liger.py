@@ -1,12 +1,12 @@
-"""Patches transformers models with fused Triton kernels: norms, gated activations, rotary embeddings, and the head with cross entropy.
+"""Patches transformers models with fused Triton kernels: norms, gated activations, rotary embeddings, and the loss.
 
     plugins:
       - liger
 
 For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
-``pip install 'fastloop-train[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in the batch, as it
-does under transformers' ``Trainer``. For the task ``causal-lm``, add `fused-loss`. Liger patches some functions of transformers for the
-entire process.
+``pip install 'fastloop-train[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in
+the batch, as it does under transformers' ``Trainer``. For the task ``causal-lm``, add `fused-loss`. Liger patches some
+functions of transformers for the entire process.
 """
 
 from __future__ import annotations

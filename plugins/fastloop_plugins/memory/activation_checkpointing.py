@@ -1,11 +1,11 @@
-"""Recomputes the activations of the model's repeated blocks in backward instead of storing them: less memory, more time.
+"""Recomputes activations of the model's repeated blocks in backward instead of storing them: less memory, more time.
 
     plugins:
       - activation-checkpointing: {every: 1}
 
-Only the inputs of a block are kept between forward and backward. Dropout draws the same numbers both times. For transformers models, the
-plugin disables the key-value cache during training, which alone can change the last bits. Method: Chen et al., "Training Deep Nets with
-Sublinear Memory Cost", 2016.
+Only the inputs of a block are kept between forward and backward. Dropout draws the same numbers both times. For
+transformers models, the plugin disables the key-value cache during training, which alone can change the last bits.
+Method: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 CHANGES = {"num_batches_tracked", "_u", "weight_u"}
-"""Names of buffers that a forward in train mode updates: of batch norm with running statistics, and of spectral norm."""
+"""Names of buffers that a forward in train mode updates: of batch norm with running statistics, and of spectral
+norm."""
 
 
 class ActivationCheckpointing(Plugin):
@@ -43,30 +44,40 @@ class ActivationCheckpointing(Plugin):
     class Config:
         """Options."""
 
-        blocks: Annotated[list[str] | None, option("Classes of the modules to recompute; null: the repeated blocks.")] = None
+        blocks: Annotated[
+            list[str] | None, option("Classes of the modules to recompute; null: the repeated blocks.")
+        ] = None
         every: Annotated[int, option("Recompute only every n-th block.", ge=1)] = 1
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        found = transformer_blocks(model, self.config.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks")
+        found = transformer_blocks(
+            model, self.config.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks"
+        )
         inner = {id(part) for block in found for part in block.modules() if part is not block}
-        blocks = [block for block in found if id(block) not in inner][:: self.config.every]  # an outer block recomputes its inner ones
+        # an outer block recomputes its inner ones
+        blocks = [block for block in found if id(block) not in inner][:: self.config.every]
         if not blocks:
             logger.warning(
-                "activation-checkpointing: %s has no list of repeated blocks: nothing is recomputed. Set blocks.", type(model).__name__
+                "activation-checkpointing: %s has no list of repeated blocks: nothing is recomputed. Set blocks.",
+                type(model).__name__,
             )
             return
-        stateful = [block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())]
+        stateful = [
+            block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())
+        ]
         if stateful:
             logger.warning(
-                "activation-checkpointing: %d of %d blocks (%s) have batch or spectral norm, which must not see a batch twice: "
+                "activation-checkpointing: %d of %d blocks (%s) have batch or spectral norm, which must not see a "
+                "batch twice: "
                 "they are not recomputed",
                 len(stateful),
                 len(blocks),
                 type(stateful[0]).__name__,
             )
         for block in blocks:
-            if block not in stateful:  # without a wrapper module, so names of weights stay and hooks on the block fire once
+            # without a wrapper module, so names of weights stay and hooks on the block fire once
+            if block not in stateful:
                 block.forward = partial(recomputed, block, block.forward)
         for module in model.modules():
             if hasattr(module, "config") and "use_cache" in inspect.signature(module.forward).parameters:
@@ -78,7 +89,8 @@ class ActivationCheckpointing(Plugin):
             backend = getattr(plugin.config, "backend", "") if plugin.name == "compile" else ""
             if "eager" in backend and "aot" not in backend:
                 raise PluginError(
-                    f"{run.recipe.where}: plugins.compile.backend: {backend!r} does not support activation checkpointing: dropout would "
+                    f"{run.recipe.where}: plugins.compile.backend: {backend!r} does not support activation "
+                    "checkpointing: dropout would "
                     "draw other numbers in backward. Use 'aot_eager' or 'inductor'."
                 )
 
@@ -95,10 +107,14 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwar
 
 
 def is_empty_cache(value: Any) -> bool:
-    """Whether an argument of a block is transformers' cache without tokens. XLM makes one for each forward, without an option."""
+    """Whether an argument of a block is transformers' cache without tokens. XLM makes one for each forward, without an
+    option."""
     return hasattr(value, "get_seq_length") and value.get_seq_length() == 0
 
 
-def without_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Disable the cache of keys and values for generation. Training does not use it, and a second forward would extend it again."""
+def without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Disable the cache of keys and values for generation. Training does not use it, and a second forward would extend
+    it again."""
     return (args, kwargs | {"use_cache": False}) if module.training else None

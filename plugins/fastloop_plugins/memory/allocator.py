@@ -3,14 +3,15 @@
     plugins:
       - allocator
 
-On Linux, the C allocator returns a freed tensor's memory to the system, and the next step page-faults and zeroes each page again.
-``fastloop train`` therefore restarts itself with tcmalloc if that is installed (Debian: libtcmalloc-minimal4), else with glibc's malloc
-configured to keep freed memory. From Python, where nothing is restarted, a warning shows the environment variables to set.
+On Linux, the C allocator returns a freed tensor's memory to the system, and the next step page-faults and zeroes each
+page again. ``fastloop train`` therefore restarts itself with tcmalloc if that is installed (Debian:
+libtcmalloc-minimal4), else with glibc's malloc configured to keep freed memory. From Python, where nothing is
+restarted, a warning shows the environment variables to set.
 
-On CUDA, the plugin sets ``expandable_segments:True``, so that segments grow instead of fragmenting when lengths vary. ``fastloop train``
-restarts itself with that in ``PYTORCH_ALLOC_CONF``. In a running Python process, or if the user has set that variable or
-``PYTORCH_CUDA_ALLOC_CONF``, the plugin adds it to the settings of torch's allocator. A user's own value of ``expandable_segments`` and a
-backend other than ``native`` are kept.
+On CUDA, the plugin sets ``expandable_segments:True``, so that segments grow instead of fragmenting when lengths vary.
+``fastloop train`` restarts itself with that in ``PYTORCH_ALLOC_CONF``. In a running Python process, or if the user has
+set that variable or ``PYTORCH_CUDA_ALLOC_CONF``, the plugin adds it to the settings of torch's allocator. A user's own
+value of ``expandable_segments`` and a backend other than ``native`` are kept.
 
 The summary's ``allocator`` counts page faults in a step, and CUDA's allocation retries.
 """
@@ -38,14 +39,16 @@ logger = logging.getLogger("fastloop")
 LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
 """Replacements for malloc -> names of their libraries."""
 SETTINGS = {
-    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**40)},  # otherwise it reports each allocation of a gigabyte on stderr
+    # otherwise it reports each allocation of a gigabyte on stderr
+    "tcmalloc": {"TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**40)},
     "jemalloc": {"MALLOC_CONF": "dirty_decay_ms:-1,muzzy_decay_ms:-1"},
 }
 TUNABLES = {"mmap_max": 0, "trim_threshold": 2**40, "top_pad": 2**26, "arena_max": 1, "tcache_count": 0, "mxfast": 0}
-"""Tunables of glibc.malloc. Without the last two, remainders of aligned blocks prevent the merging of their neighbours. A freed block is
-then too small for the next block of its size (glibc bug 14581, until 2.38)."""
+"""Tunables of glibc.malloc. Without the last two, remainders of aligned blocks prevent the merging of their neighbours.
+A freed block is then too small for the next block of its size (glibc bug 14581, until 2.38)."""
 CUDA_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Environment variables of CUDA's allocator. Torch 2.10 to 2.13 reads the first one that is set (CUDAAllocatorConfig.h)."""
+"""Environment variables of CUDA's allocator. Torch 2.10 to 2.13 reads the first one that is set
+(CUDAAllocatorConfig.h)."""
 SEGMENTS = "expandable_segments"
 
 
@@ -78,13 +81,16 @@ class Allocator(Plugin):
             return None
         return SpeedupEstimate(
             seconds=profile.page_faults * profile.fault_seconds,
-            why=f"{profile.page_faults:,.0f} memory pages are returned to the system and faulted in again in each step.",
+            why=f"{profile.page_faults:,.0f} memory pages are returned to the system and faulted in again in "
+            "each step.",
         )
 
     @hookimpl
     def environment(self, recipe: Recipe) -> dict[str, str]:
         if recipe.train.device != "cpu" and Path("/dev/nvidiactl").exists():
-            return {} if any(name in os.environ for name in CUDA_SETTINGS) else {"PYTORCH_ALLOC_CONF": f"{SEGMENTS}:True"}
+            return (
+                {} if any(name in os.environ for name in CUDA_SETTINGS) else {"PYTORCH_ALLOC_CONF": f"{SEGMENTS}:True"}
+            )
         if platform.libc_ver()[0] != "glibc":
             return {}
         wanted = "tcmalloc" if self.config.allocator == "auto" else self.config.allocator
@@ -92,7 +98,9 @@ class Allocator(Plugin):
         if library is not None:
             return {"LD_PRELOAD": library} | SETTINGS[wanted]
         if self.config.allocator == wanted and wanted != "glibc":
-            raise PluginError(f"{recipe.where}: plugins.allocator.allocator: {wanted} is not installed. Install it, or use auto.")
+            raise PluginError(
+                f"{recipe.where}: plugins.allocator.allocator: {wanted} is not installed. Install it, or use auto."
+            )
         return {"GLIBC_TUNABLES": ":".join(f"glibc.malloc.{name}={value}" for name, value in TUNABLES.items())}
 
     @hookimpl
@@ -107,7 +115,10 @@ class Allocator(Plugin):
             wanted = self.environment(run.recipe)
             missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
             if missing:
-                logger.warning("allocator: freed memory is returned to the system, since Python was started without: %s", " ".join(missing))
+                logger.warning(
+                    "allocator: freed memory is returned to the system, since Python was started without: %s",
+                    " ".join(missing),
+                )
             elif not wanted:
                 logger.warning("allocator: this system's allocator is not glibc's: it stays as it is")
         from fastloop.runtime.platform_support import page_faults

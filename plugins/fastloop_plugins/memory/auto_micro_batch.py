@@ -3,15 +3,17 @@
     plugins:
       - auto-micro-batch
 
-A step keeps its samples and gets more micro-steps, so results differ only by the order of sums. If an evaluation does not fit, only its own
-batches are halved. The summary and ``micro_batch.json`` in the run folder hold the sizes. A run of the same recipe in that folder, resumed
-or new, starts with them. ``out_of_memory/`` holds the contents of the memory (CUDA: for pytorch.org/memory_viz).
+A step keeps its samples and gets more micro-steps, so results differ only by the order of sums. If an evaluation does
+not fit, only its own batches are halved. The summary and ``micro_batch.json`` in the run folder hold the sizes. A run
+of the same recipe in that folder, resumed or new, starts with them. ``out_of_memory/`` holds the contents of the memory
+(CUDA: for pytorch.org/memory_viz).
 
-A single process continues immediately. Several processes cannot agree on a size while some of them wait for the gradients of the failed
-one, so the run ends. When it is started again with ``--resume``, all processes use the smaller batch. torchrun's ``--max-restarts`` starts
-it again automatically.
+A single process continues immediately. Several processes cannot agree on a size while some of them wait for the
+gradients of the failed one, so the run ends. When it is started again with ``--resume``, all processes use the smaller
+batch. torchrun's ``--max-restarts`` starts it again automatically.
 
-On a CPU, the system kills a process that uses too much memory. With ``limit_gib`` the allocation fails instead, and the plugin can recover.
+On a CPU, the system kills a process that uses too much memory. With ``limit_gib`` the allocation fails instead, and the
+plugin can recover.
 """
 
 from __future__ import annotations
@@ -48,18 +50,23 @@ class AutoMicroBatch(Plugin):
         """Options."""
 
         snapshot: Annotated[bool, option("Write a report of the memory when it runs out.")] = True
-        limit_gib: Annotated[float | None, option("CPU: limit of a process's data, in GiB; null: no limit.", gt=0)] = None
+        limit_gib: Annotated[float | None, option("CPU: limit of a process's data, in GiB; null: no limit.", gt=0)] = (
+            None
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.computing = False  # in a step's micro-steps, before any weight changes
-        self.sizes: dict[str, list[int]] = {}  # split -> samples in a micro-batch, pieces to cut a plugin's micro-batches into
+        # split -> samples in a micro-batch, pieces to cut a plugin's micro-batches into
+        self.sizes: dict[str, list[int]] = {}
         self.before: tuple[int, int] | None = None
 
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.config.limit_gib is not None and platform_support.resource is None:
-            raise UsageError(f"{self.name}: limit_gib={self.config.limit_gib:g}: this platform has no memory limit. Set it to null.")
+            raise UsageError(
+                f"{self.name}: limit_gib={self.config.limit_gib:g}: this platform has no memory limit. Set it to null."
+            )
         path, found = run.folder / "micro_batch.json", None
         if run.is_main and path.is_file():
             found = json.loads(path.read_text())
@@ -67,7 +74,8 @@ class AutoMicroBatch(Plugin):
         if found is not None and found["recipe"] == self.recipe(run):
             self.apply_sizes(run, found["sizes"])
             logger.info(
-                "auto-micro-batch: starts with the size that fitted before: %s samples in a micro-batch", run.loaders.micro_batch_size
+                "auto-micro-batch: starts with the size that fitted before: %s samples in a micro-batch",
+                run.loaders.micro_batch_size,
             )
 
     @hookimpl
@@ -147,14 +155,17 @@ class AutoMicroBatch(Plugin):
         return recipe
 
     def write(self, run: Run) -> None:
-        """Write the sizes. A process that ran out of memory writes them itself, since the main process may be waiting for it."""
+        """Write the sizes. A process that ran out of memory writes them itself, since the main process may be waiting
+        for it."""
         text = json.dumps({"recipe": self.recipe(run), "sizes": self.sizes}, indent=1)
         files.write(run.folder / "micro_batch.json", text + "\n", hidden=True)
 
     @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         if self.sizes:
-            summary["auto-micro-batch"] = {split: {"micro_batch": size, "pieces": pieces} for split, (size, pieces) in self.sizes.items()}
+            summary["auto-micro-batch"] = {
+                split: {"micro_batch": size, "pieces": pieces} for split, (size, pieces) in self.sizes.items()
+            }
 
     @hookimpl
     def teardown(self) -> None:

@@ -36,7 +36,8 @@ def peaks(device: torch.device, dtypes: Iterable[str], size: int | None = None) 
             def multiply(a: torch.Tensor = a, b: torch.Tensor = b, product: torch.Tensor = product) -> None:
                 torch.mm(a, b, out=product)
 
-            best = min(seconds_of(multiply, device) for _ in range(6))  # the first one is a warm-up and never the fastest
+            # the first one is a warm-up and never the fastest
+            best = min(seconds_of(multiply, device) for _ in range(6))
         except torch.OutOfMemoryError:
             continue
         found[name] = 2 * rows**3 / best
@@ -44,7 +45,8 @@ def peaks(device: torch.device, dtypes: Iterable[str], size: int | None = None) 
 
 
 def seconds_of(function: Callable[[], object], device: torch.device, calls: int = CALLS) -> float:
-    """Seconds of a call: on a CPU by the clock, on an accelerator the mean of several between two events on the device."""
+    """Seconds of a call: on a CPU by the clock, on an accelerator the mean of several between two events on the
+    device."""
     if device.type == "cpu":
         started = perf_counter()
         function()

@@ -4,11 +4,12 @@
       - log
     train: {log_every: 10}
 
-The core computes the values: ``core/fastloop/log_points.py``. A log point has the step, the epoch from 1 and, over the steps since the
-last one, the mean ``loss``, ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients
-before clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds, read once a second. Values of
-``run.log()`` follow under their own names. An evaluation is an object with its ``split``. A resumed run continues the same files.
-``summary.json`` gets the ``versions`` of Python, fastloop, torch and accelerate.
+The core computes the values: ``core/fastloop/log_points.py``. A log point has the step, the epoch from 1 and, over the
+steps since the last one, the mean ``loss``, ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the
+total 2-norm of its own step's gradients before clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes``
+what the device holds, read once a second. Values of ``run.log()`` follow under their own names. An evaluation is an
+object with its ``split``. A resumed run continues the same files. ``summary.json`` gets the ``versions`` of Python,
+fastloop, torch and accelerate.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class _LogFile(logging.FileHandler):
         return secrets.hide(super().format(record))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, unless the file is closed: another thread may log at that moment, and logging would open the file again."""
+        """Write a record, unless the file is closed: another thread may log at that moment, and logging would open the
+        file again."""
         if self.stream is not None:
             super().emit(record)
 
@@ -82,7 +84,8 @@ class Log(Plugin):
         self.versions |= {name: version(name) for name in ("torch", "accelerate")}
         path = run.folder / "metrics.jsonl"
         self.metrics = open(path, "ab", opener=no_follow)  # noqa: SIM115 # teardown closes it
-        self.metrics.truncate(min(self.offset, path.stat().st_size))  # a resumed run repeats the steps after its last checkpoint
+        # a resumed run repeats the steps after its last checkpoint
+        self.metrics.truncate(min(self.offset, path.stat().st_size))
         self.offset = self.metrics.seek(0, os.SEEK_END)
         self.handler = _LogFile(run.folder / "log.txt")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
@@ -94,9 +97,13 @@ class Log(Plugin):
 
         split = next(iter(scalars)).partition("/")[0]
         if split in run.eval_loaders:
-            self.write(run, {"split": split} | {name.removeprefix(f"{split}/"): value for name, value in scalars.items()})
+            self.write(
+                run, {"split": split} | {name.removeprefix(f"{split}/"): value for name, value in scalars.items()}
+            )
         else:
-            self.write(run, {name.removeprefix("train/") if name in CORE else name: value for name, value in scalars.items()})
+            self.write(
+                run, {name.removeprefix("train/") if name in CORE else name: value for name, value in scalars.items()}
+            )
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -134,7 +141,10 @@ class Log(Plugin):
         if self.metrics is None:
             return
         epoch = run.state.epoch + (run.state.epoch_samples > 0)
-        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
         try:
             self.metrics.write((json.dumps({"step": run.state.step, "epoch": epoch} | finite) + "\n").encode())
             self.metrics.flush()  # lines that a full disk rejects are written with the next line

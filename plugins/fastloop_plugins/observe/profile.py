@@ -3,13 +3,14 @@
     plugins:
       - profile: {wait: 5, warmup: 2, active: 5}
 
-Each process writes two files to the run folder. ``profile/rank0.*.pt.trace.json.gz`` is a trace for ui.perfetto.dev, chrome://tracing and
-TensorBoard; ``profile/rank0.operations.txt`` lists the operations that took longest. Both show the loop's regions (``fastloop/data``,
-``fastloop/loss``, ...; see ``fastloop.runtime.regions``) and plugins' hooks by name (``fastloop/ema.after_step``). With ``memory`` on CUDA,
-the plugin also writes a history of allocations, for pytorch.org/memory_viz.
+Each process writes two files to the run folder. ``profile/rank0.*.pt.trace.json.gz`` is a trace for ui.perfetto.dev,
+chrome://tracing and TensorBoard; ``profile/rank0.operations.txt`` lists the operations that took longest. Both show the
+loop's regions (``fastloop/data``, ``fastloop/loss``, ...; see ``fastloop.runtime.regions``) and plugins' hooks by name
+(``fastloop/ema.after_step``). With ``memory`` on CUDA, the plugin also writes a history of allocations, for
+pytorch.org/memory_viz.
 
-Profiled steps are slower: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks and memory. Large
-traces also take long to write. The plugin therefore profiles few steps; the others run at full speed.
+Profiled steps are slower: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks
+and memory. Large traces also take long to write. The plugin therefore profiles few steps; the others run at full speed.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class Profile(Plugin):
         self.profiler = self.open.enter_context(
             profiler.profile(
                 activities=kinds,
-                schedule=profiler.schedule(wait=config.wait, warmup=config.warmup, active=config.active, repeat=config.repeat),
+                schedule=profiler.schedule(
+                    wait=config.wait, warmup=config.warmup, active=config.active, repeat=config.repeat
+                ),
                 on_trace_ready=self.write,
                 record_shapes=config.shapes,
                 profile_memory=config.memory,
@@ -89,7 +92,9 @@ class Profile(Plugin):
     def after_fit(self, run: Run) -> None:
         self.open.close()
         if not self.written:
-            logger.warning("profile: training ended after %d steps, before any step was recorded: lower wait", run.state.step)
+            logger.warning(
+                "profile: training ended after %d steps, before any step was recorded: lower wait", run.state.step
+            )
 
     @hookimpl
     def teardown(self) -> None:

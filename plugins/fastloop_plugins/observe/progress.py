@@ -102,13 +102,21 @@ class Progress(Plugin):
     @hookimpl
     def before_evaluate(self, run: Run, split: str) -> None:
         if self.bar is not None:
-            self.bar.update(self.task, completed=run.state.step, description=f"step {run.state.step}, evaluating {split}")
+            self.bar.update(
+                self.task, completed=run.state.step, description=f"step {run.state.step}, evaluating {split}"
+            )
 
     @hookimpl
     def teardown(self, run: Run) -> None:
         if isinstance(self.bar, NotebookBar):  # it stays in the notebook
-            values = [f"{split} {name} {value:.4f}" for split, metrics in run.state.metrics.items() for name, value in metrics.items()]
-            self.bar.update(self.task, completed=run.state.step, description=", ".join([f"step {run.state.step}", *values]))
+            values = [
+                f"{split} {name} {value:.4f}"
+                for split, metrics in run.state.metrics.items()
+                for name, value in metrics.items()
+            ]
+            self.bar.update(
+                self.task, completed=run.state.step, description=", ".join([f"step {run.state.step}", *values])
+            )
         if self.bar is not None:
             self.bar.stop()
             self.bar = None

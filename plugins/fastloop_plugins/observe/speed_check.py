@@ -1,13 +1,15 @@
-"""Logs one line if a plugin that the recipe does not list is estimated to make training 1.3 times as fast. On by default.
+"""Logs one line if a plugin that the recipe does not list is estimated to make training 1.3 times as fast.
+
+On by default.
 
     plugins:
       - speed-check
 
-It times 20 steps after the first five, counts padding and page faults, and measures the load of other programs. The plugins'
-``estimate_speedup`` gets the figures. Matrix products are estimated from the size of the model and the peak of the device, so that no
-profiler is needed: `fastloop profile` measures. Plugins that change which samples a step trains on are left out, and so are runs that end
-within a minute. Later steps cost nothing. One more line follows if saves take so much of the time that training would be 1.3 times as fast
-without them.
+It times 20 steps after the first five, counts padding and page faults, and measures the load of other programs. The
+plugins' ``estimate_speedup`` gets the figures. Matrix products are estimated from the size of the model and the peak of
+the device, so that no profiler is needed: `fastloop profile` measures. Plugins that change which samples a step trains
+on are left out, and so are runs that end within a minute. Later steps cost nothing. One more line follows if saves take
+so much of the time that training would be 1.3 times as fast without them.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ WORTH = 1.3
 LEFT = 60.0
 """Seconds that the remaining steps must take. A shorter run ends before its user could restart it."""
 PEAK_SIZE = 1024
-"""Rows of the matrices that measure the peak on a CPU: 0.1 s on two cores, within about 10% of the peak of larger ones."""
+"""Rows of the matrices that measure the peak on a CPU: 0.1 s on two cores, within about 10% of the peak of larger
+ones."""
 SAVING = 10.0
 """Minimum total seconds of saves before their share of the time counts: one slow save shows little."""
 
@@ -87,7 +90,10 @@ class SpeedCheck(Plugin):
             self.saving = True
             background = "" if "async-save" in run.plugins.names() else ", write in the background (--with async-save)"
             share = saving / (saving + training)
-            message = "speed-check: saves took %.0f of %.0f seconds (%.0f%%). Save less often (train.save_every)%s, or use a faster disk"
+            message = (
+                "speed-check: saves took %.0f of %.0f seconds (%.0f%%). Save less often (train.save_every)%s, "
+                "or use a faster disk"
+            )
             logger.warning(message, saving, saving + training, 100 * share, background)
 
     def count(self, batches: list[Batch]) -> None:
@@ -99,16 +105,21 @@ class SpeedCheck(Plugin):
             mask: Any = inputs.get("attention_mask")
             self.padded += inputs["input_ids"].numel()
             self.real += batch.tokens
-            self.longest.append(len(mask) * mask.sum(1).max() if getattr(mask, "ndim", 0) == 2 else inputs["input_ids"].numel())
+            self.longest.append(
+                len(mask) * mask.sum(1).max() if getattr(mask, "ndim", 0) == 2 else inputs["input_ids"].numel()
+            )
 
     def profile(self, run: Run, seconds: float, faults: float) -> StepProfile:
-        """The figures of a step. All of its time counts as computing, and fp32's matrix products as running at the peak."""
+        """The figures of a step. All of its time counts as computing, and fp32's matrix products as running at the
+        peak."""
         from fastloop.estimates import StepProfile
         from fastloop.runtime import platform_support
         from fastloop_plugins.observe import _machine_speed
 
         precision = {"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision)
-        peaks = _machine_speed.peaks(run.device, ("fp32", "bf16"), PEAK_SIZE) if precision == "fp32" and self.padded else {}
+        peaks = (
+            _machine_speed.peaks(run.device, ("fp32", "bf16"), PEAK_SIZE) if precision == "fp32" and self.padded else {}
+        )
         flops = multiplications(run.model) * self.padded / STEPS
         return StepProfile(
             device=run.device.type,
@@ -135,11 +146,14 @@ class SpeedCheck(Plugin):
             return
         speedup = profile.seconds / max(profile.seconds - estimate.seconds, 0.1 * profile.seconds)
         if speedup >= WORTH:
-            logger.warning("speed-check: %s --with %s, estimated %.1fx (fastloop profile shows more)", estimate.why, name, speedup)
+            logger.warning(
+                "speed-check: %s --with %s, estimated %.1fx (fastloop profile shows more)", estimate.why, name, speedup
+            )
 
 
 def multiplications(model: nn.Module) -> float:
-    """Floating-point operations of a token's matrix products in forward and backward: six a weight of a linear layer, four if frozen."""
+    """Floating-point operations of a token's matrix products in forward and backward: six a weight of a linear layer,
+    four if frozen."""
     from torch import nn
 
     weights: Iterator[Tensor] = (module.weight for module in model.modules() if isinstance(module, nn.Linear))
@@ -147,7 +161,8 @@ def multiplications(model: nn.Module) -> float:
 
 
 def estimates(profile: StepProfile, recipe: Recipe) -> Iterator[tuple[str, SpeedupEstimate]]:
-    """``(plugin, estimate)`` for fastloop's plugins that could run with this recipe here, and train on the same samples a step."""
+    """``(plugin, estimate)`` for fastloop's plugins that could run with this recipe here, and train on the same samples
+    a step."""
     import dataclasses
 
     from fastloop.registry import load, own_plugins, resolve

@@ -41,8 +41,12 @@ class TensorBoard(Plugin):
         from torch.utils.tensorboard import SummaryWriter
 
         # hide points after the last checkpoint of a killed run: the run repeats them
-        self.writer = SummaryWriter(run.folder / "tensorboard", purge_step=run.state.step + 1 if run.state.step else None)
-        self.writer.add_text("recipe", f"```yaml\n{yaml.safe_dump(secrets.hidden(run.recipe.to_dict()), sort_keys=False)}```", 0)
+        self.writer = SummaryWriter(
+            run.folder / "tensorboard", purge_step=run.state.step + 1 if run.state.step else None
+        )
+        self.writer.add_text(
+            "recipe", f"```yaml\n{yaml.safe_dump(secrets.hidden(run.recipe.to_dict()), sort_keys=False)}```", 0
+        )
 
     @hookimpl
     def log_scalars(self, scalars: Mapping[str, float], step: int) -> None:

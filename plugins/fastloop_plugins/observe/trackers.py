@@ -3,13 +3,15 @@
     plugins:
       - trackers: {trackers: [mlflow, wandb], project: reviews}
 
-Each tracker is a package of its own, such as ``pip install wandb``. ``pip install 'fastloop-train[trackers]'`` installs W&B and MLflow's
-client. A tracker reads its settings from the environment: ``MLFLOW_TRACKING_URI``, ``WANDB_MODE=offline``, and so on. If the tracker
-supports names, the run has the name of the output folder. The recipe's keys are parameters, without its secrets. Numbers of the summary
-are logged as ``summary/...`` at the last step. A resumed run is a new run of the tracker. For TensorBoard, use the plugin ``tensorboard``,
-which continues the curves of a resumed run.
+Each tracker is a package of its own, such as ``pip install wandb``. ``pip install 'fastloop-train[trackers]'`` installs
+W&B and MLflow's client. A tracker reads its settings from the environment: ``MLFLOW_TRACKING_URI``,
+``WANDB_MODE=offline``, and so on. If the tracker supports names, the run has the name of the output folder. The
+recipe's keys are parameters, without its secrets. Numbers of the summary are logged as ``summary/...`` at the last
+step. A resumed run is a new run of the tracker. For TensorBoard, use the plugin ``tensorboard``, which continues the
+curves of a resumed run.
 
-fastloop's tests read the files that MLflow and offline W&B write. For the others, see Accelerate: ``accelerate.tracking``.
+fastloop's tests read the files that MLflow and offline W&B write. For the others, see Accelerate:
+``accelerate.tracking``.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ class Trackers(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: plugins.trackers.trackers"
         if not self.config.trackers:
-            logger.warning("%s: lists no tracker, so nothing is logged. Expected some of: %s", where, ", ".join(NAME_ARGUMENTS))
+            logger.warning(
+                "%s: lists no tracker, so nothing is logged. Expected some of: %s", where, ", ".join(NAME_ARGUMENTS)
+            )
         for name in self.config.trackers:
             if name == "tensorboard":
                 raise PluginError(f"{where}: found 'tensorboard'. List the plugin tensorboard instead.")
@@ -85,7 +89,9 @@ class Trackers(Plugin):
         parameters = dict(flatten(secrets.hidden(recipe.to_dict() | {"plugins": recipe.listed(recipe.plugins)})))
         for name in self.config.trackers:
             argument = NAME_ARGUMENTS[name]
-            tracker = LOGGER_TYPE_TO_CLASS[name](self.config.project, **({argument: run.folder.name} if argument else {}))
+            tracker = LOGGER_TYPE_TO_CLASS[name](
+                self.config.project, **({argument: run.folder.name} if argument else {})
+            )
             tracker.start()
             self.started.append(tracker)
             tracker.store_init_configuration(parameters)
@@ -113,4 +119,7 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bo
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{prefix}{key}.")
         else:
-            yield f"{prefix}{key}", value if isinstance(value, bool | int | float | str) else "on" if value == {} else str(value)
+            yield (
+                f"{prefix}{key}",
+                value if isinstance(value, bool | int | float | str) else "on" if value == {} else str(value),
+            )

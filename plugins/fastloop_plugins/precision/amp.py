@@ -3,10 +3,10 @@
     plugins:
       - amp: {dtype: auto}
 
-``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients overflow. A skipped
-step counts as a step and its samples count as trained, but the learning rate schedule does not advance. For fp8, list ``torchao-fp8`` in
-addition to ``amp: {dtype: bf16}``. fastloop applies autocast under every strategy. If one applies the precision itself, as DeepSpeed does,
-and leaves it out, the first step ends with an error.
+``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients
+overflow. A skipped step counts as a step and its samples count as trained, but the learning rate schedule does not
+advance. For fp8, list ``torchao-fp8`` in addition to ``amp: {dtype: bf16}``. fastloop applies autocast under every
+strategy. If one applies the precision itself, as DeepSpeed does, and leaves it out, the first step ends with an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,18 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Dtype, Plugin, PluginError, RecipeError, Recommendation, SpeedupEstimate, When, hookimpl, option
+from fastloop import (
+    AcceleratorDraft,
+    Dtype,
+    Plugin,
+    PluginError,
+    RecipeError,
+    Recommendation,
+    SpeedupEstimate,
+    When,
+    hookimpl,
+    option,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,8 +41,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 CPU_CALL_SECONDS = 3e-4
-"""For estimates: seconds that a matrix product on a CPU takes longer in bf16, apart from its arithmetic. It casts its operands, and oneDNN
-prepares a kernel for each new shape. Measured in ``benchmarks/planted.py`` with AMX: 0.29 and 0.33 ms a call."""
+"""For estimates: seconds that a matrix product on a CPU takes longer in bf16, apart from its arithmetic. It casts its
+operands, and oneDNN prepares a kernel for each new shape. Measured in ``benchmarks/planted.py`` with AMX: 0.29 and 0.33
+ms a call."""
 
 
 def wants(dtype: str) -> Any:
@@ -69,7 +81,9 @@ class Amp(Plugin):
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
         from fastloop.estimates import MULTIPLYING
 
-        small = max((dtype for dtype in ("bf16", "fp16") if dtype in profile.peaks), key=profile.peaks.__getitem__, default=None)
+        small = max(
+            (dtype for dtype in ("bf16", "fp16") if dtype in profile.peaks), key=profile.peaks.__getitem__, default=None
+        )
         if profile.precision != "fp32" or cls.name in recipe.plugins or small is None:
             return None
         factor, products = profile.peaks[small] / profile.peaks["fp32"], profile.multiplying()
@@ -77,7 +91,8 @@ class Amp(Plugin):
         calls = sum(profile.counts.get(name, 0.0) for name in MULTIPLYING) if profile.device == "cpu" else 0.0
         return SpeedupEstimate(
             seconds=arithmetic * (1 - 1 / factor) - calls * CPU_CALL_SECONDS,
-            why=f"Matrix products in fp32 are {products / profile.seconds:.0%} of a step; {small} is {factor:.1f} times as fast here.",
+            why=f"Matrix products in fp32 are {products / profile.seconds:.0%} of a step; {small} is {factor:.1f} "
+            "times as fast here.",
         )
 
     def __init__(self, **options: Any) -> None:
@@ -108,11 +123,14 @@ class Amp(Plugin):
         if self.dtype == "fp16":
             from accelerate.utils import GradScalerKwargs
 
-            draft.scaler_handler = GradScalerKwargs(init_scale=self.config.init_scale, growth_interval=self.config.growth_interval)
+            draft.scaler_handler = GradScalerKwargs(
+                init_scale=self.config.init_scale, growth_interval=self.config.growth_interval
+            )
 
     @hookimpl(trylast=True)
     def after_prepare(self, run: Run) -> None:
-        """If the strategy applies the precision itself, record in the first step whether layers compute in the smaller dtype."""
+        """If the strategy applies the precision itself, record in the first step whether layers compute in the smaller
+        dtype."""
         if self.dtype == "no" or not run.strategy.sets_precision:
             run.plugins.unsubscribe(self, "before_optimizer_step")
             return
@@ -151,9 +169,11 @@ class Amp(Plugin):
             raise
 
     def explain(self, run: Run, batch: Any, error: Exception) -> str | None:
-        """The message for a model that computes the loss of a batch without the autocast that Accelerate added to its forward, or None."""
+        """The message for a model that computes the loss of a batch without the autocast that Accelerate added to its
+        forward, or None."""
         model: Any = run.unwrap_model()
-        if self.name in run.recipe.selected or "_original_forward" not in vars(model):  # a plugin that selected this one leaves it out
+        # a plugin that selected this one leaves it out
+        if self.name in run.recipe.selected or "_original_forward" not in vars(model):
             return None
         forward, model.forward = model.forward, model._original_forward
         try:
@@ -171,7 +191,10 @@ class Amp(Plugin):
         import torch
 
         weight = next(layer.parameters(recurse=False))
-        self.is_applied = torch.is_autocast_enabled(weight.device.type) or weight.dtype in (torch.bfloat16, torch.float16)
+        self.is_applied = torch.is_autocast_enabled(weight.device.type) or weight.dtype in (
+            torch.bfloat16,
+            torch.float16,
+        )
 
     @hookimpl
     def before_optimizer_step(self, run: Run) -> None:
@@ -182,6 +205,8 @@ class Amp(Plugin):
         run.plugins.unsubscribe(self, "before_optimizer_step")
         if not self.is_applied:
             raise PluginError(
-                f"{run.recipe.where}: plugins.{self.name}: the first step computed in fp32, because prepare of the strategy "
-                f"{run.strategy.name!r} applied no autocast. Remove its sets_precision, so that fastloop applies it. Or remove {self.name}."
+                f"{run.recipe.where}: plugins.{self.name}: the first step computed in fp32, because prepare of the "
+                "strategy "
+                f"{run.strategy.name!r} applied no autocast. Remove its sets_precision, so that fastloop applies it. "
+                f"Or remove {self.name}."
             )

@@ -3,8 +3,8 @@
     plugins:
       - matmul-precision: {precision: high}
 
-For CUDA devices with TF32 units (compute capability 8.0 and later). It also applies to convolutions. With ``amp`` in bf16, little is left
-to gain. The setting is global to the process; the plugin restores it at the end of the run.
+For CUDA devices with TF32 units (compute capability 8.0 and later). It also applies to convolutions. With ``amp`` in
+bf16, little is left to gain. The setting is global to the process; the plugin restores it at the end of the run.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class MatmulPrecision(Plugin):
     class Config:
         """Options."""
 
-        precision: Annotated[Literal["high", "medium"], option("high: TF32, or three bf16 products; medium: one bf16 product.")] = "high"
+        precision: Annotated[
+            Literal["high", "medium"], option("high: TF32, or three bf16 products; medium: one bf16 product.")
+        ] = "high"
         convolutions: Annotated[bool, option("TF32 in cuDNN's convolutions too.")] = True
 
     @classmethod
@@ -42,7 +44,8 @@ class MatmulPrecision(Plugin):
         seconds = profile.multiplying()
         return SpeedupEstimate(
             seconds=0.6 * seconds,
-            why=f"Matrix products in fp32 are {seconds / profile.seconds:.0%} of a step; TF32 is several times as fast.",
+            why=f"Matrix products in fp32 are {seconds / profile.seconds:.0%} of a step; TF32 is several times "
+            "as fast.",
         )
 
     @hookimpl

@@ -1,13 +1,16 @@
-"""Multiplies the matrices of large linear layers in fp8, in forward and backward, with torchao. Weights and optimizer stay in fp32.
+"""Multiplies the matrices of large linear layers in fp8, in forward and backward, with torchao.
+
+Weights and optimizer stay in fp32.
 
     plugins:
       - amp: {dtype: bf16}
       - torchao-fp8: {recipe: tensorwise}
       - compile
 
-For CUDA devices with fp8 matrix units (H100 and newer). It pays off for layers with thousands of features, together with ``compile``, which
-fuses the casts into neighbouring operations. ``amp: {dtype: bf16}`` covers the rest of the forward pass. ``rowwise`` scales each row
-separately, which is more accurate and slower. Needs the extra: ``pip install 'fastloop-train[fp8]'``.
+For CUDA devices with fp8 matrix units (H100 and newer). It pays off for layers with thousands of features, together
+with ``compile``, which fuses the casts into neighbouring operations. ``amp: {dtype: bf16}`` covers the rest of the
+forward pass. ``rowwise`` scales each row separately, which is more accurate and slower. Needs the extra:
+``pip install 'fastloop-train[fp8]'``.
 """
 
 from __future__ import annotations
@@ -41,9 +44,16 @@ class TorchaoFp8(Plugin):
     class Config:
         """Options."""
 
-        recipe: Annotated[Literal["tensorwise", "rowwise"], option("One scale for each tensor, or for each row.")] = "tensorwise"
+        recipe: Annotated[Literal["tensorwise", "rowwise"], option("One scale for each tensor, or for each row.")] = (
+            "tensorwise"
+        )
         min_features: Annotated[int, option("Layers with fewer inputs or outputs are not converted.", ge=16)] = 1024
-        skip: Annotated[tuple[str, ...], option("Names of layers that are not converted.")] = ("lm_head", "classifier", "score", "head")
+        skip: Annotated[tuple[str, ...], option("Names of layers that are not converted.")] = (
+            "lm_head",
+            "classifier",
+            "score",
+            "head",
+        )
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
@@ -60,11 +70,13 @@ class TorchaoFp8(Plugin):
             converted.extend([name] * found)
             return found
 
-        padded = replace(Float8LinearConfig.from_recipe_name(self.config.recipe), pad_inner_dim=True)  # for any number of tokens
+        # for any number of tokens
+        padded = replace(Float8LinearConfig.from_recipe_name(self.config.recipe), pad_inner_dim=True)
         convert_to_float8_training(model, module_filter_fn=suits, config=padded)
         if not converted:
             logger.warning(
-                "torchao-fp8: no linear layer has sizes that are multiples of 16, of %d or more: the model stays as it is",
+                "torchao-fp8: no linear layer has sizes that are multiples of 16, of %d or more: the model stays as "
+                "it is",
                 self.config.min_features,
             )
             return

@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 KEYS = """
-activation_checkpointing aio amp autotuning bf16 bfloat16 check_overflow checkpoint comms_logger communication_data_type compile
-compression_training csv_monitor data_efficiency data_types dataloader_drop_last disable_allgather dump_state elasticity
-flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping gradient_predivide_factor graph_harvesting
-hybrid_engine load_universal_checkpoint memory_breakdown nebula optimizer prescale_gradients scheduler
-seq_parallel_communication_data_type sequence_parallel_size sparse_gradients steps_per_print tensor_parallel tensorboard timers
-torch_autocast train_batch_size train_micro_batch_size_per_gpu use_data_before_expert_parallelism wall_clock_breakdown wandb
+activation_checkpointing aio amp autotuning bf16 bfloat16 check_overflow checkpoint comms_logger
+communication_data_type compile compression_training csv_monitor data_efficiency data_types dataloader_drop_last
+disable_allgather dump_state elasticity flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op
+gradient_clipping gradient_predivide_factor graph_harvesting hybrid_engine load_universal_checkpoint memory_breakdown
+nebula optimizer prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size
+sparse_gradients steps_per_print tensor_parallel tensorboard timers torch_autocast train_batch_size
+train_micro_batch_size_per_gpu use_data_before_expert_parallelism wall_clock_breakdown wandb
 zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
 """
 """Keys of DeepSpeed's JSON. DeepSpeed ignores unknown keys without a warning."""
@@ -82,13 +83,21 @@ class Configuration:
         self._agree("optimizer.type", "train.optimizer", train.optimizer_name)
         own = {"lr": train.lr, "weight_decay": train.weight_decay, **train.optimizer_arguments}
         for key in lookup(self.json, "optimizer.params") or {}:
-            self._agree(f"optimizer.params.{key}", f"train.{key}" if key in own else "the recipe's optimizer", own.get(key, "its own"))
+            self._agree(
+                f"optimizer.params.{key}",
+                f"train.{key}" if key in own else "the recipe's optimizer",
+                own.get(key, "its own"),
+            )
         for key in lookup(self.json, "scheduler.params") or {}:
             self._agree(f"scheduler.params.{key}", "the recipe's schedule", "its own (plugin lr-scheduler)")
         self._agree("scheduler.type", "the recipe's schedule", "its own (plugin lr-scheduler)")
         scaling = recipe.plugins.get("amp") or {}
         if "init_scale" in scaling:
-            self._agree("fp16.initial_scale_power", "the power of plugins.amp.init_scale", round(math.log2(scaling["init_scale"])))
+            self._agree(
+                "fp16.initial_scale_power",
+                "the power of plugins.amp.init_scale",
+                round(math.log2(scaling["init_scale"])),
+            )
         self._agree("fp16.loss_scale_window", "plugins.amp.growth_interval", scaling.get("growth_interval"))
         if self.stage not in (0, 1, 2, 3):
             raise PluginError(f"{self.file}: zero_optimization.stage: is {self.stage!r}. Expected 0, 1, 2 or 3.")
@@ -100,21 +109,25 @@ class Configuration:
                 raise PluginError(f"{place}: needs stage {least} or more; the stage is {self.stage}.")
         if self.stage == 3 and launcher.is_on("ACCELERATE_DEEPSPEED_ZERO3_INIT"):
             launcher.refuse(
-                "ACCELERATE_DEEPSPEED_ZERO3_INIT", "Set zero3_init_flag: false there: each process builds the model on its CPU."
+                "ACCELERATE_DEEPSPEED_ZERO3_INIT",
+                "Set zero3_init_flag: false there: each process builds the model on its CPU.",
             )
         if self.stage and train.optimizer_name in WHOLE_TENSORS:
             raise PluginError(
-                f"{recipe.where}: train.optimizer: {train.optimizer_name} cannot be sharded: ZeRO gives it slices of flattened weights. "
+                f"{recipe.where}: train.optimizer: {train.optimizer_name} cannot be sharded: ZeRO gives it slices of "
+                "flattened weights. "
                 "Use another, such as AdamW, or plugins.deepspeed.stage: 0."
             )
 
     def _agree(self, key: str, name: str, wanted: Any) -> None:
-        """Raise an error for a value in the JSON that contradicts the recipe's. ``wanted`` is None if the recipe sets none."""
+        """Raise an error for a value in the JSON that contradicts the recipe's. ``wanted`` is None if the recipe sets
+        none."""
         found = lookup(self.json, key)
         if wanted is None or found is None or found == wanted:
             return
         raise PluginError(
-            f'{self.file}: {key}: is {found!r}, and {name} is {wanted!r}. Make them the same, write "auto" there, or remove it there.'
+            f'{self.file}: {key}: is {found!r}, and {name} is {wanted!r}. Make them the same, write "auto" there, or '
+            "remove it there."
         )
 
     def check_others(self, run: Run) -> None:
@@ -122,12 +135,19 @@ class Configuration:
         names, sharded = run.plugins.names(), self.stage == 3
         if sharded and any(plugin.name == "lora" and getattr(plugin.config, "merge", False) for plugin in run.plugins):
             why = "stage 3 shards the weights that the adapters would be merged into."
-            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2."
+            )
         if sharded and "compile" in names:
-            logger.warning("deepspeed: stage 3 gathers weights module by module, and each breaks the graph: compile gains little")
+            logger.warning(
+                "deepspeed: stage 3 gathers weights module by module, and each breaks the graph: compile gains little"
+            )
         if "ema" in names and (sharded or self.half):
             why = "stage 3 shards the weights" if sharded else "weights in half precision are copies of sharded ones"
-            raise PluginError(f"{run.recipe.where}: plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange. Remove one of them.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins 'deepspeed' and 'ema': {why}, which ema cannot exchange. Remove one "
+                "of them."
+            )
 
     def build(self, run: Run, model: nn.Module) -> dict[str, Any]:
         """Build the configuration for ``deepspeed.initialize``.
@@ -141,8 +161,10 @@ class Configuration:
         if run.loader_settings.split is not None:
             splitter = run.loader_settings.writers["split"]
             raise PluginError(
-                f"{run.recipe.where}: plugins.deepspeed: needs the same number of micro-steps in each step, and {splitter!r} splits "
-                f"steps by the lengths of their samples. Use another strategy, or remove the option of {splitter!r} that does so."
+                f"{run.recipe.where}: plugins.deepspeed: needs the same number of micro-steps in each step, and "
+                f"{splitter!r} splits "
+                f"steps by the lengths of their samples. Use another strategy, or remove the option of {splitter!r} "
+                "that does so."
             )
         self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.loaders.micro_batch_size)
         self._agree("gradient_accumulation_steps", "the number of micro-steps", run.loaders.micro_steps)
@@ -151,16 +173,21 @@ class Configuration:
             self._agree(f"{kind}.enabled", says, precision == kind)
         self._agree("torch_autocast.enabled", says, precision == "bf16" and not self.half)
         if precision not in ("no", "bf16", "fp16"):
-            raise PluginError(f"plugins.deepspeed: works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}.")
+            raise PluginError(
+                f"plugins.deepspeed: works in fp32, bf16 or fp16, and the recipe's precision is {precision!r}."
+            )
         if self.half and self.stage == 0:
-            raise PluginError("plugins.deepspeed.stage: 0 keeps no fp32 copy of half-precision weights. Use stage 1 or more.")
+            raise PluginError(
+                "plugins.deepspeed.stage: 0 keeps no fp32 copy of half-precision weights. Use stage 1 or more."
+            )
         config = without_auto(self.json)
         for section in ("optimizer", "scheduler"):  # the recipe's are used; _agree checked that these are equal
             config.pop(section, None)
         config["train_batch_size"] = run.recipe.train.batch_size
         config["train_micro_batch_size_per_gpu"] = run.loaders.micro_batch_size
         config["gradient_accumulation_steps"] = run.loaders.micro_steps
-        config["gradient_clipping"] = (run.recipe.train.max_grad_norm or 0.0) if self.stage else 0.0  # the plugin clips for stage 0
+        # the plugin clips for stage 0
+        config["gradient_clipping"] = (run.recipe.train.max_grad_norm or 0.0) if self.stage else 0.0
         config.setdefault("zero_allow_untested_optimizer", True)
         config.setdefault("zero_force_ds_cpu_optimizer", False)
         zero = config.setdefault("zero_optimization", {})
@@ -172,7 +199,8 @@ class Configuration:
             zero["overlap_comm"] = options.overlap_comm
         if options.bucket_size is not None:
             zero["reduce_bucket_size"] = zero["allgather_bucket_size"] = options.bucket_size
-        zero.setdefault("reduce_bucket_size", min(elements, 500_000_000))  # DeepSpeed would allocate all of its default, 5e8
+        # DeepSpeed would allocate all of its default, 5e8
+        zero.setdefault("reduce_bucket_size", min(elements, 500_000_000))
         if precision == "bf16" and not self.half:
             config["torch_autocast"] = {"dtype": "bfloat16", **config.get("torch_autocast", {}), "enabled": True}
         if precision == "fp16":
@@ -219,9 +247,14 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise PluginError(f"plugins.deepspeed.config: {path} cannot be read: {error}. Expected a JSON file of DeepSpeed's.") from None
+        raise PluginError(
+            f"plugins.deepspeed.config: {path} cannot be read: {error}. Expected a JSON file of DeepSpeed's."
+        ) from None
     if not isinstance(found, dict):
-        raise PluginError(f"plugins.deepspeed.config: {path} holds a {type(found).__name__}. Expected an object with DeepSpeed's keys.")
+        raise PluginError(
+            f"plugins.deepspeed.config: {path} holds a {type(found).__name__}. Expected an object with "
+            "DeepSpeed's keys."
+        )
     known = KEYS.split()
     for key in found.keys() - set(known):
         hint = did_you_mean(key, known)
@@ -242,5 +275,7 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 def without_auto(config: dict[str, Any]) -> dict[str, Any]:
     """A copy without the keys whose value is "auto"."""
     return {
-        key: without_auto(value) if isinstance(value, dict) else copy.deepcopy(value) for key, value in config.items() if value != "auto"
+        key: without_auto(value) if isinstance(value, dict) else copy.deepcopy(value)
+        for key, value in config.items()
+        if value != "auto"
     }

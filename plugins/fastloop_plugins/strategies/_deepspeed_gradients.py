@@ -1,4 +1,4 @@
-"""Parameters that a process, or all of them, leave out of a step: reduce their gradients as zeros, and do not step the ones without any."""
+"""Parameters that some processes leave out of a step: reduces their gradients as zeros, steps none without one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 class Reduction:
     """Gives DeepSpeed a gradient of every trained parameter, in the same order on every process.
 
-    DeepSpeed reduces the gradients that a process has, in the order in which backward computes them. Processes that used different layers
-    would add gradients of different parameters. Here a gradient waits until those of the parameters behind it in the model have arrived,
-    as in torch's DistributedDataParallel. Missing ones follow as zeros after the backward pass.
+    DeepSpeed reduces the gradients that a process has, in the order in which backward computes them. Processes that
+    used different layers would add gradients of different parameters. Here a gradient waits until those of the
+    parameters behind it in the model have arrived, as in torch's DistributedDataParallel. Missing ones follow as zeros
+    after the backward pass.
 
     Attributes:
         gradients: The record of the gradients that backward computed.
@@ -38,7 +39,12 @@ class Reduction:
         if stage:
             zero = engine.optimizer
             groups = zero.fp16_groups if stage == 3 else zero.bit16_groups
-            trained = ((parameter, index) for index, group in enumerate(groups) for parameter in group if parameter.requires_grad)
+            trained = (
+                (parameter, index)
+                for index, group in enumerate(groups)
+                for parameter in group
+                if parameter.requires_grad
+            )
             self.order = [pair[:1] if stage == 3 else pair for pair in trained][::-1]
             self.reduce_one = zero.reduce_independent_p_g_buckets_and_remove_grads
             zero.reduce_independent_p_g_buckets_and_remove_grads = self.add
@@ -75,26 +81,34 @@ class Reduction:
         import torch
 
         if self.stage == 3:
-            shard, parameter.data = parameter.data, torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=self.engine.device)
+            shard, parameter.data = (
+                parameter.data,
+                torch.zeros(parameter.ds_shape, dtype=parameter.dtype, device=self.engine.device),
+            )
             parameter.grad = torch.zeros_like(parameter)  # torch compares its shape with the weight's
             parameter.data = shard
         elif zero.get_gradient_for_reduction(parameter) is None:
             name = "grad_accum" if zero.use_grad_accum_attribute else "grad"
-            setattr(parameter, name, torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype if name != "grad" else None))
+            setattr(
+                parameter,
+                name,
+                torch.zeros_like(parameter, dtype=zero.gradient_accumulation_dtype if name != "grad" else None),
+            )
 
 
 class Slices:
     """Steps the slices of single parameters in ZeRO's flat tensors, where some have no gradient in a step.
 
-    Torch's optimizers leave a parameter without a gradient as it is. ZeRO would move it by momentum and weight decay, and count the step.
+    Torch's optimizers leave a parameter without a gradient as it is. ZeRO would move it by momentum and weight decay,
+    and count the step.
 
     Args:
         base: Torch's optimizer, whose parameters are ZeRO's flat tensors.
         zero: DeepSpeed's optimizer.
 
     Attributes:
-        own: The state of each parameter that has missed a step, by ``id``, without its tensors; None: it was never stepped. The others
-            share the state of their flat tensor.
+        own: The state of each parameter that has missed a step, by ``id``, without its tensors; None: it was never
+            stepped. The others share the state of their flat tensor.
         unused: The parameters without a gradient in this step, by ``id``.
     """
 
@@ -118,7 +132,10 @@ class Slices:
             return
         for flat, group in zip(self.zero.single_partition_of_fp32_groups, self.zero.bit16_groups, strict=True):
             places = ((parameter, parameter._hp_mapping) for parameter in group if parameter._hp_mapping is not None)
-            found = [(parameter, place.hp_fragment_address.start, place.hp_fragment_address.numel) for parameter, place in places]
+            found = [
+                (parameter, place.hp_fragment_address.start, place.hp_fragment_address.numel)
+                for parameter, place in places
+            ]
             yield flat, sorted(found, key=lambda item: item[1])
 
     def leave_out(self, unused: Iterable[Tensor]) -> None:
@@ -148,7 +165,8 @@ class Slices:
         self.cut.clear()
 
     def _cut(self, flat: Any, found: list[tuple[Tensor, int, int]]) -> list[tuple[Tensor, Any, int, int | None]]:
-        """The pieces of a flat tensor to step: (piece, flat tensor, first element, ``id`` of the parameter; None: several in one state)."""
+        """The pieces of a flat tensor to step: (piece, flat tensor, first element, ``id`` of the parameter; None:
+        several in one state)."""
         tensors, common = self._split(self.base.state[flat], flat)
         runs: list[tuple[int, int, int | None]] = []
         for parameter, start, size in found:
@@ -184,18 +202,22 @@ class Slices:
             self.own[owner] = numbers
 
     def _split(self, state: dict[str, Any], flat: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The tensors of an optimizer's state that have an element for each one of a flat tensor, and the numbers, such as of steps."""
+        """The tensors of an optimizer's state that have an element for each one of a flat tensor, and the numbers, such
+        as of steps."""
         tensors = {key: value for key, value in state.items() if is_tensor(value) and value.ndim}
         for key, value in tensors.items():
             if value.shape != flat.shape:
                 raise PluginError(
-                    f"plugins.deepspeed: no process used some of the weights in a step. {type(self.base).__name__} cannot leave them as "
-                    f"they are, because its state {key!r} cannot be divided into those of single weights. Use ddp or fsdp."
+                    f"plugins.deepspeed: no process used some of the weights in a step. {type(self.base).__name__} "
+                    "cannot leave them as "
+                    f"they are, because its state {key!r} cannot be divided into those of single weights. Use ddp "
+                    "or fsdp."
                 )
         return tensors, {key: value for key, value in state.items() if key not in tensors}
 
     def gather_numbers(self, run: Run, parameters: Iterable[Tensor]) -> dict[int, dict[str, Any] | None]:
-        """Index of each parameter -> the numbers in its optimizer state; None: it was never stepped. Every process must call it."""
+        """Index of each parameter -> the numbers in its optimizer state; None: it was never stepped. Every process must
+        call it."""
         import torch
 
         index = {id(parameter): number for number, parameter in enumerate(parameters)}
@@ -207,13 +229,15 @@ class Slices:
             keys |= tensors.keys()
             mine |= {index[id(parameter)]: self.own.get(id(parameter), common) for parameter, *_ in found}
         gathered = run.processes.all_gather_object((keys, mine))
-        for flat, _ in layout:  # a process that stepped no slice has no tensors yet, and every process exchanges the same ones
+        # a process that stepped no slice has no tensors yet, and every process exchanges the same ones
+        for flat, _ in layout:
             for key in set().union(*(others for others, _ in gathered)):
                 self.base.state[flat].setdefault(key, torch.zeros_like(flat, requires_grad=False))
         return {number: value for _, numbers in gathered for number, value in numbers.items()}
 
     def load_numbers(self, numbers: dict[int, dict[str, Any] | None]) -> dict[str, Any]:
-        """Load the numbers of a group's parameters, by ``id``; None: a parameter without state. Returns those of the largest step."""
+        """Load the numbers of a group's parameters, by ``id``; None: a parameter without state. Returns those of the
+        largest step."""
         found = [value for value in numbers.values() if value is not None]
         common: dict[str, Any] = max(found, key=lambda value: float(value.get("step", 0)), default={})
         for owner, value in numbers.items() if found else ():
@@ -236,7 +260,8 @@ def order_modules(run: Run, model: nn.Module) -> ModuleOrder:
 
     gathered = [module for module in model.modules() if "pre_bwd_fn" in vars(module)]  # those with DeepSpeed's hooks
     remedy = "Use ddp with find_unused_parameters, or plugins.deepspeed.stage: 2."
-    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in gathered)  # it gathers weights once more
+    # it gathers weights once more
+    recomputes = any(getattr(module, "gradient_checkpointing", False) for module in gathered)
     return ModuleOrder(run, model, gathered, remedy, recomputes or "activation-checkpointing" in run.plugins.names())
 
 

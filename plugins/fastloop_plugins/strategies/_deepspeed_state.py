@@ -23,8 +23,8 @@ class Sharded:
     """A model and an optimizer that DeepSpeed owns.
 
     Args:
-        optimizer: The torch optimizer. DeepSpeed later replaces the parameters in its groups with flat slices; the lr and the other options
-            in the groups stay live.
+        optimizer: The torch optimizer. DeepSpeed later replaces the parameters in its groups with flat slices; the lr
+            and the other options in the groups stay live.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -47,8 +47,8 @@ class Sharded:
             self.mesh = DeviceMesh.from_group(group, "cpu")
 
     def model_state(self, run: Run) -> dict[str, Any]:
-        """Name -> this process's shard of a weight; buffers only on the main process. Every process must call it, as with the other methods
-        here."""
+        """Name -> this process's shard of a weight; buffers only on the main process. Every process must call it, as
+        with the other methods here."""
         from torch.distributed.tensor import DTensor
 
         parts: dict[int, Any] = {}
@@ -61,14 +61,19 @@ class Sharded:
         return state
 
     def _part(self, run: Run, weight: Any, full: Any) -> Any:
-        """For a checkpoint: this process's shard of a full weight or of its optimizer state, on the CPU. Without shards: all of it on the
-        main process, None on the others."""
+        """For a checkpoint: this process's shard of a full weight or of its optimizer state, on the CPU. Without
+        shards: all of it on the main process, None on the others."""
         import torch
         from torch.distributed.tensor import Shard, distribute_tensor
 
-        if self.mesh is None or not isinstance(weight, torch.nn.Parameter) or not (full.is_floating_point() and full.ndim):
+        if (
+            self.mesh is None
+            or not isinstance(weight, torch.nn.Parameter)
+            or not (full.is_floating_point() and full.ndim)
+        ):
             return None if not run.is_main else full.cpu() if hasattr(full, "cpu") else full
-        return distribute_tensor(full.cpu(), self.mesh, [Shard(0)], src_data_rank=None).clone()  # a copy, to free the full tensor
+        # a copy, to free the full tensor
+        return distribute_tensor(full.cpu(), self.mesh, [Shard(0)], src_data_rank=None).clone()
 
     def empty_shard(self, shape: torch.Size) -> Tensor | None:
         """An uninitialized tensor with the sharding of ``_part``, to read a checkpoint into; None: read it in full."""
@@ -130,7 +135,8 @@ class Sharded:
 
     @staticmethod
     def _slice(run: Run, weight: Any, value: Tensor) -> Tensor:
-        """This process's slice of a full tensor under stage 3. All slices have the same size; the last one is padded."""
+        """This process's slice of a full tensor under stage 3. All slices have the same size; the last one is
+        padded."""
         import torch
 
         size = weight.ds_tensor.numel()
@@ -154,7 +160,8 @@ class Sharded:
         return [parameter for group in groups for parameter in group]
 
     def _relink(self) -> None:
-        """Link each weight to its optimizer state in stages 1 and 2. DeepSpeed links once, when only the first group has state."""
+        """Link each weight to its optimizer state in stages 1 and 2. DeepSpeed links once, when only the first group
+        has state."""
         if self.stage < 3:
             self.zero._hp_optimizer_states_linked = False
             self.zero._lazy_init_hp_params_optimizer_state()
@@ -163,7 +170,8 @@ class Sharded:
         """The parameter groups, in the form of torch's ``state_dict``."""
         number = iter(range(sum(map(len, self.parameters))))
         return [
-            {key: value for key, value in group.items() if key != "params"} | {"params": [next(number) for _ in parameters]}
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [next(number) for _ in parameters]}
             for group, parameters in zip(self.groups, self.parameters, strict=True)
         ]
 
@@ -211,7 +219,9 @@ class Sharded:
             self.base.load_state_dict(state)
             self.groups = list(self.base.param_groups)  # torch creates new groups
             return
-        if [len(group["params"]) for group in state["param_groups"]] != [len(parameters) for parameters in self.parameters]:
+        if [len(group["params"]) for group in state["param_groups"]] != [
+            len(parameters) for parameters in self.parameters
+        ]:
             raise ValueError("its parameter groups have other sizes")
         assert self.slices is not None
         flats = iter(self._flats())
@@ -224,7 +234,11 @@ class Sharded:
             for number, parameter in zip(saved["params"], parameters, strict=True):
                 entry = state["state"].get(number, {})
                 shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
-                tensors = {key: value for key, value in entry.items() if key != "step" and tuple(getattr(value, "shape", ())) == shape}
+                tensors = {
+                    key: value
+                    for key, value in entry.items()
+                    if key != "step" and tuple(getattr(value, "shape", ())) == shape
+                }
                 tensors = {key: value for key, value in tensors.items() if isinstance(value, torch.Tensor)}
                 if parameter.requires_grad:
                     pieces.append((parameter, tensors))
@@ -235,7 +249,9 @@ class Sharded:
             on_device = live.get("fused") or live.get("capturable")
             for flat in flat_pieces if scalars or sharded else ():
                 self.base.state[flat] = {
-                    key: value.to(flat.device if on_device else "cpu", copy=True) if isinstance(value, torch.Tensor) else value
+                    key: value.to(flat.device if on_device else "cpu", copy=True)
+                    if isinstance(value, torch.Tensor)
+                    else value
                     for key, value in scalars.items()
                 } | {key: torch.zeros_like(flat, requires_grad=False) for key in sharded}
         if self.base.state:
@@ -321,9 +337,12 @@ def imported(device: str) -> Any:
         if previous is not None:
             os.environ["DS_ACCELERATOR"] = previous
     if found != device:
-        raise PluginError(f"plugins.deepspeed: DeepSpeed was imported for {found}, and this run is on {device}. Start a new process.")
+        raise PluginError(
+            f"plugins.deepspeed: DeepSpeed was imported for {found}, and this run is on {device}. Start a new process."
+        )
     if device == "cpu":
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled at its first use; use gloo
+        # it would be compiled at its first use; use gloo
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     names = "all_gather_into_tensor|reduce_scatter_tensor"  # deepspeed 0.19 calls what torch 2.13 has deprecated
     warnings.filterwarnings("ignore", rf"`torch\.distributed\.({names})` is deprecated", category=FutureWarning)
     return deepspeed
@@ -340,7 +359,9 @@ def cast_around(engine: nn.Module) -> None:
         return isinstance(value, torch.Tensor) and value.is_floating_point()
 
     engine.register_forward_pre_hook(
-        lambda module, args, kwargs: recursively_apply(lambda tensor: tensor.to(dtype), (args, kwargs), test_type=is_float),
+        lambda module, args, kwargs: recursively_apply(
+            lambda tensor: tensor.to(dtype), (args, kwargs), test_type=is_float
+        ),
         with_kwargs=True,
     )
     engine.register_forward_hook(lambda module, args, output: convert_to_fp32(output))

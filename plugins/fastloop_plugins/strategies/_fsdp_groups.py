@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 def fill_gradients(model: nn.Module, gradients: Gradients) -> None:
     """Reduce a gradient of every trained parameter, and record which ones backward computed.
 
-    Torch reduces only the gradients that a process has. Processes that used different layers would add gradients of different parameters.
+    Torch reduces only the gradients that a process has. Processes that used different layers would add gradients of
+    different parameters.
     """
     for group in _groups(model):
         group.post_backward = partial(_post_backward, group, group.post_backward, gradients)
@@ -32,7 +33,8 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
-            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # torch 2.10 has one
+            # torch 2.10 has one
+            groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
             yield from filter(None, groups)
 
 
@@ -51,7 +53,8 @@ def _post_backward(group: Any, post_backward: Callable[[], None], gradients: Gra
 
 
 def make_mesh(run: Run, shard_within: int | None) -> DeviceMesh:
-    """The processes in one dimension to shard over, or with ``shard_within`` in two: (copies of the model, shards of one)."""
+    """The processes in one dimension to shard over, or with ``shard_within`` in two: (copies of the model, shards of
+    one)."""
     from torch.distributed.device_mesh import init_device_mesh
 
     size, world_size = shard_within or run.world_size, run.world_size

@@ -21,10 +21,11 @@ REMEDIES = {
 
 
 def take_over(recipe: Recipe, plugin: Plugin) -> None:
-    """Take FSDP's settings over from ``accelerate launch``, which always sets all of them: a default value asks for nothing.
+    """Take FSDP's settings over from ``accelerate launch``, which always sets all of them: a default value asks for
+    nothing.
 
-    Settings that change neither the training nor the memory of its steps are left out: the form of Accelerate's own checkpoints,
-    ``use_orig_params``, and how its models are loaded.
+    Settings that change neither the training nor the memory of its steps are left out: the form of Accelerate's own
+    checkpoints, ``use_orig_params``, and how its models are loaded.
 
     Raises:
         PluginError: A setting contradicts the recipe, or there is no option for it.
@@ -41,12 +42,18 @@ def take_over(recipe: Recipe, plugin: Plugin) -> None:
         launcher.take("FSDP_OFFLOAD_PARAMS", "cpu_offload", True)
     policy = (launcher.asked("FSDP_AUTO_WRAP_POLICY") or "").upper()
     if policy == "SIZE_BASED_WRAP":
-        launcher.refuse("FSDP_AUTO_WRAP_POLICY", "Name the classes to shard in plugins.fsdp.blocks, and use TRANSFORMER_BASED_WRAP there.")
+        launcher.refuse(
+            "FSDP_AUTO_WRAP_POLICY",
+            "Name the classes to shard in plugins.fsdp.blocks, and use TRANSFORMER_BASED_WRAP there.",
+        )
     if policy == "NO_WRAP":
         launcher.take("FSDP_AUTO_WRAP_POLICY", "blocks", [])
     elif (classes := launcher.asked("FSDP_TRANSFORMER_CLS_TO_WRAP")) is not None:
         launcher.take("FSDP_TRANSFORMER_CLS_TO_WRAP", "blocks", [name.strip() for name in classes.split(",")])
-    if launcher.is_on("FSDP_ACTIVATION_CHECKPOINTING") and recipe.plugins.get("activation-checkpointing", False) is False:
+    if (
+        launcher.is_on("FSDP_ACTIVATION_CHECKPOINTING")
+        and recipe.plugins.get("activation-checkpointing", False) is False
+    ):
         launcher.refuse("FSDP_ACTIVATION_CHECKPOINTING", "List the plugin 'activation-checkpointing' in the recipe.")
     for variable, remedy in REMEDIES.items():
         if launcher.is_on(variable):
@@ -61,7 +68,9 @@ def _take_sharding(launcher: Launcher) -> None:
     if sharding.isdigit() and 0 < int(sharding) <= len(SHARDINGS):
         sharding = SHARDINGS[int(sharding) - 1]
     if sharding not in SHARDINGS or sharding == "NO_SHARD":
-        launcher.refuse("FSDP_SHARDING_STRATEGY", "List 'ddp' instead of 'fsdp', which shards nothing, and use MULTI_GPU there.")
+        launcher.refuse(
+            "FSDP_SHARDING_STRATEGY", "List 'ddp' instead of 'fsdp', which shards nothing, and use MULTI_GPU there."
+        )
     if sharding in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2"):
         launcher.take("FSDP_SHARDING_STRATEGY", "reshard_after_forward", False)
     if sharding.startswith("HYBRID") and (within := int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > 1:

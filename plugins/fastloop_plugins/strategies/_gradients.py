@@ -1,4 +1,6 @@
-"""Which parameters got a gradient in a step. Processes may use different layers, and a parameter that none of them used must not change."""
+"""Which parameters got a gradient in a step.
+
+Processes may use different layers, and a parameter that none of them used must not change."""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ if TYPE_CHECKING:
 class Gradients:
     """The parameters that got a gradient on this process since the last optimizer step, and on any process.
 
-    The processes exchange flags of the parameters in the reduction of the step's loss, which follows the last backward pass.
+    The processes exchange flags of the parameters in the reduction of the step's loss, which follows the last backward
+    pass.
 
     Args:
         run: The run.
@@ -54,7 +57,8 @@ class Gradients:
         return tensor.copy_(together[: tensor.numel()].view_as(tensor))
 
     def take_unused(self) -> list[Tensor]:
-        """The trained parameters without a gradient on any process, and those that were frozen since; then begin a new record.
+        """The trained parameters without a gradient on any process, and those that were frozen since; then begin a new
+        record.
 
         It reads the device only on processes that lack a gradient themselves.
         """

@@ -80,6 +80,7 @@ class Launcher:
             remedy: The setting to use instead.
         """
         raise PluginError(
-            f"{self.recipe.where}: accelerate's configuration asks for {os.environ[variable]!r} ({variable}), and the plugin "
+            f"{self.recipe.where}: accelerate's configuration asks for {os.environ[variable]!r} ({variable}), and "
+            "the plugin "
             f"{self.plugin.name!r} has no option for it. {remedy}"
         )

@@ -1,4 +1,6 @@
-"""Memory and traffic of ``ddp``. Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020."""
+"""Memory and traffic of ``ddp``.
+
+Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", 2020."""
 
 from __future__ import annotations
 

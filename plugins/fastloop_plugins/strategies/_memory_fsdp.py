@@ -1,4 +1,6 @@
-"""Memory and traffic of ``fsdp``. Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
+"""Memory and traffic of ``fsdp``.
+
+Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 
 Torch splits each parameter along its first dimension, and pads the shards to equal sizes.
 """
@@ -18,14 +20,19 @@ def shard(weight: Weight, processes: int) -> float:
 
 
 def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
-    """The plain form, the one with shards within each machine (``hsdp``), and the one with shards in the host's memory."""
+    """The plain form, the one with shards within each machine (``hsdp``), and the one with shards in the host's
+    memory."""
     from fastloop_plugins.strategies.fsdp import FSDP
 
     plain = sharded(layout, layout.processes)
     offloads, within = bool(layout.options.get("cpu_offload")), layout.options.get("shard_within")
     yield {"name": "fsdp", "options": {}, "listed": not offloads and not within} | plain
     size = within or layout.per_node
-    if "shard_within" in FSDP.Config.__dataclass_fields__ and 1 < size < layout.processes and layout.processes % size == 0:
+    if (
+        "shard_within" in FSDP.Config.__dataclass_fields__
+        and 1 < size < layout.processes
+        and layout.processes % size == 0
+    ):
         listed = bool(within) and not offloads
         yield {"name": "hsdp", "options": {"shard_within": size}, "listed": listed} | sharded(layout, size)
     if layout.device == "cpu" or layout.processes == 1:
@@ -36,10 +43,12 @@ def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
 
 
 def sharded(layout: Layout, group: int) -> dict[str, Any]:
-    """The bytes with shards over ``group`` processes, and copies of the shards in each of the ``processes / group`` groups.
+    """The bytes with shards over ``group`` processes, and copies of the shards in each of the ``processes / group``
+    groups.
 
-    In each micro-step, the blocks are gathered in forward and in backward, and the rest of the model once. Gradients are reduce-scattered
-    once, which gloo does by an all-reduce of twice the bytes. Between groups, their shards are all-reduced once a step.
+    In each micro-step, the blocks are gathered in forward and in backward, and the rest of the model once. Gradients
+    are reduce-scattered once, which gloo does by an all-reduce of twice the bytes. Between groups, their shards are
+    all-reduced once a step.
     """
     if layout.processes == 1:
         return {"weights": total(layout.weights) + layout.buffers} | {
@@ -65,14 +74,17 @@ def sharded(layout: Layout, group: int) -> dict[str, Any]:
     root, sizes = total(outside, gathered), [total(block, gathered) for block in blocks.values()]
     reductions = [reduction(block) for block in blocks.values()]
     again = options.get("reshard_after_forward", True)
-    # A part is held twice, as weights and as the buffer of its all-gather, which torch frees when it gathers the next part.
+    # A part is held twice, as weights and as the buffer of its all-gather, which torch frees when it gathers the next
+    # part.
     kept = root + (2 * max(sizes) if again and sizes else sum(sizes) or root) + 2 * max(reductions, default=0.0)
     held = bool(options.get("hold_gradients")) and layout.micro_steps > 1
     full = total(layout.trained, gathered) if held else 0.0
     shards = total(layout.trained, lambda weight: shard(weight, group))
-    # Two moments without activations. The first block is gathered while the rest is held twice; one micro-step has no gradients then.
+    # Two moments without activations. The first block is gathered while the rest is held twice; one micro-step has no
+    # gradients then.
     first = 2 * (root + next(iter(sizes), 0.0)) + full - (shards if layout.micro_steps == 1 else 0.0)
-    # At the end of backward, the rest has full gradients beside its weights, and then beside the buffer of their reduction.
+    # At the end of backward, the rest has full gradients beside its weights, and then beside the buffer of their
+    # reduction.
     last = max(root, reduction(outside)) + (full or total((weight for weight in outside if weight.trained), gathered))
     gathers, in_blocks = total(layout.weights, sent), sum(total(block, sent) for block in blocks.values())
     share, groups = (group - 1) / group, layout.processes // group

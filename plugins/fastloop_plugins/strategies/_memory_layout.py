@@ -9,12 +9,15 @@ A strategy overrides the class method ``estimate_memory(layout)``. It yields a m
 * ``alone``: bytes that it holds beside them when there are no activations, if those may be more; default 0;
 * ``kept``: the part of ``buckets`` that it also holds when the optimizer is about to step; default 0;
 * ``wire``: bytes that it sends in an optimizer step;
-* ``host``: of the above, bytes in the host's memory, which ``weights``, ``gradients`` and ``optimizer`` leave out; default 0;
-* ``weights_cast``: whether it stores the forward pass's copy of the weights, so that autocast makes none; default False.
+* ``host``: of the above, bytes in the host's memory, which ``weights``, ``gradients`` and ``optimizer`` leave out;
+  default 0;
+* ``weights_cast``: whether it stores the forward pass's copy of the weights, so that autocast makes none; default
+  False.
 
-A strategy that divides the layers themselves, and trains on the same samples in each process, also declares a class method
-``divide_model(model, processes, precision, where)``. It makes a model of fake tensors the share of a process, and ``layout`` then
-describes the share. It returns an object whose attribute ``sent`` counts the bytes that forward and backward send.
+A strategy that divides the layers themselves, and trains on the same samples in each process, also declares a class
+method ``divide_model(model, processes, precision, where)``. It makes a model of fake tensors the share of a process,
+and ``layout`` then describes the share. It returns an object whose attribute ``sent`` counts the bytes that forward and
+backward send.
 """
 
 from __future__ import annotations
@@ -89,7 +92,8 @@ class Layout:
 
     @property
     def share(self) -> float:
-        """(n - 1) / n, for n processes: the bytes that a process sends in a ring all-gather or reduce-scatter of one byte."""
+        """(n - 1) / n, for n processes: the bytes that a process sends in a ring all-gather or reduce-scatter of one
+        byte."""
         return (self.processes - 1) / self.processes
 
     def blocks(self) -> dict[int | None, list[Weight]]:

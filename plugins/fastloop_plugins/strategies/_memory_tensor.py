@@ -1,7 +1,8 @@
 """Memory and traffic of ``tensor-parallel``, by a model of fake tensors that becomes the share of one process.
 
-Each process computes its heads and its features of the wide layers, for the same samples. The traffic is that of torch's styles: an
-all-reduce for each input of a layer that is divided by columns, and for each output of one that is divided by rows.
+Each process computes its heads and its features of the wide layers, for the same samples. The traffic is that of
+torch's styles: an all-reduce for each input of a layer that is divided by columns, and for each output of one that is
+divided by rows.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class Share:
         where: The plugin, for messages.
 
     Attributes:
-        sent: Bytes that the process has sent in rings: 2 (n - 1) / n of an all-reduced tensor, half of that for a gathered one.
+        sent: Bytes that the process has sent in rings: 2 (n - 1) / n of an all-reduced tensor, half of that for a
+            gathered one.
 
     Raises:
         PluginError: The processes cannot divide the model.

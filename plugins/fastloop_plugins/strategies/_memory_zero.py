@@ -1,8 +1,10 @@
-"""Memory and traffic of ``deepspeed``. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+"""Memory and traffic of ``deepspeed``.
 
-DeepSpeed 0.19 keeps three parts that the paper does not count. The first is a flat fp32 copy of a process's share of the weights, also
-for fp32 weights; here it is part of ``optimizer``. The others are a bucket of gradients, and the full gradient of each weight of which a
-process steps a part.
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
+
+DeepSpeed 0.19 keeps three parts that the paper does not count. The first is a flat fp32 copy of a process's share of
+the weights, also for fp32 weights; here it is part of ``optimizer``. The others are a bucket of gradients, and the full
+gradient of each weight of which a process steps a part.
 """
 
 from __future__ import annotations
@@ -55,11 +57,19 @@ def stage(layout: Layout, number: int, half: bool) -> dict[str, Any]:
 
     full, grads = total(layout.weights, size), total(trained, size)
     state, master = total(trained, lambda weight: weight.state), total(trained, lambda weight: 4 * weight.elements)
-    bucket = min(total(trained, lambda weight: weight.elements), layout.options.get("bucket_size") or BUCKET) * (2 if half else 4)
+    bucket = min(total(trained, lambda weight: weight.elements), layout.options.get("bucket_size") or BUCKET) * (
+        2 if half else 4
+    )
     steps = layout.micro_steps
     if number == 0:
         wire = 2 * layout.share * grads
-        return {"weights": full + layout.buffers, "gradients": grads, "optimizer": state, "buckets": bucket * (n > 1), "wire": wire}
+        return {
+            "weights": full + layout.buffers,
+            "gradients": grads,
+            "optimizer": state,
+            "buckets": bucket * (n > 1),
+            "wire": wire,
+        }
     if number < 3:
         whole = number == 1 and steps > 1  # stage 1 reduces after the last micro-step
         reduced = (1 if number == 1 else steps) * layout.share * grads * (2 if layout.device == "cpu" else 1)
@@ -87,7 +97,8 @@ def stage(layout: Layout, number: int, half: bool) -> dict[str, Any]:
 
 
 def straddling(layout: Layout, size: Any) -> float:
-    """Bytes of the gradients that stages 1 and 2 hold on the process that holds most: of each weight of which it steps any part.
+    """Bytes of the gradients that stages 1 and 2 hold on the process that holds most: of each weight of which it steps
+    any part.
 
     DeepSpeed flattens the weights of an optimizer's group, and cuts them into equal parts.
     """

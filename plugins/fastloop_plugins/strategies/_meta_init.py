@@ -1,4 +1,4 @@
-"""Initialization of the full model in the main process only: the others build it on the meta device and receive their shards."""
+"""Initialize the full model in the main process only: the others build it on the meta device and receive shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ class MetaInit:
     def __init__(self, run: Run, model: nn.Module) -> None:
         self.model, self.is_main = model, run.is_main
         names: dict[int, list[str]] = {}
-        for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        for name, tensor in (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ):
             names.setdefault(id(tensor), []).append(name)
         self.tied = [group for group in names.values() if len(group) > 1]
         self.parameters = dict(model.named_parameters()) if run.is_main else {}

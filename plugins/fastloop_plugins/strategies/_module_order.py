@@ -16,14 +16,16 @@ if TYPE_CHECKING:
 Call = tuple[int, list[Any]]
 """A module to call, as twice its index, plus 1 if its inputs need no gradient; and the calls within it."""
 MAX_CALLS = 4
-"""Forward passes of a batch whose orders are kept apart. Later ones, such as those that generate a text, have the order of the last."""
+"""Forward passes of a batch whose orders are kept apart. Later ones, such as those that generate a text, have the order
+of the last."""
 
 
 class ModuleOrder:
     """Makes all processes call the same modules in the same order, so that they gather the same weights.
 
-    In the first forward pass of each kind, processes agree on each call. From then on, a process that leaves out a module calls it with an
-    empty forward, in its place: it takes part in gathering the weights and in reducing their gradients, which are zero.
+    In the first forward pass of each kind, processes agree on each call. From then on, a process that leaves out a
+    module calls it with an empty forward, in its place: it takes part in gathering the weights and in reducing their
+    gradients, which are zero.
 
     Args:
         run: The run.
@@ -33,10 +35,13 @@ class ModuleOrder:
         strict: Raise that error for a module that a process leaves out, too.
     """
 
-    def __init__(self, run: Run, root: nn.Module, modules: Iterable[nn.Module], remedy: str, strict: bool = False) -> None:
+    def __init__(
+        self, run: Run, root: nn.Module, modules: Iterable[nn.Module], remedy: str, strict: bool = False
+    ) -> None:
         import torch
 
-        gathered = {module for module in modules if type(module).forward is not torch.nn.Module.forward} - {root}  # a ModuleList has none
+        # a ModuleList has none
+        gathered = {module for module in modules if type(module).forward is not torch.nn.Module.forward} - {root}
         self.run, self.remedy, self.strict = run, remedy, strict
         self.names = {name: module for name, module in root.named_modules() if module in gathered}
         self.modules, self.name = list(self.names.values()), list(self.names)
@@ -69,7 +74,13 @@ class ModuleOrder:
     def _begin(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         import torch
 
-        self.key = torch.is_grad_enabled(), need_gradient(args, kwargs), root.training, self.run.updates, min(self.calls, MAX_CALLS)
+        self.key = (
+            torch.is_grad_enabled(),
+            need_gradient(args, kwargs),
+            root.training,
+            self.run.updates,
+            min(self.calls, MAX_CALLS),
+        )
         self.calls += 1
         self.agreeing = self.key not in self.orders
         self.order, self.at = self.orders.get(self.key, []), 0
@@ -90,7 +101,9 @@ class ModuleOrder:
         if found == call:
             return None
         if found & 1 or not self.tokens:
-            raise self._error(name, "called", "with inputs that need a gradient only sometimes, or only on some processes")
+            raise self._error(
+                name, "called", "with inputs that need a gradient only sometimes, or only on some processes"
+            )
         return tree_map(self._attach, (args, kwargs))  # as they would, had this process called the modules before
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
@@ -100,7 +113,8 @@ class ModuleOrder:
             self._take_part(found)
 
     def _finish(self, root: nn.Module, args: Any, output: Any) -> Any:
-        """Before hooks that see the output: their backward passes begin with those of the modules that were left out."""
+        """Before hooks that see the output: their backward passes begin with those of the modules that were left
+        out."""
         from torch.utils._pytree import tree_map
 
         self._leave(root)
@@ -111,8 +125,10 @@ class ModuleOrder:
         output = tree_map(self._attach_output, output) if self.tokens else output
         if not self.attached:
             raise PluginError(
-                f"{self.run.recipe.where}: process {self.run.rank} left out some modules, whose weights all processes gather for backward, "
-                f"too. Found no tensor to attach them to in the {type(output).__name__} that the model returned: return a tensor, or a "
+                f"{self.run.recipe.where}: process {self.run.rank} left out some modules, whose weights all processes "
+                "gather for backward, "
+                f"too. Found no tensor to attach them to in the {type(output).__name__} that the model returned: "
+                "return a tensor, or a "
                 "dict or tuple of them."
             )
         self.tokens = []
@@ -154,7 +170,8 @@ class ModuleOrder:
     def _error(self, name: str, did: str, problem: str) -> PluginError:
         process = f"process {self.run.rank} of {self.run.world_size}"
         return PluginError(
-            f"{self.run.recipe.where}: {process} {did} {name!r} {problem}. Processes gather the weights of a module together, so each of "
+            f"{self.run.recipe.where}: {process} {did} {name!r} {problem}. Processes gather the weights of a module "
+            "together, so each of "
             f"them must call it. {self.remedy}"
         )
 
@@ -163,9 +180,15 @@ class ModuleOrder:
         import torch
 
         if self.strict:
-            raise self._error(self.name[call >> 1], "left out", "which others called, or which it called in its first forward pass itself")
+            raise self._error(
+                self.name[call >> 1],
+                "left out",
+                "which others called, or which it called in its first forward pass itself",
+            )
         module, grad = self.modules[call >> 1], torch.is_grad_enabled()
-        weight = torch.zeros((), device=self.run.device, requires_grad=grad and any(p.requires_grad for p in module.parameters()))
+        weight = torch.zeros(
+            (), device=self.run.device, requires_grad=grad and any(p.requires_grad for p in module.parameters())
+        )
         token = torch.zeros((), device=self.run.device, requires_grad=grad and not call & 1)
         own = module.__dict__.get("forward")
 
@@ -190,7 +213,8 @@ class ModuleOrder:
         return self._attach(output) if getattr(output, "requires_grad", False) else output
 
     def _attach(self, value: Any) -> Any:
-        """Let a tensor depend on the modules that took part: their backward passes run in the order of their forward passes."""
+        """Let a tensor depend on the modules that took part: their backward passes run in the order of their forward
+        passes."""
         import torch
 
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -220,20 +244,25 @@ class ModuleOrder:
 
     def _flatten(self, calls: list[Call]) -> list[int]:
         """The opposite of ``_parse``."""
-        flat = [each for call, inner in calls for each in (call, *(self._flatten(inner) if self._has_inner(call) else ()))]
+        flat = [
+            each for call, inner in calls for each in (call, *(self._flatten(inner) if self._has_inner(call) else ()))
+        ]
         return [*flat, self.end]
 
     def _complete(self, outer: str, calls: list[Call]) -> list[Call]:
-        """Insert the modules that no process called, such as layers left out at random. Without the order in which the model lists its
-        modules, their places are unknown."""
+        """Insert the modules that no process called, such as layers left out at random. Without the order in which the
+        model lists its modules, their places are unknown."""
         calls = [(call, self._complete(self.name[call >> 1], inner)) for call, inner in calls]
         places = [call >> 1 for call, _ in calls]
         if places == sorted(set(places)) and not self.strict:
-            calls = sorted([*calls, *(self._guess(name, calls) for name in self._missing(outer))], key=lambda call: call[0])
+            calls = sorted(
+                [*calls, *(self._guess(name, calls) for name in self._missing(outer))], key=lambda call: call[0]
+            )
         return calls
 
     def _missing(self, outer: str) -> Iterator[str]:
-        """The modules directly within another one that no process called. A container may be missing, and not its modules."""
+        """The modules directly within another one that no process called. A container may be missing, and not its
+        modules."""
         for name in self.inner[outer]:
             if name in self.called:
                 continue
@@ -247,7 +276,9 @@ class ModuleOrder:
         module, grad = self.names[name], self.key[0]
         for call, inner in reversed(calls):  # the inputs of the first one may need no gradient
             other = self.modules[call >> 1]
-            if type(other) is type(module) and [each for each, _ in other.named_modules()] == [each for each, _ in module.named_modules()]:
+            if type(other) is type(module) and [each for each, _ in other.named_modules()] == [
+                each for each, _ in module.named_modules()
+            ]:
                 return self._rename(call, inner, self.name[call >> 1], name)
         needs = grad and any(parameter.requires_grad for parameter in module.parameters())
         return 2 * self.index[name] + (not needs), [self._guess(inner, []) for inner in self.inner[name]]

@@ -28,7 +28,10 @@ def refuse_scalars(model: nn.Module, where: str) -> None:
     """
     names = [name for name, parameter in model.named_parameters() if parameter.dim() == 0]
     if names:
-        raise PluginError(f"{where}: cannot shard parameters without dimensions: {', '.join(names)}. Give them the shape (1,), or use ddp.")
+        raise PluginError(
+            f"{where}: cannot shard parameters without dimensions: {', '.join(names)}. Give them the shape (1,), or "
+            "use ddp."
+        )
 
 
 def refuse_ties(model: nn.Module, blocks: list[nn.Module], where: str) -> None:
@@ -37,16 +40,21 @@ def refuse_ties(model: nn.Module, blocks: list[nn.Module], where: str) -> None:
     Args:
         where: The option that names the blocks, for messages.
     """
-    part = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}  # inner blocks come later
+    # inner blocks come later
+    part = {id(module): index for index, block in enumerate(blocks) for module in block.modules()}
     parts: dict[int, int | None] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
         found = part.get(id(model.get_submodule(name.rpartition(".")[0])))
         if parts.setdefault(id(weight), found) != found:
-            raise PluginError(f"{where}: the weight {name!r} is tied to one outside its block. Name blocks that hold both, or neither.")
+            raise PluginError(
+                f"{where}: the weight {name!r} is tied to one outside its block. Name blocks that hold both, or "
+                "neither."
+            )
 
 
 def try_step(optimizer: Any, where: str) -> None:
-    """Step small parameters that are divided like the optimizer's own, which stay as they are. Every process must call it.
+    """Step small parameters that are divided like the optimizer's own, which stay as they are. Every process must call
+    it.
 
     Args:
         where: The recipe, for messages.
@@ -58,7 +66,10 @@ def try_step(optimizer: Any, where: str) -> None:
         trial = object.__new__(type(member))
         trial.__dict__.update(member.__dict__)
         trial.__dict__.pop("step", None)  # a scheduler replaces it by one that steps ``member``
-        trial.state, trial.param_groups = defaultdict(dict), [group | {"params": list(_small(group))} for group in member.param_groups]
+        trial.state, trial.param_groups = (
+            defaultdict(dict),
+            [group | {"params": list(_small(group))} for group in member.param_groups],
+        )
         trial._optimizer_step_pre_hooks, trial._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         try:
             trial.step()
@@ -88,7 +99,8 @@ def _small(group: dict[str, Any]) -> Iterator[nn.Parameter]:
 
 
 def match_norm_inputs(model: nn.Module) -> None:
-    """Cast inputs in fp32 of norms whose weights are gathered in bf16. A CPU has no kernel for the two, and autocast leaves norms alone."""
+    """Cast inputs in fp32 of norms whose weights are gathered in bf16. A CPU has no kernel for the two, and autocast
+    leaves norms alone."""
 
     def cast(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         weight = module.weight

@@ -22,7 +22,8 @@ GATHERED = ("colwise_rep", "colwise_gather_output")
 
 
 class SummedGradients(ParallelStyle):
-    """Keeps a module whole. Each process applies it to its share of the heads, so its gradients are summed over the processes."""
+    """Keeps a module whole. Each process applies it to its share of the heads, so its gradients are summed over the
+    processes."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def total(gradient: Tensor) -> Tensor:
@@ -48,7 +49,9 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
     config = model.config.get_text_config()
     for key in HEADS:
         if (heads := getattr(config, key, None)) is not None and heads % processes:
-            raise PluginError(f"{where}: {key} of the model is {heads}, not a multiple of the {processes} processes. Use fsdp or ddp.")
+            raise PluginError(
+                f"{where}: {key} of the model is {heads}, not a multiple of the {processes} processes. Use fsdp or ddp."
+            )
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     found: dict[str, ParallelStyle] = {}
     for name, module in model.named_modules():
@@ -57,11 +60,15 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
             continue
         style, size = _style(rule, module)
         if style is None:
-            raise PluginError(f"{where}: the plan of the model has {rule!r} for {name}, a {type(module).__name__}. Use fsdp or ddp.")
+            raise PluginError(
+                f"{where}: the plan of the model has {rule!r} for {name}, a {type(module).__name__}. Use fsdp or ddp."
+            )
         if size % processes and (rule in GATHERED or isinstance(module, nn.Embedding)):
             continue  # its inputs and outputs are whole in any case
         if size % processes:
-            raise PluginError(f"{where}: {name} has {size} features, not a multiple of the {processes} processes. Use fsdp or ddp.")
+            raise PluginError(
+                f"{where}: {name} has {size} features, not a multiple of the {processes} processes. Use fsdp or ddp."
+            )
         found[name] = style
     return found
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from fastloop import AcceleratorDraft
 
 Timeout = Annotated[
-    float | str | None, option("Time to wait for another process, in seconds or such as 10m; null: torch's default, 10 or 30 minutes.")
+    float | str | None,
+    option("Time to wait for another process, in seconds or such as 10m; null: torch's default, 10 or 30 minutes."),
 ]
 
 

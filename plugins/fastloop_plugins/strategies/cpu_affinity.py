@@ -1,17 +1,18 @@
-"""Pins each process to its own CPU cores, sets its thread count and how threads wait, and flushes denormal numbers to zero.
+"""Pins each process to its own CPU cores, sets its thread count and waiting mode, and flushes denormal numbers to zero.
 
     plugins:
       - cpu-affinity: {denormals: false}
 
-The processes of a machine (``fastloop train --nproc``, torchrun) divide its cores evenly. Each process is pinned to its share and computes
-with one thread for each core. A single process uses all cores that it may run on. In a container with a quota of processor time, threads
-are as many as the quota allows. Numbers below 1e-38 become zero, since some processors compute with them a hundred times slower. The
-plugin restores all settings at the end of the run.
+The processes of a machine (``fastloop train --nproc``, torchrun) divide its cores evenly. Each process is pinned to its
+share and computes with one thread for each core. A single process uses all cores that it may run on. In a container
+with a quota of processor time, threads are as many as the quota allows. Numbers below 1e-38 become zero, since some
+processors compute with them a hundred times slower. The plugin restores all settings at the end of the run.
 
-OpenMP's threads spin while they wait for each other. That is fastest on an idle machine. But if another program uses a core, a spinning
-thread takes the time that the thread it waits for needs. So if other programs use half a core or more at the start, waiting threads sleep.
-`fastloop train` sets the variable before torch starts. `wait: passive` is for machines whose load comes later. MiniLM on two cores, with
-one of them busy: 1.3 samples a second with spinning threads, 5.5 with sleeping ones. Without other load: 10.2 and 8.8.
+OpenMP's threads spin while they wait for each other. That is fastest on an idle machine. But if another program uses a
+core, a spinning thread takes the time that the thread it waits for needs. So if other programs use half a core or more
+at the start, waiting threads sleep. `fastloop train` sets the variable before torch starts. `wait: passive` is for
+machines whose load comes later. MiniLM on two cores, with one of them busy: 1.3 samples a second with spinning threads,
+5.5 with sleeping ones. Without other load: 10.2 and 8.8.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ WINDOW = 0.2
 BUSY = 0.5
 """Cores that other programs use from which waiting threads should sleep."""
 LONG_STEP = 0.1
-"""Seconds of a step from which sleeping threads are faster on a busy machine. Steps of 25 ms took twice as long with them."""
+"""Seconds of a step from which sleeping threads are faster on a busy machine. Steps of 25 ms took twice as long with
+them."""
 
 
 class CpuAffinity(Plugin):
@@ -57,7 +59,10 @@ class CpuAffinity(Plugin):
         pin: Annotated[bool, option("Pin each process to its own cores (Linux).")] = True
         wait: Annotated[
             Literal["auto", "passive", "active"] | None,
-            option("Waiting threads sleep (passive) or spin (active); auto: sleep if other programs are busy; null: as OpenMP chooses."),
+            option(
+                "Waiting threads sleep (passive) or spin (active); auto: sleep if other programs are busy; null: as "
+                "OpenMP chooses."
+            ),
         ] = "auto"
         denormals: Annotated[bool, option("Compute with numbers below 1e-38 instead of flushing them to zero.")] = False
 
@@ -75,7 +80,8 @@ class CpuAffinity(Plugin):
         if spins and profile.foreign_cores >= BUSY and profile.seconds >= LONG_STEP:
             return SpeedupEstimate(
                 seconds=profile.seconds / 2,
-                why=f"Other programs use {profile.foreign_cores:.1f} of {profile.cores} cores, and threads that wait for each other spin.",
+                why=f"Other programs use {profile.foreign_cores:.1f} of {profile.cores} cores, and threads that wait "
+                "for each other spin.",
             )
         if cls.name in recipe.plugins or profile.device != "cpu" or profile.threads >= share:
             return None
@@ -104,7 +110,8 @@ class CpuAffinity(Plugin):
         self.before: dict[str, Any] = {"threads": torch.get_num_threads(), "processors": pinned}
         if self.config.pin and size > 1:
             pin(share)
-        quota = max(1, len(share) * platform_support.cores() // len(pinned))  # fewer threads than cores in a control group with a quota
+        # fewer threads than cores in a control group with a quota
+        quota = max(1, len(share) * platform_support.cores() // len(pinned))
         torch.set_num_threads(self.config.count or quota)
         if not self.config.denormals and not torch.set_flush_denormal(True):
             logger.warning("cpu-affinity: this processor cannot flush denormal numbers to zero")

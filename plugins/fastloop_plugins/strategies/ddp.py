@@ -1,13 +1,15 @@
-"""Trains one model in several processes (DistributedDataParallel): each computes gradients on its share of the batch, and all average them.
+"""Trains one model in several processes (DistributedDataParallel), which average the gradients of their batch shares.
 
     plugins:
       - ddp
 
-Start one process for each device: ``fastloop train recipe.yaml --nproc 4``, ``torchrun`` or ``accelerate launch``. ``train.batch_size`` is
-the total over all processes. Gradients are averaged only at the last micro-step of a step. With one process, the plugin does nothing.
+Start one process for each device: ``fastloop train recipe.yaml --nproc 4``, ``torchrun`` or ``accelerate launch``.
+``train.batch_size`` is the total over all processes. Gradients are averaged only at the last micro-step of a step. With
+one process, the plugin does nothing.
 
-``compress: bf16`` all-reduces gradients in bf16, which rounds them. fp16 has smaller errors, but overflows above 65,504. PowerSGD is not
-offered: each process keeps an error of its own, which checkpoints for any number of processes cannot hold.
+``compress: bf16`` all-reduces gradients in bf16, which rounds them. fp16 has smaller errors, but overflows above
+65,504. PowerSGD is not offered: each process keeps an error of its own, which checkpoints for any number of processes
+cannot hold.
 """
 
 from __future__ import annotations
@@ -44,12 +46,22 @@ class DDP(Strategy):
     class Config:
         """Options."""
 
-        gradient_as_bucket_view: Annotated[bool, option("Store gradients in the all-reduce buckets: saves one copy of them.")] = True
-        bucket_cap_mb: Annotated[int, option("MiB of gradients in one all-reduce, which overlaps with backward.", ge=1)] = 25
-        find_unused_parameters: Annotated[bool, option("For a model whose forward does not use all weights in each step.")] = False
-        static_graph: Annotated[bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")] = False
+        gradient_as_bucket_view: Annotated[
+            bool, option("Store gradients in the all-reduce buckets: saves one copy of them.")
+        ] = True
+        bucket_cap_mb: Annotated[
+            int, option("MiB of gradients in one all-reduce, which overlaps with backward.", ge=1)
+        ] = 25
+        find_unused_parameters: Annotated[
+            bool, option("For a model whose forward does not use all weights in each step.")
+        ] = False
+        static_graph: Annotated[
+            bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")
+        ] = False
         sync_batch_norm: Annotated[bool, option("Compute batch norm over the samples of all processes (CUDA).")] = False
-        compress: Annotated[Literal["bf16", "fp16"] | None, option("All-reduce gradients in this dtype: half the bytes.")] = None
+        compress: Annotated[
+            Literal["bf16", "fp16"] | None, option("All-reduce gradients in this dtype: half the bytes.")
+        ] = None
         timeout: Timeout = None
 
     @classmethod
@@ -95,7 +107,8 @@ class DDP(Strategy):
         wrapped, optimizer = super().prepare(run, model, optimizer)
         if run.world_size > 1:
             if not model.state_dict().keys() & dict(model.named_buffers()).keys():
-                wrapped.broadcast_buffers = False  # type: ignore[assignment] # training changes no buffer that is not saved
+                # training changes no buffer that is not saved
+                wrapped.broadcast_buffers = False  # type: ignore[assignment]
             if self.config.compress is not None:
                 compress_gradients(wrapped, self.config.compress)
         return wrapped, optimizer
@@ -107,13 +120,15 @@ class DDP(Strategy):
         elif self.config.static_graph and run.loader_settings.split is not None:
             splitter = run.loader_settings.writers["split"]
             raise PluginError(
-                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and {splitter!r} splits each "
+                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and "
+                f"{splitter!r} splits each "
                 "step by the lengths of its samples. Set it to false."
             )
         elif self.config.static_graph and run.loaders.micro_steps > 1:  # else an assertion in torch's reducer fails
             fits = run.recipe.train.batch_size // run.world_size
             raise PluginError(
-                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and each step has "
+                f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and each "
+                "step has "
                 f"{run.loaders.micro_steps} micro-steps. Set it to false, or train.micro_batch_size to {fits}."
             )
 
@@ -125,7 +140,8 @@ class DDP(Strategy):
             if "find_unused_parameters" not in str(error):
                 raise
             raise PluginError(
-                "plugin 'ddp': the loss does not depend on all of the model's trained weights, so DDP waits for gradients in vain. "
+                "plugin 'ddp': the loss does not depend on all of the model's trained weights, so DDP waits for "
+                "gradients in vain. "
                 "Set plugins.ddp.find_unused_parameters: true, or freeze them."
             ) from error
 
@@ -136,7 +152,8 @@ def compress_gradients(model: nn.Module, dtype: Literal["bf16", "fp16"]) -> None
 
     hook = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}[dtype]
 
-    def compress(group, bucket):  # type: ignore[no-untyped-def] # torch checks annotations, and rejects its own hook by name on a CPU
+    # torch checks annotations, and rejects its own hook by name on a CPU
+    def compress(group, bucket):  # type: ignore[no-untyped-def]
         return hook(group, bucket)
 
     model.register_comm_hook(None, compress)  # type: ignore[operator]

@@ -3,15 +3,16 @@
     plugins:
       - deepspeed: {stage: 2}
 
-Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights; stage 0 shards nothing. Start one process for each
-device, for example ``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16, the weights stay in fp32 and the forward pass runs in
-bf16. A JSON file of your own with ``"bf16": {"enabled": true}`` keeps the weights in bf16 with a sharded copy in fp32, as fp16 always does.
-Processes may use different layers in a step, such as those that a router chooses. A weight that no process used keeps its value. All
-processes write their shards of a checkpoint. It resumes on any number of processes, under another stage, another strategy, or none.
-``config`` names a JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a contradiction is an error.
-Under ``accelerate launch``, the recipe takes over the settings of ``deepspeed_config`` that it leaves open, and is saved with them:
-``zero_stage``, ``gradient_clipping`` (``train.max_grad_norm``), the devices of offload, and ``deepspeed_config_file``. Others are refused.
-Every process builds the full model on its CPU first, under stage 3 too.
+Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights; stage 0 shards nothing. Start
+one process for each device, for example ``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16, the weights
+stay in fp32 and the forward pass runs in bf16. A JSON file of your own with ``"bf16": {"enabled": true}`` keeps the
+weights in bf16 with a sharded copy in fp32, as fp16 always does. Processes may use different layers in a step, such as
+those that a router chooses. A weight that no process used keeps its value. All processes write their shards of a
+checkpoint. It resumes on any number of processes, under another stage, another strategy, or none. ``config`` names a
+JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a contradiction is an
+error. Under ``accelerate launch``, the recipe takes over the settings of ``deepspeed_config`` that it leaves open, and
+is saved with them: ``zero_stage``, ``gradient_clipping`` (``train.max_grad_norm``), the devices of offload, and
+``deepspeed_config_file``. Others are refused. Every process builds the full model on its CPU first, under stage 3 too.
 """
 
 from __future__ import annotations
@@ -53,11 +54,18 @@ class DeepSpeed(Strategy):
 
         stage: Annotated[Literal[0, 1, 2, 3] | None, option("ZeRO stage; null: the JSON's, else 2.")] = None
         offload_optimizer: Annotated[
-            bool | None, option("Keep the optimizer state in the host's memory and step there (stages 1 to 3); null: as the JSON.")
+            bool | None,
+            option("Keep the optimizer state in the host's memory and step there (stages 1 to 3); null: as the JSON."),
         ] = None
-        offload_parameters: Annotated[bool | None, option("Keep the weights in the host's memory (stage 3); null: as the JSON.")] = None
-        overlap_comm: Annotated[bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")] = None
-        bucket_size: Annotated[int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)] = None
+        offload_parameters: Annotated[
+            bool | None, option("Keep the weights in the host's memory (stage 3); null: as the JSON.")
+        ] = None
+        overlap_comm: Annotated[
+            bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")
+        ] = None
+        bucket_size: Annotated[
+            int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)
+        ] = None
         config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
         timeout: Timeout = None
 
@@ -93,17 +101,25 @@ class DeepSpeed(Strategy):
             raise PluginError(f"{run.recipe.where}: plugins.deepspeed: {problem}")
         config, stage = self.configuration.build(run, model), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
-            raise PluginError("plugins.deepspeed: needs a launcher, for one process too: fastloop train RECIPE --nproc 1.")
+            raise PluginError(
+                "plugins.deepspeed: needs a launcher, for one process too: fastloop train RECIPE --nproc 1."
+            )
         if not all(group["params"] for group in optimizer.param_groups):
-            raise PluginError("plugins.deepspeed: the optimizer has a parameter group without parameters. Leave it out of build_optimizer.")
+            raise PluginError(
+                "plugins.deepspeed: the optimizer has a parameter group without parameters. Leave it out of "
+                "build_optimizer."
+            )
         deepspeed = imported(run.device.type)
         self.sharded = Sharded(optimizer)
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)  # raised by its modules
+                # raised by its modules
+                warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", category=DeprecationWarning)
                 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         except (ValueError, AssertionError, deepspeed.DeepSpeedConfigError) as error:
-            raise PluginError(f"{self.configuration.file}: DeepSpeed refuses this: {' '.join(str(error).split())}") from error
+            raise PluginError(
+                f"{self.configuration.file}: DeepSpeed refuses this: {' '.join(str(error).split())}"
+            ) from error
         self.sharded.taken(run, engine, stage, self.configuration.half)
         self.reduction = Reduction(run, engine, stage)
         if stage == 3 and run.world_size > 1:
@@ -127,7 +143,8 @@ class DeepSpeed(Strategy):
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """Suppress the reduction in all micro-steps but the last. DeepSpeed's ``no_sync`` rejects stages 2 and 3, which reduce in each."""
+        """Suppress the reduction in all micro-steps but the last. DeepSpeed's ``no_sync`` rejects stages 2 and 3, which
+        reduce in each."""
         self.engine.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -141,10 +158,13 @@ class DeepSpeed(Strategy):
     def backward(self, run: Run, loss: Tensor) -> None:
         if self.sharded.has_gradients and self.configuration.stage in (1, 2):
             raise PluginError(
-                f"plugins.deepspeed.stage: {self.configuration.stage} keeps only the gradients of the last run.accumulate_gradients, and a "
-                "plugin's train_step adds those of two. Use stage 0 or 3, or call run.optimizer.zero_grad() in between to replace them."
+                f"plugins.deepspeed.stage: {self.configuration.stage} keeps only the gradients of the last "
+                "run.accumulate_gradients, and a "
+                "plugin's train_step adds those of two. Use stage 0 or 3, or call run.optimizer.zero_grad() in between "
+                "to replace them."
             )
-        # The loop has weighted the loss, and fp16 scaling is DeepSpeed's. Stage 0 would divide a tensor that the model itself returned.
+        # The loop has weighted the loss, and fp16 scaling is DeepSpeed's. Stage 0 would divide a tensor that the model
+        # itself returned.
         self.reduction.begin()
         self.engine.backward(loss.clone(), scale_wrt_gas=False)
         self.reduction.gradients.attach()

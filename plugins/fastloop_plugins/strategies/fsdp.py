@@ -3,22 +3,23 @@
     plugins:
       - fsdp
 
-Each block's weights are gathered just before they are used. With ``amp`` in bf16, weights are gathered in bf16 and gradients are reduced in
-fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16, so the model must not mix in tensors of another dtype,
-such as fp32 buffers. The weights that the optimizer steps stay in fp32. ``shard_within: 8`` shards within groups of 8 consecutive
-processes, such as those of a machine, and keeps a copy of the model in each group (hybrid sharding). Weights are then gathered within a
-group only, and groups average their gradients once a step. With several micro-steps, each reduces its gradients to shards.
-``hold_gradients`` reduces them once a step, and keeps full gradients until then. ``reshard_after_forward: false`` gathers weights once for
-forward and backward, and keeps them in between. ``cpu_offload`` needs a GPU.
+Each block's weights are gathered just before they are used. With ``amp`` in bf16, weights are gathered in bf16 and
+gradients are reduced in fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16, so the
+model must not mix in tensors of another dtype, such as fp32 buffers. The weights that the optimizer steps stay in fp32.
+``shard_within: 8`` shards within groups of 8 consecutive processes, such as those of a machine, and keeps a copy of the
+model in each group (hybrid sharding). Weights are then gathered within a group only, and groups average their gradients
+once a step. With several micro-steps, each reduces its gradients to shards. ``hold_gradients`` reduces them once a
+step, and keeps full gradients until then. ``reshard_after_forward: false`` gathers weights once for forward and
+backward, and keeps them in between. ``cpu_offload`` needs a GPU.
 
-Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open, and is saved with them:
-``reshard_after_forward``, ``offload_params``, the classes to wrap, and sharding strategies of FSDP 1. Others are refused, and
-``activation_checkpointing`` needs the plugin of that name. Parameters without dimensions, and optimizers with an operation that torch lacks
-for shards (Adafactor, Rprop), are refused. Processes may use different layers in a step, such as those that a router chooses. A weight that
-no process used keeps its value.
+Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open, and is saved
+with them: ``reshard_after_forward``, ``offload_params``, the classes to wrap, and sharding strategies of FSDP 1. Others
+are refused, and ``activation_checkpointing`` needs the plugin of that name. Parameters without dimensions, and
+optimizers with an operation that torch lacks for shards (Adafactor, Rprop), are refused. Processes may use different
+layers in a step, such as those that a router chooses. A weight that no process used keeps its value.
 
-All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds the
-full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
+All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin.
+``model/`` holds the full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
 """
 
 from __future__ import annotations
@@ -61,16 +62,27 @@ class FSDP(Strategy):
     class Config:
         """Options."""
 
-        blocks: Annotated[list[str] | None, option("Classes of modules to shard one by one; null: the repeated blocks.")] = None
-        reshard_after_forward: Annotated[bool, option("Free a block's gathered weights between forward and backward.")] = True
-        shard_within: Annotated[int | None, option("Processes that share one copy of the model; null: all.", ge=2)] = None
+        blocks: Annotated[
+            list[str] | None, option("Classes of modules to shard one by one; null: the repeated blocks.")
+        ] = None
+        reshard_after_forward: Annotated[
+            bool, option("Free a block's gathered weights between forward and backward.")
+        ] = True
+        shard_within: Annotated[int | None, option("Processes that share one copy of the model; null: all.", ge=2)] = (
+            None
+        )
         param_dtype: Annotated[
-            Literal["fp32", "bf16"] | None, option("Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32.")
+            Literal["fp32", "bf16"] | None,
+            option("Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32."),
         ] = None
         reduce_dtype: Annotated[Literal["fp32", "bf16"], option("Dtype of the gradient reduction.")] = "fp32"
-        hold_gradients: Annotated[bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")] = False
+        hold_gradients: Annotated[
+            bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")
+        ] = False
         cpu_offload: Annotated[bool, option("Keep the shards in the host's memory, and step there.")] = False
-        meta_device: Annotated[bool, option("Only the main process builds the model; the others receive their shards from it.")] = False
+        meta_device: Annotated[
+            bool, option("Only the main process builds the model; the others receive their shards from it.")
+        ] = False
         timeout: Timeout = None
 
     @classmethod
@@ -99,7 +111,8 @@ class FSDP(Strategy):
         if self.config.cpu_offload:
             from accelerate.utils import InitProcessGroupKwargs
 
-            draft.init_handler = InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")  # gradients are on the host when they are clipped
+            # gradients are on the host when they are clipped
+            draft.init_handler = InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")
 
     @hookimpl(wrapper=True)
     def build_model(self, run: Run) -> Generator[None, Any, Any]:
@@ -117,7 +130,9 @@ class FSDP(Strategy):
 
         config, precision = self.config, run.accelerator.mixed_precision
         if precision not in ("no", "bf16"):
-            raise PluginError(f"{run.recipe.where}: plugins.fsdp: works in fp32 and bf16; the recipe's precision is {precision!r}.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.fsdp: works in fp32 and bf16; the recipe's precision is {precision!r}."
+            )
         if not torch.distributed.is_initialized():
             logger.info("fsdp: one process, so there is nothing to shard")
             return
@@ -131,12 +146,15 @@ class FSDP(Strategy):
         options: dict[str, Any] = {"mesh": make_mesh(run, config.shard_within), "offload_policy": offload}
         blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if not blocks:
-            logger.warning("fsdp: %s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__)
+            logger.warning(
+                "fsdp: %s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__
+            )
         refuse_ties(model, blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if precision == given == "bf16" and run.device.type == "cpu":
             match_norm_inputs(model)
         meta = MetaInit(run, model) if config.meta_device else None
-        inner = policy if precision == "bf16" else replace(policy, output_dtype=None)  # without autocast, dtypes must match between blocks
+        # without autocast, dtypes must match between blocks
+        inner = policy if precision == "bf16" else replace(policy, output_dtype=None)
         for block in reversed(blocks):  # inner blocks first
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, mp_policy=inner, **options)
         fully_shard(model, mp_policy=policy, **options)

@@ -3,15 +3,16 @@
     plugins:
       - tensor-parallel
 
-The model must have a plan: the layers to divide by columns and by rows (``tp_plan``). Llama, Qwen, Mistral and other language models of
-transformers have one. Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole on each
-process. The processes exchange activations in each layer, so they need a fast connection, such as the one between devices of one machine.
-Experts and fused layers are refused. The plugin is not tested with ``compile``, and not on a GPU.
+The model must have a plan: the layers to divide by columns and by rows (``tp_plan``). Llama, Qwen, Mistral and other
+language models of transformers have one. Layers without a rule, tied weights, and a vocabulary that the processes
+cannot divide evenly stay whole on each process. The processes exchange activations in each layer, so they need a fast
+connection, such as the one between devices of one machine. Experts and fused layers are refused. The plugin is not
+tested with ``compile``, and not on a GPU.
 
-All processes together form one copy of the model, and ``train.batch_size`` is not divided. Processes draw the same random numbers, so
-dropout of the attention weights repeats between the shares of the heads. All processes write their shards of a checkpoint; any number of
-processes can read it, with or without this plugin. ``model/`` holds the full weights. With one process, the plugin does nothing.
-Method: Shoeybi et al., "Megatron-LM", 2019.
+All processes together form one copy of the model, and ``train.batch_size`` is not divided. Processes draw the same
+random numbers, so dropout of the attention weights repeats between the shares of the heads. All processes write their
+shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds the full
+weights. With one process, the plugin does nothing. Method: Shoeybi et al., "Megatron-LM", 2019.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class TensorParallel(Strategy):
     numerics = "reassociated"
     runs_after = ("activation-checkpointing",)
     conflicts = {
-        "auto-micro-batch": "it divides a step's samples over the processes, and here each process trains on all of them.",
+        "auto-micro-batch": "it divides a step's samples over the processes, and here each process trains on all "
+        "of them.",
         "ema": "torch cannot average divided and whole weights together.",
         "fused-optimizer": "torch's fused optimizers cannot step divided and whole weights together.",
         "lora": "adapters wrap the layers that the plan names.",

@@ -1,7 +1,7 @@
 """Limits of what a data file may take in memory: ``data.read.max_row_mib`` and ``data.read.max_expansion``.
 
-A few bytes may stand for gigabytes: compressed, as a hole in an archive, or as an entry of a Parquet dictionary. Readers of data files
-check sizes here before they read.
+A few bytes may stand for gigabytes: compressed, as a hole in an archive, or as an entry of a Parquet dictionary.
+Readers of data files check sizes here before they read.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ def check_row(where: str, size: int, how: Read) -> None:
     """
     if size > how.max_row_mib * 2**20:
         raise RecipeError(
-            f"{where}: longer than {how.max_row_mib} MiB, expected rows below that (data.read.max_row_mib). Divide the row, or set the "
+            f"{where}: longer than {how.max_row_mib} MiB, expected rows below that (data.read.max_row_mib). Divide the "
+            "row, or set the "
             "option higher."
         )
 
@@ -36,7 +37,8 @@ def check_total(path: str, size: int, total: int, how: Read) -> None:
     """Raise an error for a file of ``size`` bytes with a content of ``total``, if that is more than its limit."""
     if total > (most := limit(size, how)):
         raise RecipeError(
-            f"{path}: has {size} bytes and expands to more than {most}, expected at most {how.max_expansion} times its size "
+            f"{path}: has {size} bytes and expands to more than {most}, expected at most {how.max_expansion} times "
+            "its size "
             "(data.read.max_expansion). If the file is good, set the option higher."
         )
 

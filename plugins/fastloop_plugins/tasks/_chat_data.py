@@ -46,14 +46,24 @@ class LanguageData(Data):
 
     messages: Annotated[
         str | list[str] | None,
-        option("The column of conversations; or the columns of instructions, inputs and answers. Replaces text. null: as the files show."),
+        option(
+            "The column of conversations; or the columns of instructions, inputs and answers. Replaces text. null: as "
+            "the files show."
+        ),
     ] = None
     chat_template: Annotated[str | None, option("A Jinja file, or chatml; null: the template of the tokenizer.")] = None
-    train_on: Annotated[Literal["assistant", "all"], option("The tokens of a conversation that have a loss.")] = "assistant"
-    prompt: Annotated[str | None, option("The column of prompts, which have no loss. Replaces text, and needs completion.")] = None
+    train_on: Annotated[Literal["assistant", "all"], option("The tokens of a conversation that have a loss.")] = (
+        "assistant"
+    )
+    prompt: Annotated[
+        str | None, option("The column of prompts, which have no loss. Replaces text, and needs completion.")
+    ] = None
     completion: Annotated[str | None, option("The column of completions. Only they have a loss.")] = None
     blocks: Annotated[
-        bool, option("With streaming: put texts end to end, and cut them into blocks of max_length tokens, as without streaming.")
+        bool,
+        option(
+            "With streaming: put texts end to end, and cut them into blocks of max_length tokens, as without streaming."
+        ),
     ] = False
 
 
@@ -81,20 +91,28 @@ class LanguageTextData(TextData):
             raise RecipeError(f"{self.where}: found {' and '.join(given)}, expected one of them.")
         if (options.prompt is None) != (options.completion is None):
             missing = "prompt" if options.prompt is None else "completion"
-            raise RecipeError(f"{self.where}.{missing}: missing. Expected the names of both columns: data.prompt and data.completion.")
+            raise RecipeError(
+                f"{self.where}.{missing}: missing. Expected the names of both columns: data.prompt and data.completion."
+            )
         if not given:
             options.messages = self._find_messages()
         for key in ("chat_template", "train_on"):
             if recipe.data.get(key) is not None and options.messages is None:
-                raise RecipeError(f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it.")
+                raise RecipeError(
+                    f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it."
+                )
         self.chat_columns = [] if options.messages is None else column_names(options.messages, f"{self.where}.messages")
         if len(self.chat_columns) > 3:
-            raise RecipeError(f"{self.where}.messages: found {self.chat_columns}, expected a column, or those of {FORM}.")
+            raise RecipeError(
+                f"{self.where}.messages: found {self.chat_columns}, expected a column, or those of {FORM}."
+            )
         self.text_key = "messages" if self.chat_columns else "prompt" if options.prompt else "text"
         self.masked = self.text_key != "text"
         if options.blocks and (self.masked or not options.streaming):
             reason = (
-                "it is for texts, and conversations and completions are not put end to end" if self.masked else "it is for data.streaming"
+                "it is for texts, and conversations and completions are not put end to end"
+                if self.masked
+                else "it is for data.streaming"
             )
             raise RecipeError(f"{self.where}.blocks: {reason}. Remove it.")
         if not self.masked:
@@ -107,20 +125,30 @@ class LanguageTextData(TextData):
                 raise RecipeError(f"{path}: data.{self.text_key} needs a file of type .jsonl, .json or .parquet.")
 
     def _find_messages(self) -> str | list[str] | None:
-        """``data.messages`` of a recipe that names no column, from the columns of its first file. Sets it in the recipe.
+        """``data.messages`` of a recipe that names no column, from the columns of its first file. Sets it in the
+        recipe.
 
         Raises:
             RecipeError: The file has several forms of conversations.
         """
         paths = self.every_file()
-        if not paths and self.options.files is not None:  # predict reads no split, but a text is a message if the others are
+        # predict reads no split, but a text is a message if the others are
+        if not paths and self.options.files is not None:
             with contextlib.suppress(RecipeError, TypeError):
-                paths = find_files(self.recipe, self.options.files.get("train") or [], "train", f"{self.where}.files.train", self.formats)
+                paths = find_files(
+                    self.recipe,
+                    self.options.files.get("train") or [],
+                    "train",
+                    f"{self.where}.files.train",
+                    self.formats,
+                )
         there = first_columns(paths[0], self.how) if paths else []
         found = [] if "text" in there else chat_columns(there)
         if len(found) > 1:
             choices = " or ".join(map(_override, found))
-            raise RecipeError(f"{paths[0]}: has several columns of conversations: {', '.join(there)}. Name one: {choices}.")
+            raise RecipeError(
+                f"{paths[0]}: has several columns of conversations: {', '.join(there)}. Name one: {choices}."
+            )
         if found:
             logger.info("data: %s holds conversations: %s", paths[0], _override(found[0]))
             self.recipe.data["messages"] = found[0]  # the run's recipe has it, so that predict needs no training file
@@ -132,7 +160,8 @@ class LanguageTextData(TextData):
         from fastloop_plugins.tasks._streaming_samples import Documents, LanguageRows, blocks
 
         if self.options.blocks:
-            known = None if model.options.trust_remote_code else model.fingerprint()  # the hash does not cover such code
+            # the hash does not cover such code
+            known = None if model.options.trust_remote_code else model.fingerprint()
             self.stream.put_end_to_end(run, Documents(self, model), self.options.max_length, known)
             return self.stream.datasets(run, datasets, blocks)
         encode = LanguageRows(self, model, datasets["train"][0])
@@ -166,7 +195,9 @@ class LanguageTextData(TextData):
         """
         columns = self.text_columns()
         if self.chat_columns:
-            return read_chat(dict(zip((*columns, *self.optional_columns()), values, strict=True)), self.chat_columns).dumps()
+            return read_chat(
+                dict(zip((*columns, *self.optional_columns()), values, strict=True)), self.chat_columns
+            ).dumps()
         for (column, key), value in zip(columns.items(), values, strict=True):
             if problem := problem_of_text(value):
                 raise RowError(f"column {column!r} (data.{key}) {problem}")
@@ -175,7 +206,10 @@ class LanguageTextData(TextData):
     def _values(self, part: Part) -> list[tuple[Any, ...]]:
         """The values for ``row_of`` of each row."""
         columns = [part.column(key, name) for name, key in self.text_columns().items()]
-        columns += [part.column("messages", name) if name in part.columns else [None] * len(columns[0]) for name in self.optional_columns()]
+        columns += [
+            part.column("messages", name) if name in part.columns else [None] * len(columns[0])
+            for name in self.optional_columns()
+        ]
         return list(zip(*columns, strict=True))
 
     def _readable(self, part: Part) -> Part:
@@ -202,7 +236,10 @@ class LanguageTextData(TextData):
                 if self.options.text not in part.columns and (found := chat_columns(part.columns)):
                     names = ", ".join(part.columns)
                     choices = " or ".join(map(_override, found))
-                    raise RecipeError(f"{part.where}: has no column {self.options.text!r}, but conversations: {names}. Give {choices}.")
+                    raise RecipeError(
+                        f"{part.where}: has no column {self.options.text!r}, but conversations: {names}. Give "
+                        f"{choices}."
+                    )
             return super()._texts(role, parts)
         rows: list[Text] = []
         for part in parts:
@@ -214,7 +251,9 @@ class LanguageTextData(TextData):
                 self.names.setdefault(row, (part, number))
         if not rows:
             where = ", ".join(part.where for part in parts)
-            raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+            raise RecipeError(
+                f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits)."
+            )
         if self.chat_columns:
             self._report_keys(role, rows)
         return rows
@@ -227,10 +266,14 @@ class LanguageTextData(TextData):
         if warning := unread_keys(split, Counter(key for chat in chats for key in other_keys(chat)), self.names_read()):
             self.messages.append((logging.WARNING, warning))
         nulls = sum(map(has_null, chats))
-        if nulls and (self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())):
+        if nulls and (
+            self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())
+        ):
             line = (
-                f"data: {split}: {nulls} of {len(rows)} rows have null in their tools or in the arguments of a call. Parquet stores null "
-                "for each key that only another row has, and the template writes it. Store the tools and arguments as JSON text"
+                f"data: {split}: {nulls} of {len(rows)} rows have null in their tools or in the arguments of a call. "
+                "Parquet stores null "
+                "for each key that only another row has, and the template writes it. Store the tools and arguments as "
+                "JSON text"
             )
             self.messages.append((logging.WARNING, line))
 

@@ -1,4 +1,6 @@
-"""The parser of chat data: the columns of a row -> a conversation. Rows in memory, streamed rows and rows to predict all pass through it.
+"""The parser of chat data: the columns of a row -> a conversation.
+
+Rows in memory, streamed rows and rows to predict all pass through it.
 
 A row has one of three forms; docs/tasks/chat.md lists them, and the keys of a message:
 
@@ -38,7 +40,8 @@ ROLES = {
 }
 """``from`` of a ShareGPT message -> role."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Keys of an assistant's reasoning. transformers gives each one to the template as ``reasoning_content`` and ``thinking``."""
+"""Keys of an assistant's reasoning. transformers gives each one to the template as ``reasoning_content`` and
+``thinking``."""
 
 
 DEEPEST = 64
@@ -54,8 +57,8 @@ class Chat:
     """A conversation, in the form that chat templates read.
 
     Attributes:
-        messages: Each has a ``role``, and ``content`` (text, or a list of text parts) unless it has tool calls or reasoning. Its
-            ``weight``, if there, is 0 or 1. No value is None.
+        messages: Each has a ``role``, and ``content`` (text, or a list of text parts) unless it has tool calls or
+            reasoning. Its ``weight``, if there, is 0 or 1. No value is None.
         tools: The functions that the assistant may call; None: the row names none.
     """
 
@@ -91,19 +94,25 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str]) -> Chat:
 
     Args:
         row: Column -> value; columns that are not chat data are ignored.
-        columns: The columns of ``data.messages``: one of conversations, or those of instructions, inputs (if any) and answers.
+        columns: The columns of ``data.messages``: one of conversations, or those of instructions, inputs (if any) and
+            answers.
 
     Raises:
         RowError: The row is no conversation.
     """
     for name in (*columns, TOOLS):
         _check_depth(row.get(name), name)
-    messages = _instruction(row, columns) if len(columns) > 1 else _messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
+    messages = (
+        _instruction(row, columns)
+        if len(columns) > 1
+        else _messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
+    )
     return Chat(messages, _tools(row.get(TOOLS)))
 
 
 def other_keys(chat: Chat) -> Iterator[str]:
-    """Yield each key of each message that has an effect only if the template reads it, and ``tools`` if the row has tools."""
+    """Yield each key of each message that has an effect only if the template reads it, and ``tools`` if the row has
+    tools."""
     for message in chat.messages:
         for key in message:
             if key == "weight" and message["role"] != "assistant":
@@ -121,8 +130,16 @@ def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> 
         keys: Key -> its number of messages or rows, see ``other_keys``.
         names: All names that the template reads.
     """
-    unread = [f"{key} ({count})" for key, count in keys.items() if key not in names and not (key in REASONING and {*REASONING} & {*names})]
-    return f"data: {split}: keys that the chat template does not read, so they have no effect: {', '.join(unread)}" if unread else None
+    unread = [
+        f"{key} ({count})"
+        for key, count in keys.items()
+        if key not in names and not (key in REASONING and {*REASONING} & {*names})
+    ]
+    return (
+        f"data: {split}: keys that the chat template does not read, so they have no effect: {', '.join(unread)}"
+        if unread
+        else None
+    )
 
 
 def has_null(chat: Chat) -> bool:
@@ -140,7 +157,9 @@ def _check_depth(value: Any, column: str) -> None:
     level = [value]
     for _ in range(DEEPEST):
         level = [
-            inner for item in level for inner in (item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
+            inner
+            for item in level
+            for inner in (item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
         ]
         if not level:
             return
@@ -179,7 +198,9 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(found.get("role"), str):
         raise RowError(f"{where} {show(message)}, expected a mapping with role and content: {EXAMPLE}.")
     if found.get("weight", 1) not in (0, 1):
-        raise RowError(f"{where} one whose weight is {show(found['weight'])}. Expected 1, or 0 for an answer without a loss.")
+        raise RowError(
+            f"{where} one whose weight is {show(found['weight'])}. Expected 1, or 0 for an answer without a loss."
+        )
     said = {"tool_calls": _calls(found.get("tool_calls"), where), "content": _content(found.get("content"), where)}
     found = {key: value for key, value in (found | said).items() if value is not None}
     if not found.keys() & {"content", "tool_calls", *REASONING}:
@@ -196,7 +217,9 @@ def _content(value: Any, where: str) -> Any:
     parts = [_without_nulls(part) for part in value]
     for part in parts:
         if not isinstance(part, Mapping) or part.get("type") != "text" or problem_of_text(part.get("text")):
-            raise RowError(f"{where} one whose content has the part {show(part)}. Expected {{'type': 'text', 'text': 'Hello'}}.")
+            raise RowError(
+                f"{where} one whose content has the part {show(part)}. Expected {{'type': 'text', 'text': 'Hello'}}."
+            )
     return parts or None
 
 
@@ -218,7 +241,8 @@ def _call(name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _called(value: Any, where: str) -> list[dict[str, Any]]:
-    """The calls of a ShareGPT message from ``function_call``: its JSON has a name and arguments, or is a list of such."""
+    """The calls of a ShareGPT message from ``function_call``: its JSON has a name and arguments, or is a list of
+    such."""
     try:
         calls = json.loads(value) if isinstance(value, str) else value
         return [_call(call["name"], call["arguments"]) for call in (calls if isinstance(calls, list) else [calls])]
@@ -244,7 +268,8 @@ def _tools(value: Any) -> list[Any] | None:
         _check_depth(found, TOOLS)
     if found is not None and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
         raise RowError(
-            f"column {TOOLS!r} holds {show(value)}. Expected a list of functions, or its JSON. If it holds something else, rename it."
+            f"column {TOOLS!r} holds {show(value)}. Expected a list of functions, or its JSON. If it holds something "
+            "else, rename it."
         )
     return found
 
@@ -253,7 +278,8 @@ def _tools(value: Any) -> list[Any] | None:
 
 
 def _instruction(row: Mapping[str, Any], columns: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages of a row of Alpaca's form. The instruction and its input are one message, with a line break between them."""
+    """The messages of a row of Alpaca's form. The instruction and its input are one message, with a line break between
+    them."""
     texts: dict[str, Any] = {name: row[name] for name in columns if name in row}
     for name in columns[1:-1]:
         texts[name] = texts.get(name) or ""

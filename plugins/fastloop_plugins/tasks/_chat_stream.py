@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-def chat_chunks(data: LanguageTextData, tokenizer: Any, source: Path | Iterable[str], start: int, size: int) -> Iterator[Sequences]:
-    """The conversations of a file as token ids, with the prompt for an answer at the end: ``size`` at a time, from row ``start``.
+def chat_chunks(
+    data: LanguageTextData, tokenizer: Any, source: Path | Iterable[str], start: int, size: int
+) -> Iterator[Sequences]:
+    """The conversations of a file as token ids, with the prompt for an answer at the end: ``size`` at a time, from row
+    ``start``.
 
     At the end, logs the keys of messages that have no effect.
 
@@ -77,7 +80,8 @@ def _prompt(row: dict[str, Any], data: LanguageTextData, where: str) -> Chat:
 
 
 def end_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the end token, and the special token that the template writes after an answer, if there is one."""
+    """The tokens that end an answer: the end token, and the special token that the template writes after an answer, if
+    there is one."""
     ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     text: str = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "answer"}], tokenize=False

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.tasks._chat_rows import Chat
 
 CHATML = (
-    "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\\n\\n' }}{% endif %}"
+    "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + "
+    "'\\n\\n' }}{% endif %}"
     "{{ 'You may call functions. Their signatures are within <tools></tools>:\\n<tools>\\n' }}"
     "{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}"
     "{{ '</tools>\\nTo call one, answer with its name and arguments as JSON:\\n<tool_call>\\n' }}"
@@ -28,7 +29,8 @@ CHATML = (
     "{{ '<|im_start|>' + message['role'] + '\\n' }}"
     "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
     "{% for call in message['tool_calls'] or [] %}{% set call = call['function'] or call %}"
-    "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{\"name\": ' + (call['name'] | tojson) }}"
+    "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{\"name\": ' + (call['name'] | "
+    "tojson) }}"
     "{{ ', \"arguments\": ' + (call['arguments'] | default({}) | tojson) + '}\\n</tool_call>' }}{% endfor %}"
     "{{ '<|im_end|>\\n' }}{% endgeneration %}"
     "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endif %}{% endfor %}"
@@ -58,7 +60,10 @@ def template_text(recipe: Recipe, name: str) -> str:
         return BUILT_IN[name]
     if not path.is_file():
         names = ", ".join(BUILT_IN)
-        raise RecipeError(f"{recipe.where}: data.chat_template: {name}: no such file. Expected a Jinja file, or a built-in name: {names}.")
+        raise RecipeError(
+            f"{recipe.where}: data.chat_template: {name}: no such file. Expected a Jinja file, or a built-in name: "
+            f"{names}."
+        )
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeError) as error:
@@ -67,7 +72,8 @@ def template_text(recipe: Recipe, name: str) -> str:
 
 @lru_cache
 def names_in(template: str) -> frozenset[str]:
-    """All names in the statements of a template: variables, attributes, and texts such as the ``x`` of ``message['x']``.
+    """All names in the statements of a template: variables, attributes, and texts such as the ``x`` of
+    ``message['x']``.
 
     All its words, if it cannot be parsed.
     """
@@ -97,22 +103,25 @@ class ChatRenderer:
     def encode(self, chat: Chat, where: Callable[[], str]) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
 
-        With ``{% generation %}`` in the template, these are the tokens inside. Otherwise they are the tokens from the prompt for an answer
-        to the end of that answer. The function finds both ends by rendering the conversation up to each of them. An answer of weight 0 has
-        no loss.
+        With ``{% generation %}`` in the template, these are the tokens inside. Otherwise they are the tokens from the
+        prompt for an answer to the end of that answer. The function finds both ends by rendering the conversation up to
+        each of them. An answer of weight 0 has no loss.
 
         Args:
             where: Returns the name of the row in messages.
 
         Raises:
-            RecipeError: The template rejects the conversation, leaves out a part of it, does not show which tokens are the assistant's, or
-                takes too long.
+            RecipeError: The template rejects the conversation, leaves out a part of it, does not show which tokens are
+                the assistant's, or takes too long.
         """
         with limit_time(where):
             return self._encode(chat, where)
 
     def _encode(self, chat: Chat, where: Callable[[], str]) -> tuple[list[int], list[int]]:
-        messages, answers = self._prepare(chat, where), [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"]
+        messages, answers = (
+            self._prepare(chat, where),
+            [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"],
+        )
         muted = [index for index in answers if chat.messages[index].get("weight") == 0]
         with self._explaining(where):
             if self.train_on == "all":
@@ -123,7 +132,10 @@ class ChatRenderer:
                 found = self._apply(messages, chat.tools, return_assistant_tokens_mask=True)
                 ids, mask = found["input_ids"], found["assistant_masks"]
             else:
-                return self._locate(*self._answers(messages, chat.tools, [index for index in answers if index not in muted], where), where)
+                return self._locate(
+                    *self._answers(messages, chat.tools, [index for index in answers if index not in muted], where),
+                    where,
+                )
             if muted:
                 _, without = self._locate(*self._answers(messages, chat.tools, muted, where), where)
                 mask = [int(own and not other) for own, other in zip(mask, without, strict=True)]
@@ -159,7 +171,8 @@ class ChatRenderer:
             if message.get("tool_calls"):
                 if "tool_calls" not in self.names():
                     raise RecipeError(
-                        f"{where()}: message {number} has tool_calls, which the chat template does not read. Give one that does: "
+                        f"{where()}: message {number} has tool_calls, which the chat template does not read. Give one "
+                        "that does: "
                         f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
                     )
             elif message["role"] not in self.roles:
@@ -182,11 +195,16 @@ class ChatRenderer:
         message = messages[number - 1]
         content = _parts(PROBE) if isinstance(message.get("content"), list) else PROBE
         upto = [*messages[: number - 1], message | {"content": content}]
-        if all(text is not None and PROBE not in text for text in (self._try(upto + messages[number:], tools), self._try(upto, tools))):
+        if all(
+            text is not None and PROBE not in text
+            for text in (self._try(upto + messages[number:], tools), self._try(upto, tools))
+        ):
             known = [role for role in dict.fromkeys((*ROLES.values(), "developer", "ipython")) if role in self.names()]
             raise RecipeError(
-                f"{where()}: the chat template leaves out message {number}, whose role is {message['role']!r}. It names the roles "
-                f"{', '.join(known) or 'none'}. Rename the role in the data, or give a template that writes it: data.chat_template=FILE."
+                f"{where()}: the chat template leaves out message {number}, whose role is {message['role']!r}. It "
+                "names the roles "
+                f"{', '.join(known) or 'none'}. Rename the role in the data, or give a template that writes it: "
+                "data.chat_template=FILE."
             )
         self.roles.add(message["role"])
 
@@ -226,7 +244,9 @@ class ChatRenderer:
         return text
 
     def _apply(self, messages: list[dict[str, Any]], tools: Any, **arguments: Any) -> Any:
-        return self.tokenizer.apply_chat_template(messages, tools=tools, return_dict=True, tokenizer_kwargs={"verbose": False}, **arguments)
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, return_dict=True, tokenizer_kwargs={"verbose": False}, **arguments
+        )
 
     @contextmanager
     def _explaining(self, where: Callable[[], str]) -> Iterator[None]:
@@ -235,16 +255,22 @@ class ChatRenderer:
         try:
             yield
         except (jinja2.TemplateError, *FAILURES) as error:
-            raise RecipeError(f"{where()}: the chat template rejects the conversation: {error or type(error).__name__}.") from None
+            raise RecipeError(
+                f"{where()}: the chat template rejects the conversation: {error or type(error).__name__}."
+            ) from None
 
     def _check_fast(self, where: Callable[[], str]) -> None:
         if not self.tokenizer.is_fast:
-            raise RecipeError(f"{where()}: {type(self.tokenizer).__name__} does not map tokens to characters. Use a fast tokenizer.")
+            raise RecipeError(
+                f"{where()}: {type(self.tokenizer).__name__} does not map tokens to characters. Use a fast tokenizer."
+            )
 
     def _is_marked(self, tools: Any) -> bool:
         return MARKER.search(self.tokenizer.get_chat_template(tools=tools)) is not None
 
-    def _locate(self, text: str, spans: Sequence[tuple[int, int]], where: Callable[[], str]) -> tuple[list[int], list[int]]:
+    def _locate(
+        self, text: str, spans: Sequence[tuple[int, int]], where: Callable[[], str]
+    ) -> tuple[list[int], list[int]]:
         """Token ids of a text, and a 1 for each that has a character in a span."""
         self._check_fast(where)
         inside = bytearray(len(text))
@@ -269,12 +295,16 @@ class ChatRenderer:
         text, spans = self._render(messages, tools), list[tuple[int, int]]()
         for index in wanted:
             if not index:
-                raise RecipeError(f"{where()}: the first message is from the assistant, so no prompt shows where its text begins. {REMEDY}")
+                raise RecipeError(
+                    f"{where()}: the first message is from the assistant, so no prompt shows where its text begins. "
+                    f"{REMEDY}"
+                )
             before = self._render(messages[:index], tools, add_generation_prompt=True)
             after = self._render(messages[: index + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
                 raise RecipeError(
-                    f"{where()}: the chat template renders message {index + 1} differently when other messages follow, or does not begin "
+                    f"{where()}: the chat template renders message {index + 1} differently when other messages follow, "
+                    "or does not begin "
                     f"it with its prompt for an answer. {REMEDY}"
                 )
             spans.append((len(before), len(after)))
@@ -288,12 +318,16 @@ class ChatRenderer:
         template = self.tokenizer.get_chat_template(tools=tools)
         answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         marks: dict[str, Any] = self.tokenizer.special_tokens_map
-        rendered: Any = render_jinja_template([messages], tools, None, template, return_assistant_tokens_mask=True, **marks)
+        rendered: Any = render_jinja_template(
+            [messages], tools, None, template, return_assistant_tokens_mask=True, **marks
+        )
         (text,), (spans,) = rendered
         if len(spans) != len(answers):
             raise RecipeError(
-                f"{where()}: message {wanted[0] + 1} has weight 0, and the chat template has {len(spans)} blocks {{% generation %}} for "
-                f"{len(answers)} answers. Expected one block for each answer. Give such a template: data.chat_template=FILE."
+                f"{where()}: message {wanted[0] + 1} has weight 0, and the chat template has {len(spans)} blocks {{% "
+                f"generation %}} for "
+                f"{len(answers)} answers. Expected one block for each answer. Give such a template: "
+                "data.chat_template=FILE."
             )
         return text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
 

@@ -1,6 +1,7 @@
 """Token ids of conversations and completions, and the tokenizer of a chat model.
 
-Ids are kept as signed numbers, so that the cache of token ids holds both: ``id`` for a token with a loss, ``~id`` (negative) for another.
+Ids are kept as signed numbers, so that the cache of token ids holds both: ``id`` for a token with a loss, ``~id``
+(negative) for another.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class ChatModel(DecoderModel):
         if self.tokenizer is not None:
             self._set_template()
             if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
-                logger.warning("data.chat_template: the tokenizer has no token %s, so each is split into several", ", ".join(unknown))
+                logger.warning(
+                    "data.chat_template: the tokenizer has no token %s, so each is split into several",
+                    ", ".join(unknown),
+                )
 
     def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
@@ -58,7 +62,8 @@ class ChatModel(DecoderModel):
             self.tokenizer.chat_template = self.template
         if not self.tokenizer.chat_template:
             raise RecipeError(
-                f"{self.recipe.where}: data.messages: the tokenizer has no chat template. Give one: data.chat_template=FILE.jinja, "
+                f"{self.recipe.where}: data.messages: the tokenizer has no chat template. Give one: "
+                "data.chat_template=FILE.jinja, "
                 f"or a built-in name ({', '.join(BUILT_IN)})."
             )
 

@@ -26,7 +26,9 @@ class Collator:
         batch = self.ragged(samples)
         rows = batch.columns["input_ids"][0]
         width, left = self.width(rows), self.width.left
-        inputs = {name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()} | batch.fixed
+        inputs = {
+            name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()
+        } | batch.fixed
         if min(map(len, rows)) < width:
             inputs["attention_mask"] = mask(rows, width, left)
         return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)

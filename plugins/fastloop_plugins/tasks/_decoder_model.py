@@ -57,7 +57,8 @@ class DecoderModel(TextModel):
         return model
 
     def _pad(self, model: Any, multiple: int) -> None:
-        """Add rows of zeros to embedding and head. Their logits are cut off, so they have no gradient and stay zeros."""
+        """Add rows of zeros to embedding and head. Their logits are cut off, so they have no gradient and stay
+        zeros."""
         import torch
 
         from fastloop.runtime.random_states import preserve_random_states
@@ -75,9 +76,14 @@ class DecoderModel(TextModel):
             sizes = [len(module.weight) for module in resized]
         except Exception as error:  # models raise errors of any type
             cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            raise RecipeError(f"{where} cannot be resized: {type(error).__name__}: {cause}. Leave pad_vocab_to out.") from None
+            raise RecipeError(
+                f"{where} cannot be resized: {type(error).__name__}: {cause}. Leave pad_vocab_to out."
+            ) from None
         if sizes != [rows, rows]:
-            raise RecipeError(f"{where} has {sizes} rows of embedding and head, expected {rows} after resizing. Leave pad_vocab_to out.")
+            raise RecipeError(
+                f"{where} has {sizes} rows of embedding and head, expected {rows} after resizing. Leave "
+                "pad_vocab_to out."
+            )
         with torch.no_grad():
             for parameter in {id(one): one for module in resized for one in module.parameters()}.values():
                 parameter[tokens:] = 0

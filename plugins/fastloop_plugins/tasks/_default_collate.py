@@ -17,7 +17,8 @@ IGNORED = -100
 
 
 class DefaultCollator:
-    """Stacks samples. Lists of token ids become tensors, and a tokenizer pads those of different lengths, and their ``labels``.
+    """Stacks samples. Lists of token ids become tensors, and a tokenizer pads those of different lengths, and their
+    ``labels``.
 
     Args:
         tokenizer: A tokenizer of transformers; None: samples must have equal shapes.
@@ -46,8 +47,13 @@ class DefaultCollator:
         from transformers.data.data_collator import pad_without_fast_tokenizer_warning
 
         if self.tokenizer.pad_token is None:
-            raise DataError("processing_class: the tokenizer has no padding token. Set one: tokenizer.pad_token = tokenizer.eos_token.")
-        own = [name for name in rows[0] if name in {"input_ids", "special_tokens_mask", *self.tokenizer.model_input_names}]
+            raise DataError(
+                "processing_class: the tokenizer has no padding token. Set one: tokenizer.pad_token = "
+                "tokenizer.eos_token."
+            )
+        own = [
+            name for name in rows[0] if name in {"input_ids", "special_tokens_mask", *self.tokenizer.model_input_names}
+        ]
         inputs = [{name: row[name].tolist() for name in own} for row in rows]
         padded: Any = pad_without_fast_tokenizer_warning(  # type: ignore[no-untyped-call]
             self.tokenizer, inputs, pad_to_multiple_of=self.multiple, return_tensors="pt"
@@ -65,11 +71,14 @@ class DefaultCollator:
 
 
 def _as_tensors(sample: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A sample whose lists of numbers are tensors, if its token ids are a list. ``default_collate`` would transpose lists."""
+    """A sample whose lists of numbers are tensors, if its token ids are a list. ``default_collate`` would transpose
+    lists."""
     if not isinstance(sample.get("input_ids"), list):
         return sample
     return {
-        name: torch.tensor(value) if isinstance(value, list) and all(isinstance(number, int | float) for number in value) else value
+        name: torch.tensor(value)
+        if isinstance(value, list) and all(isinstance(number, int | float) for number in value)
+        else value
         for name, value in sample.items()
     }
 

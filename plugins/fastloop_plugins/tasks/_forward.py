@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | None) -> Output:
     """Compute the loss of a batch in one of two common forms.
 
-    * a mapping: ``model(**batch)`` returns an object or mapping with ``loss`` (and ``logits``), like Hugging Face models;
+    * a mapping: ``model(**batch)`` returns an object or mapping with ``loss`` (and ``logits``), like Hugging Face
+      models;
     * ``(inputs, targets)``: ``loss(model(inputs), targets)``.
 
     Raises:
@@ -24,11 +25,14 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
     """
     if isinstance(batch, Mapping):
         result = _call(model, batch)
-        read: Callable[[str], Any] = result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
+        read: Callable[[str], Any] = (
+            result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
+        )
         batch_loss = read("loss")
         if batch_loss is None:
             raise UsageError(
-                f"the model returned no loss for a batch with the keys {', '.join(map(str, batch))}.{_label_hint(batch)} "
+                "the model returned no loss for a batch with the keys "
+                f"{', '.join(map(str, batch))}.{_label_hint(batch)} "
                 "Put the labels into the batch, or return an object with .loss."
             )
         return Output(batch_loss, read("logits"), batch.get("labels"))
@@ -45,8 +49,9 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
 def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     """The outputs of a batch, which needs no labels: name -> a tensor on the CPU for each sample.
 
-    A mapping calls ``model(**batch)``; a tuple or list calls the model with its first element, and anything else with the batch itself.
-    A tensor is named ``output``. From an object or mapping, all tensors with a value for each sample are returned, without the loss.
+    A mapping calls ``model(**batch)``; a tuple or list calls the model with its first element, and anything else with
+    the batch itself. A tensor is named ``output``. From an object or mapping, all tensors with a value for each sample
+    are returned, without the loss.
 
     Raises:
         UsageError: The model returned no such tensor.
@@ -57,7 +62,13 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     inputs = batch[0] if isinstance(batch, Sequence) and batch else batch
     result = _call(model, batch) if isinstance(batch, Mapping) else model(inputs)
     size = find_batch_size(batch)
-    fields = {"output": result} if isinstance(result, torch.Tensor) else dict(result) if isinstance(result, Mapping) else vars(result)
+    fields = (
+        {"output": result}
+        if isinstance(result, torch.Tensor)
+        else dict(result)
+        if isinstance(result, Mapping)
+        else vars(result)
+    )
     found = {
         str(name): [row.clone() for row in value.cpu()]
         for name, value in fields.items()
@@ -65,7 +76,8 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     }
     if not found:
         raise UsageError(
-            f"the model returned a {type(result).__name__} without a tensor that has a value for each of the {size} samples of a batch. "
+            f"the model returned a {type(result).__name__} without a tensor that has a value for each of the {size} "
+            "samples of a batch. "
             "Return a tensor, or an object or mapping with tensors such as logits."
         )
     return found
@@ -89,7 +101,10 @@ def _label_hint(batch: Mapping[str, Any]) -> str:
     similar = [name for name in ("label", "label_ids", "target", "targets") if name in batch]
     if "labels" in batch or not similar:
         return ""
-    return f" Hugging Face models compute a loss from 'labels': rename {similar[0]!r} to 'labels' in the dataset or the collator."
+    return (
+        f" Hugging Face models compute a loss from 'labels': rename {similar[0]!r} to 'labels' in the dataset or "
+        "the collator."
+    )
 
 
 def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeError) -> None:
@@ -106,4 +121,6 @@ def _check_arguments(model: nn.Module, batch: Mapping[str, Any], error: TypeErro
     except TypeError:
         unknown = [name for name in batch if name not in signature.parameters]
         hint = _label_hint(batch) or (did_you_mean(unknown[0], signature.parameters) if unknown else "")
-        raise UsageError(f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.{hint}") from error
+        raise UsageError(
+            f"the model's forward does not take a batch with the keys {', '.join(map(str, batch))}: {error}.{hint}"
+        ) from error

@@ -17,11 +17,14 @@ def draw(total: int, count: int) -> list[int]:
     return sorted(random.Random(DRAW).sample(range(total), count))
 
 
-def hold_out(total: int, fraction: float, classes: Sequence[Hashable] | None, where: str) -> tuple[list[int], list[int]]:
+def hold_out(
+    total: int, fraction: float, classes: Sequence[Hashable] | None, where: str
+) -> tuple[list[int], list[int]]:
     """Draw rows for validation. Returns the ids of the rows of train and of validation, both sorted.
 
-    Each class has the same share in both, as far as its rows allow: a class with two rows or more has one in validation at least, and a
-    class with one row stays in train. The result does not depend on the numbers of the classes: an evaluation may number them otherwise.
+    Each class has the same share in both, as far as its rows allow: a class with two rows or more has one in validation
+    at least, and a class with one row stays in train. The result does not depend on the numbers of the classes: an
+    evaluation may number them otherwise.
 
     Args:
         total: Number of rows.
@@ -45,7 +48,8 @@ def hold_out(total: int, fraction: float, classes: Sequence[Hashable] | None, wh
     if not held:
         rows = f"{total} rows with a class each" if total > 1 else f"{total} row"
         raise RecipeError(
-            f"{where}.validation_fraction: {rows} cannot be split into train and validation. Give a validation split, or "
+            f"{where}.validation_fraction: {rows} cannot be split into train and validation. Give a validation "
+            "split, or "
             "data.validation_fraction=0."
         )
     return [index for index in range(total) if index not in held], sorted(held)
@@ -55,7 +59,8 @@ def _share(counts: Counter[Hashable], fraction: float, count: int) -> dict[Hasha
     """The rows of each class to hold out: about ``count`` in total, by largest remainders."""
     shares = {name: min(max(int(size * fraction), 1), size - 1) for name, size in counts.items()}
     missing = count - sum(shares.values())
-    for name in sorted(counts, key=lambda name: shares[name] - counts[name] * fraction):  # stable: ties by the first row of a class
+    # stable: ties by the first row of a class
+    for name in sorted(counts, key=lambda name: shares[name] - counts[name] * fraction):
         if missing > 0 and 0 < shares[name] < counts[name] - 1:
             shares[name] += 1
             missing -= 1

@@ -45,7 +45,8 @@ def explain(where: str, name: str, folder: Path, error: BaseException, instead: 
     from huggingface_hub import constants
 
     return (
-        f"{where}: {name!r} is not a local folder, and is not in the hub's local cache; the hub ({constants.ENDPOINT}) cannot be reached "
+        f"{where}: {name!r} is not a local folder, and is not in the hub's local cache; the hub ({constants.ENDPOINT}) "
+        "cannot be reached "
         f"from here, or HF_HUB_OFFLINE is set. Use a local copy: {instead}. Or set HF_HOME to a cache that has it, "
         "or HF_ENDPOINT to a mirror that can be reached."
     )
@@ -53,7 +54,8 @@ def explain(where: str, name: str, folder: Path, error: BaseException, instead: 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers and datasets inside this context, except for errors. Progress bars of the hub's downloads stay."""
+    """Silence transformers and datasets inside this context, except for errors. Progress bars of the hub's downloads
+    stay."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, enable_progress_bars
     from transformers.utils import logging as transformers_logging
 

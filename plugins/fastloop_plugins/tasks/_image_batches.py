@@ -34,7 +34,8 @@ TRIED, TRIED_BYTES = 4096, 2**26
 
 
 def check_images(splits: Iterable[ImageFiles], resized: int = 1) -> None:
-    """Decode images, so that a damaged one does not end a run that has trained for hours: all, or evenly spaced ones of many.
+    """Decode images, so that a damaged one does not end a run that has trained for hours: all, or evenly spaced ones of
+    many.
 
     Args:
         resized: Pixels of the shorter side in evaluation.
@@ -58,7 +59,9 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1) -> None:
     with ThreadPoolExecutor(4) as pool:  # decoders release the GIL
         problems = [found for found in pool.map(problem, tried) if found is not None]
     if problems:
-        more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read." * (len(problems) > 1)
+        more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read." * (
+            len(problems) > 1
+        )
         raise RecipeError(f"{problems[0]}{more}")
 
 
@@ -67,13 +70,15 @@ class TooLarge(ValueError):
 
 
 def check_size(size: tuple[int, int], max_pixels: int, resized: int) -> None:
-    """Raise ``TooLarge`` for an image with more pixels than ``data.max_pixels``, or with more when its shorter side is ``resized``."""
+    """Raise ``TooLarge`` for an image with more pixels than ``data.max_pixels``, or with more when its shorter side is
+    ``resized``."""
     width, height = size
     longer = resized * max(size) // max(min(size), 1)
     for pixels, what in ((width * height, ""), (resized * longer, f", and resized {resized} x {longer}")):
         if pixels > max_pixels:
             raise TooLarge(
-                f"has {width} x {height} pixels{what}, expected at most {max_pixels} in all (data.max_pixels). Cut or shrink the image, "
+                f"has {width} x {height} pixels{what}, expected at most {max_pixels} in all (data.max_pixels). Cut or "
+                "shrink the image, "
                 "remove it, or set the option higher."
             )
 
@@ -108,24 +113,31 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small
     except TooLarge as error:
         raise ValueError(f"{path}: {error}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{path}: {str(error).partition(',')[0]}. See data.max_pixels, which is {max_pixels}.") from None
+        raise ValueError(
+            f"{path}: {str(error).partition(',')[0]}. See data.max_pixels, which is {max_pixels}."
+        ) from None
     except Exception as error:  # decoders raise errors of any type
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ValueError(
-            f"{path}: cannot be read as an image: {reason}. Replace or remove the file, or add the plugin skip-unreadable."
+            f"{path}: cannot be read as an image: {reason}. Replace or remove the file, or add the plugin "
+            "skip-unreadable."
         ) from None
 
 
 class Transform:
-    """Makes inputs of the model, (3, size, size) float32, from images: as in evaluation, or with ``augment``, as in training.
+    """Makes inputs of the model, (3, size, size) float32, from images: as in evaluation, or with ``augment``, as in
+    training.
 
-    The resized and normalized images equal those of torchvision's transforms of PIL images, and of transformers' image processors.
+    The resized and normalized images equal those of torchvision's transforms of PIL images, and of transformers' image
+    processors.
     """
 
     def __init__(self, form: InputFormat, augment: Augment | None = None) -> None:
         self.form, self.augment = form, augment
         self.resample = Image.Resampling[form.interpolation.upper()]
-        self.mean, self.std = (torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (form.mean, form.std))
+        self.mean, self.std = (
+            torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (form.mean, form.std)
+        )
 
     def __call__(self, image: Image.Image, random: Generator) -> Tensor:
         size, augment = self.form.image_size, self.augment
@@ -172,8 +184,9 @@ class Transform:
 class ImageDataset(Dataset[tuple[Any, ...]]):
     """Samples ``(image, class)`` of a split, decoded when they are read.
 
-    The random changes of an image are a function of seed, epoch and index. They depend neither on the worker or the process that reads the
-    image, nor on the images read before. They use no global generator, so training's random numbers do not depend on them.
+    The random changes of an image are a function of seed, epoch and index. They depend neither on the worker or the
+    process that reads the image, nor on the images read before. They use no global generator, so training's random
+    numbers do not depend on them.
 
     Args:
         named: Whether samples are ``(image, class, path)``.
@@ -192,7 +205,9 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         name, label = self.files.names[index], self.files.labels[index]
         random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
-        image = self.transform(read_image(self.files.root / name, self.files.max_pixels, self.transform.form.resized), random)
+        image = self.transform(
+            read_image(self.files.root / name, self.files.max_pixels, self.transform.form.resized), random
+        )
         return (image, label, name) if self.named else (image, label)
 
     def fingerprint(self) -> str:
@@ -201,7 +216,8 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
 
 
 class Collator:
-    """Stacks samples to ``(images, classes)``: (N, 3, size, size) float32 and (N,) int64; with paths, also a list of them."""
+    """Stacks samples to ``(images, classes)``: (N, 3, size, size) float32 and (N,) int64; with paths, also a list of
+    them."""
 
     def __init__(self, loss: ClassLoss) -> None:
         self.loss = loss

@@ -1,4 +1,4 @@
-"""The ``data`` section of ``image-classification``: a folder of images for each class, and how images become inputs of a model."""
+"""The ``data`` section of ``image-classification``: a folder of images per class, and their way into a model."""
 
 from __future__ import annotations
 
@@ -33,33 +33,52 @@ class Data:
     """The ``data`` section."""
 
     images: Annotated[
-        str | None, option("Folder with train, validation and test, each with a folder of images for each class; or only with the latter.")
+        str | None,
+        option(
+            "Folder with train, validation and test, each with a folder of images for each class; or only with "
+            "the latter."
+        ),
     ] = None
-    module: Annotated[str | None, option("Instead of images: a function that returns the folder: package.module:name or file.py:name.")] = (
-        None
-    )
+    module: Annotated[
+        str | None,
+        option("Instead of images: a function that returns the folder: package.module:name or file.py:name."),
+    ] = None
     arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
-    splits: Annotated[dict[str, Any] | None, option("Names of the splits' folders, such as {validation: val}; null: leave out.")] = None
-    validation_fraction: Annotated[float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)] = 0.1
-    limit: Annotated[dict[str, Any] | None, option("Split -> how many images to keep, drawn at random, always the same.")] = None
-    image_size: Annotated[int | None, option("Height and width of the model's input in pixels; null: as pretrained, else 224.", ge=1)] = (
-        None
-    )
+    splits: Annotated[
+        dict[str, Any] | None, option("Names of the splits' folders, such as {validation: val}; null: leave out.")
+    ] = None
+    validation_fraction: Annotated[
+        float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)
+    ] = 0.1
+    limit: Annotated[
+        dict[str, Any] | None, option("Split -> how many images to keep, drawn at random, always the same.")
+    ] = None
+    image_size: Annotated[
+        int | None, option("Height and width of the model's input in pixels; null: as pretrained, else 224.", ge=1)
+    ] = None
     crop_fraction: Annotated[
         float | None,
-        option("In evaluation, the share of the shorter side that is kept at the center; null: as pretrained, else 0.875.", gt=0, le=1),
+        option(
+            "In evaluation, the share of the shorter side that is kept at the center; null: as pretrained, else 0.875.",
+            gt=0,
+            le=1,
+        ),
     ] = None
     interpolation: Annotated[
         Literal["bilinear", "bicubic"] | None, option("How images are resized; null: as pretrained, else bilinear.")
     ] = None
-    mean: Annotated[list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")] = None
-    std: Annotated[list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")] = None
-    max_pixels: Annotated[int, option("Pixels of an image at most, as it is and resized: a small file may claim any size.", ge=1)] = (
-        MAX_PIXELS
-    )
-    augment: Annotated[dict[str, Any] | None, option("Random changes of training images: {crop: true, scale: [0.08, 1], flip: 0.5}.")] = (
-        None
-    )
+    mean: Annotated[
+        list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")
+    ] = None
+    std: Annotated[
+        list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")
+    ] = None
+    max_pixels: Annotated[
+        int, option("Pixels of an image at most, as it is and resized: a small file may claim any size.", ge=1)
+    ] = MAX_PIXELS
+    augment: Annotated[
+        dict[str, Any] | None, option("Random changes of training images: {crop: true, scale: [0.08, 1], flip: 0.5}.")
+    ] = None
 
 
 @dataclass(kw_only=True)
@@ -97,7 +116,9 @@ class Augment:
         for key in ("scale", "ratio"):
             bounds = getattr(self, key)
             if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
-                raise ValueError(f"{key}: found {list(bounds)}, expected the smallest and the largest value, such as [0.5, 1].")
+                raise ValueError(
+                    f"{key}: found {list(bounds)}, expected the smallest and the largest value, such as [0.5, 1]."
+                )
 
 
 @dataclass
@@ -149,28 +170,38 @@ class ImageData:
         for key in ("mean", "std"):
             values = getattr(self.options, key)
             if values is not None and (len(values) != 3 or (key == "std" and min(values) <= 0)):
-                raise RecipeError(f"{self.where}.{key}: found {values}, expected three numbers{' above 0' * (key == 'std')}.")
+                raise RecipeError(
+                    f"{self.where}.{key}: found {values}, expected three numbers{' above 0' * (key == 'std')}."
+                )
         if self.inference is not None and self.inference.source is not None:
             return  # the images come from there
         if (self.options.images is None) == (self.options.module is None):
             found = "neither" if self.options.images is None else "both"
-            raise RecipeError(f"{self.where}: found {found}, expected one of: images (a folder), module (a function that returns one).")
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: images (a folder), module (a function that "
+                "returns one)."
+            )
         if self.options.arguments is not None and self.options.module is None:
             raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
         if self.options.module is not None:
             check_reference(self.options.module, recipe, "data.module")
         elif not recipe.find(str(self.options.images)).is_dir():
-            problem = "a file, expected a folder" if recipe.find(str(self.options.images)).is_file() else "no such folder"
-            raise RecipeError(f"{self.where}.images: {self.options.images}: {problem}. Expected FOLDER/train/CLASS/IMAGE.")
+            problem = (
+                "a file, expected a folder" if recipe.find(str(self.options.images)).is_file() else "no such folder"
+            )
+            raise RecipeError(
+                f"{self.where}.images: {self.options.images}: {problem}. Expected FOLDER/train/CLASS/IMAGE."
+            )
 
     def input_format(self, pretrained: Mapping[str, Any]) -> InputFormat:
         """The recipe's input format. Keys that it leaves out are those of the pretrained model, else the defaults."""
         return InputFormat().updated(pretrained).updated(vars(self.options))
 
-    # -- listing images --------------------------------------------------------------------------------------------------
+    # -- listing images ------------------------------------------------------------------------------------------------
 
     def load(self) -> dict[str, ImageFiles]:
-        """List the images of ``train``, and of ``validation`` and ``test`` if they exist; in inference, of the evaluated split.
+        """List the images of ``train``, and of ``validation`` and ``test`` if they exist; in inference, of the
+        evaluated split.
 
         Raises:
             RecipeError: A split or class is missing, unknown or empty.
@@ -186,7 +217,10 @@ class ImageData:
         if self.inference is None:
             self.classes = sorted(found["train"])
             if len(self.classes) < 2:
-                raise RecipeError(f"{folders['train']}: found one class, {self.classes[0]!r}. Expected a folder for each of two or more.")
+                raise RecipeError(
+                    f"{folders['train']}: found one class, {self.classes[0]!r}. Expected a folder for each of two "
+                    "or more."
+                )
         files = {split: self._files(folders[split], classes) for split, classes in found.items()}
         suffix = ""
         if "train" in files and fraction:
@@ -208,13 +242,20 @@ class ImageData:
             return self.recipe.find(str(self.options.images))
         from fastloop_plugins._references import import_object
 
-        function, arguments = import_object(self.options.module, self.recipe, "data.module"), self.options.arguments or {}
+        function, arguments = (
+            import_object(self.options.module, self.recipe, "data.module"),
+            self.options.arguments or {},
+        )
         try:
             result = function(**arguments)
         except (TypeError, ImportError) as error:
-            raise RecipeError(f"{self.where}.module: {self.options.module} was called with {arguments}: {error}.") from error
+            raise RecipeError(
+                f"{self.where}.module: {self.options.module} was called with {arguments}: {error}."
+            ) from error
         if not isinstance(result, str | Path) or not Path(result).is_dir():
-            raise RecipeError(f"{self.where}.module: {self.options.module} returned {result!r:.80}, expected an existing folder.")
+            raise RecipeError(
+                f"{self.where}.module: {self.options.module} returned {result!r:.80}, expected an existing folder."
+            )
         return Path(result)
 
     def _folders(self, root: Path, check: bool) -> dict[str, Path]:
@@ -230,15 +271,20 @@ class ImageData:
         needed = {"train"} if self.inference is None else set()
         for split in self.options.splits or {}:
             if split in names and split not in found and (self.inference is None or split == self.inference.split):
-                raise RecipeError(f"{self.where}.splits.{split}: {root}: there is no folder {names[split]!r}. There are: {listed}.")
+                raise RecipeError(
+                    f"{self.where}.splits.{split}: {root}: there is no folder {names[split]!r}. There are: {listed}."
+                )
         if not found:
             return {"train": root}
         if needed - set(found):
-            raise RecipeError(f"{root}: there is no folder {names['train']!r} to train on. There are: {listed}. See data.splits.")
+            raise RecipeError(
+                f"{root}: there is no folder {names['train']!r} to train on. There are: {listed}. See data.splits."
+            )
         for name in there if check else ():
             if name not in {*names.values(), *SPLITS}:
                 raise RecipeError(
-                    f"{root}: unknown split {name!r}.{did_you_mean(name, names.values())} If it is a split, name it, such as "
+                    f"{root}: unknown split {name!r}.{did_you_mean(name, names.values())} If it is a split, name it, "
+                    "such as "
                     f"data.splits.validation={name}. Otherwise move it elsewhere."
                 )
         return found
@@ -247,8 +293,14 @@ class ImageData:
         """Class -> its images, relative to the folder of the split."""
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.suffix.lower() in SUFFIXES:
-                raise RecipeError(f"{path}: an image outside of the folders of classes. Expected {folder.name}/CLASS/{path.name}.")
-        found = {path.name: list(self._walk(path, folder)) for path in sorted(folder.iterdir()) if path.is_dir() and path.name[0] != "."}
+                raise RecipeError(
+                    f"{path}: an image outside of the folders of classes. Expected {folder.name}/CLASS/{path.name}."
+                )
+        found = {
+            path.name: list(self._walk(path, folder))
+            for path in sorted(folder.iterdir())
+            if path.is_dir() and path.name[0] != "."
+        }
         if not found:
             raise RecipeError(f"{folder}: holds no folder of a class. Expected {folder.name}/CLASS/IMAGE.")
         for name, images in found.items():
@@ -275,10 +327,12 @@ class ImageData:
         ids = {name: index for index, name in enumerate(self.classes)}
         for name in found:
             if name not in ids:
-                source = "the model" if self.inference is not None else "train"
+                known = self.inference is not None
+                source = "the model" if known else "train"
+                remedy = "Rename or remove the folder" if known else "Add images of it to train, or remove the folder"
                 raise RecipeError(
                     f"{folder / name}: the class {name!r} is not in {source}, which has: {', '.join(self.classes)}. "
-                    f"{'Rename or remove the folder' if self.inference is not None else 'Add images of it to train, or remove the folder'}."
+                    f"{remedy}."
                 )
         rows = [(path, ids[name]) for name, images in found.items() for path in images]
         return ImageFiles(folder, [path for path, _ in rows], [label for _, label in rows], self.options.max_pixels)
@@ -291,12 +345,18 @@ class ImageData:
     def _log_ignored(self) -> None:
         if self.ignored:
             found = _count_suffixes(self.ignored)
-            logger.info("data: %d files that are no images are ignored (%s), such as %s", len(self.ignored), found, min(self.ignored))
+            logger.info(
+                "data: %d files that are no images are ignored (%s), such as %s",
+                len(self.ignored),
+                found,
+                min(self.ignored),
+            )
 
-    # -- images to predict -----------------------------------------------------------------------------------------------
+    # -- images to predict ---------------------------------------------------------------------------------------------
 
     def to_predict(self, source: Path | Iterable[str], start: int, size: int) -> Iterator[ImageFiles]:
-        """The images of a folder in sorted order, one image, or images by path: ``size`` at a time, from image ``start``.
+        """The images of a folder in sorted order, one image, or images by path: ``size`` at a time, from image
+        ``start``.
 
         Raises:
             RecipeError: A path does not exist, or a folder holds no image.
@@ -314,7 +374,10 @@ class ImageData:
             empty = False
             yield ImageFiles(root, chunk, [0] * len(chunk), self.options.max_pixels)
         if empty:
-            raise RecipeError(f"{source if isinstance(source, Path) else 'predict'}: found no image ({' '.join(SUFFIXES)}) to predict.")
+            raise RecipeError(
+                f"{source if isinstance(source, Path) else 'predict'}: found no image ({' '.join(SUFFIXES)}) to "
+                "predict."
+            )
 
     def _existing(self, names: Iterable[str]) -> Iterator[str]:
         for name in names:
@@ -327,4 +390,6 @@ class ImageData:
 def _count_suffixes(paths: Iterable[Path]) -> str:
     """The most frequent suffixes of files and their numbers: ``.heic 10, .txt 2``."""
     counts = Counter("hidden" if path.name[0] == "." else path.suffix.lower() or "no suffix" for path in paths)
-    return ", ".join(f"{suffix} {count}" for suffix, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5])
+    return ", ".join(
+        f"{suffix} {count}" for suffix, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
+    )

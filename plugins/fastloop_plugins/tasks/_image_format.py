@@ -19,8 +19,8 @@ INTERPOLATIONS = ("bilinear", "bicubic")
 class InputFormat:
     """How an image becomes the input of a model, (3, ``image_size``, ``image_size``) float32.
 
-    In evaluation: resize the shorter side to ``image_size / crop_fraction`` pixels, crop the center, divide by 255, subtract ``mean``, and
-    divide by ``std``.
+    In evaluation: resize the shorter side to ``image_size / crop_fraction`` pixels, crop the center, divide by 255,
+    subtract ``mean``, and divide by ``std``.
     """
 
     image_size: int = 224
@@ -66,7 +66,8 @@ def processor(form: InputFormat) -> dict[str, Any]:
 
 
 def processor_format(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``InputFormat`` in the settings of an image processor. An image that it resizes without a crop is kept whole."""
+    """The fields of ``InputFormat`` in the settings of an image processor. An image that it resizes without a crop is
+    kept whole."""
     from PIL.Image import Resampling
 
     size, crop = found.get("size"), found.get("crop_size")

@@ -40,12 +40,16 @@ class LibraryModel:
         self.library, _, self.short = name.partition("/")
         known = self._known()
         if self.short not in known:
-            raise RecipeError(f"{self.where}.name: {self.library} has no model {self.short!r}.{did_you_mean(self.short, known)}")
+            raise RecipeError(
+                f"{self.where}.name: {self.library} has no model {self.short!r}.{did_you_mean(self.short, known)}"
+            )
 
     def _known(self) -> list[str]:
         """The models of the library. timm's names may have a tag: ``resnet18.a1_in1k``."""
         if find_spec(self.library) is None:
-            raise RecipeError(f"{self.where}.name: {self.library} is not installed. Install it: pip install {self.library}")
+            raise RecipeError(
+                f"{self.where}.name: {self.library} is not installed. Install it: pip install {self.library}"
+            )
         try:
             if self.library == "torchvision":
                 from torchvision import models
@@ -79,7 +83,11 @@ class LibraryModel:
 
         found: Any = timm.get_pretrained_cfg(self.short)
         cfg = found.to_dict()
-        changes = {"image_size": cfg["input_size"][-1], "crop_fraction": cfg["crop_pct"], "interpolation": supported(cfg["interpolation"])}
+        changes = {
+            "image_size": cfg["input_size"][-1],
+            "crop_fraction": cfg["crop_pct"],
+            "interpolation": supported(cfg["interpolation"]),
+        }
         return changes | {"mean": cfg["mean"], "std": cfg["std"]}
 
     def _default_weights(self) -> Any:
@@ -111,7 +119,8 @@ class LibraryModel:
         return model
 
     def _load_matching(self, model: nn.Module, state: Mapping[str, Any]) -> None:
-        """Load the tensors of equal shape, and log the others: usually the head, which has another number of classes."""
+        """Load the tensors of equal shape, and log the others: usually the head, which has another number of
+        classes."""
         own = model.state_dict()
         matched = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
         model.load_state_dict(matched, strict=False)
@@ -132,7 +141,10 @@ class LibraryModel:
             if model.pretrained_cfg["num_classes"] != classes:
                 head = model.pretrained_cfg["classifier"]
                 names = [head] if isinstance(head, str) else head
-                log_new(self.name, sorted(key for key in model.state_dict() if key.startswith(tuple(f"{name}." for name in names))))
+                log_new(
+                    self.name,
+                    sorted(key for key in model.state_dict() if key.startswith(tuple(f"{name}." for name in names))),
+                )
         return model
 
     @contextmanager
@@ -146,7 +158,8 @@ class LibraryModel:
     def _no_weights(self, source: str, error: BaseException) -> RecipeError:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         return RecipeError(
-            f"{self.where}.pretrained: the weights of {self.name} cannot be loaded from {source}: {reason}. Use a local copy: "
+            f"{self.where}.pretrained: the weights of {self.name} cannot be loaded from {source}: {reason}. Use a "
+            "local copy: "
             "model.pretrained=false model.weights=FILE. Or train from scratch: model.pretrained=false."
         )
 
@@ -154,4 +167,6 @@ class LibraryModel:
 def log_new(model: str, names: list[str]) -> None:
     """Log the names of the weights that a pretrained model does not have."""
     if names:
-        logger.info("not in %s, so initialized at random: %s%s", model, ", ".join(names[:4]), ", ..." * (len(names) > 4))
+        logger.info(
+            "not in %s, so initialized at random: %s%s", model, ", ".join(names[:4]), ", ..." * (len(names) > 4)
+        )

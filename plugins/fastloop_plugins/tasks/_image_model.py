@@ -25,17 +25,20 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 FILE = "image_classification.json"
-"""In an exported model: ``classes``, their names in the order of the model's outputs, and ``input``, the fields of ``InputFormat``."""
+"""In an exported model: ``classes``, their names in the order of the model's outputs, and ``input``, the fields of
+``InputFormat``."""
 
 
 @dataclass(kw_only=True)
 class Model:
     """The ``model`` section."""
 
-    name: Annotated[str | None, option("A model of transformers (hub id or local folder), torchvision/NAME or timm/NAME.")] = None
-    config: Annotated[dict[str, Any] | None, option("Instead of name, a transformers model from scratch: model_type and its options.")] = (
-        None
-    )
+    name: Annotated[
+        str | None, option("A model of transformers (hub id or local folder), torchvision/NAME or timm/NAME.")
+    ] = None
+    config: Annotated[
+        dict[str, Any] | None, option("Instead of name, a transformers model from scratch: model_type and its options.")
+    ] = None
     pretrained: Annotated[bool, option("Start from the pretrained weights; false: from random ones.")] = True
     arguments: Annotated[dict[str, Any] | None, option("Further arguments of a model of torchvision or timm.")] = None
     weights: Annotated[str | None, option(HELP)] = None
@@ -58,7 +61,10 @@ class ImageModel:
         self.options = parse(Model, recipe.model, self.where)
         if (self.options.name is None) == (self.options.config is None):
             found = "neither" if self.options.name is None else "both"
-            raise RecipeError(f"{self.where}: found {found}, expected one of: name (a model), config (a transformers model from scratch).")
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: name (a model), config (a transformers model from "
+                "scratch)."
+            )
         self.name = self.options.name or str((self.options.config or {}).get("model_type"))
         self.pretrained = self.options.pretrained and self.options.config is None
         self.library: LibraryModel | None = None
@@ -74,21 +80,28 @@ class ImageModel:
     def _check_transformers(self) -> None:
         name, folder = self.name, self.recipe.find(self.name)
         if self.options.arguments:
-            raise RecipeError(f"{self.where}.arguments: are for torchvision/NAME and timm/NAME. Change config.json of {name} instead.")
+            raise RecipeError(
+                f"{self.where}.arguments: are for torchvision/NAME and timm/NAME. Change config.json of {name} instead."
+            )
         if self.options.config is not None and not isinstance(self.options.config.get("model_type"), str):
-            raise RecipeError(f"{self.where}.config.model_type: missing. Expected an architecture's name, such as resnet.")
+            raise RecipeError(
+                f"{self.where}.config.model_type: missing. Expected an architecture's name, such as resnet."
+            )
         if self.recipe.inference is not None or self.options.config is not None:
             return
         if folder.is_dir():
             if not (folder / "config.json").is_file():
-                raise RecipeError(f"{self.where}.name: {folder} holds no config.json. Expected a folder that save_pretrained wrote.")
+                raise RecipeError(
+                    f"{self.where}.name: {folder} holds no config.json. Expected a folder that save_pretrained wrote."
+                )
         elif folder.exists() or not is_hub_name(name):
             raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
 
-    # -- configuration: before the data -----------------------------------------------------------------------------------
+    # -- configuration: before the data --------------------------------------------------------------------------------
 
     def load_config(self) -> dict[str, Any]:
-        """Fields of ``InputFormat`` that the pretrained model defines. For a transformers model, it also loads the configuration.
+        """Fields of ``InputFormat`` that the pretrained model defines. For a transformers model, it also loads the
+        configuration.
 
         Raises:
             RecipeError: The configuration is missing, or is not that of an image classifier.
@@ -106,8 +119,10 @@ class ImageModel:
                 self.config = AutoConfig.from_pretrained(self._source(), local_files_only=self._local())
         if self.config.model_type not in CLASSIFIERS:
             raise RecipeError(
-                f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no image classifier for "
-                f"{self.config.model_type!r} (AutoModelForImageClassification). Use one that it has, such as vit, resnet or convnext."
+                f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no image "
+                "classifier for "
+                f"{self.config.model_type!r} (AutoModelForImageClassification). Use one that it has, such as vit, "
+                "resnet or convnext."
             )
         if self.options.config is not None:
             return {}
@@ -155,12 +170,19 @@ class ImageModel:
             return [str(name) for name in found["classes"]], dict(found["input"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
-            raise RecipeError(f"{file}: {problem}. Expected a model that fastloop exported for image-classification.") from None
+            raise RecipeError(
+                f"{file}: {problem}. Expected a model that fastloop exported for image-classification."
+            ) from None
 
     def order(self, classes: list[str]) -> LabelOrder:
-        """The classes in sorted order, or in that of a transformers checkpoint with the same names, whose head is kept."""
-        sorted_order = LabelOrder(classes, list(range(len(classes))), keeps_head=self.config is None or not self.pretrained)
-        if sorted_order.keeps_head or not any("ForImageClassification" in name for name in self.config.architectures or ()):
+        """The classes in sorted order, or in that of a transformers checkpoint with the same names, whose head is
+        kept."""
+        sorted_order = LabelOrder(
+            classes, list(range(len(classes))), keeps_head=self.config is None or not self.pretrained
+        )
+        if sorted_order.keeps_head or not any(
+            "ForImageClassification" in name for name in self.config.architectures or ()
+        ):
             return sorted_order
         known: dict[int, Any] = self.config.id2label or {}
         theirs: list[Any] = [known.get(index) for index in range(len(known))]
@@ -168,10 +190,11 @@ class ImageModel:
             return sorted_order
         return LabelOrder(theirs, [theirs.index(name) for name in classes], keeps_head=True)
 
-    # -- the model --------------------------------------------------------------------------------------------------------
+    # -- the model -----------------------------------------------------------------------------------------------------
 
     def build(self, labels: LabelOrder) -> nn.Module:
-        """The model with one output for each class, with random or pretrained weights, or those of ``model.weights``, in float32.
+        """The model with one output for each class, with random or pretrained weights, or those of ``model.weights``,
+        in float32.
 
         Raises:
             RecipeError: The arguments do not fit, or the weights cannot be loaded.
@@ -199,7 +222,11 @@ class ImageModel:
         self.config.problem_type = "single_label_classification"
         with self._explained():
             if not pretrained:
-                if self.options.config is not None and "image_size" not in self.options.config and hasattr(self.config, "image_size"):
+                if (
+                    self.options.config is not None
+                    and "image_size" not in self.options.config
+                    and hasattr(self.config, "image_size")
+                ):
                     self.config.image_size = self.input.image_size
                 return auto.from_config(self.config)
             model, notes = auto.from_pretrained(
@@ -217,7 +244,8 @@ class ImageModel:
         return model
 
     def export(self, run: Run, folder: Path) -> Path:
-        """Write the model, its classes and its input format. For a transformers model, also the image processor of its pipeline."""
+        """Write the model, its classes and its input format. For a transformers model, also the image processor of its
+        pipeline."""
         from fastloop.checkpoint.export import save_model
 
         with quiet():

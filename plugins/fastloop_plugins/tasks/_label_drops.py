@@ -1,4 +1,4 @@
-"""Rows that ``data.label_map`` leaves out: a label that it maps to null marks rows without a label, such as - and -1 in GLUE."""
+"""Rows that ``data.label_map`` leaves out: it maps labels such as - and -1 in GLUE to null: rows without one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def drop_rows(parts: Mapping[str, list[Part]], data: TextData) -> dict[str, list[Part]]:
-    """The parts of each split without the rows that ``data.label_map`` leaves out. Adds their numbers to ``data.messages``.
+    """The parts of each split without the rows that ``data.label_map`` leaves out. Adds their numbers to
+    ``data.messages``.
 
     Raises:
         RecipeError: A label to leave out never occurs, or all rows of a split have one.
@@ -34,17 +35,25 @@ def drop_rows(parts: Mapping[str, list[Part]], data: TextData) -> dict[str, list
             names = [str(plain(label)) if is_label(label) else "" for label in labels]
             counts.update(name for name in names if name in unwanted)
             kept = [row for row, name in enumerate(names) if name not in unwanted]
-            columns = {column: part.column(key, column) for column, key in data.text_columns().items()} | {data.labels[0]: labels}
+            columns = {column: part.column(key, column) for column, key in data.text_columns().items()} | {
+                data.labels[0]: labels
+            }
             those[index] = part.keep(columns, kept)
             rows += len(names)
         if rows and counts.total() == rows:
             raise RecipeError(
                 f"{data.where}.label_map: leaves out all {rows} rows of the {role} split. "
-                + ("Remove these labels from it." if role == "train" else f"To leave out the split: data.splits.{role}=null.")
+                + (
+                    "Remove these labels from it."
+                    if role == "train"
+                    else f"To leave out the split: data.splits.{role}=null."
+                )
             )
         if counts:
             listed = ", ".join(f"{name!r} {count}" for name, count in sorted(counts.items()))
-            line = f"data: {role}: {counts.total()} of {rows} rows are left out by their label (data.label_map): {listed}"
+            line = (
+                f"data: {role}: {counts.total()} of {rows} rows are left out by their label (data.label_map): {listed}"
+            )
             data.messages.append((logging.INFO, line))
         total += counts
     if data.inference is None and (unknown := unwanted - total.keys()):

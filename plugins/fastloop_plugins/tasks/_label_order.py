@@ -33,11 +33,13 @@ class LabelOrder:
     keeps_head: bool
 
 
-def label_order(classes: Sequence[str], config: Any, name: str, head: str = CLASSIFIER, key: str = "data.label") -> LabelOrder:
+def label_order(
+    classes: Sequence[str], config: Any, name: str, head: str = CLASSIFIER, key: str = "data.label"
+) -> LabelOrder:
     """Compare the data's classes with a checkpoint's.
 
-    Names that match, exactly or except for case and outer spaces, get the checkpoint's ids. Numbers 0 to n-1 in the data are the ids of the
-    checkpoint's n classes. Otherwise the data's numbering is kept, with a new head.
+    Names that match, exactly or except for case and outer spaces, get the checkpoint's ids. Numbers 0 to n-1 in the
+    data are the ids of the checkpoint's n classes. Otherwise the data's numbering is kept, with a new head.
 
     Args:
         classes: The data's class names in the order of its ids; numbers as text if it has no names.
@@ -59,7 +61,9 @@ def label_order(classes: Sequence[str], config: Any, name: str, head: str = CLAS
             names = [classes[ids.index(index)] for index in as_given]
             if fold is _folded or ids != as_given:
                 loosely = " except for case and spaces" if fold is _folded else ""
-                logger.info("%s: the names match those of %s%s, and get its ids: %s", key, name, loosely, _listed(names))
+                logger.info(
+                    "%s: the names match those of %s%s, and get its ids: %s", key, name, loosely, _listed(names)
+                )
             return LabelOrder(names, ids, keeps_head=True)
     if numbers and len(theirs) == len(classes):
         if unnamed and not config.architectures:
@@ -86,7 +90,8 @@ def _listed(names: Sequence[Any]) -> str:
 def name_classes(config: Any, names: Sequence[str]) -> dict[int, str]:
     """Set the classes of a transformers configuration. Returns its ``id2label`` from before."""
     theirs = dict(config.id2label or {})
-    config.num_labels = len(names)  # most configurations derive it from id2label, and PVT's has it as an option of its own
+    # most configurations derive it from id2label, and PVT's has it as an option of its own
+    config.num_labels = len(names)
     config.id2label = dict(enumerate(names))
     config.label2id = {name: index for index, name in enumerate(names)}
     return theirs
@@ -95,7 +100,8 @@ def name_classes(config: Any, names: Sequence[str]) -> dict[int, str]:
 def start_head_fresh(
     model: Any, missing: set[str], theirs: Mapping[int, str], order: LabelOrder, where: str, head: str = CLASSIFIER
 ) -> None:
-    """Reinitialize all weights outside the base model if the checkpoint had a head. Draws from torch's global random generator.
+    """Reinitialize all weights outside the base model if the checkpoint had a head. Draws from torch's global random
+    generator.
 
     Args:
         model: A transformers model, as returned by ``from_pretrained``.
@@ -116,7 +122,9 @@ def start_head_fresh(
             "Rename the labels in the data, or use another model."
         )
     modules = [child for child in model.children() if child is not base]
-    loaded = {name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")} - missing
+    loaded = {
+        name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")
+    } - missing
     if not loaded:
         return
     for child in modules:

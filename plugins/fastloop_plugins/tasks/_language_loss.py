@@ -36,7 +36,9 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
             return output
         fields = dict(output) | {"logits": output.logits[..., :vocabulary]}
         if targets is not None:
-            fields["loss"] = cross_entropy(fields["logits"].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED)
+            fields["loss"] = cross_entropy(
+                fields["logits"].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED
+            )
             if torch.is_grad_enabled():
                 del fields["logits"]  # accelerate would convert them to float32
         return type(output)(**fields)

@@ -20,11 +20,11 @@ IGNORED = -100
 
 
 class MaskedSequences(Sequences):
-    """Rows of which some tokens have a loss. A sample has ``input_ids`` and ``targets``, both (tokens,) int32; a target is the next token,
-    or -100 where that has no loss.
+    """Rows of which some tokens have a loss. A sample has ``input_ids`` and ``targets``, both (tokens,) int32; a target
+    is the next token, or -100 where that has no loss.
 
-    Rows are cut at ``max_length`` and after their last token with a loss: no loss depends on later tokens. Rows in which no token has a
-    loss are dropped.
+    Rows are cut at ``max_length`` and after their last token with a loss: no loss depends on later tokens. Rows in
+    which no token has a loss are dropped.
 
     Args:
         ids: Signed ids of all rows, end to end: ``id``, or ``~id`` for a token without a loss.
@@ -53,7 +53,9 @@ class MaskedSequences(Sequences):
         return {"input_ids": np.where(row < 0, ~row, row), "targets": targets}
 
 
-def masked_sequences(where: str, split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_length: int) -> MaskedSequences:
+def masked_sequences(
+    where: str, split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_length: int
+) -> MaskedSequences:
     """``MaskedSequences``. Logs how many rows are cut and dropped.
 
     Raises:
@@ -61,11 +63,18 @@ def masked_sequences(where: str, split: str, ids: NDArray[np.int32], lengths: ND
     """
     found = MaskedSequences(ids, lengths, max_length)
     if not len(found):
-        raise RecipeError(f"{where}: no row of the {split} split has a token with a loss among its first {max_length} (data.max_length).")
+        raise RecipeError(
+            f"{where}: no row of the {split} split has a token with a loss among its first {max_length} "
+            "(data.max_length)."
+        )
     if found.cut:
-        logger.warning("data: %s: %d of %d rows are cut at %d tokens (data.max_length)", split, found.cut, len(lengths), max_length)
+        logger.warning(
+            "data: %s: %d of %d rows are cut at %d tokens (data.max_length)", split, found.cut, len(lengths), max_length
+        )
     if found.dropped:
-        logger.warning("data: %s: %d of %d rows have no token with a loss, and are dropped", split, found.dropped, len(lengths))
+        logger.warning(
+            "data: %s: %d of %d rows have no token with a loss, and are dropped", split, found.dropped, len(lengths)
+        )
     return found
 
 
@@ -73,7 +82,8 @@ class Collator:
     """Pads a list of samples. ``targets`` are the tokens shifted by one: shifting here avoids a copy of the logits.
 
     Args:
-        mask: Add ``attention_mask`` (B, T) int64, 1 for real tokens. Causal attention needs none, but the loss of a router does.
+        mask: Add ``attention_mask`` (B, T) int64, 1 for real tokens. Causal attention needs none, but the loss of a
+            router does.
     """
 
     deterministic = True

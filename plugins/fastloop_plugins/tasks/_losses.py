@@ -25,10 +25,14 @@ class ClassifierOptions:
 
     loss: Annotated[
         str | dict[str, Any],
-        option("cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: balanced}."),
+        option(
+            "cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: "
+            "balanced}."
+        ),
     ] = "cross_entropy"
     metrics: Annotated[
-        dict[str, dict[str, Any]], option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
+        dict[str, dict[str, Any]],
+        option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}."),
     ] = field(default_factory=dict)
 
 
@@ -41,7 +45,9 @@ class LossOptions:
         Literal["balanced"] | list[float] | dict[str, float] | None,
         option("A weight for each class: a list, a mapping of the classes' names, or balanced."),
     ] = None
-    label_smoothing: Annotated[float, option("Share of the target that is spread over all classes, for cross_entropy.", ge=0, le=1)] = 0.0
+    label_smoothing: Annotated[
+        float, option("Share of the target that is spread over all classes, for cross_entropy.", ge=0, le=1)
+    ] = 0.0
     gamma: Annotated[float, option("Exponent of focal: 0 gives cross entropy.", ge=0)] = 2.0
 
     def __post_init__(self) -> None:
@@ -52,8 +58,9 @@ class LossOptions:
 class ClassLoss:
     """The mean loss of logits of shape (N, C, ...) and classes of shape (N, ...), weighted by class.
 
-    The mean is over the sum of the targets' weights, as in torch. So that micro-batches and processes give the loss of one big batch, a
-    batch's ``loss_weight`` must be ``weight_of`` its targets. Focal loss: Lin et al., "Focal Loss for Dense Object Detection", 2017.
+    The mean is over the sum of the targets' weights, as in torch. So that micro-batches and processes give the loss of
+    one big batch, a batch's ``loss_weight`` must be ``weight_of`` its targets. Focal loss: Lin et al., "Focal Loss for
+    Dense Object Detection", 2017.
 
     Args:
         value: The recipe's value: a name or a mapping of ``LossOptions``.
@@ -76,7 +83,8 @@ class ClassLoss:
         return {**self.__dict__, "_placed": None}  # workers of a loader get a copy
 
     def set_weights(self, labels: Callable[[], Any] | None, names: Sequence[str] | None = None) -> None:
-        """Compute ``weights``. ``balanced`` is ``N / (C * count)``, as in scikit-learn, with the counts of the training split.
+        """Compute ``weights``. ``balanced`` is ``N / (C * count)``, as in scikit-learn, with the counts of the training
+        split.
 
         Args:
             labels: Returns the classes of the training samples, int64; None: the training split is not read.
@@ -92,21 +100,35 @@ class ClassLoss:
             return
         if given == "balanced":
             if labels is None:
-                logger.warning("%s: this loss has no class weights: balanced counts the training split, which is not read here", self.where)
+                logger.warning(
+                    "%s: this loss has no class weights: balanced counts the training split, which is not read here",
+                    self.where,
+                )
                 return
             counts = torch.bincount(torch.as_tensor(labels()), minlength=len(names or ()))
             if not counts.all():
-                raise RecipeError(f"{self.where}: balanced: class {int(counts.argmin())} has no training sample. Give a list of weights.")
+                raise RecipeError(
+                    f"{self.where}: balanced: class {int(counts.argmin())} has no training sample. Give a list of "
+                    "weights."
+                )
             self.weights = (counts.sum() / (len(counts) * counts.double())).float()
             return
         if isinstance(given, dict):
             for name in {*given, *(names or ())}:
                 if name not in given or name not in (names or ()):
-                    hint = f" The classes: {', '.join(names)}." if names else " The task has no names of classes: give a list."
-                    raise RecipeError(f"{self.where}: {'no weight for' if name not in given else 'no class'} {name!r}.{hint}")
+                    hint = (
+                        f" The classes: {', '.join(names)}."
+                        if names
+                        else " The task has no names of classes: give a list."
+                    )
+                    raise RecipeError(
+                        f"{self.where}: {'no weight for' if name not in given else 'no class'} {name!r}.{hint}"
+                    )
             given = [given[name] for name in names or ()]
         if (names is not None and len(given) != len(names)) or min(given, default=0.0) <= 0:
-            raise RecipeError(f"{self.where}: found {given}, expected a weight above 0 for each of the {len(names or given)} classes.")
+            raise RecipeError(
+                f"{self.where}: found {given}, expected a weight above 0 for each of the {len(names or given)} classes."
+            )
         self.weights = torch.tensor(given)
 
     def weight_of(self, targets: Tensor) -> float:
@@ -120,7 +142,10 @@ class ClassLoss:
         assert self.weights is not None
         if targets.is_floating_point() or (targets.numel() and targets.max() >= len(self.weights)):
             found = targets.dtype if targets.is_floating_point() else f"the class {int(targets.max())}"
-            raise UsageError(f"{self.where}: has {len(self.weights)} weights, and a batch's targets have {found}. Expected classes from 0.")
+            raise UsageError(
+                f"{self.where}: has {len(self.weights)} weights, and a batch's targets have {found}. Expected "
+                "classes from 0."
+            )
         return float(self.weights.double()[targets[targets >= 0].to(torch.int64)].sum())
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -135,7 +160,8 @@ class ClassLoss:
 
 
 def targets_of(dataset: Any, where: str) -> Any:
-    """The targets of all samples ``(inputs, target)`` of a map-style dataset, int64. Reads every sample, except of a ``TensorDataset``.
+    """The targets of all samples ``(inputs, target)`` of a map-style dataset, int64. Reads every sample, except of a
+    ``TensorDataset``.
 
     Raises:
         RecipeError: The dataset has no length, or its samples another form.
@@ -185,7 +211,9 @@ def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any],
         if key in ("reduction", "size_average", "reduce"):
             raise RecipeError(f"{where}.{key}: fastloop needs the mean, which it weights by samples. Remove it.")
         if key == "weight":
-            raise RecipeError(f"{where}.weight: set class_weights instead: they also weight micro-batches and processes.")
+            raise RecipeError(
+                f"{where}.weight: set class_weights instead: they also weight micro-batches and processes."
+            )
         if key not in list(parameters)[2:] and not takes_any:
             raise RecipeError(f"{where}.{key}: {name} has no such argument.{did_you_mean(key, list(parameters)[2:])}")
     return functools.partial(function, **arguments)

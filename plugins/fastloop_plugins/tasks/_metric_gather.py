@@ -22,8 +22,8 @@ def gather_everywhere(metrics: MetricCollection) -> MetricCollection:
 def gather(values: Tensor, group: Any = None) -> list[Tensor]:
     """The values of a state on each process, by rank. Every process must call it.
 
-    Torchmetrics collects samples in lists. Its state of a process without a sample is an empty vector of float32, and collective operations
-    need the dtype and the number of dimensions that the other processes have.
+    Torchmetrics collects samples in lists. Its state of a process without a sample is an empty vector of float32, and
+    collective operations need the dtype and the number of dimensions that the other processes have.
     """
     from torch import distributed
     from torchmetrics.utilities.distributed import gather_all_tensors

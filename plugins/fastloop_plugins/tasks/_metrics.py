@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 def import_torchmetrics() -> None:
     """Import torchmetrics without ``scipy.signal``, which takes a second of processor time.
 
-    torchmetrics 1.9 imports it only to restore ``scipy.signal.hamming``, which a package of audio metrics uses. It has no switch for this,
-    so an empty module takes its place during the import. No thread may import ``scipy.signal`` meanwhile. Later imports are as usual.
+    torchmetrics 1.9 imports it only to restore ``scipy.signal.hamming``, which a package of audio metrics uses. It has
+    no switch for this, so an empty module takes its place during the import. No thread may import ``scipy.signal``
+    meanwhile. Later imports are as usual.
     """
     if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
         return
@@ -69,7 +70,10 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
 
 
 def make_metrics(
-    classes: Mapping[str, type[Metric]], options: Mapping[str, Mapping[str, Any]], where: str, known: Mapping[str, Any] | None = None
+    classes: Mapping[str, type[Metric]],
+    options: Mapping[str, Mapping[str, Any]],
+    where: str,
+    known: Mapping[str, Any] | None = None,
 ) -> dict[str, Metric]:
     """Name -> metric.
 
@@ -110,7 +114,11 @@ def collect(metrics: Mapping[str, Metric], where: str) -> MetricCollection:
 
 
 def classifier_metrics(
-    classes: Mapping[str, type[Metric]], options: Mapping[str, Mapping[str, Any]], where: str, count: int, threshold: float | None
+    classes: Mapping[str, type[Metric]],
+    options: Mapping[str, Mapping[str, Any]],
+    where: str,
+    count: int,
+    threshold: float | None,
 ) -> MetricCollection:
     """``accuracy`` and ``f1``, and the recipe's metrics, of logits of shape (N, count) and labels of shape (N,).
 
@@ -126,12 +134,17 @@ def classifier_metrics(
     from torchmetrics.wrappers import LambdaInputTransformer
 
     if threshold is not None and count != 2:
-        raise RecipeError(f"{where.removesuffix('.metrics')}.threshold: is for two classes, and the data has {count}. Remove it.")
+        raise RecipeError(
+            f"{where.removesuffix('.metrics')}.threshold: is for two classes, and the data has {count}. Remove it."
+        )
 
     def decide(logits: Tensor) -> Tensor:
         return logits.argmax(1) if threshold is None else (probability(logits) > threshold).long()
 
-    metrics: dict[str, Any] = {"accuracy": MulticlassAccuracy(count, average="micro"), "f1": MulticlassF1Score(count, average="macro")}
+    metrics: dict[str, Any] = {
+        "accuracy": MulticlassAccuracy(count, average="micro"),
+        "f1": MulticlassF1Score(count, average="macro"),
+    }
     if threshold is not None:
         metrics["accuracy"] = LambdaInputTransformer(metrics["accuracy"], transform_pred=decide)
     if count == 2:
@@ -142,7 +155,9 @@ def classifier_metrics(
             raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
         is_binary = type(metric).__name__.startswith("Binary")
         if is_binary and count != 2:
-            raise RecipeError(f"{where}.{name}.type: {type(metric).__name__} is for two classes, and the data has {count}.")
+            raise RecipeError(
+                f"{where}.{name}.type: {type(metric).__name__} is for two classes, and the data has {count}."
+            )
         metrics[name] = LambdaInputTransformer(metric, transform_pred=probability) if is_binary else metric
     return collect(metrics, where)
 

@@ -1,4 +1,4 @@
-"""Check that a transformers model can do a text task: by its architecture, and by a trial on a few tokens before training."""
+"""Check that a transformers model can do a text task: by architecture, and by a trial on a few tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DECODERS = "gpt2, llama, qwen3 or gemma3_text"
 READS_AHEAD = "each position sees the tokens after it, so the model reads the tokens that it is to predict."
 
 TOLERANCE = 1e-5
-"""Largest change of an earlier logit, as a share of the largest logit. Measured on transformers 5.23's language models with random weights:
-rounding gives up to 3e-7, reading ahead 9e-5 and more."""
+"""Largest change of an earlier logit, as a share of the largest logit. Measured on transformers 5.23's language models
+with random weights: rounding gives up to 3e-7, reading ahead 9e-5 and more."""
 
 
 ROUTER_REMEDY = "Set output_router_logits to false in the model's configuration."
@@ -33,7 +33,9 @@ ROUTER_REMEDY = "Set output_router_logits to false in the model's configuration.
 AFFORDABLE = 1e12
 """Largest product of tokens and parameters for which a block is tried in train mode: about ten seconds on two cores."""
 
-PADDING_REMEDY = "If it needs padding, set data.pad_to_multiple_of, or data.padding: max_length. Otherwise, use another model."
+PADDING_REMEDY = (
+    "If it needs padding, set data.pad_to_multiple_of, or data.padding: max_length. Otherwise, use another model."
+)
 """Advice for a model that computes in eval mode only."""
 
 TOKENIZER_REMEDY = "Use another model, or one with the tokenizer that it was trained with."
@@ -51,7 +53,8 @@ def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trai
     from transformers.models.auto import modeling_auto as auto
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    if model_type not in CONFIG_MAPPING or config.get("auto_map"):  # rejected elsewhere, or the model ships its own code
+    # rejected elsewhere, or the model ships its own code
+    if model_type not in CONFIG_MAPPING or config.get("auto_map"):
         return None
     can_classify = model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
     instead = f"For a language model, use a decoder such as {DECODERS}."
@@ -65,7 +68,8 @@ def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trai
         if not (two_stacks and trains_tokenizer):
             return None
         return (
-            f"{model_type!r} is an encoder-decoder, which classifies at a text's end token; a tokenizer that is trained here adds none. "
+            f"{model_type!r} is an encoder-decoder, which classifies at a text's end token; a tokenizer that is "
+            "trained here adds none. "
             f"Use {CLASSIFIERS}, or a checkpoint with its tokenizer: model.name."
         )
     if classify:
@@ -81,22 +85,26 @@ def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trai
     return None
 
 
-def check_causal(run: Run, model: nn.Module, ids: list[int], block: Mapping[str, Tensor], where: str) -> tuple[float, float]:
+def check_causal(
+    run: Run, model: nn.Module, ids: list[int], block: Mapping[str, Tensor], where: str
+) -> tuple[float, float]:
     """Raise an error for a language model in which a later token changes an earlier logit.
 
-    The model computes two rows that differ in their second half: on the CPU, in eval mode, without gradients. A process whose weights are
-    on the meta device gets the result from the others. Every process must call it.
+    The model computes two rows that differ in their second half: on the CPU, in eval mode, without gradients. A process
+    whose weights are on the meta device gets the result from the others. Every process must call it.
 
     Args:
         ids: A few token ids, at least two.
         block: The inputs of a batch of one sample, for a model that trains on some lengths only, such as Reformer.
 
     Returns:
-        The weight of the auxiliary loss of the model's router, which its output has as ``aux_loss``; 0 without one. And how much tokens at
-        the end of a row change its earlier logits, as a share of the largest logit, compared with a shorter row.
+        The weight of the auxiliary loss of the model's router, which its output has as ``aux_loss``; 0 without one. And
+        how much tokens at the end of a row change its earlier logits, as a share of the largest logit, compared with a
+        shorter row.
 
     Raises:
-        RecipeError: The model reads ahead, cannot compute logits from token ids alone, or adds another loss of its router.
+        RecipeError: The model reads ahead, cannot compute logits from token ids alone, or adds another loss of its
+            router.
     """
     import torch
 
@@ -108,9 +116,13 @@ def check_causal(run: Run, model: nn.Module, ids: list[int], block: Mapping[str,
         logits = output.logits.float()
         change = (logits[0, :half] - logits[1, :half]).abs().max()
         if change > TOLERANCE * logits.abs().max():
-            raise RecipeError(f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}.")
+            raise RecipeError(
+                f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}."
+            )
         alone = model(input_ids=rows[:1, :half], use_cache=False).logits.float()
-        return _router_weight(model, rows, output, where), float((logits[:1, :half] - alone).abs().max() / alone.abs().max())
+        return _router_weight(model, rows, output, where), float(
+            (logits[:1, :half] - alone).abs().max() / alone.abs().max()
+        )
 
     def train() -> None:
         model.train()
@@ -129,7 +141,9 @@ def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> f
 
     if not isinstance(auxiliary := getattr(output, "aux_loss", None), Tensor):
         return 0.0
-    weight: float = next((getattr(model, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)), 0.0)
+    weight: float = next(
+        (getattr(model, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)), 0.0
+    )
     loss = model(input_ids=rows, labels=rows, use_cache=False).loss
     expected = cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()) + weight * auxiliary
     if (loss - expected).abs() > TOLERANCE * expected.abs():
@@ -140,8 +154,11 @@ def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> f
     return weight
 
 
-def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str, tokens: bool = False) -> None:
-    """Raise an error for a classifier that does not return ``classes`` logits for each text. Runs like ``check_causal``.
+def check_classifies(
+    run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str, tokens: bool = False
+) -> None:
+    """Raise an error for a classifier that does not return ``classes`` logits for each text. Runs like
+    ``check_causal``.
 
     Args:
         inputs: Token ids and mask of two texts, in the form of the task's batches.
@@ -155,13 +172,16 @@ def check_classifies(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], c
         shape, expected = tuple(model(**inputs).logits.shape), (*inputs["input_ids"].shape[: 1 + tokens], classes)
         if shape != expected:
             name = type(model).__name__
-            raise RecipeError(f"{where}: {name} gives logits of shape {shape} for 2 texts, expected {expected}. Use another model.")
+            raise RecipeError(
+                f"{where}: {name} gives logits of shape {shape} for 2 texts, expected {expected}. Use another model."
+            )
 
     agree(run, model, where, find)
 
 
 def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
-    """Raise an error for a model that computes no logits in train mode, such as Reformer without padding. Runs like ``check_causal``.
+    """Raise an error for a model that computes no logits in train mode, such as Reformer without padding. Runs like
+    ``check_causal``.
 
     Args:
         inputs: As for ``check_classifies``, which tries eval mode.
@@ -178,7 +198,8 @@ def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where
 
 
 def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: str = "") -> None:
-    """Raise an error for a model that cannot train on one sample alone, if micro-batches have one. Runs like ``check_causal``.
+    """Raise an error for a model that cannot train on one sample alone, if micro-batches have one. Runs like
+    ``check_causal``.
 
     CANINE needs four tokens, and batch norm without pixels needs two samples.
 
@@ -195,7 +216,13 @@ def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: 
         model.train()
         forward()
 
-    agree(run, model, f"{run.recipe.where}: train.micro_batch_size: found 1", find, f"Use micro-batches of two samples or more{remedy}.")
+    agree(
+        run,
+        model,
+        f"{run.recipe.where}: train.micro_batch_size: found 1",
+        find,
+        f"Use micro-batches of two samples or more{remedy}.",
+    )
 
 
 def shortest(dataset: Any) -> Any:
@@ -206,7 +233,8 @@ def shortest(dataset: Any) -> Any:
 
 
 def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
-    """Raise an error for an encoder-decoder whose loss is not the mean cross entropy of the target tokens. Runs like ``check_causal``.
+    """Raise an error for an encoder-decoder whose loss is not the mean cross entropy of the target tokens. Runs like
+    ``check_causal``.
 
     Args:
         inputs: A batch of ``seq2seq`` with ``labels``.
@@ -222,7 +250,8 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
         if bool((output.loss - expected).abs() > 1e-4 * expected.abs() + 1e-6):
             remedy = ROUTER_REMEDY if getattr(model.config, "output_router_logits", False) else "Use another model."
             raise RecipeError(
-                f"{where}: {type(model).__name__} computes a loss of {float(output.loss):.6g}, expected {float(expected):.6g}, "
+                f"{where}: {type(model).__name__} computes a loss of {float(output.loss):.6g}, expected "
+                f"{float(expected):.6g}, "
                 f"the mean cross entropy of the target tokens: its micro-batches could not be combined. {remedy}"
             )
 
@@ -230,7 +259,8 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
 
 
 def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int, where: str) -> None:
-    """Raise an error for an image classifier that does not return ``classes`` logits for each image. Runs like ``check_causal``.
+    """Raise an error for an image classifier that does not return ``classes`` logits for each image. Runs like
+    ``check_causal``.
 
     Args:
         size: Height and width of the images in pixels.
@@ -245,13 +275,18 @@ def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int,
         shape, expected = tuple(getattr(output, "logits", output).shape), (2, classes)
         if shape != expected:
             name = type(model).__name__
-            raise RecipeError(f"{where}: {name} gives logits of shape {shape} for 2 images, expected {expected}. Use another model.")
+            raise RecipeError(
+                f"{where}: {name} gives logits of shape {shape} for 2 images, expected {expected}. Use another model."
+            )
 
     agree(run, model, where, find, f"Use another model, or another data.image_size (it is {size}).")
 
 
-def agree(run: Run, model: nn.Module, where: str, find: Callable[[], Found], remedy: str = TOKENIZER_REMEDY) -> Found | None:
-    """Call ``find`` on each process that has weights, and return the first result on every process; None if no process has weights.
+def agree(
+    run: Run, model: nn.Module, where: str, find: Callable[[], Found], remedy: str = TOKENIZER_REMEDY
+) -> Found | None:
+    """Call ``find`` on each process that has weights, and return the first result on every process; None if no process
+    has weights.
 
     ``find`` may compute with the model, which stays as it is.
 
@@ -268,7 +303,11 @@ def agree(run: Run, model: nn.Module, where: str, find: Callable[[], Found], rem
         except Exception as error:  # models raise errors of any type
             cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
             name = type(model).__name__
-            result = None, f"{where}: {name} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. {remedy}"
+            result = (
+                None,
+                f"{where}: {name} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. "
+                f"{remedy}",
+            )
     results = [found for found in run.processes.all_gather_object(result) if found is not None]
     if problem := next((problem for _, problem in results if problem), ""):
         raise RecipeError(problem)

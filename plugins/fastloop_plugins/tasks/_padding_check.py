@@ -1,7 +1,8 @@
 """Check before training that padding changes no result: a text alone, and the same text beside a longer one.
 
-Most models ignore padding. XLNet reads the last position, so its texts are padded on the left. FNet, CANINE, ConvBERT, Nyströmformer and
-YOSO mix padding into each text: a warning gives the measured change, and features that depend on equal results are refused.
+Most models ignore padding. XLNet reads the last position, so its texts are padded on the left. FNet, CANINE, ConvBERT,
+Nyströmformer and YOSO mix padding into each text: a warning gives the measured change, and features that depend on
+equal results are refused.
 """
 
 from __future__ import annotations
@@ -29,31 +30,36 @@ PROBE = ("one two three four five six seven eight", "one two three")
 """Texts for the trial of a model. The shorter one is padded."""
 
 ROUNDING = 1e-3
-"""Largest change of a logit by rounding, as a share of the largest logit. Measured on transformers 5.23's models with large random weights:
-rounding gives up to 1.4e-4, padding that a model reads 3.7e-3 and more, unless ``CONTENT`` shows it."""
+"""Largest change of a logit by rounding, as a share of the largest logit. Measured on transformers 5.23's models with
+large random weights: rounding gives up to 1.4e-4, padding that a model reads 3.7e-3 and more, unless ``CONTENT`` shows
+it."""
 
 CONTENT = 1e-5
-"""A smaller change than ``ROUNDING`` is rounding, unless other vectors at padding change more than this. Masked vectors change nothing, bit
-by bit, except that a mixture of experts computes in other groups: 2e-7. ConvBERT gives 5.7e-5 and more from 64 features on."""
+"""A smaller change than ``ROUNDING`` is rounding, unless other vectors at padding change more than this. Masked vectors
+change nothing, bit by bit, except that a mixture of experts computes in other groups: 2e-7. ConvBERT gives 5.7e-5 and
+more from 64 features on."""
 
 CONTINUATION = 8
-"""Number of new tokens in the trial of a language model. GIT and DeepSeek-V4 give the first one correctly, and later ones wrongly."""
+"""Number of new tokens in the trial of a language model. GIT and DeepSeek-V4 give the first one correctly, and later
+ones wrongly."""
 
 ALIKE = "pad all texts alike: data.padding=max_length"
 """With it, a text has the same padding in each batch."""
 
 
-def check_padding(run: Run, model: nn.Module, text_model: TextModel, width: Width, make: Callable[[], Mapping[str, Tensor]]) -> None:
+def check_padding(
+    run: Run, model: nn.Module, text_model: TextModel, width: Width, make: Callable[[], Mapping[str, Tensor]]
+) -> None:
     """Set the side of padding that changes no logit; the right one if both do or none does. Every process must call it.
 
     Args:
         width: The width of the task's batches, whose ``left`` is set.
-        make: Returns the model's inputs for a long and a short text: ``input_ids`` and ``attention_mask`` of shape (2, tokens), int64, and
-            others. With ``labels``, the logits are of their tokens, and padding stays on the right.
+        make: Returns the model's inputs for a long and a short text: ``input_ids`` and ``attention_mask`` of shape (2,
+            tokens), int64, and others. With ``labels``, the logits are of their tokens, and padding stays on the right.
 
     Raises:
-        RecipeError: Padding changes logits on both sides, and the run divides steps into micro-batches, groups texts by length or
-            predicts several texts at once.
+        RecipeError: Padding changes logits on both sides, and the run divides steps into micro-batches, groups texts by
+            length or predicts several texts at once.
     """
 
     def find() -> tuple[bool, float]:
@@ -78,24 +84,32 @@ def report_padding(run: Run, model: nn.Module, change: float) -> None:
     """Refuse what divides a step's samples, or warn, if padding changes logits by the share ``change``; 0: it does not.
 
     Raises:
-        RecipeError: It does, and the run divides steps into micro-batches, groups texts by length or predicts several texts at once.
+        RecipeError: It does, and the run divides steps into micro-batches, groups texts by length or predicts several
+            texts at once.
     """
     if not change:
         return
-    effect = f"{type(model).__name__} reads padding: beside a longer text, it changes the logits of a short one by {percent(change)}"
+    effect = (
+        f"{type(model).__name__} reads padding: beside a longer text, it changes the logits of a short one by "
+        f"{percent(change)}"
+    )
     refuse_batched_predictions(run, effect, f", or {ALIKE}")
     if run.loaders.micro_steps > 1 and run.loaders.micro_batch_size > 1:
         raise RecipeError(
-            f"{run.recipe.where}: train.micro_batch_size: found {run.loaders.micro_batch_size}. {effect}, so micro-batches change what is "
+            f"{run.recipe.where}: train.micro_batch_size: found {run.loaders.micro_batch_size}. {effect}, so "
+            "micro-batches change what is "
             f"trained. Remove it, or {ALIKE}."
         )
     if "length-bucketing" in run.plugins.names() and "length-bucketing" not in run.recipe.selected:
-        raise RecipeError(f"{run.recipe.where}: plugins.length-bucketing: {effect}. Remove length-bucketing, or {ALIKE}.")
+        raise RecipeError(
+            f"{run.recipe.where}: plugins.length-bucketing: {effect}. Remove length-bucketing, or {ALIKE}."
+        )
     logger.warning("%s. Results depend on the texts that share a batch. To avoid it, %s", effect, ALIKE)
 
 
 def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str) -> None:
-    """Raise an error if a language model continues a prompt otherwise when it is padded on the left beside a longer one.
+    """Raise an error if a language model continues a prompt otherwise when it is padded on the left beside a longer
+    one.
 
     Args:
         inputs: ``input_ids`` and ``attention_mask`` of two prompts, (2, tokens) int64.
@@ -107,7 +121,12 @@ def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str
     def logits(ids: Tensor, mask: Tensor) -> list[Tensor]:
         length = {"min_new_tokens": CONTINUATION, "max_new_tokens": CONTINUATION}
         found = model.generate(
-            input_ids=ids, attention_mask=mask, **length, do_sample=False, return_dict_in_generate=True, output_logits=True
+            input_ids=ids,
+            attention_mask=mask,
+            **length,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
         return [step[-1] for step in found.logits]
 
@@ -122,7 +141,10 @@ def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str
         return change
 
     if (change := agree(run, model, where, find) or 0.0) > ROUNDING:
-        effect = f"{type(model).__name__} reads padding: beside a longer prompt, it changes the logits of a short one by {percent(change)}"
+        effect = (
+            f"{type(model).__name__} reads padding: beside a longer prompt, it changes the logits of a short "
+            f"one by {percent(change)}"
+        )
         refuse_batched_predictions(run, effect)
 
 
@@ -135,19 +157,25 @@ def refuse_batched_predictions(run: Run, effect: str, remedy: str = "") -> None:
     inference, size = run.recipe.inference, run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
     if inference is not None and inference.chunk and min(size, len(run.datasets[run.loaders.first])) > 1:
         raise RecipeError(
-            f"{run.recipe.where}: train.eval_batch_size: batches have up to {size} texts. {effect}, so a prediction depends on the other "
+            f"{run.recipe.where}: train.eval_batch_size: batches have up to {size} texts. {effect}, so a prediction "
+            "depends on the other "
             f"texts of its batch. Predict one text at a time: train.eval_batch_size=1{remedy}."
         )
 
 
 def padding_change(model: Any, inputs: Mapping[str, Tensor]) -> float:
-    """How much padding changes the logits of the shortest text of a batch, as a share of the largest logit; 0 if only by rounding."""
+    """How much padding changes the logits of the shortest text of a batch, as a share of the largest logit; 0 if only
+    by rounding."""
     mask, labels = inputs.get("attention_mask"), inputs.get("labels")
     if mask is None:
         return 0.0
     row = int(mask.sum(1).argmin())
     real = mask[row].bool()
-    alone = {name: value[row][real][None] for name, value in inputs.items() if value.shape == mask.shape and name != "attention_mask"}
+    alone = {
+        name: value[row][real][None]
+        for name, value in inputs.items()
+        if value.shape == mask.shape and name != "attention_mask"
+    }
     read = real
     if labels is not None:
         read = labels[row] != IGNORED
@@ -174,8 +202,8 @@ def padding_change(model: Any, inputs: Mapping[str, Tensor]) -> float:
 
 @contextmanager
 def other_padding(model: Any, mask: Tensor) -> Iterator[None]:
-    """Give the model random vectors at padding inside the block, if it has an embedding of tokens. Token ids stay: models find a text's end
-    by them."""
+    """Give the model random vectors at padding inside the block, if it has an embedding of tokens. Token ids stay:
+    models find a text's end by them."""
     import torch
     from torch import Tensor, nn
 

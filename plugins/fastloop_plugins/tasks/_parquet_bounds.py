@@ -43,7 +43,9 @@ class BoundedParquet:
 
     def __post_init__(self) -> None:
         self.size = size_of(self.source)
-        self.file = parquet.ParquetFile(self.source, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True)
+        self.file = parquet.ParquetFile(
+            self.source, buffer_size=2**20, pre_buffer=False, page_checksum_verification=True
+        )
         self.names: list[str] = self.file.schema_arrow.names
         self.metadata = self.file.metadata
         check_footer(self.source, self.size, self.metadata.schema)
@@ -68,8 +70,13 @@ class BoundedParquet:
         total = 0
         for group in range(self.metadata.num_row_groups) if groups is None else groups:
             largest, left = self._largest_pages(group, columns), self.metadata.row_group(group).num_rows
-            for batch in self.file.iter_batches(max(1, min(rows, AT_ONCE // max(largest, 1))), row_groups=[group], columns=list(columns)):
-                plain = [array.dictionary_decode() if hasattr(array, "dictionary_decode") else array for array in batch.columns]
+            for batch in self.file.iter_batches(
+                max(1, min(rows, AT_ONCE // max(largest, 1))), row_groups=[group], columns=list(columns)
+            ):
+                plain = [
+                    array.dictionary_decode() if hasattr(array, "dictionary_decode") else array
+                    for array in batch.columns
+                ]
                 batch = pyarrow.RecordBatch.from_arrays(plain, batch.schema.names)
                 total, left = total + batch.nbytes, left - batch.num_rows
                 check_total(self.path, self.size, total, self.how)
@@ -108,7 +115,8 @@ class BoundedParquet:
                     raise OSError(f"the header of a page of column {column.path_in_schema} does not end") from None
             if not 0 <= header.size <= column.total_uncompressed_size or header.stored < 0:
                 raise OSError(
-                    f"a page of column {column.path_in_schema} claims {header.size} bytes, and its column {column.total_uncompressed_size}"
+                    f"a page of column {column.path_in_schema} claims {header.size} bytes, and its column "
+                    f"{column.total_uncompressed_size}"
                 )
             yield header.size
             start += header.at + header.stored

@@ -1,4 +1,4 @@
-"""Reads parts of Parquet's metadata directly: the headers of pages, and statistics that end the process if pyarrow reads them unchecked.
+"""Reads the page headers of Parquet files directly, and the statistics that crash the process if pyarrow reads them.
 
 Source: parquet.thrift of Apache Parquet, and the specification of Thrift's compact protocol.
 """
@@ -36,7 +36,8 @@ class ThriftReader:
             yield number, kind & 15
 
     def structs(self, number: int) -> Iterator[None]:
-        """Yield for each struct in field ``number`` of a struct, also in a list. The caller reads the fields of each."""
+        """Yield for each struct in field ``number`` of a struct, also in a list. The caller reads the fields of
+        each."""
         for field, kind in self.fields():
             if field == number and kind == STRUCT:
                 yield
@@ -149,11 +150,15 @@ def _check_statistics(reader: ThriftReader, column: Any) -> None:
     levels = {2: column.max_repetition_level + 1, 3: column.max_definition_level + 1}
     for field, kind in reader.fields():
         if field == 1 and kind == INT64 and column.physical_type != "BYTE_ARRAY":
-            raise OSError(f"its footer counts bytes of texts for column {column.path}, whose type is {column.physical_type}")
+            raise OSError(
+                f"its footer counts bytes of texts for column {column.path}, whose type is {column.physical_type}"
+            )
         if field in levels and kind == LIST:
             items, inner = reader.read_list_header()
             if items not in (0, levels[field]):
-                raise OSError(f"its footer has a histogram of {items} levels for column {column.path}, expected {levels[field]}")
+                raise OSError(
+                    f"its footer has a histogram of {items} levels for column {column.path}, expected {levels[field]}"
+                )
             for _ in range(items):
                 reader.skip(inner, in_list=True)
         else:

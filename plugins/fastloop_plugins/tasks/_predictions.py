@@ -11,13 +11,16 @@ if TYPE_CHECKING:
     from fastloop import Output
 
 
-def prediction_columns(output: Output, names: Sequence[str] | None = None, threshold: float | None = None) -> dict[str, list[Any]]:
-    """``label``, ``probability`` and the probability of each class, if the output has class scores (N, C) and class ids (N,) as targets.
-    Otherwise ``output``: the values as they are.
+def prediction_columns(
+    output: Output, names: Sequence[str] | None = None, threshold: float | None = None
+) -> dict[str, list[Any]]:
+    """``label``, ``probability`` and the probability of each class, if the output has class scores (N, C) and class ids
+    (N,) as targets. Otherwise ``output``: the values as they are.
 
     Args:
         names: Names of the classes; None: their numbers.
-        threshold: The label is class 1 if its probability is above this; None: the label is the class with the largest probability.
+        threshold: The label is class 1 if its probability is above this; None: the label is the class with the largest
+            probability.
 
     Raises:
         PluginError: The output has no predictions.
@@ -25,7 +28,12 @@ def prediction_columns(output: Output, names: Sequence[str] | None = None, thres
     scores, targets = output.predictions, output.targets
     if scores is None:
         raise PluginError("the model's output has no predictions: only its loss is known. Return logits beside it.")
-    classifies = targets is not None and not targets.is_floating_point() and scores.dim() == 2 and targets.shape == scores.shape[:1]
+    classifies = (
+        targets is not None
+        and not targets.is_floating_point()
+        and scores.dim() == 2
+        and targets.shape == scores.shape[:1]
+    )
     if not classifies or scores.shape[1] < 2:
         return {"output": scores.float().tolist() if scores.is_floating_point() else scores.tolist()}
     rows = scores.float().softmax(1).tolist()

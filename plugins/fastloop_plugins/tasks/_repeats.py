@@ -15,9 +15,11 @@ SHOWN = 60
 
 
 def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
-    """Compare the rows of ``train`` with each other and with those of the other splits, in linear time. Returns warnings, at most two.
+    """Compare the rows of ``train`` with each other and with those of the other splits, in linear time. Returns
+    warnings, at most two.
 
-    Lines and paragraphs of a language model are parts of a text, and may repeat. In regression, equal texts may have different numbers.
+    Lines and paragraphs of a language model are parts of a text, and may repeat. In regression, equal texts may have
+    different numbers.
     """
     if data.options.label is None and list(data.text_columns().values()) == ["text"]:
         return []

@@ -58,11 +58,15 @@ class PairTextData(TextData):
         if self.options.target is None:
             raise RecipeError(f"{self.where}.target: missing. Name the column of targets, such as data.target=summary.")
         if self.options.target in self.columns:
-            raise RecipeError(f"{self.where}.target: found {self.options.target!r}, the column of data.text too. Name another column.")
+            raise RecipeError(
+                f"{self.where}.target: found {self.options.target!r}, the column of data.text too. Name another column."
+            )
         self.target = self.options.target
         for path in self.every_file():
             if format_of(path)[0] == ".txt":
-                raise RecipeError(f"{path}: a .txt file has one column, and data.target needs another. Use another format.")
+                raise RecipeError(
+                    f"{path}: a .txt file has one column, and data.target needs another. Use another format."
+                )
 
     def text_columns(self) -> dict[str, str]:
         return super().text_columns() | {self.target: "target"}
@@ -78,10 +82,15 @@ class PairTextData(TextData):
         inputs = read_columns(parts, role, self.columns, self.messages)
         targets = read_columns(parts, role, [self.target], self.messages, "target")
         prefix = self.options.prefix
-        return [json.dumps([f"{prefix}{text}", target], ensure_ascii=False) for text, target in zip(inputs, targets, strict=True)]
+        return [
+            json.dumps([f"{prefix}{text}", target], ensure_ascii=False)
+            for text, target in zip(inputs, targets, strict=True)
+        ]
 
 
-def encode_rows(tokenizer: Any, rows: Sequence[str], end: list[int], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+def encode_rows(
+    tokenizer: Any, rows: Sequence[str], end: list[int], arguments: Mapping[str, Any]
+) -> Iterator[list[int]]:
     """Yield for each row: the number of input tokens, what is truncated, the ids of the input and of the target.
 
     The second number is the sum of 1 for the target and 2 for the input, if they are truncated.
@@ -125,14 +134,19 @@ class PairSequences(Sequences):
         self.starts = self.ends - lengths + 2
         self.borders = self.starts + ids[self.starts - 2]
         marks = ids[self.starts - 1]
-        self.lengths, self.truncated = lengths - 2, {"inputs": int((marks // 2).sum()), "targets": int((marks % 2).sum())}
+        self.lengths, self.truncated = (
+            lengths - 2,
+            {"inputs": int((marks // 2).sum()), "targets": int((marks % 2).sum())},
+        )
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         border = self.borders[index]
         return {"input_ids": self.ids[self.starts[index] : border], "labels": self.ids[border : self.ends[index]]}
 
 
-def pair_sequences(split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64], sizes: Mapping[str, int]) -> PairSequences:
+def pair_sequences(
+    split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64], sizes: Mapping[str, int]
+) -> PairSequences:
     """``PairSequences``. Logs how many inputs and targets are cut.
 
     Args:
@@ -146,7 +160,8 @@ def pair_sequences(split: str, ids: NDArray[np.int32], lengths: NDArray[np.int64
 
 
 class Collator:
-    """Pads inputs and targets, each to the longest of the batch. The mask is 1 for real tokens; a batch without padding has no mask.
+    """Pads inputs and targets, each to the longest of the batch. The mask is 1 for real tokens; a batch without padding
+    has no mask.
 
     ``tokens`` counts the tokens of inputs, as the padding of ``input_ids`` is measured.
 
@@ -157,7 +172,12 @@ class Collator:
     deterministic = True
 
     def __init__(self, pad_token_id: int, empty: list[int], width: Width, target_width: Width) -> None:
-        self.pad_token_id, self.empty, self.width, self.target_width = pad_token_id, np.array(empty), width, target_width
+        self.pad_token_id, self.empty, self.width, self.target_width = (
+            pad_token_id,
+            np.array(empty),
+            width,
+            target_width,
+        )
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         rows = [sample["input_ids"] if len(sample["input_ids"]) else self.empty for sample in samples]
@@ -171,7 +191,9 @@ class Collator:
         return Batch(inputs, loss_weight=sum(map(len, targets)), tokens=sum(map(len, rows)))
 
 
-def input_chunks(data: PairTextData, model: TextModel, source: Path | Iterable[str], start: int, size: int) -> Iterator[Sequences]:
+def input_chunks(
+    data: PairTextData, model: TextModel, source: Path | Iterable[str], start: int, size: int
+) -> Iterator[Sequences]:
     """The inputs of a file, ``size`` at a time, from row ``start``; or the given texts. Each gets ``data.prefix``.
 
     Args:
@@ -182,4 +204,6 @@ def input_chunks(data: PairTextData, model: TextModel, source: Path | Iterable[s
     """
     for texts in text_chunks(data, source, start, size):
         rows = [f"{data.options.prefix}{text}" for text in texts]
-        yield Sequences(*flat(encode(model.tokenizer, rows, [], {"truncation": True, "max_length": data.options.max_length})))
+        yield Sequences(
+            *flat(encode(model.tokenizer, rows, [], {"truncation": True, "max_length": data.options.max_length}))
+        )

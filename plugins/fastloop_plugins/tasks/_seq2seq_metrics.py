@@ -16,15 +16,18 @@ GENERATED = ("exact_match", "bleu", "chrf")
 """Names of the metrics."""
 
 
-def generated_metrics(run: Run, split: str, tokenizer: Any, generate: Callable[[dict[str, Tensor]], list[str]]) -> dict[str, float]:
-    """Compare generated texts with the decoded targets of a split. Every process must call it, and gets the metrics of all samples.
+def generated_metrics(
+    run: Run, split: str, tokenizer: Any, generate: Callable[[dict[str, Tensor]], list[str]]
+) -> dict[str, float]:
+    """Compare generated texts with the decoded targets of a split. Every process must call it, and gets the metrics of
+    all samples.
 
     Args:
         generate: A batch -> a text for each sample.
 
     Returns:
-        ``exact_match``, the share of equal texts; ``bleu`` (4-grams of words separated by spaces, Papineni et al., 2002) and ``chrf``
-        (6-grams of characters, Popovic, 2015), both of the whole split. All are between 0 and 1.
+        ``exact_match``, the share of equal texts; ``bleu`` (4-grams of words separated by spaces, Papineni et al.,
+        2002) and ``chrf`` (6-grams of characters, Popovic, 2015), both of the whole split. All are between 0 and 1.
     """
     import torch
     from torchmetrics.functional.text import bleu_score, chrf_score
@@ -36,12 +39,15 @@ def generated_metrics(run: Run, split: str, tokenizer: Any, generate: Callable[[
     with evaluating(run.model), torch.no_grad():
         for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
             texts, labels = generate(batch.inputs), batch.inputs["labels"]
-            targets = tokenizer.batch_decode(labels.masked_fill(labels == IGNORED, tokenizer.pad_token_id), skip_special_tokens=True)
+            targets = tokenizer.batch_decode(
+                labels.masked_fill(labels == IGNORED, tokenizer.pad_token_id), skip_special_tokens=True
+            )
             pairs += list(zip(texts, targets, strict=True)) if batch.samples else []
     pairs = [pair for part in run.processes.all_gather_object(pairs) for pair in part]
     generated, targets = [text for text, _ in pairs], [[target] for _, target in pairs]
     return {
         "exact_match": sum(text == target for text, target in pairs) / len(pairs),
         "bleu": bleu_score(generated, targets).item(),
-        "chrf": float(chrf_score(generated, targets, n_word_order=0)),  # type: ignore[arg-type] # a tensor: no scores of sentences
+        # a tensor: no scores of sentences
+        "chrf": float(chrf_score(generated, targets, n_word_order=0)),  # type: ignore[arg-type]
     }

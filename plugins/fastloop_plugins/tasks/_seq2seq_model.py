@@ -18,8 +18,8 @@ EXAMPLES = "t5, mt5, bart, mbart, pegasus or marian"
 class Seq2SeqModel(TextModel):
     """The ``model`` section, for encoder-decoder models.
 
-    A model from scratch starts each target with the padding token, as T5 does, and ends it with the tokenizer's end token. A tokenizer that
-    is trained here adds the end token to inputs and targets.
+    A model from scratch starts each target with the padding token, as T5 does, and ends it with the tokenizer's end
+    token. A tokenizer that is trained here adds the end token to inputs and targets.
 
     Args:
         max_target_length: ``data.max_target_length``.
@@ -47,7 +47,10 @@ class Seq2SeqModel(TextModel):
     def check_room(self, key: str, length: int) -> None:
         """Raise an error if the decoder cannot take this many tokens. Call it after ``load_tokenizer``."""
         names = ("max_position_embeddings", "max_decoder_position_embeddings")
-        room = min((size for size in (getattr(self.config, name, None) for name in names) if isinstance(size, int)), default=length)
+        room = min(
+            (size for size in (getattr(self.config, name, None) for name in names) if isinstance(size, int)),
+            default=length,
+        )
         if length > room:
             raise RecipeError(f"{self.recipe.where}: {key}: found {length}, and the model takes {room} tokens at most.")
 
@@ -56,7 +59,9 @@ class Seq2SeqModel(TextModel):
             return
         from tokenizers.processors import TemplateProcessing
 
-        super().finish_tokenizer([text for row in texts for text in json.loads(row)], max(max_length, self.max_target_length))
+        super().finish_tokenizer(
+            [text for row in texts for text in json.loads(row)], max(max_length, self.max_target_length)
+        )
         end = self.tokenizer.eos_token
         template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, self.tokenizer.eos_token_id)])
         self.tokenizer.backend_tokenizer.post_processor = template
@@ -72,6 +77,8 @@ class Seq2SeqModel(TextModel):
             config.pad_token_id = pad
             if "forced_eos_token_id" not in given and hasattr(config, "forced_eos_token_id"):
                 config.forced_eos_token_id = self.end()
-        if getattr(config, "decoder_start_token_id", None) is None or (given is not None and "decoder_start_token_id" not in given):
+        if getattr(config, "decoder_start_token_id", None) is None or (
+            given is not None and "decoder_start_token_id" not in given
+        ):
             config.decoder_start_token_id = pad
         return super()._build(auto, labels)

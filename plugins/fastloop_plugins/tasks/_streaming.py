@@ -1,7 +1,8 @@
 """The streamed training split of a text task: an iterable dataset that reads any range of positions of an epoch.
 
-A row is a sample, or a block of tokens is (``_streaming_blocks``). The task reads the first rows of a fixed order into memory and checks
-them as the whole split of another run. The trained tokenizer, the classes and warnings about rows follow from them.
+A row is a sample, or a block of tokens is (``_streaming_blocks``). The task reads the first rows of a fixed order into
+memory and checks them as the whole split of another run. The trained tokenizer, the classes and warnings about rows
+follow from them.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ class Streamed(IterableDataset[Any]):
         make_reader: Returns a reader of rows, or of blocks. Each process that reads calls it.
         sources: The first row group of each source.
         make_order: Returns the order of the rows. Each process that reads calls it.
-        repeats: Whether sources start again within an epoch. Then an id also has the number of the pass: ``pass * len(self) + row``.
+        repeats: Whether sources start again within an epoch. Then an id also has the number of the pass:
+            ``pass * len(self) + row``.
     """
 
     def __init__(
@@ -122,9 +124,11 @@ class Streamed(IterableDataset[Any]):
             yield sample
 
     def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[list[tuple[int, Any]]]:
-        """See ``fastloop.data.DatasetProtocol``. A sample's id is its row's number, counted over all files; see also ``repeats``."""
+        """See ``fastloop.data.DatasetProtocol``. A sample's id is its row's number, counted over all files; see also
+        ``repeats``."""
         if get_worker_info() is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the tokenizer's threads did not survive the fork: it would wait for them
+            # the tokenizer's threads did not survive the fork: it would wait for them
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
         order = self.make_order()
         with closing(self.make_reader()) as reader:
             windows = Windows(order, reader, self.sources)
@@ -156,7 +160,8 @@ class Streaming:
             if len(set(paths)) < len(paths):
                 twice = next(path for path in paths if paths.count(path) > 1)
                 raise RecipeError(
-                    f"{data.where}.files.train: {twice} is listed twice, and its rows would come twice an epoch. Name it once, or give "
+                    f"{data.where}.files.train: {twice} is listed twice, and its rows would come twice an epoch. Name "
+                    "it once, or give "
                     "each source a share with data.mix."
                 )
 
@@ -190,7 +195,10 @@ class Streaming:
             names += [index.name(first)] * min(count, COPIES)
         part = NamedPart(f"{index.paths[0]}" + f" and {len(index.paths) - 1} more" * (len(index.paths) > 1), {})
         part.columns = dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
-        part.names, part.untyped = names, all(format_of(Path(path))[0] in (".csv", ".tsv", ".tar") for path in index.paths)
+        part.names, part.untyped = (
+            names,
+            all(format_of(Path(path))[0] in (".csv", ".tsv", ".tar") for path in index.paths),
+        )
         self.head = part
         return part
 
@@ -201,7 +209,8 @@ class Streaming:
         for paths, rows in zip(self.entries, self.groups, strict=True):
             if self.data.options.mix is not None and rows.sum() < lanes:
                 raise RecipeError(
-                    f"{self.data.where}.mix: {paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}. Set data.lanes to fewer."
+                    f"{self.data.where}.mix: {paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}. Set "
+                    "data.lanes to fewer."
                 )
 
     def put_end_to_end(self, run: Run, encode: Tokens, size: int, tokenizer: str | None) -> None:
@@ -226,8 +235,10 @@ class Streaming:
         found = run.processes.all_gather_object(own)
         if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
             raise RecipeError(
-                f"{self.data.where}.files.train: process {other} found {found[other][0]} files with {found[other][1]} rows, and process 0 "
-                f"{found[0][0]} with {found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every process must read the "
+                f"{self.data.where}.files.train: process {other} found {found[other][0]} files with {found[other][1]} "
+                "rows, and process 0 "
+                f"{found[0][0]} with {found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every "
+                "process must read the "
                 "same files: compare them on the machines."
             )
 
@@ -239,7 +250,10 @@ class Streaming:
     def size(self) -> dict[str, str]:
         """The size of the training split, for the log."""
         index = self.index
-        return {"train": f"train {int(index.rows.sum())}, streamed from {len(index.rows)} row groups in {len(index.paths)} files"}
+        return {
+            "train": f"train {int(index.rows.sum())}, streamed from {len(index.rows)} row groups in "
+            f"{len(index.paths)} files"
+        }
 
     def label_table(self, loaded: Mapping[str, Any]) -> dict[Any, Any]:
         """Label in the files -> label of a sample."""
@@ -247,7 +261,13 @@ class Streaming:
         return {} if labels is None else dict(zip(self.head.columns[self.data.labels[0]], labels.tolist(), strict=True))
 
     def datasets(self, run: Run, loaded: Mapping[str, Any], encode: Encoder) -> dict[str, Any]:
-        """The datasets of a run: ``train`` is streamed, and the others are as ``loaded``. Every process must call it."""
+        """The datasets of a run: ``train`` is streamed, and the others are as ``loaded``. Every process must call
+        it."""
         self.check_processes(run)
         order = self.order(run.recipe.train.seed, run.recipe.train.batch_size)
-        return {**loaded, "train": Streamed(self.index, self.make_reader, self.sources, order, encode, self.data.options.mix is not None)}
+        return {
+            **loaded,
+            "train": Streamed(
+                self.index, self.make_reader, self.sources, order, encode, self.data.options.mix is not None
+            ),
+        }

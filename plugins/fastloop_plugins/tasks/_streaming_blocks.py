@@ -1,7 +1,8 @@
 """Blocks of fixed length from streamed texts, put end to end: the samples of a language model as it has them in memory.
 
-The number of blocks follows from the tokens, so the tokens of each row group are counted before training. A block belongs to the row group
-that it begins in, and ends in a later one if need be. So a position of an epoch has one block, for any number of readers.
+The number of blocks follows from the tokens, so the tokens of each row group are counted before training. A block
+belongs to the row group that it begins in, and ends in a later one if need be. So a position of an epoch has one block,
+for any number of readers.
 """
 
 from __future__ import annotations
@@ -56,7 +57,13 @@ class BlockReader:
         size: int,
         encode: Tokens,
     ) -> None:
-        self.reader, self.index, self.counts, self.size, self.encode = Reader(texts, columns), index, counts, size, encode
+        self.reader, self.index, self.counts, self.size, self.encode = (
+            Reader(texts, columns),
+            index,
+            counts,
+            size,
+            encode,
+        )
         self.sources = np.array([*sources, len(counts)])
 
     def read(self, group: int, skip: int) -> Iterator[Row]:
@@ -71,7 +78,8 @@ class BlockReader:
         source = int(np.searchsorted(self.sources, group, side="right"))
         first, end = int(self.sources[source - 1]), int(self.sources[source])
         before = int(self.counts[first:group].sum())
-        lead = (-(-before // self.size) + skip) * self.size - before  # tokens of the group that belong to earlier blocks
+        # tokens of the group that belong to earlier blocks
+        lead = (-(-before // self.size) + skip) * self.size - before
         ids = np.empty(0, np.int32)
         for found in self._tokens(group, end):
             if lead >= len(found):
@@ -87,7 +95,9 @@ class BlockReader:
         if left == 1 and len(ids) > 1:
             yield (ids,)
             return
-        raise DataError(f"{self.index.paths[self.index.file[group]]}: has fewer tokens than when the run started. Start it again.")
+        raise DataError(
+            f"{self.index.paths[self.index.file[group]]}: has fewer tokens than when the run started. Start it again."
+        )
 
     def _tokens(self, group: int, end: int) -> Iterator[NDArray[np.int32]]:
         """The tokens from the start of a row group to the end of its source, those of some rows at a time."""
@@ -99,7 +109,8 @@ class BlockReader:
             if total != self.counts[number]:
                 path = self.index.paths[self.index.file[number]]
                 raise DataError(
-                    f"{path}: a row group has {total} tokens, and had {self.counts[number]} when the run started. Start it again; if that "
+                    f"{path}: a row group has {total} tokens, and had {self.counts[number]} when the run started. "
+                    "Start it again; if that "
                     "does not help, remove the folder of token-cache."
                 )
 
@@ -116,8 +127,11 @@ def tokens_of(reader: Reader, group: int, encode: Tokens, size: int) -> Iterator
         row += len(batch)
 
 
-def count_tokens(run: Run, index: Index, columns: Sequence[str], encode: Tokens, tokenizer: str | None) -> NDArray[np.int64]:
-    """(row groups,) the tokens of each. Reads all texts once, divided among the processes. ``token-cache`` keeps the result.
+def count_tokens(
+    run: Run, index: Index, columns: Sequence[str], encode: Tokens, tokenizer: str | None
+) -> NDArray[np.int64]:
+    """(row groups,) the tokens of each. Reads all texts once, divided among the processes. ``token-cache`` keeps the
+    result.
 
     Args:
         tokenizer: A hash of the tokenizer; None: the result cannot be kept.
@@ -153,6 +167,9 @@ def index_blocks(index: Index, counts: NDArray[np.int64], sources: Sequence[int]
         total = int(ends[-1])
         blocks = total // size + (total % size > 1)  # one token has no next token to predict
         if not blocks:
-            raise RecipeError(f"{where}: the train split, or a source of data.mix, has no two tokens: there is no next token to learn.")
+            raise RecipeError(
+                f"{where}: the train split, or a source of data.mix, has no two tokens: there is no next token "
+                "to learn."
+            )
         rows.append(np.diff(np.minimum(-(-ends // size), blocks), prepend=0))
     return replace(index, rows=np.concatenate(rows).astype(np.int64), labels={})

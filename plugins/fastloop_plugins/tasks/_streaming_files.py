@@ -54,7 +54,8 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str) -> list[list
             suffix, codec = format_of(Path(path))
             if suffix not in FORMATS or (codec is not None and suffix not in LINE_FORMATS):
                 raise RecipeError(
-                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(FORMATS)}, and lines also with "
+                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(FORMATS)}, and lines "
+                    "also with "
                     f"{', '.join(COMPRESSIONS)} behind it. Convert it to Parquet, or remove data.streaming."
                 )
         found.append(paths)
@@ -120,8 +121,11 @@ class Index:
         return f"{self.paths[self.file[group]]}, row {row - before + 1}"
 
 
-def read_index(paths: Sequence[str], columns: Mapping[str, str], label: str | None, how: Read, lists: bool = False) -> Index:
-    """Count the rows of files: from the metadata of Parquet files, and by reading other files. ``token-cache`` keeps the result.
+def read_index(
+    paths: Sequence[str], columns: Mapping[str, str], label: str | None, how: Read, lists: bool = False
+) -> Index:
+    """Count the rows of files: from the metadata of Parquet files, and by reading other files. ``token-cache`` keeps
+    the result.
 
     Args:
         columns: Column -> the option of ``data`` that names it.
@@ -136,12 +140,24 @@ def read_index(paths: Sequence[str], columns: Mapping[str, str], label: str | No
     if kept is not None and (kept / "index.json").is_file():
         found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
         file, key, rows = np.array(found["groups"], np.int64)
-        return Index(list(paths), file, key, rows, {value: [count, row] for value, count, row in found["labels"]}, found["facts"], how)
+        return Index(
+            list(paths),
+            file,
+            key,
+            rows,
+            {value: [count, row] for value, count, row in found["labels"]},
+            found["facts"],
+            how,
+        )
     index = _scan(paths, columns, label, lists, how)
     plain = all(isinstance(value, str | int | float | None) for value in index.labels)
     if kept is not None and plain:
         labels = [[value, *counts] for value, counts in index.labels.items()]
-        facts = {"groups": [array.tolist() for array in (index.file, index.key, index.rows)], "labels": labels, "facts": index.facts}
+        facts = {
+            "groups": [array.tolist() for array in (index.file, index.key, index.rows)],
+            "labels": labels,
+            "facts": index.facts,
+        }
         with _cache.written(kept) as made:
             (made / "index.json").write_text(json.dumps(facts), encoding="utf-8")
     return index
@@ -165,7 +181,9 @@ def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, l
                     groups.append([number, key, rows])
                 total += rows
                 if len(labels) > LABELS:
-                    raise RecipeError(f"{path}: column {label!r} (data.label) has more than {LABELS} different labels, expected few.")
+                    raise RecipeError(
+                        f"{path}: column {label!r} (data.label) has more than {LABELS} different labels, expected few."
+                    )
         except (OSError, ValueError, TypeError, ArrowException) as error:
             raise RecipeError(f"{path}: cannot be read as {format_of(Path(path))[0]}: {first_line(error)}.") from None
         if total == start:
@@ -175,7 +193,8 @@ def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, l
 
 
 def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
-    """The folder in the cache of ``token-cache`` for a result that depends on files; None: the result cannot be kept."""
+    """The folder in the cache of ``token-cache`` for a result that depends on files; None: the result cannot be
+    kept."""
     folder = _cache.TOKENS.get()
     states = [_state_of(path) for path in paths] if folder is not None else []
     if folder is None or not all(states):
@@ -222,17 +241,22 @@ class Reader:
         path, rows, count = self.index.paths[number], int(self.index.rows[group]), skip
         self.rows_read += skip
         try:
-            for values in format_for(path, self.index.how).read(partial(self._file, number), path, key, rows, skip, self.columns):
+            for values in format_for(path, self.index.how).read(
+                partial(self._file, number), path, key, rows, skip, self.columns
+            ):
                 self.rows_read, count = self.rows_read + 1, count + 1
                 yield values
         except BadRow as error:
             raise DataError(f"{self.index.name(int(self.index.firsts[group]) + count)}: {error}.") from None
         except (OSError, ValueError, TypeError, ArrowException) as error:
             raise DataError(
-                f"{path}: row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: write it again."
+                f"{path}: row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: "
+                "write it again."
             ) from None
         if count != rows:
-            raise DataError(f"{path}: its row group at {key} has {count} rows, and had {rows} when the run started. Start it again.")
+            raise DataError(
+                f"{path}: its row group at {key} has {count} rows, and had {rows} when the run started. Start it again."
+            )
 
     def close(self) -> None:
         """Close the files."""

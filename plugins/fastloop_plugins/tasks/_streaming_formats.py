@@ -1,9 +1,11 @@
 """The formats of streamed files: how a file is divided into row groups, and how the rows of one are read.
 
-Each format has ``scan``, which passes over a file once and yields the key and rows of its row groups, and ``read``, which yields rows of
-one group. The key is the group's number in a Parquet file, and the offset in bytes of its first row in a file of lines.
+Each format has ``scan``, which passes over a file once and yields the key and rows of its row groups, and ``read``,
+which yields rows of one group. The key is the group's number in a Parquet file, and the offset in bytes of its first
+row in a file of lines.
 
-A compressed file cannot be read from the middle. It is one row group, and reading from one of its rows decompresses all rows before.
+A compressed file cannot be read from the middle. It is one row group, and reading from one of its rows decompresses all
+rows before.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Format(Protocol):
     """A format of streamed files.
 
     Attributes:
-        shares_file: Whether the readers of several lanes use one open file at the same time, so that closing it would hurt another lane.
+        shares_file: Whether the readers of several lanes use one open file at the same time, so that closing it would
+            hurt another lane.
     """
 
     shares_file: bool
@@ -62,8 +65,11 @@ class Format(Protocol):
         """
         ...
 
-    def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
-        """Yield the columns of each row of a row group, without its first ``skip`` rows. ``file`` returns the open file."""
+    def read(
+        self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]
+    ) -> Iterator[Row]:
+        """Yield the columns of each row of a row group, without its first ``skip`` rows. ``file`` returns the open
+        file."""
         ...
 
 
@@ -100,7 +106,9 @@ def open_file(path: str) -> BinaryIO:
 def batch_rows(batch: Any, columns: Sequence[str]) -> Iterator[Row]:
     """Yield the columns of each row of a batch of pyarrow; None for a column that is not there."""
     there = batch.schema.names
-    return zip(*(batch.column(name).to_pylist() if name in there else [None] * batch.num_rows for name in columns), strict=True)
+    return zip(
+        *(batch.column(name).to_pylist() if name in there else [None] * batch.num_rows for name in columns), strict=True
+    )
 
 
 @dataclass(frozen=True)
@@ -133,7 +141,9 @@ class Parquet:
                 if group.num_rows:
                     yield number, group.num_rows, values
 
-    def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
+    def read(
+        self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]
+    ) -> Iterator[Row]:
         """See ``Format``."""
         for batch in file().batches(columns, [key], BATCH):
             yield from batch_rows(batch.slice(skip), columns)
@@ -141,14 +151,16 @@ class Parquet:
 
 
 class LineFile:
-    """An open file of lines, which may be compressed. Its lines are iterated from ``offset`` on, which then follows the last one."""
+    """An open file of lines, which may be compressed. Its lines are iterated from ``offset`` on, which then follows the
+    last one."""
 
     def __init__(self, path: str, how: Read) -> None:
         codec = format_of(Path(path))[1]
         self.path, self.how = path, how
         self.raw: Any = open_file(path)
         self.is_whole = codec is not None
-        self.stream: Any = self.raw if isinstance(self.raw, BufferedReader) else BufferedReader(self.raw, 2**16)  # fsspec reads whole lines
+        # fsspec reads whole lines
+        self.stream: Any = self.raw if isinstance(self.raw, BufferedReader) else BufferedReader(self.raw, 2**16)
         if codec is not None:
             import pyarrow
 
@@ -224,7 +236,9 @@ class Lines:
             if rows:
                 yield start, rows, values
 
-    def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
+    def read(
+        self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]
+    ) -> Iterator[Row]:
         """See ``Format``."""
         names = dict.fromkeys(columns, "text")
         if file().is_whole:
@@ -261,7 +275,9 @@ class Delimited(Lines):
     def records(self, path: str, file: LineFile, columns: Mapping[str, str]) -> Iterator[Any]:
         """See ``Lines``."""
         begun = file.offset > 0
-        return rows_of_lines(Path(path), file.head.decode("utf-8-sig", "ignore"), self._decoded(file), columns, begun, self.how)
+        return rows_of_lines(
+            Path(path), file.head.decode("utf-8-sig", "ignore"), self._decoded(file), columns, begun, self.how
+        )
 
     def _decoded(self, file: LineFile) -> Iterator[str]:
         for line in file:
@@ -269,7 +285,8 @@ class Delimited(Lines):
                 yield line.decode("utf-8-sig" if file.offset == len(line) else "utf-8")
             except UnicodeDecodeError as error:
                 raise RecipeError(
-                    f"{file.path}, line {file.number}: not UTF-8 ({error.reason}). Streamed files are UTF-8. Convert it: "
+                    f"{file.path}, line {file.number}: not UTF-8 ({error.reason}). Streamed files are UTF-8. "
+                    "Convert it: "
                     "iconv -f latin1 -t utf-8 (with its real encoding)."
                 ) from None
 

@@ -28,15 +28,25 @@ class StreamingOptions:
     """Options of the ``data`` section for training data larger than memory."""
 
     streaming: Annotated[
-        bool, option("Read data.files.train while training (.parquet, .jsonl, .csv, .tsv, .tar); other splits stay in memory.")
+        bool,
+        option(
+            "Read data.files.train while training (.parquet, .jsonl, .csv, .tsv, .tar); other splits stay in memory."
+        ),
     ] = False
     shuffle_buffer: Annotated[
-        int, option("With streaming: rows in memory to shuffle in, for each process that reads; 0: do not shuffle.", ge=0)
+        int,
+        option("With streaming: rows in memory to shuffle in, for each process that reads; 0: do not shuffle.", ge=0),
     ] = 10_000
     lanes: Annotated[
-        int, option("With streaming: row groups read side by side. Half as many processes with two workers each share no row.", ge=1)
+        int,
+        option(
+            "With streaming: row groups read side by side. Half as many processes with two workers each share no row.",
+            ge=1,
+        ),
     ] = 16
-    mix: Annotated[list[float] | None, option("With streaming: the share of each entry of data.files.train in the samples.")] = None
+    mix: Annotated[
+        list[float] | None, option("With streaming: the share of each entry of data.files.train in the samples.")
+    ] = None
 
 
 class StreamedData:
@@ -57,7 +67,9 @@ class StreamedData:
         from fastloop_plugins.tasks._streaming import Streaming
 
         if self.inference is not None:
-            raise RecipeError(f"{self.where}.streaming: the training split is only streamed, and not evaluated. Choose another split.")
+            raise RecipeError(
+                f"{self.where}.streaming: the training split is only streamed, and not evaluated. Choose another split."
+            )
         self.stream = Streaming(self, files["train"])
         return set(needed) - {"train"}
 
@@ -97,7 +109,9 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     if not options.streaming:
         for key in ("shuffle_buffer", "lanes", "mix"):
             if given.get(key) is not None:
-                raise RecipeError(f"{where}.{key}: it is for data.streaming, which is not on. Remove it, or set data.streaming=true.")
+                raise RecipeError(
+                    f"{where}.{key}: it is for data.streaming, which is not on. Remove it, or set data.streaming=true."
+                )
         return
 
     def refuse(key: str, reason: str) -> RecipeError:
@@ -105,26 +119,37 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
 
     if options.files is None:
         raise RecipeError(
-            f"{where}.streaming: it reads data.files.train, which is not there. Give files of type .parquet, .jsonl, .csv, .tsv or .tar."
+            f"{where}.streaming: it reads data.files.train, which is not there. Give files of type .parquet, .jsonl, "
+            ".csv, .tsv or .tar."
         )
     if data.limit.train is not None:
         raise refuse("limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
     if options.validation_fraction and options.files.get("validation") is None:
-        raise refuse("validation_fraction", "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0")
+        raise refuse(
+            "validation_fraction",
+            "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0",
+        )
     for key in options.read or {}:
         if not key.startswith("max_"):
-            raise refuse(f"read.{key}", "streamed files are UTF-8, and their header line shows the delimiter. Remove it")
+            raise refuse(
+                f"read.{key}", "streamed files are UTF-8, and their header line shows the delimiter. Remove it"
+            )
     if data.splits.train != "train":
         raise refuse("splits.train", "data.files.train is streamed. Remove it")
     if None in (options.label_map or {}).values():
-        raise refuse("label_map", "null leaves out rows, and rows of a stream are not left out. Remove them from the files")
+        raise refuse(
+            "label_map", "null leaves out rows, and rows of a stream are not left out. Remove them from the files"
+        )
     if data.label_type == "classes" and options.label is not None:
-        raise refuse("label_type=classes", "expected one class or one number a row. Remove data.streaming, or train on one label")
+        raise refuse(
+            "label_type=classes", "expected one class or one number a row. Remove data.streaming, or train on one label"
+        )
     if options.mix is not None:
         entries = options.files["train"] if isinstance(options.files.get("train"), list) else [""]
         if len(options.mix) != len(entries) or len(entries) < 2 or min(options.mix) <= 0:
             raise RecipeError(
-                f"{where}.mix: found {options.mix} for {len(entries)} entries of data.files.train. Expected two entries or more, and a "
+                f"{where}.mix: found {options.mix} for {len(entries)} entries of data.files.train. Expected two "
+                "entries or more, and a "
                 "positive number for each, such as files.train: [a/*.parquet, b/*.parquet] with mix: [0.7, 0.3]."
             )
     for name, reason in PLUGINS.items():
@@ -134,6 +159,7 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         loss = chosen.get("loss") if isinstance(chosen, dict) else None
         if isinstance(loss, dict) and loss.get("class_weights") == "balanced":
             raise RecipeError(
-                f"{data.recipe.where}: plugins.{name}.loss.class_weights: balanced cannot hold with data.streaming: it counts rows in "
+                f"{data.recipe.where}: plugins.{name}.loss.class_weights: balanced cannot hold with data.streaming: it "
+                "counts rows in "
                 "memory. Give a list of weights, or a mapping of the classes' names."
             )

@@ -1,8 +1,11 @@
-"""The order of streamed rows as a function of seed, epoch and position. Nothing has to be saved or repeated to resume in it.
+"""The order of streamed rows as a function of seed, epoch and position.
 
-An epoch shuffles the row groups and puts their rows end to end. This sequence is cut into ``lanes`` equal parts, which are read side by
-side. Each lane shuffles its rows in windows, which all lanes together hold in memory. Blocks of consecutive positions take turns on the
-lanes. So a process or worker reads only the lanes of its own micro-batches, and any number of them gives the same order.
+Nothing has to be saved or repeated to resume in it.
+
+An epoch shuffles the row groups and puts their rows end to end. This sequence is cut into ``lanes`` equal parts, which
+are read side by side. Each lane shuffles its rows in windows, which all lanes together hold in memory. Blocks of
+consecutive positions take turns on the lanes. So a process or worker reads only the lanes of its own micro-batches, and
+any number of them gives the same order.
 """
 
 from __future__ import annotations
@@ -19,11 +22,13 @@ if TYPE_CHECKING:
 CYCLE = 1000
 """Samples of a lane after which the sources of a mix have their exact shares: weights count in thousandths."""
 WORKERS = 2
-"""Data workers of a process that share no lane. More of them would leave fewer lanes to mix in a step: ``lanes / WORKERS``."""
+"""Data workers of a process that share no lane. More of them would leave fewer lanes to mix in a step:
+``lanes / WORKERS``."""
 
 
 class Place(NamedTuple):
-    """Where a sample is: in a pass over a source, in the window of ``size`` slots from ``start`` on, at ``offset`` in it."""
+    """Where a sample is: in a pass over a source, in the window of ``size`` slots from ``start`` on, at ``offset`` in
+    it."""
 
     lane: int
     source: int
@@ -96,7 +101,9 @@ class Order:
 
     def _pattern(self, lane: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The source of each sample of a cycle, and the number of earlier samples of the same source."""
-        pattern = np.random.default_rng([self.seed, lane]).permutation(np.repeat(np.arange(len(self.groups)), np.array(self.counts)))
+        pattern = np.random.default_rng([self.seed, lane]).permutation(
+            np.repeat(np.arange(len(self.groups)), np.array(self.counts))
+        )
         before = np.empty(CYCLE, np.int64)
         for source in range(len(self.groups)):
             (there,) = np.nonzero(pattern == source)
@@ -107,7 +114,9 @@ class Order:
         number, index = divmod(index, self.window)
         start = number * self.window
         count = min(self.window, length - start)
-        return Place(lane, source, turn, first + start, count, int(self.permutation(lane, source, turn, number, count)[index]))
+        return Place(
+            lane, source, turn, first + start, count, int(self.permutation(lane, source, turn, number, count)[index])
+        )
 
     def _permutation(self, lane: int, source: int, turn: int, number: int, count: int) -> NDArray[np.int64]:
         if not self.shuffles:

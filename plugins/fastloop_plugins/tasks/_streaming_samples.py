@@ -1,4 +1,6 @@
-"""Turn streamed rows into samples, in the data workers. Each class is an ``Encoder`` of ``_streaming``: rows and their names -> samples."""
+"""Turn streamed rows into samples, in the data workers.
+
+Each class is an ``Encoder`` of ``_streaming``: rows and their names -> samples."""
 
 from __future__ import annotations
 
@@ -93,8 +95,8 @@ class LabelledRows:
 class LanguageRows:
     """Samples of ``causal-lm``: one a row, cut at ``max_length``.
 
-    A row without a token to predict has no effect. If a micro-batch has only such rows, ``spare`` replaces the first: the mean over no
-    token is not defined.
+    A row without a token to predict has no effect. If a micro-batch has only such rows, ``spare`` replaces the first:
+    the mean over no token is not defined.
     """
 
     def __init__(self, data: LanguageTextData, model: TextModel, spare: Mapping[str, Any]) -> None:
@@ -105,7 +107,10 @@ class LanguageRows:
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         samples = self._masked(rows, names) if self.data.masked else self._plain(rows, names)
-        if not any((sample["targets"] >= 0).any() if "targets" in sample else len(sample["input_ids"]) > 1 for sample in samples):
+        if not any(
+            (sample["targets"] >= 0).any() if "targets" in sample else len(sample["input_ids"]) > 1
+            for sample in samples
+        ):
             samples[0] = self.spare
         return samples
 
@@ -130,17 +135,22 @@ class LanguageRows:
     def warn_about_length(self, texts: Sequence[Any]) -> None:
         """Log the share of texts that are cut."""
         probed = ["" if text is None else text for text in texts[:PROBED]]
-        lengths = [len(ids) for ids in encode(self.tokenizer, probed, self.end, {"add_special_tokens": False, "verbose": False})]
+        lengths = [
+            len(ids)
+            for ids in encode(self.tokenizer, probed, self.end, {"add_special_tokens": False, "verbose": False})
+        ]
         if long := sum(length > self.size for length in lengths):
             logger.warning(
-                "data: %d of %d rows have more than %d tokens (data.max_length), and are cut there: a streamed row is one sample. "
+                "data: %d of %d rows have more than %d tokens (data.max_length), and are cut there: a streamed row is "
+                "one sample. "
                 "To train on all of a text, divide it into several rows",
                 long, len(lengths), self.size,
             )  # fmt: skip
 
 
 class Documents:
-    """The tokens of some rows of ``causal-lm``, end to end: each text is followed by the end token, and empty texts are skipped."""
+    """The tokens of some rows of ``causal-lm``, end to end: each text is followed by the end token, and empty texts are
+    skipped."""
 
     def __init__(self, data: LanguageTextData, model: TextModel) -> None:
         self.columns, self.tokenizer, self.end = data.text_columns(), model.tokenizer, end_of(model)
@@ -159,7 +169,12 @@ class PairRows:
     """Samples of ``seq2seq``."""
 
     def __init__(self, data: PairTextData, model: TextModel) -> None:
-        self.columns, self.prefix, self.tokenizer, self.end = data.text_columns(), data.options.prefix, model.tokenizer, end_of(model)
+        self.columns, self.prefix, self.tokenizer, self.end = (
+            data.text_columns(),
+            data.options.prefix,
+            model.tokenizer,
+            end_of(model),
+        )
         self.arguments = {"max_length": data.options.max_length, "max_target_length": data.options.max_target_length}
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
@@ -172,7 +187,8 @@ class PairRows:
 
 
 class TagRows:
-    """Samples of ``token-classification``: one a sentence. The collator divides a long sentence into several rows of a batch.
+    """Samples of ``token-classification``: one a sentence. The collator divides a long sentence into several rows of a
+    batch.
 
     A sentence without words has no effect. If a micro-batch has only such sentences, ``spare`` replaces the first.
 
@@ -182,7 +198,12 @@ class TagRows:
     """
 
     def __init__(
-        self, data: TagTextData, model: TagModel, table: Mapping[Any, int], order: Sequence[int], spare: Mapping[str, Any]
+        self,
+        data: TagTextData,
+        model: TagModel,
+        table: Mapping[Any, int],
+        order: Sequence[int],
+        spare: Mapping[str, Any],
     ) -> None:
         self.data, self.tokenizer, self.table, self.order = data, model.tokenizer, table, order
         self.room, self.special = model.room(data.options.max_length)
@@ -195,13 +216,20 @@ class TagRows:
         for (words, tags), name in zip(rows, names, strict=True):
             problem = self.data.problem(words, tags)
             if problem is None and (new := next((tag for tag in tags if tag not in self.table), None)) is not None:
-                problem = f"found the tag {new!r} (data.tags), which was not there when the run started. Start it again."
+                problem = (
+                    f"found the tag {new!r} (data.tags), which was not there when the run started. Start it again."
+                )
             if problem:
                 raise DataError(f"{name}: {problem}")
         texts = [json.dumps([words, [self.table[tag] for tag in tags]]) for words, tags in rows]
-        found = TaggedSentences(*flat(encode_rows(self.tokenizer, texts, [], {})), self.room, self.special, order=self.order)
+        found = TaggedSentences(
+            *flat(encode_rows(self.tokenizer, texts, [], {})), self.room, self.special, order=self.order
+        )
         empty = np.empty(0, np.int32)
-        samples = [found[index] if words else {"input_ids": empty, "targets": empty, "row": index} for index, (words, _) in enumerate(rows)]
+        samples = [
+            found[index] if words else {"input_ids": empty, "targets": empty, "row": index}
+            for index, (words, _) in enumerate(rows)
+        ]
         if not any(words for words, _ in rows):
             samples[0] = self.spare
         return samples

@@ -1,4 +1,6 @@
-"""WebDataset shards of text: tar archives in which the files of a sample follow each other. Their names are equal up to the first dot.
+"""WebDataset shards of text: tar archives in which the files of a sample follow each other.
+
+Their names are equal up to the first dot.
 
 A column is such an ending (``txt``, ``cls``), or a key of the object in the file that ends with ``json``.
 """
@@ -22,7 +24,12 @@ class Headers:
     """An archive's file. ``tarfile`` reads names and attributes of files at once, whatever size they claim."""
 
     def __init__(self, file: Any, how: Read) -> None:
-        self.file, self.most, self.seek, self.tell = file, how.max_row_mib * 2**20 + tarfile.BLOCKSIZE, file.seek, file.tell
+        self.file, self.most, self.seek, self.tell = (
+            file,
+            how.max_row_mib * 2**20 + tarfile.BLOCKSIZE,
+            file.seek,
+            file.tell,
+        )
 
     def read(self, size: int) -> Any:
         if not 0 <= size <= self.most:
@@ -96,7 +103,9 @@ class Tar:
             columns = {}
             yield sample, None if label is None else sample.values([label])[0]
 
-    def read(self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]) -> Iterator[Row]:
+    def read(
+        self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]
+    ) -> Iterator[Row]:
         """See ``Format``. Lanes may share the file: a position is set before each access."""
         for sample in islice(samples_of(path, file(), key, self.how), skip, rows):
             yield sample.values(columns)
@@ -121,7 +130,9 @@ def samples_of(path: str, file: Any, offset: int, how: Read) -> Iterator[Sample]
                     continue
                 check_row(where := f"{path}, {member.name}", member.size, how)
                 if member.issparse():
-                    raise RecipeError(f"{where}: stored with holes, expected its whole content. Write the archive without --sparse.")
+                    raise RecipeError(
+                        f"{where}: stored with holes, expected its whole content. Write the archive without --sparse."
+                    )
                 folder, _, base = member.name.rpartition("/")
                 name, _, ending = base.partition(".")
                 if sample is None or f"{folder}/{name}" != newest:

@@ -1,4 +1,6 @@
-"""Sentences of tagged words as samples, and their collator. A sentence that is too long becomes several rows of a batch."""
+"""Sentences of tagged words as samples, and their collator.
+
+A sentence that is too long becomes several rows of a batch."""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ OWN = ("labels", "sentences", "rows")
 
 
 class TaggedSentences(Sequences):
-    """A map-style dataset of sentences. A sample has ``input_ids`` and ``targets``, both (tokens,) int32, see ``_tag_tokens``, and ``row``.
+    """A map-style dataset of sentences. A sample has ``input_ids`` and ``targets``, both (tokens,) int32, see
+    ``_tag_tokens``, and ``row``.
 
     Args:
         numbers: Ids and targets of all sentences, in turn, end to end.
@@ -80,11 +83,14 @@ class TaggedSentences(Sequences):
         """Log how many of ``total`` sentences are long, and how many words are cut."""
         if self.long:
             logger.warning(
-                "data: %s: %d of %d sentences do not fit into data.max_length. They are divided between words, and the model reads each "
+                "data: %s: %d of %d sentences do not fit into data.max_length. They are divided between words, and the "
+                "model reads each "
                 "part by itself. Every word keeps its tag", name, self.long, total,
             )  # fmt: skip
         if self.cut:
-            logger.warning("data: %s: %d words do not fit into data.max_length: only their first tokens are read", name, self.cut)
+            logger.warning(
+                "data: %s: %d words do not fit into data.max_length: only their first tokens are read", name, self.cut
+            )
 
 
 def tags_of(numbers: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[list[int]]:
@@ -107,8 +113,11 @@ def reordered(targets: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.in
     return np.where(first, ids, ~ids)
 
 
-def cut_words(found: NDArray[np.int32], counts: NDArray[np.int64], room: int) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
-    """Keep at most ``room`` tokens of each word. Returns the tokens, their number in each sentence, and the number of shortened words."""
+def cut_words(
+    found: NDArray[np.int32], counts: NDArray[np.int64], room: int
+) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+    """Keep at most ``room`` tokens of each word. Returns the tokens, their number in each sentence, and the number of
+    shortened words."""
     firsts = np.cumsum(counts) - counts
     begins = np.union1d(firsts, np.flatnonzero(found[:, 1] >= 0))
     sizes = np.diff(begins, append=len(found))
@@ -134,22 +143,25 @@ def windows(targets: NDArray[np.int32], room: int) -> list[int]:
 class TagCollator(Collator):
     """Pads the rows of sentences.
 
-    A batch has three int64 tensors beside the model's inputs. ``labels`` (rows, tokens) holds the tag or -100. ``sentences`` (rows, tokens)
-    holds the number of the sentence at the first token of each word, else -1. ``rows`` (sentences,) holds each sentence's place in its
-    dataset.
+    A batch has three int64 tensors beside the model's inputs. ``labels`` (rows, tokens) holds the tag or -100.
+    ``sentences`` (rows, tokens) holds the number of the sentence at the first token of each word, else -1. ``rows``
+    (sentences,) holds each sentence's place in its dataset.
 
     Args:
         special: Ids of the tokens before and after a sentence.
         all_tokens: Whether all tokens of a word have its tag as their target, or only the first one.
     """
 
-    def __init__(self, pad_token_id: int, width: Width, loss: ClassLoss, special: tuple[list[int], list[int]], all_tokens: bool) -> None:
+    def __init__(
+        self, pad_token_id: int, width: Width, loss: ClassLoss, special: tuple[list[int], list[int]], all_tokens: bool
+    ) -> None:
         super().__init__(pad_token_id, width, loss)
         self.special = tuple(np.array(ids, dtype=np.int32) for ids in special)
         self.all_tokens, self.room = all_tokens, width.max_length - sum(map(len, special))
 
     def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
-        """The batch without padding and without a mask. Its ``loss_weight`` is the number of labelled tokens, or their weight."""
+        """The batch without padding and without a mask. Its ``loss_weight`` is the number of labelled tokens, or their
+        weight."""
         import torch
 
         before, after = self.special
@@ -159,7 +171,9 @@ class TagCollator(Collator):
             for size in windows(sample["targets"], self.room):
                 targets = sample["targets"][start : start + size]
                 ids.append(np.concatenate([before, sample["input_ids"][start : start + size], after]))
-                labels.append(self._framed(np.where(targets >= 0, targets, ~targets if self.all_tokens else IGNORED), IGNORED))
+                labels.append(
+                    self._framed(np.where(targets >= 0, targets, ~targets if self.all_tokens else IGNORED), IGNORED)
+                )
                 sentences.append(self._framed(np.where(targets >= 0, number, -1), -1))
                 start += size
         every = np.concatenate(labels)
@@ -175,7 +189,8 @@ class TagCollator(Collator):
 
 
 def copy_logits(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook: replace the logits by a copy. A linear layer with a bias returns a view, and FSDP warns of outputs that are views."""
+    """Forward hook: replace the logits by a copy. A linear layer with a bias returns a view, and FSDP warns of outputs
+    that are views."""
     output["logits"] = output["logits"].clone()
     return output
 
@@ -190,7 +205,8 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
         Logits (words + sentences, tags), and tags (words + sentences,) int64.
     """
     found = batch["sentences"] >= 0
-    number = batch["sentences"][found]  # sentences are in order, so each word moves by the number of sentences before it
+    # sentences are in order, so each word moves by the number of sentences before it
+    number = batch["sentences"][found]
     places, size = number + number.new_ones(len(number)).cumsum(0) - 1, len(number) + len(batch["rows"])
     scores = logits.new_zeros(size, logits.shape[-1]).index_copy(0, places, logits[found])
     return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][found])

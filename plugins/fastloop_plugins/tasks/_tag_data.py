@@ -35,13 +35,19 @@ class TagData(Data):
     """The ``data`` section of ``token-classification``."""
 
     words: Annotated[
-        str | int | None, option("The column of words, a list in each row; in CoNLL files a number. null: words, or in CoNLL files 0.")
+        str | int | None,
+        option("The column of words, a list in each row; in CoNLL files a number. null: words, or in CoNLL files 0."),
     ] = None
     tags: Annotated[
-        str | int | None, option("The column of tags, a list of names or ids in each row. null: tags, or in CoNLL files -1, the last.")
+        str | int | None,
+        option("The column of tags, a list of names or ids in each row. null: tags, or in CoNLL files -1, the last."),
     ] = None
-    format: Annotated[Literal["conll"] | None, option("conll: .txt and .tsv files are CoNLL files, as .conll files are.")] = None
-    tag_names: Annotated[list[str] | None, option("The tags in the order of their ids; null: those of train, sorted.")] = None
+    format: Annotated[
+        Literal["conll"] | None, option("conll: .txt and .tsv files are CoNLL files, as .conll files are.")
+    ] = None
+    tag_names: Annotated[
+        list[str] | None, option("The tags in the order of their ids; null: those of train, sorted.")
+    ] = None
 
 
 def has_tags(recipe: Recipe) -> bool:
@@ -57,7 +63,8 @@ def has_tags(recipe: Recipe) -> bool:
 
 
 class TagTextData(TextData):
-    """The ``data`` section of a recipe. ``load`` returns each sentence as JSON: its words, and the id of each word's tag.
+    """The ``data`` section of a recipe. ``load`` returns each sentence as JSON: its words, and the id of each word's
+    tag.
 
     Attributes:
         classes: The tags in the order of their ids. In inference: set before ``load``, from the model.
@@ -76,26 +83,36 @@ class TagTextData(TextData):
         where = f"{recipe.where}: data"
         for key in ("text", "label", "label_type", "label_offset", "label_map"):
             if recipe.data.get(key) is not None:
-                raise RecipeError(f"{where}.{key}: is for texts, and token-classification reads data.words and data.tags. Remove it.")
+                raise RecipeError(
+                    f"{where}.{key}: is for texts, and token-classification reads data.words and data.tags. Remove it."
+                )
         how = recipe.data.get("read")
         for key in ("delimiter", "columns", "quoting"):
             if isinstance(how, dict) and how.get(key) is not None:
                 raise RecipeError(f"{where}.read.{key}: is for .csv files, which hold no lists of words. Remove it.")
         super().__init__(recipe, labelled=False)
         words, tags = self.options.words, self.options.tags
-        self.columns, self.labels = [words if isinstance(words, str) else "words"], [tags if isinstance(tags, str) else "tags"]
+        self.columns, self.labels = (
+            [words if isinstance(words, str) else "words"],
+            [tags if isinstance(tags, str) else "tags"],
+        )
         self.numbers = Columns(words if isinstance(words, int) else 0, tags if isinstance(tags, int) else -1)
         if (names := self.options.tag_names) is not None and (len(set(names)) < len(names) or len(names) < 2):
             raise RecipeError(f"{where}.tag_names: found {names}, expected at least two tags, each once.")
         for path in self.every_file():
             self._check_file(path)
             if self.stream is not None and self.is_conll(path):
-                raise RecipeError(f"{path}: a CoNLL file cannot be streamed. Convert it to .jsonl or .parquet, or remove data.streaming.")
+                raise RecipeError(
+                    f"{path}: a CoNLL file cannot be streamed. Convert it to .jsonl or .parquet, or remove "
+                    "data.streaming."
+                )
 
     def label_columns(self) -> dict[str, str]:
         return dict.fromkeys(self.labels, "tags")
 
-    def streamed(self, run: Run, datasets: Mapping[str, Any], model: Any, order: Sequence[int] = ()) -> Mapping[str, Any]:
+    def streamed(
+        self, run: Run, datasets: Mapping[str, Any], model: Any, order: Sequence[int] = ()
+    ) -> Mapping[str, Any]:
         if self.stream is None:
             return datasets
         from fastloop_plugins.tasks._streaming_samples import TagRows
@@ -108,7 +125,11 @@ class TagTextData(TextData):
 
     def _stream_tags(self) -> list[Any]:
         """The tags of a streamed training split."""
-        return [] if self.stream is None else [tag for tag in self.stream.index.labels if isinstance(tag, str | Integral) and tag != ""]
+        return (
+            []
+            if self.stream is None
+            else [tag for tag in self.stream.index.labels if isinstance(tag, str | Integral) and tag != ""]
+        )
 
     def is_conll(self, path: Path) -> bool:
         """Whether a file is read as a CoNLL file."""
@@ -125,7 +146,7 @@ class TagTextData(TextData):
                 expected = "a number: the columns of CoNLL files have no names" if is_conll else "the name of a column"
                 raise RecipeError(f"{self.where}.{key}: found {show(value)}, and {path} needs {expected}.")
 
-    # -- reading ---------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
         return [self._read_one(Path(path)) for path in paths]
@@ -144,8 +165,15 @@ class TagTextData(TextData):
         if problem := problem_of_words(words):
             return f"column {self.columns[0]!r} (data.words) {problem}"
         if not isinstance(tags, list | tuple) or not all(isinstance(tag, str | Integral) and tag != "" for tag in tags):
-            return f"column {self.labels[0]!r} (data.tags) holds {show(tags)}, expected a list of tags: names, or whole numbers."
-        return None if len(tags) == len(words) else f"found {len(words)} words and {len(tags)} tags, expected a tag for each word."
+            return (
+                f"column {self.labels[0]!r} (data.tags) holds {show(tags)}, expected a list of tags: names, or "
+                "whole numbers."
+            )
+        return (
+            None
+            if len(tags) == len(words)
+            else f"found {len(words)} words and {len(tags)} tags, expected a tag for each word."
+        )
 
     def _readable(self, part: Part) -> Part:
         rows = self._rows(part)
@@ -163,7 +191,9 @@ class TagTextData(TextData):
                 raise RecipeError(f"{part.row(number)}: {problem}")
         where = ", ".join(part.where for part in parts)
         if not any(words for _, _, words, _ in rows):
-            raise RecipeError(f"{where}: the {role} split is empty. Expected at least one sentence (data.files, data.splits).")
+            raise RecipeError(
+                f"{where}: the {role} split is empty. Expected at least one sentence (data.files, data.splits)."
+            )
         if role == "train" and self.inference is None:
             self.classes = self._tag_names(rows, where)
         ids = {name: index for index, name in enumerate(self.classes)}
@@ -177,15 +207,20 @@ class TagTextData(TextData):
             empty += not words
             found += tag_ids if role == "train" else []
         if empty:
-            self.messages.append((logging.WARNING, f"{where}: {empty} of {len(rows)} sentences have no words, and are skipped"))
+            self.messages.append(
+                (logging.WARNING, f"{where}: {empty} of {len(rows)} sentences have no words, and are skipped")
+            )
         if found and self.inference is None and self.stream is None:
-            self.messages.append((logging.INFO, f"data: words of each tag in train: {count_classes(found, self.classes)}"))
+            self.messages.append(
+                (logging.INFO, f"data: words of each tag in train: {count_classes(found, self.classes)}")
+            )
         return texts
 
-    # -- tags ------------------------------------------------------------------------------------------------------------
+    # -- tags ----------------------------------------------------------------------------------------------------------
 
     def _name(self, part: Part, tag: Any) -> str:
-        """The name of a tag. An id is a name of the dataset, of ``data.tag_names`` or of the model, or a name itself."""
+        """The name of a tag. An id is a name of the dataset, of ``data.tag_names`` or of the model, or a name
+        itself."""
         if isinstance(tag, str):
             return tag
         names = part.classes or self.options.tag_names
@@ -200,7 +235,9 @@ class TagTextData(TextData):
             self._name(rows[0][0], tag) for tag in self._stream_tags()
         }
         if len(names) < 2:
-            raise RecipeError(f"{where}: data.tags: found {list_labels(names) or 'no tag'}, expected at least two different tags.")
+            raise RecipeError(
+                f"{where}: data.tags: found {list_labels(names) or 'no tag'}, expected at least two different tags."
+            )
         return sorted(names, key=lambda name: (int(name), "") if name.isdecimal() else (-1, name))
 
     def _unknown(self, part: Part, number: int, index: int, tag: Any, role: str) -> RecipeError:
@@ -219,13 +256,15 @@ class TagTextData(TextData):
         remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
         remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
         return RecipeError(
-            f"{place}: found the tag {tag!r} (data.tags), which never occurs {where}. There: {list_labels(self.classes)}. {remedy}"
+            f"{place}: found the tag {tag!r} (data.tags), which never occurs {where}. There: "
+            f"{list_labels(self.classes)}. {remedy}"
         )
 
-    # -- prediction ------------------------------------------------------------------------------------------------------
+    # -- prediction ----------------------------------------------------------------------------------------------------
 
     def sentences(self, source: Path | Iterable[str]) -> Iterator[list[str]]:
-        """Yield the words of each sentence of a file, or of each text, which is split at spaces. Tags in the file are ignored.
+        """Yield the words of each sentence of a file, or of each text, which is split at spaces. Tags in the file are
+        ignored.
 
         Raises:
             RecipeError: The file cannot be read, or a row is no list of words.

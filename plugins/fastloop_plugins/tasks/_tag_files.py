@@ -1,4 +1,4 @@
-"""Reads words and their tags from CoNLL files: one word a line, columns separated by a tab or by spaces, blank lines between sentences."""
+"""Reads words and their tags from CoNLL files: a word a line, tabs or spaces between, blank lines after sentences."""
 
 from __future__ import annotations
 
@@ -129,7 +129,10 @@ def _add(sentence: Sentence, cells: list[str], width: int, columns: Columns, whe
         if key == "tags" and width == 1:
             return f"{where}: found one column, expected a word and its tag, separated by a tab or by spaces."
         if not -len(cells) <= column < len(cells):
-            return f"{where}: there is no column {column}, which data.{key} names. The line has {len(cells)}, counted from 0."
+            return (
+                f"{where}: there is no column {column}, which data.{key} names. The line has {len(cells)}, "
+                "counted from 0."
+            )
         if not cells[column]:
             return f"{where}: column {column} (data.{key}) is empty."
         (sentence.words if key == "words" else sentence.tags).append(cells[column])

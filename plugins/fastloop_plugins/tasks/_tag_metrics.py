@@ -1,7 +1,7 @@
 """Metrics of tagged words: accuracy, and seqeval's precision, recall and F1 of entities.
 
-An entity counts if its type, its first and its last word are right. seqeval finds the entities of a sentence. The states are counts for
-each type of entity, so their sums over batches and processes give the metrics of the whole split.
+An entity counts if its type, its first and its last word are right. seqeval finds the entities of a sentence. The
+states are counts for each type of entity, so their sums over batches and processes give the metrics of the whole split.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def find_entities(sentences: Iterable[Sequence[str]], scheme: Scheme | None) -> 
 
     Args:
         sentences: The tags of each sentence.
-        scheme: As in seqeval's ``mode="strict"``; None: its default mode, which also reads tags that no scheme allows in that order.
+        scheme: As in seqeval's ``mode="strict"``; None: its default mode, which also reads tags that no scheme allows
+            in that order.
     """
     if scheme is None:
         from seqeval.metrics.sequence_labeling import get_entities
@@ -59,7 +60,8 @@ def misfit(names: Sequence[str], scheme: Scheme | None) -> str | None:
 
 
 def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: str) -> str | None:
-    """Describe the tagged words that belong to no entity under a scheme, and name the scheme that the tags follow; None if there are none.
+    """Describe the tagged words that belong to no entity under a scheme, and name the scheme that the tags follow; None
+    if there are none.
 
     Args:
         sentences: The tags of each sentence; each is one of the scheme.
@@ -75,7 +77,8 @@ def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: s
     fits = next((other for other in schemes if misfit(names, other) is None and not _outside(sentences, other)), None)
     remedy = f"The tags follow {fits}: {where}={fits}" if fits else f"For seqeval's default mode: {where}=null"
     return (
-        f"{len(lost)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as {tags[place]!r} after "
+        f"{len(lost)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as "
+        f"{tags[place]!r} after "
         f"{before}. {remedy}"
     )
 
@@ -122,7 +125,11 @@ class EntityScores(Metric):
         sets = [{(number, *entity) for number, entities in enumerate(part) for entity in entities} for part in found]
         for state, entities in (("predicted", sets[0]), ("actual", sets[1]), ("hits", sets[0] & sets[1])):
             counts = Counter(entity[1] for entity in entities)
-            setattr(self, state, getattr(self, state) + getattr(self, state).new_tensor([counts[kind] for kind in self.types]))
+            setattr(
+                self,
+                state,
+                getattr(self, state) + getattr(self, state).new_tensor([counts[kind] for kind in self.types]),
+            )
 
     def _sentences(self, ids: NDArray[Any], targets: NDArray[Any]) -> list[list[str]]:
         """The tags of each sentence."""
@@ -151,9 +158,14 @@ def _scores(hits: int, predicted: int, actual: int) -> dict[str, float]:
 
 
 def tag_metrics(
-    names: Sequence[str], scheme: Scheme | None, classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
+    names: Sequence[str],
+    scheme: Scheme | None,
+    classes: Mapping[str, type[Metric]],
+    options: Mapping[str, Any],
+    where: str,
 ) -> MetricCollection:
-    """``accuracy`` of the words, ``precision``, ``recall`` and ``f1`` of the entities, and the recipe's metrics of the words.
+    """``accuracy`` of the words, ``precision``, ``recall`` and ``f1`` of the entities, and the recipe's metrics of the
+    words.
 
     Tags without the prefixes of entities, such as parts of speech, have no entities: then only ``accuracy``.
 
@@ -170,9 +182,16 @@ def tag_metrics(
         made |= {score: EntityScores(score, names, scheme) for score in SCORES}
     elif scheme is not None:
         letters = ", ".join(f"{letter}-" for letter in PREFIXES[scheme])
-        raise RecipeError(f"{where}.scheme: the tag {tag!r} is none of {scheme}. Expected O, or one of the prefixes {letters} and a type.")
+        raise RecipeError(
+            f"{where}.scheme: the tag {tag!r} is none of {scheme}. Expected O, or one of the prefixes {letters} and "
+            "a type."
+        )
     else:
-        logger.warning("%s: the tag %r has no prefix B-, I-, E- or S-: entities are not scored. Other prefixes: set scheme", where, tag)
+        logger.warning(
+            "%s: the tag %r has no prefix B-, I-, E- or S-: entities are not scored. Other prefixes: set scheme",
+            where,
+            tag,
+        )
     known = {"num_classes": len(names), "task": "multiclass", "ignore_index": IGNORED}
     for name, metric in make_metrics(classes, options, f"{where}.metrics", known).items():
         if name in made:

@@ -25,8 +25,11 @@ def encode_sentences(words: list[list[str]], model: TagModel, max_length: int) -
     return TaggedSentences(*flat(encode_rows(model.tokenizer, rows, [], {})), *model.room(max_length), words=words)
 
 
-def sentence_chunks(sentences: Iterable[list[str]], start: int, size: int, model: TagModel, max_length: int) -> Iterator[TaggedSentences]:
-    """The sentences from row ``start``, ``size`` at a time. At the end, logs how many were longer than a row of the model."""
+def sentence_chunks(
+    sentences: Iterable[list[str]], start: int, size: int, model: TagModel, max_length: int
+) -> Iterator[TaggedSentences]:
+    """The sentences from row ``start``, ``size`` at a time. At the end, logs how many were longer than a row of the
+    model."""
     rest, total, last = islice(sentences, start, None), 0, None
     long = cut = 0
     while words := list(islice(rest, size)):
@@ -44,9 +47,12 @@ def split_sentences(data: TagTextData, split: str) -> Iterator[list[str]]:
         yield json.loads(str(text))[0]
 
 
-def tag_columns(output: Output, words: Sequence[list[str]], names: Sequence[str], scheme: Scheme | None) -> dict[str, list[Any]]:
-    """``words``, ``tags`` and the ``probabilities`` of these tags: lists of equal lengths. And ``entities``, if the tags describe entities:
-    the type, the first and last word (``start`` and ``end``, from 0, without ``end``) and the words of each.
+def tag_columns(
+    output: Output, words: Sequence[list[str]], names: Sequence[str], scheme: Scheme | None
+) -> dict[str, list[Any]]:
+    """``words``, ``tags`` and the ``probabilities`` of these tags: lists of equal lengths. And ``entities``, if the
+    tags describe entities: the type, the first and last word (``start`` and ``end``, from 0, without ``end``) and the
+    words of each.
 
     Args:
         output: ``word_scores`` of the sentences.

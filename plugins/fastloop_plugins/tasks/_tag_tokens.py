@@ -1,7 +1,7 @@
 """Token ids of sentences that are lists of words, and the model section of ``token-classification``.
 
-A row of the cache has two numbers for each token: its id and its *target*. The target of a word's first token is the id of the word's tag,
-and that of its other tokens is ``~id``, which is negative.
+A row of the cache has two numbers for each token: its id and its *target*. The target of a word's first token is the id
+of the word's tag, and that of its other tokens is ``~id``, which is negative.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class TagModel(TextModel):
             return
         if kind not in auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
             raise RecipeError(
-                f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no token classifier for {kind!r} "
+                f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no token "
+                f"classifier for {kind!r} "
                 f"(AutoModelForTokenClassification). Use one that it has, such as {EXAMPLES}."
             )
 
@@ -72,7 +73,8 @@ class TagModel(TextModel):
 
         if not self.tokenizer.is_fast:
             raise RecipeError(
-                f"{self.where}.tokenizer: {type(self.tokenizer).__name__} does not map tokens to words. Use a fast tokenizer."
+                f"{self.where}.tokenizer: {type(self.tokenizer).__name__} does not map tokens to words. Use a fast "
+                "tokenizer."
             )
         found = self.tokenizer.backend_tokenizer.pre_tokenizer
         if not isinstance(found, ByteLevel) or found.add_prefix_space:
@@ -93,7 +95,8 @@ class TagModel(TextModel):
         special = sum(map(len, self.special_tokens()))
         if max_length <= special:
             raise RecipeError(
-                f"{self.recipe.where}: data.max_length: found {max_length}, and a row has {special} special tokens. Expected more."
+                f"{self.recipe.where}: data.max_length: found {max_length}, and a row has {special} special tokens. "
+                "Expected more."
             )
         return max_length - special, special
 
@@ -106,10 +109,14 @@ class TagModel(TextModel):
         return ids[:before], ids[before + words :]
 
 
-def encode_rows(tokenizer: Any, rows: Sequence[Any], end: list[int], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Yield the ids and targets of each row, in turn: ``[id, target, id, target, ...]``. No special tokens, no truncation.
+def encode_rows(
+    tokenizer: Any, rows: Sequence[Any], end: list[int], arguments: Mapping[str, Any]
+) -> Iterator[list[int]]:
+    """Yield the ids and targets of each row, in turn: ``[id, target, id, target, ...]``. No special tokens, no
+    truncation.
 
-    A word without a token, such as a control character, gets the unknown token. A row without words gets one that begins no word.
+    A word without a token, such as a control character, gets the unknown token. A row without words gets one that
+    begins no word.
 
     Args:
         rows: JSON of ``[words, ids of their tags]``.

@@ -1,7 +1,7 @@
 """The number of targets that a loss is the mean over, for the losses and models whose rule is known.
 
-A mean over the targets that are not ignored needs that number as the weight of a micro-batch. With the number of samples as weight,
-micro-batches and processes would change the gradients.
+A mean over the targets that are not ignored needs that number as the weight of a micro-batch. With the number of
+samples as weight, micro-batches and processes would change the gradients.
 """
 
 from __future__ import annotations
@@ -43,10 +43,12 @@ class TargetRule:
 
 
 class TargetCounter:
-    """Sets the ``loss_weight`` of batches to their number of targets. Keeps one that the collator has set, but not for ``ClassLoss``.
+    """Sets the ``loss_weight`` of batches to their number of targets. Keeps one that the collator has set, but not for
+    ``ClassLoss``.
 
     Attributes:
-        count: The function for the targets of batches ``(inputs, targets)`` and the ``labels`` of mappings; None: samples are counted.
+        count: The function for the targets of batches ``(inputs, targets)`` and the ``labels`` of mappings; None:
+            samples are counted.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], loss: Any, model: nn.Module | None = None) -> None:
@@ -55,7 +57,8 @@ class TargetCounter:
             self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
-        """Count for the loss of a model, which computes it if there is no loss function. Call it before the first batch."""
+        """Count for the loss of a model, which computes it if there is no loss function. Call it before the first
+        batch."""
         if self.loss is None:
             self.count = count_for_model(model)
 
@@ -70,7 +73,9 @@ class TargetCounter:
         if isinstance(inputs, Sequence) and len(inputs) == 2:
             targets = inputs[1]
         elif has_classes:
-            raise UsageError(f"{self.loss.where}: needs batches (inputs, targets), and found one of type {type(inputs).__name__}.")
+            raise UsageError(
+                f"{self.loss.where}: needs batches (inputs, targets), and found one of type {type(inputs).__name__}."
+            )
         else:
             targets = inputs.get("labels") if isinstance(inputs, Mapping) else None
         weight = self.count(targets) if isinstance(targets, Tensor) else 0
@@ -81,7 +86,8 @@ class TargetCounter:
 
 
 def count_for_loss(loss: Any) -> Callable[[Tensor], float] | None:
-    """The function for ``ClassLoss``, and for ``cross_entropy`` and ``nll_loss`` of torch, also as modules or ``partial``; else None."""
+    """The function for ``ClassLoss``, and for ``cross_entropy`` and ``nll_loss`` of torch, also as modules or
+    ``partial``; else None."""
     if isinstance(loss, ClassLoss):
         return TargetRule().count if loss.weights is None else loss.weight_of
     function, given = (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, {})
@@ -96,12 +102,18 @@ def count_for_loss(loss: Any) -> Callable[[Tensor], float] | None:
 
 
 def count_for_model(model: nn.Module) -> Callable[[Tensor], float] | None:
-    """The function for a model of transformers that computes a mean cross entropy of its ``labels``; None for other models."""
+    """The function for a model of transformers that computes a mean cross entropy of its ``labels``; None for other
+    models."""
     transformers = sys.modules.get("transformers")  # it has created the model, so it is imported
     base: Any = getattr(model, "get_base_model", lambda: model)()  # that of a PeftModel
     if transformers is None or not isinstance(base, transformers.PreTrainedModel):
         return None
-    if base.loss_type in ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForImageClassification"):
+    if base.loss_type in (
+        "ForMaskedLM",
+        "ForTokenClassification",
+        "ForSequenceClassification",
+        "ForImageClassification",
+    ):
         return TargetRule().count
     if base.loss_type in (None, "ForCausalLM", "ForConditionalGeneration") and base.get_output_embeddings() is not None:
         return TargetRule(shifted=not base.config.is_encoder_decoder).count

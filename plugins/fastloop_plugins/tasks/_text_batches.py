@@ -23,7 +23,8 @@ class Sequences:
     Args:
         ids: Token ids of all samples, end to end. If mapped from a file, only the parts in use are in memory.
         lengths: Tokens of every sample.
-        labels: Label of every sample, if there are labels: classes (N,) int64, numbers (N,) float32, or 0 and 1 (N, classes) float32.
+        labels: Label of every sample, if there are labels: classes (N,) int64, numbers (N,) float32, or 0 and 1 (N,
+            classes) float32.
         typed: Whether each sample has its ids and then the type of each token; ``lengths`` counts both.
 
     Attributes:
@@ -32,7 +33,13 @@ class Sequences:
 
     deterministic = True
 
-    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], labels: NDArray[Any] | None = None, typed: bool = False) -> None:
+    def __init__(
+        self,
+        ids: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        labels: NDArray[Any] | None = None,
+        typed: bool = False,
+    ) -> None:
         self.ids, self.lengths, self.ends = ids, lengths // 2 if typed else lengths, np.cumsum(lengths)
         self.labels, self.typed = labels, typed
 
@@ -54,7 +61,10 @@ class Sequences:
         end, length = self.ends[index], self.lengths[index]
         sample: dict[str, Any] = {"input_ids": self.ids[end - length : end]}
         if self.typed:
-            sample = {"input_ids": self.ids[end - 2 * length : end - length], "token_type_ids": self.ids[end - length : end]}
+            sample = {
+                "input_ids": self.ids[end - 2 * length : end - length],
+                "token_type_ids": self.ids[end - length : end],
+            }
         if self.labels is not None:
             label = self.labels[index]
             sample["label"] = int(label) if self.labels.dtype == np.int64 else label
@@ -105,13 +115,14 @@ def mask(rows: Sequence[NDArray[Any]], width: int, left: bool = False) -> Tensor
 
 @dataclass(kw_only=True)
 class Ragged:
-    """A batch before padding: sequences of different lengths. A task's collator pads them, and ``packing`` puts them end to end.
+    """A batch before padding: sequences of different lengths. A task's collator pads them, and ``packing`` puts them
+    end to end.
 
     A collator may provide it through a method ``ragged(samples) -> Ragged``.
 
     Attributes:
-        columns: Name -> one array for each sequence, and the value that fills the missing elements of shorter arrays. ``input_ids`` is
-            always present and defines the lengths; arrays of other columns are not longer.
+        columns: Name -> one array for each sequence, and the value that fills the missing elements of shorter arrays.
+            ``input_ids`` is always present and defines the lengths; arrays of other columns are not longer.
         fixed: Name -> a tensor without a token dimension, such as labels of shape (sequences,).
         loss_weight: As in ``Batch``.
         tokens: As in ``Batch``.

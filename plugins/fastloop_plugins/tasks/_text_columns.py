@@ -28,7 +28,9 @@ def column_names(value: str | list[str], where: str) -> list[str]:
     return names
 
 
-def read_columns(parts: list[Part], role: str, names: Sequence[str], messages: list[tuple[int, str]], key: str = "text") -> list[Text]:
+def read_columns(
+    parts: list[Part], role: str, names: Sequence[str], messages: list[tuple[int, str]], key: str = "text"
+) -> list[Text]:
     """The texts of each row of a split.
 
     Args:
@@ -48,9 +50,13 @@ def _read_column(parts: list[Part], role: str, name: str, messages: list[tuple[i
     for part in parts:
         for number, value in enumerate(part.column(key, name), 1):
             if value is not None and not isinstance(value, str):
-                raise RecipeError(f"{part.row(number)}: column {name!r} holds {show(value)}, expected text (data.{key}).")
+                raise RecipeError(
+                    f"{part.row(number)}: column {name!r} holds {show(value)}, expected text (data.{key})."
+                )
             if value and not value.isascii() and not _encodable(value):
-                raise RecipeError(f"{part.row(number)}: column {name!r} (data.{key}) holds half of a UTF-16 pair, which is no text.")
+                raise RecipeError(
+                    f"{part.row(number)}: column {name!r} (data.{key}) holds half of a UTF-16 pair, which is no text."
+                )
             texts.append(value or "")
             if not texts[-1].strip():
                 empty.append((part, number))
@@ -79,12 +85,15 @@ def each_text(texts: Sequence[Text]) -> list[str]:
 
 
 def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
-    """The tokenizer's argument for token types, if the rows are pairs and the model has an embedding for the second text of a pair.
+    """The tokenizer's argument for token types, if the rows are pairs and the model has an embedding for the second
+    text of a pair.
 
     Call it after ``TextModel.load_tokenizer``.
     """
     paired = len(names) == 2 and (model.tokenizer is None or model.tokenizer.sep_token is not None)
-    return {"return_token_type_ids": True} if paired and (getattr(model.config, "type_vocab_size", None) or 0) > 1 else {}
+    return (
+        {"return_token_type_ids": True} if paired and (getattr(model.config, "type_vocab_size", None) or 0) > 1 else {}
+    )
 
 
 def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
@@ -100,7 +109,8 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
     separator = model.tokenizer.sep_token or model.tokenizer.eos_token
     if separator is None:
         raise RecipeError(
-            f"{model.where}.tokenizer: it has no separator or end token to put between the columns of data.text. Use another."
+            f"{model.where}.tokenizer: it has no separator or end token to put between the columns of data.text. Use "
+            "another."
         )
     return [f" {separator} ".join(row) for row in texts]
 
@@ -108,7 +118,8 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
 def encode_pairs(
     tokenizer: Any, pairs: Sequence[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]
 ) -> Iterator[tuple[list[int], bool]]:
-    """Yield the ids of each pair, and whether truncation shortened it. With token types, the type of each token follows the ids.
+    """Yield the ids of each pair, and whether truncation shortened it. With token types, the type of each token follows
+    the ids.
 
     The longer text of a pair is truncated first.
 
@@ -120,12 +131,16 @@ def encode_pairs(
 
     def start(text: str) -> str:
         part = beginning(text, size) if most else text
-        enough = len(part) == len(text) or len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) >= most
+        enough = (
+            len(part) == len(text) or len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) >= most
+        )
         return part if enough else text
 
     for portion in portions(pairs):
         columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in portion), strict=True)]
         found = tokenizer(*columns, return_attention_mask=False, **arguments)
         types = found["token_type_ids"] if "return_token_type_ids" in arguments else [[]] * len(columns[0])
-        for ids, kinds, cut in zip(found["input_ids"], types, shortened(tokenizer, columns, found, most, arguments), strict=True):
+        for ids, kinds, cut in zip(
+            found["input_ids"], types, shortened(tokenizer, columns, found, most, arguments), strict=True
+        ):
             yield ids + kinds, cut

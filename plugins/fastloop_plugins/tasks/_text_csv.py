@@ -1,6 +1,7 @@
 """Reads csv and tsv files. Every cell is text, exactly as written in the file.
 
-The parser is Python's csv module in strict mode. It rejects malformed quotes, which other parsers repair by guessing, and it counts lines.
+The parser is Python's csv module in strict mode. It rejects malformed quotes, which other parsers repair by guessing,
+and it counts lines.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ LARGEST_CELL = 2**31 - 1
 """Characters: the largest limit that the csv module accepts on every platform. Its default is 131,072."""
 
 
-def read_delimited(path: Path, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool) -> Part:
+def read_delimited(
+    path: Path, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool
+) -> Part:
     """Read the columns ``text`` and ``labels`` of one file. ``text``: column -> the option that names it.
 
     Raises:
@@ -103,13 +106,18 @@ class _File:
     # -- detection -----------------------------------------------------------------------------------------------------
 
     def _find_delimiter(self) -> str:
-        """The delimiter from ``data.read`` or the suffix. Another one is used only if it alone gives a header with the wanted columns."""
+        """The delimiter from ``data.read`` or the suffix. Another one is used only if it alone gives a header with the
+        wanted columns."""
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         usual = "\t" if ".tsv" in suffixes[-2:] else ","
         if self.how.delimiter is not None or self.how.columns is not None:
             return self.how.delimiter or usual
         wanted = set(self.wanted)
-        fits = [delimiter for delimiter in DELIMITERS if wanted <= {name for row in self._first(1, delimiter) for name in row}]
+        fits = [
+            delimiter
+            for delimiter in DELIMITERS
+            if wanted <= {name for row in self._first(1, delimiter) for name in row}
+        ]
         if usual in fits or len(fits) != 1:
             return usual
         self.notes.append(f"{self.path}: the delimiter is a {DELIMITERS[fits[0]]}, as its header line shows")
@@ -118,7 +126,9 @@ class _File:
     def _first(self, count: int, delimiter: str) -> list[list[str]]:
         """The first records of the sample."""
         try:
-            return list(islice(filter(None, self._reader(io.StringIO(self.sample, newline=""), delimiter, strict=False)), count))
+            return list(
+                islice(filter(None, self._reader(io.StringIO(self.sample, newline=""), delimiter, strict=False)), count)
+            )
         except csv.Error:
             return []
 
@@ -130,7 +140,9 @@ class _File:
     def _remedy(self) -> str:
         """A suggestion for a header that lacks a column; empty if there is none."""
         first, *rows = self._first(50, self.delimiter) or [[]]
-        wider = [delimiter for delimiter in DELIMITERS if len(first) == 1 and len((self._first(1, delimiter) or [[]])[0]) > 1]
+        wider = [
+            delimiter for delimiter in DELIMITERS if len(first) == 1 and len((self._first(1, delimiter) or [[]])[0]) > 1
+        ]
         if len(wider) == 1:
             return f" If the delimiter is a {DELIMITERS[wider[0]]}, give data.read.delimiter={_written(wider[0])}."
         cells = [[row[index] for row in rows if index < len(row)] for index in range(len(first))]
@@ -148,7 +160,11 @@ class _File:
         rest = sorted(order[len(self.text) :], key=lambda index: _unlike_labels([first[index], *cells[index]]))
         for index, name in zip(sorted(rest[: len(self.labels)]), self.labels, strict=False):
             names[index] = name
-        reason = "Line 1 looks like data, not like column names: if so" if is_data else "If line 1 is data and not column names"
+        reason = (
+            "Line 1 looks like data, not like column names: if so"
+            if is_data
+            else "If line 1 is data and not column names"
+        )
         return f" {reason}, give data.read.columns=[{','.join(names)}]."
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -157,7 +173,8 @@ class _File:
         """Read all rows, and skip empty lines."""
         found: dict[str, list[str]] = {name: [] for name in self.wanted}
         append = [column.append for column in found.values()]
-        joined: list[tuple[int, int, list[str]]] = []  # records of several lines: numbers of the first and the last line, and the lines
+        # records of several lines: numbers of the first and the last line, and the lines
+        joined: list[tuple[int, int, list[str]]] = []
         for first, last, row in self.records(stream, skip_unreadable):
             for add, index in zip(append, self.positions, strict=True):
                 add(row[index])
@@ -185,7 +202,11 @@ class _File:
         try:
             for row in reader:
                 tail = lines[-1][-2:]
-                if (end := tail if tail == "\r\n" else tail[-1:]) != line_end and end in LINE_ENDS and (row or line_end != "\r"):
+                if (
+                    (end := tail if tail == "\r\n" else tail[-1:]) != line_end
+                    and end in LINE_ENDS
+                    and (row or line_end != "\r")
+                ):
                     if line_end:
                         raise self._other_line_end(reader.line_num, end, line_end)
                     line_end = end
@@ -196,7 +217,9 @@ class _File:
                         raise self._other_width(first, len(row), "".join(lines))
                     self.unreadable += 1
                 elif row:
-                    if row[positions[0]] in self.names and (row[positions[-1]] in self.names if positions[1:] else row == self.header):
+                    if row[positions[0]] in self.names and (
+                        row[positions[-1]] in self.names if positions[1:] else row == self.header
+                    ):
                         raise self._header_again(first, row)
                     yield first, reader.line_num, row
                 first = reader.line_num + 1
@@ -214,23 +237,28 @@ class _File:
         return [header.index(name) for name in self.wanted]
 
     def _check_joined(self, joined: list[tuple[int, int, list[str]]], found: dict[str, list[str]]) -> None:
-        """Raise an error for quoted cells over several lines if each line looks like a complete row: stray quotes look the same.
+        """Raise an error for quoted cells over several lines if each line looks like a complete row: stray quotes look
+        the same.
 
-        A line looks like a row if it has as many cells as the header, and its label also occurs elsewhere. Without labels, all cells
-        over several lines must look like this.
+        A line looks like a row if it has as many cells as the header, and its label also occurs elsewhere. Without
+        labels, all cells over several lines must look like this.
         """
         label = self.header.index(self.labels[0]) if self.labels else None
         known = set(found[self.labels[0]]) if self.labels else set()
         odd, width = [], len(self.header)
         for first, last, lines in joined:
             rows = [line.rstrip("\r\n").split(self.delimiter) for line in lines]
-            if width > 1 and all(len(row) == width and (label is None or row[label].strip('" ') in known) for row in rows):
+            if width > 1 and all(
+                len(row) == width and (label is None or row[label].strip('" ') in known) for row in rows
+            ):
                 odd.append((first, last))
         if odd and (label is not None or len(odd) == len(joined)):
             first, last = odd[0]
             raise RecipeError(
-                f"{self.path}, line {first}: a quote opens a cell here that closes in line {last}, but each of these lines reads as a row "
-                "of its own. If quotes are part of the texts, give data.read.quoting=none; if the text spans these lines, "
+                f"{self.path}, line {first}: a quote opens a cell here that closes in line {last}, but each of these "
+                "lines reads as a row "
+                "of its own. If quotes are part of the texts, give data.read.quoting=none; if the text spans "
+                "these lines, "
                 "data.read.quoting=double."
             )
 
@@ -244,7 +272,10 @@ class _File:
             wrong = f"a quote opens a cell here that never closes (line {last} is the last)"
         else:
             return RecipeError(f"{where}: cannot be read as rows of cells: {error}.")
-        return RecipeError(f'{where}: {wrong}. If quotes are part of the texts, give data.read.quoting=none; otherwise double them: "".')
+        return RecipeError(
+            f"{where}: {wrong}. If quotes are part of the texts, give data.read.quoting=none; otherwise double "
+            'them: "".'
+        )
 
     def _other_width(self, line: int, count: int, raw: str) -> RecipeError:
         width, name = len(self.header), DELIMITERS.get(self.delimiter, repr(self.delimiter))
@@ -255,26 +286,37 @@ class _File:
         if self.how.columns is not None and count == 1 and others:
             remedy = f"If the delimiter is a {DELIMITERS[others[0]]}, give data.read.delimiter={_written(others[0])}."
         return RecipeError(
-            f"{self.path}, line {line}: found {count} cell{'s' * (count != 1)}, expected {width} ({', '.join(self.header):.200}). {remedy}"
+            f"{self.path}, line {line}: found {count} cell{'s' * (count != 1)}, expected {width} "
+            f"({', '.join(self.header):.200}). {remedy}"
         )
 
     def _header_again(self, line: int, row: list[str]) -> RecipeError:
         where = f"{self.path}, line {line}: found the column names ({', '.join(row):.200})"
         if self.how.columns is not None:
             return RecipeError(f"{where}, which data.read.columns gives too. Remove data.read.columns, or that line.")
-        return RecipeError(f"{where} again, as where files were joined. Remove that line, or give the files as a list: data.files.")
+        return RecipeError(
+            f"{where} again, as where files were joined. Remove that line, or give the files as a list: data.files."
+        )
 
     def _other_line_end(self, line: int, end: str, before: str) -> RecipeError:
         return RecipeError(
-            f"{self.path}, line {line}: ends with {LINE_ENDS[end]}, the lines before it with {LINE_ENDS[before]}. Expected one kind of "
+            f"{self.path}, line {line}: ends with {LINE_ENDS[end]}, the lines before it with {LINE_ENDS[before]}. "
+            "Expected one kind of "
             "line end outside of quotes: convert them (dos2unix, or mac2unix for CR)."
         )
 
 
 def _unlike_labels(cells: Sequence[str]) -> tuple[int, ...]:
-    """A key that sorts columns of labels before others: first those whose cells are not empty, differ, repeat, and are whole numbers."""
+    """A key that sorts columns of labels before others: first those whose cells are not empty, differ, repeat, and are
+    whole numbers."""
     different = set(cells)
-    return "" in different, len(different) < 2, len(different) > len(cells) / 2, not all(map(str.isdecimal, cells)), len(different)
+    return (
+        "" in different,
+        len(different) < 2,
+        len(different) > len(cells) / 2,
+        not all(map(str.isdecimal, cells)),
+        len(different),
+    )
 
 
 def _written(delimiter: str) -> str:

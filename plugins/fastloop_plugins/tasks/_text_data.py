@@ -1,7 +1,8 @@
 """The ``data`` section of the text tasks: rows from files, a Python function, a local folder or the hub.
 
-Sources return *parts* (one file, one split), so that an error can name its file. The samples selected by ``validation_fraction`` and
-``limit`` do not depend on ``train.seed``: runs with different seeds use the same data and stay comparable.
+Sources return *parts* (one file, one split), so that an error can name its file. The samples selected by
+``validation_fraction`` and ``limit`` do not depend on ``train.seed``: runs with different seeds use the same data and
+stay comparable.
 """
 
 from __future__ import annotations
@@ -46,29 +47,53 @@ class Data(StreamingOptions):
 
     name: Annotated[str | None, option("Dataset: hub id or local folder.")] = None
     subset: Annotated[str | None, option("Configuration of the dataset, if it has several.")] = None
-    files: Annotated[dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")] = None
-    module: Annotated[str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")] = None
+    files: Annotated[
+        dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")
+    ] = None
+    module: Annotated[
+        str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")
+    ] = None
     arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
-    splits: Annotated[dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")] = None
-    text: Annotated[str | list[str], option("The column of texts; two: pairs of texts, more: joined with the separator token.")] = "text"
+    splits: Annotated[
+        dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")
+    ] = None
+    text: Annotated[
+        str | list[str], option("The column of texts; two: pairs of texts, more: joined with the separator token.")
+    ] = "text"
     label: Annotated[
-        str | list[str] | None, option("The column of labels: text, or whole numbers from 0; or 0/1 columns, one a class.")
+        str | list[str] | None,
+        option("The column of labels: text, or whole numbers from 0; or 0/1 columns, one a class."),
     ] = None
     label_type: Annotated[
         Literal["class", "classes", "number"] | None,
-        option("One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: as label shows."),
+        option(
+            "One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: "
+            "as label shows."
+        ),
     ] = None
-    label_offset: Annotated[int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)] = 0
+    label_offset: Annotated[
+        int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)
+    ] = 0
     label_map: Annotated[
         dict[Any, int | str | None] | None,
         option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
     ] = None
-    read: Annotated[dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")] = None
+    read: Annotated[
+        dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")
+    ] = None
     max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
-    padding: Annotated[Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")] = "longest"
-    pad_to_multiple_of: Annotated[int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)] = None
-    limit: Annotated[dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")] = None
-    validation_fraction: Annotated[float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)] = 0.1
+    padding: Annotated[
+        Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")
+    ] = "longest"
+    pad_to_multiple_of: Annotated[
+        int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)
+    ] = None
+    limit: Annotated[
+        dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")
+    ] = None
+    validation_fraction: Annotated[
+        float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)
+    ] = 0.1
 
 
 @dataclass(kw_only=True)
@@ -100,14 +125,17 @@ class Limit:
 
 @dataclass
 class Rows:
-    """One split: the texts of each row, and labels if the task has labels: 0..n-1, or as ``_text_targets`` reads them."""
+    """One split: the texts of each row, and labels if the task has labels: 0..n-1, or as ``_text_targets`` reads
+    them."""
 
     texts: list[Text]
     labels: list[Any] | None = None
 
     def keep(self, ids: Sequence[int]) -> Rows:
         """The samples with these ids."""
-        return Rows([self.texts[index] for index in ids], None if self.labels is None else [self.labels[index] for index in ids])
+        return Rows(
+            [self.texts[index] for index in ids], None if self.labels is None else [self.labels[index] for index in ids]
+        )
 
 
 class TextData(StreamedData):
@@ -138,14 +166,20 @@ class TextData(StreamedData):
         if labelled and self.options.label is None:
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
-            raise RecipeError(f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification.")
+            raise RecipeError(
+                f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification."
+            )
         if not labelled and len(self.columns) > 1:
-            raise RecipeError(f"{self.where}.text: found {self.columns}, and a language model reads one column. Name one.")
+            raise RecipeError(
+                f"{self.where}.text: found {self.columns}, and a language model reads one column. Name one."
+            )
         for key in ("label_offset", "label_map", "label_type"):
             if not labelled and getattr(self.options, key):
                 raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
             if key != "label_type" and self.label_type != "class" and getattr(self.options, key):
-                raise RecipeError(f"{self.where}.{key}: is for data.label_type=class, and it is {self.label_type}. Remove it.")
+                raise RecipeError(
+                    f"{self.where}.{key}: is for data.label_type=class, and it is {self.label_type}. Remove it."
+                )
         if self.several and (self.label_type != "classes" or len(self.labels) < 2):
             raise RecipeError(
                 f"{self.where}.label: found {self.labels}, expected "
@@ -159,13 +193,16 @@ class TextData(StreamedData):
         check_streaming(self, recipe.data)
         if self.inference is not None and self.inference.source is not None:
             return  # the rows come from there
-        if self.options.name is not None and self.options.files is not None:  # as when a user adds files to a shipped recipe
+        # as when a user adds files to a shipped recipe
+        if self.options.name is not None and self.options.files is not None:
             logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
             self.options.name = None
         sources = [key for key in ("name", "files", "module") if getattr(self.options, key) is not None]
         if len(sources) != 1:
             found = " and ".join(sources) or "none"
-            raise RecipeError(f"{self.where}: found {found}, expected one of: name (a dataset), files, module (a function).")
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: name (a dataset), files, module (a function)."
+            )
         if self.options.arguments is not None and self.options.module is None:
             raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
         if self.options.files is not None:
@@ -173,13 +210,19 @@ class TextData(StreamedData):
             given = {split: paths for split, paths in files.items() if paths is not None}
             needed = self.open_stream(given, given if self.inference is None else self._needed(given).values())
             self.files = {
-                split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats) if split in needed else []
+                split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats)
+                if split in needed
+                else []
                 for split, paths in given.items()
             }
             if "train" not in self.files and self.inference is None:
                 raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
-        if len(self.columns) > 1 and (texts := [path for paths in self.files.values() for path in paths if format_of(path)[0] == ".txt"]):
-            raise RecipeError(f"{self.where}.text: found {self.columns}, and {texts[0]} has one column. Use another format.")
+        if len(self.columns) > 1 and (
+            texts := [path for paths in self.files.values() for path in paths if format_of(path)[0] == ".txt"]
+        ):
+            raise RecipeError(
+                f"{self.where}.text: found {self.columns}, and {texts[0]} has one column. Use another format."
+            )
         if self.options.module is not None:
             check_reference(self.options.module, recipe, "data.module")
         if self.options.name is not None:
@@ -189,14 +232,18 @@ class TextData(StreamedData):
 
     def _check_read(self) -> None:
         if self.options.files is None:
-            raise RecipeError(f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there.")
+            raise RecipeError(
+                f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there."
+            )
         refuse_options_without_files(
             self.how, [path for paths in self.files.values() for path in paths], f"{self.where}.read", self.formats
         )
         wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
         for key, name in wanted:
             if self.how.columns is not None and name not in self.how.columns:
-                raise RecipeError(f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them.")
+                raise RecipeError(
+                    f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them."
+                )
 
     def _check_name(self, name: str) -> None:
         refuse_url(name, f"{self.where}.name", "its files")
@@ -206,7 +253,7 @@ class TextData(StreamedData):
         if not path.is_dir() and not is_hub_name(name):
             raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
 
-    # -- reading ---------------------------------------------------------------------------------------------------------
+    # -- reading -------------------------------------------------------------------------------------------------------
 
     def load(self) -> dict[str, Rows]:
         """Read ``train``, and ``validation`` and ``test`` if they exist.
@@ -217,18 +264,27 @@ class TextData(StreamedData):
         self.messages, self.unreadable, parts = [], 0, self._read()
         splits, held_out = self._needed(parts), self.options.validation_fraction and self.splits.validation not in parts
         if self.skip_unreadable:
-            parts = {name: [self._readable(part) for part in found] if name in splits.values() else found for name, found in parts.items()}
+            parts = {
+                name: [self._readable(part) for part in found] if name in splits.values() else found
+                for name, found in parts.items()
+            }
         for role, name in splits.items():
             if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
-                raise RecipeError(f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}.")
+                raise RecipeError(
+                    f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}."
+                )
         used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
         rows = {role: Rows(self._texts(role, found)) for role, found in used.items()}
         notes = [note for found in used.values() for part in found for note in part.notes]
-        notes[NOTES:] = [f"data: and {len(notes) - NOTES} more lines such as these, of other files"] * (len(notes) > NOTES)
+        notes[NOTES:] = [f"data: and {len(notes) - NOTES} more lines such as these, of other files"] * (
+            len(notes) > NOTES
+        )
         self.messages += [(logging.INFO, note) for note in notes]
         if self.options.label is not None:
             labels = read_labels(used, self)
-            self.messages += [(logging.INFO, note) for note in labels.notes] + [(logging.WARNING, line) for line in labels.warnings]
+            self.messages += [(logging.INFO, note) for note in labels.notes] + [
+                (logging.WARNING, line) for line in labels.warnings
+            ]
             self.classes = labels.classes
             for role in rows:
                 rows[role].labels = labels.ids[role]
@@ -237,9 +293,15 @@ class TextData(StreamedData):
             classes = rows["train"].labels if self.label_type == "class" else None
             train, held = hold_out(len(rows["train"].texts), self.options.validation_fraction, classes, self.where)
             rows |= {"train": rows["train"].keep(train), "validation": rows["train"].keep(held)}
-            share = f"{self.options.validation_fraction:.0%} of train" + (", of each class," if classes is not None else "")
+            share = f"{self.options.validation_fraction:.0%} of train" + (
+                ", of each class," if classes is not None else ""
+            )
             suffix = f" (no validation split: {share} held out)"
-        for role, count in (("train", self.limit.train), ("validation", self.limit.validation), ("test", self.limit.test)):
+        for role, count in (
+            ("train", self.limit.train),
+            ("validation", self.limit.validation),
+            ("test", self.limit.test),
+        ):
             if count is not None and role in rows and count < len(rows[role].texts):
                 rows[role] = rows[role].keep(draw(len(rows[role].texts), count))
         if self.inference is None and self.stream is None:
@@ -247,7 +309,9 @@ class TextData(StreamedData):
         if "train" in rows and rows["train"].labels is not None and self.stream is None:
             suffix += f"; {summarize(rows['train'].labels, self)}"
         rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
-        sizes = {role: f"{role} {len(split.texts)}" for role, split in rows.items()} | (self.stream.size() if self.stream else {})
+        sizes = {role: f"{role} {len(split.texts)}" for role, split in rows.items()} | (
+            self.stream.size() if self.stream else {}
+        )
         self.messages.append((logging.INFO, f"data: {', '.join(sizes.values())}{suffix}"))
         self.log_messages()
         return rows
@@ -261,7 +325,8 @@ class TextData(StreamedData):
         return read_columns(parts, role, self.columns, self.messages)
 
     def _needed(self, there: Collection[str]) -> dict[str, str]:
-        """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of it."""
+        """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of
+        it."""
         splits = {role: name for role, name in vars(self.splits).items() if name is not None}
         if self.inference is None:
             return splits
@@ -277,11 +342,21 @@ class TextData(StreamedData):
 
     def identity(self) -> str:
         """A hash of the files that ``load`` reads, and of all options that affect its result."""
-        options = vars(self.options) | {"files": None, "label_map": sorted(map(str, (self.options.label_map or {}).items()))}
-        chosen = {"options": options, "splits": vars(self.splits), "limit": vars(self.limit), "draw": DRAW, "reader": READER}
+        options = vars(self.options) | {
+            "files": None,
+            "label_map": sorted(map(str, (self.options.label_map or {}).items())),
+        }
+        chosen = {
+            "options": options,
+            "splits": vars(self.splits),
+            "limit": vars(self.limit),
+            "draw": DRAW,
+            "reader": READER,
+        }
         chosen["skip_unreadable"] = self.skip_unreadable
         if self.inference is not None:
-            chosen["inference"] = [str(self.inference.model), self.inference.split, self.classes]  # labels are ids of these classes
+            # labels are ids of these classes
+            chosen["inference"] = [str(self.inference.model), self.inference.split, self.classes]
         facts = [json.dumps(chosen, sort_keys=True)]
         for split, paths in self.files.items():
             for path in paths:
@@ -295,11 +370,16 @@ class TextData(StreamedData):
             return self._call(self.options.module)
         if self.options.name is not None:
             return self._dataset(self.options.name)
-        found = {split: self._read_files(paths) if split in vars(self.splits).values() else [] for split, paths in self.files.items()}
+        found = {
+            split: self._read_files(paths) if split in vars(self.splits).values() else []
+            for split, paths in self.files.items()
+        }
         return found if self.stream is None else found | {"train": [self.stream.read_head()]}
 
     def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
-        return [read_file(Path(path), self.how, self.text_columns(), self.labels, self.skip_unreadable) for path in paths]
+        return [
+            read_file(Path(path), self.how, self.text_columns(), self.labels, self.skip_unreadable) for path in paths
+        ]
 
     def _call(self, reference: str) -> dict[str, list[Part]]:
         function = import_object(reference, self.recipe, "data.module")
@@ -310,8 +390,13 @@ class TextData(StreamedData):
             raise RecipeError(f"{self.where}.arguments: {reference} cannot take them: {error}.") from None
         result = function(**arguments)
         if not isinstance(result, Mapping):
-            raise RecipeError(f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}.")
-        return {str(split): [make_part(f"{reference}, split {split}", rows, *self.labels[:1])] for split, rows in result.items()}
+            raise RecipeError(
+                f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}."
+            )
+        return {
+            str(split): [make_part(f"{reference}, split {split}", rows, *self.labels[:1])]
+            for split, rows in result.items()
+        }
 
     def _dataset(self, name: str) -> dict[str, list[Part]]:
         import datasets
@@ -324,19 +409,31 @@ class TextData(StreamedData):
                 elif folder.is_dir():
                     builder = datasets.load_dataset_builder(str(folder.resolve()), self.options.subset)
                     if builder.name == "csv":  # datasets would guess types and missing values
-                        return {str(split): self._read_files(paths) for split, paths in builder.config.data_files.items()}
+                        return {
+                            str(split): self._read_files(paths) for split, paths in builder.config.data_files.items()
+                        }
                     found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
                 else:
                     offline()
                     found = datasets.load_dataset(name, self.options.subset)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise RecipeError(explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")) from None
-        return {split: [make_part(f"dataset {name}, split {split}", rows, *self.labels[:1])] for split, rows in found.items()}
+            raise RecipeError(
+                explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")
+            ) from None
+        return {
+            split: [make_part(f"dataset {name}, split {split}", rows, *self.labels[:1])]
+            for split, rows in found.items()
+        }
 
     def _readable(self, part: Part) -> Part:
         """A part without rows whose text is not a string, or that have no label."""
         columns = {name: part.column(key, name) for name, key in self.text_columns().items()}
-        bad = {index for texts in columns.values() for index, value in enumerate(texts) if not isinstance(value, str | None)}
+        bad = {
+            index
+            for texts in columns.values()
+            for index, value in enumerate(texts)
+            if not isinstance(value, str | None)
+        }
         for name in self.labels:
             columns[name] = part.column("label", name)
             bad |= {index for index, value in enumerate(columns[name]) if not is_readable(value, self)}

@@ -20,7 +20,8 @@ FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffix after that of the format -> codec, by pyarrow's name."""
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-"""First bytes that no text file starts with -> codec. A bz2 file starts with letters, so only its suffix identifies it."""
+"""First bytes that no text file starts with -> codec. A bz2 file starts with letters, so only its suffix identifies
+it."""
 MARKS = {
     codecs.BOM_UTF8: "utf-8-sig",
     codecs.BOM_UTF32_LE: "utf-32",  # before UTF-16, whose mark is a prefix of it
@@ -36,16 +37,28 @@ class Read:
     """``data.read``: options for reading files whose names and first bytes do not determine them."""
 
     delimiter: Annotated[str | None, option("Character between cells of .csv and .tsv files; tab for a tab.")] = None
-    columns: Annotated[list[str] | None, option("Names of the columns of .csv and .tsv files without a header line.")] = None
+    columns: Annotated[
+        list[str] | None, option("Names of the columns of .csv and .tsv files without a header line.")
+    ] = None
     encoding: Annotated[str | None, option("Encoding of text files without a byte-order mark; null: utf-8.")] = None
     quoting: Annotated[
         Literal["double", "none"] | None,
-        option("double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error if in doubt."),
+        option(
+            "double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error "
+            "if in doubt."
+        ),
     ] = None
-    compression: Annotated[Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")] = None
-    max_row_mib: Annotated[int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)] = 16
+    compression: Annotated[
+        Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")
+    ] = None
+    max_row_mib: Annotated[
+        int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)
+    ] = 16
     max_expansion: Annotated[
-        int, option("Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.", ge=1)
+        int,
+        option(
+            "Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.", ge=1
+        ),
     ] = 50
 
     def __post_init__(self) -> None:
@@ -58,7 +71,9 @@ class Read:
         try:
             io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
         except (LookupError, ValueError):
-            raise ValueError(f"encoding: found {self.encoding!r}, expected a text encoding of Python, such as cp1252.") from None
+            raise ValueError(
+                f"encoding: found {self.encoding!r}, expected a text encoding of Python, such as cp1252."
+            ) from None
 
 
 @dataclass
@@ -81,14 +96,17 @@ class Part:
         try:
             return values.to_pylist() if hasattr(values, "to_pylist") else list(values)
         except UnicodeDecodeError as error:  # reading parquet does not validate its text
-            raise RecipeError(f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason}).") from None
+            raise RecipeError(
+                f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason})."
+            ) from None
 
     def row(self, number: int) -> str:
         """The name of a row in messages; the first row is 1."""
         return f"{self.where}, row {number if self.numbers is None else self.numbers[number - 1]}"
 
     def keep(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> Part:
-        """A part of some rows, numbered from 0, with these columns. Messages still name each row by its number in the source."""
+        """A part of some rows, numbered from 0, with these columns. Messages still name each row by its number in the
+        source."""
         kept = {name: [values[row] for row in rows] for name, values in columns.items()}
         before = self.numbers if self.numbers is not None else range(1, 1 + max(map(len, columns.values()), default=0))
         return replace(self, columns=kept, unreadable=0, numbers=[before[row] for row in rows])
@@ -98,7 +116,10 @@ def missing_column(where: str, key: str, name: str, columns: Iterable[Any], reme
     """The error for a missing column that ``data.<key>`` names."""
     names = [str(column) for column in columns]
     remedy = remedy or did_you_mean(name, names).partition(" Expected")[0]
-    return RecipeError(f"{where}: there is no column {name!r}, which data.{key} names. Its columns: {', '.join(names) or 'none'}.{remedy}")
+    return RecipeError(
+        f"{where}: there is no column {name!r}, which data.{key} names. Its columns: "
+        f"{', '.join(names) or 'none'}.{remedy}"
+    )
 
 
 def check_names(where: str, names: Iterable[str]) -> None:
@@ -106,7 +127,9 @@ def check_names(where: str, names: Iterable[str]) -> None:
     names = list(names)
     for name in names:
         if name and names.count(name) > 1:
-            raise RecipeError(f"{where}: the column name {name!r} is repeated in: {', '.join(names)}. Rename or remove one of them.")
+            raise RecipeError(
+                f"{where}: the column name {name!r} is repeated in: {', '.join(names)}. Rename or remove one of them."
+            )
 
 
 def show(value: Any) -> str:
@@ -122,7 +145,9 @@ def make_part(where: str, rows: Any, label: str | None = None) -> Part:
     if hasattr(rows, "with_format"):
         table, feature = rows.with_format("arrow")[:], rows.features.get(label)
         return Part(
-            where, dict(zip(table.column_names, table.columns, strict=True)), getattr(getattr(feature, "feature", feature), "names", None)
+            where,
+            dict(zip(table.column_names, table.columns, strict=True)),
+            getattr(getattr(feature, "feature", feature), "names", None),
         )
     rows = list(rows)
     columns: dict[str, None] = {}
@@ -144,7 +169,9 @@ def format_of(path: Path) -> tuple[str, str | None]:
     return suffix, codec if suffix != ".parquet" else None
 
 
-def read_file(path: Path, how: Read, text: Mapping[str, str], labels: Sequence[str] = (), skip_unreadable: bool = False) -> Part:
+def read_file(
+    path: Path, how: Read, text: Mapping[str, str], labels: Sequence[str] = (), skip_unreadable: bool = False
+) -> Part:
     """Read the rows of one file, without a cache of converted copies. A cell with NA is the text NA.
 
     Args:
@@ -186,7 +213,9 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
-def _read_as(path: Path, suffix: str, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool) -> Part:
+def _read_as(
+    path: Path, suffix: str, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool
+) -> Part:
     if suffix in (".csv", ".tsv"):
         from fastloop_plugins.tasks._text_csv import read_delimited
 
@@ -268,12 +297,15 @@ def parse_json(path: Path, line: int, content: str) -> Any:
 
 
 def open_text(path: Path, how: Read) -> BoundedText:
-    """Open a text file that may be compressed, without translation of line ends. A byte-order mark determines the encoding."""
+    """Open a text file that may be compressed, without translation of line ends. A byte-order mark determines the
+    encoding."""
     encoding, head = _encoding(path, how)
     if encoding == "utf-8":
         for odd, name in ((1, "utf-16-le"), (0, "utf-16-be")):
             if head[odd::2].count(0) > len(head) / 4 and not head[1 - odd :: 2].count(0):
-                raise RecipeError(f"{path}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={name}.")
+                raise RecipeError(
+                    f"{path}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={name}."
+                )
     return BoundedText(_open(path, how), encoding, str(path), how, head.decode(encoding, "ignore"))
 
 
@@ -313,5 +345,8 @@ def _undecodable(path: Path, how: Read, error: UnicodeError) -> RecipeError:
     except UnicodeDecodeError as found:
         line, error = len(re.findall("\r\n?|\n", content[: found.start].decode(encoding, "ignore"))) + 1, found
     name = "UTF-8" if encoding.startswith("utf-8") else encoding
-    remedy = "Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv -f latin1 -t utf-8 (with its real encoding)."
+    remedy = (
+        "Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv -f latin1 -t utf-8 (with "
+        "its real encoding)."
+    )
     return RecipeError(f"{path}, line {line}: not {name} ({getattr(error, 'reason', error)}). {remedy}")

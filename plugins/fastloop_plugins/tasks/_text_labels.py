@@ -1,7 +1,7 @@
 """Converts labels of the text tasks to classes 0..n-1, and warns about suspicious labels.
 
-Cells of csv and tsv files are text. If all labels are whole numbers (1 or 1.0), they are read as numbers; others, such as 01 and 02, are
-names of classes. In other sources, a number is a number and text is a name.
+Cells of csv and tsv files are text. If all labels are whole numbers (1 or 1.0), they are read as numbers; others, such
+as 01 and 02, are names of classes. In other sources, a number is a number and text is a name.
 """
 
 from __future__ import annotations
@@ -64,8 +64,13 @@ def count_classes(ids: Sequence[int], classes: Sequence[str]) -> str:
     """The number of rows of each class, the largest class first: ``neg 36, pos 36, label 1``."""
     counts = Counter(ids)
     order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
-    shown = [f"{classes[index] if classes[index].isidentifier() else repr(classes[index]):.40} {counts[index]}" for index in order]
-    return ", ".join(shown if len(shown) <= SHOWN else [*shown[: SHOWN - 1], f"{len(shown) - SHOWN} more", f"and {shown[-1]}"])
+    shown = [
+        f"{classes[index] if classes[index].isidentifier() else repr(classes[index]):.40} {counts[index]}"
+        for index in order
+    ]
+    return ", ".join(
+        shown if len(shown) <= SHOWN else [*shown[: SHOWN - 1], f"{len(shown) - SHOWN} more", f"and {shown[-1]}"]
+    )
 
 
 def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) -> Labels:
@@ -83,7 +88,10 @@ def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) ->
     if renamed := _names(options):
         values = _renamed(values, renamed, f"{where}.label_map")
     if _are_numbers(values["train"], what):
-        values = {role: [(part, _numbers(part, labels, what, notes)) for part, labels in found] for role, found in values.items()}
+        values = {
+            role: [(part, _numbers(part, labels, what, notes)) for part, labels in found]
+            for role, found in values.items()
+        }
     files = ", ".join(part.where for part in parts["train"])
     rows = [label for _, labels in values["train"] for label in labels]
     names = None if _names(options) else parts["train"][0].classes
@@ -99,8 +107,8 @@ def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) ->
 def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: list[str], model: str) -> Labels:
     """Give each row the id of its label in a trained model. A row may lack any of the classes.
 
-    A label is a class if their names are equal, or else equal except for case and spaces. Other whole numbers are ids, from
-    ``data.label_offset``.
+    A label is a class if their names are equal, or else equal except for case and spaces. Other whole numbers are ids,
+    from ``data.label_offset``.
 
     Args:
         classes: The model's class names, in the order of its ids.
@@ -110,7 +118,11 @@ def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: lis
         RecipeError: A row has no label, or one that is no class of the model.
     """
     what, notes = f"column {options.label!r} (data.label)", list[str]()
-    ids = {_same(name): index for index, name in enumerate(classes)} if len({*map(_same, classes)}) == len(classes) else {}
+    ids = (
+        {_same(name): index for index, name in enumerate(classes)}
+        if len({*map(_same, classes)}) == len(classes)
+        else {}
+    )
     ids |= {name: index for index, name in enumerate(classes)}
 
     def find(part: Part, label: Label) -> int | None:
@@ -140,7 +152,8 @@ def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: lis
                 number = next(number for number, label in enumerate(labels, 1) if label in unknown)
                 raise RecipeError(
                     f"{part.row(number)}: {what} holds {labels[number - 1]!r}, which is no class of the model {model}. "
-                    f"Its classes: {list_labels(classes)}. To rename a label: data.label_map={{{labels[number - 1]!r}: CLASS}}."
+                    f"Its classes: {list_labels(classes)}. To rename a label: data.label_map={{{labels[number - 1]!r}: "
+                    f"CLASS}}."
                 )
             found[role] += [index for label in labels if (index := table[label]) is not None]
     return Labels(found, classes, [], notes)
@@ -164,13 +177,16 @@ def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Labe
             if not is_label(value):
                 kind = "classes" if isinstance(value, list) else "number" if isinstance(value, Real) else None
                 remedy = f" If these are labels: data.label_type={kind}." if kind else ""
-                raise RecipeError(f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.{remedy}")
+                raise RecipeError(
+                    f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.{remedy}"
+                )
     if options.label in {value for _, value in distinct if isinstance(value, str)}:
         column = options.text if isinstance(options.text, str) else options.text[0]
         for number, (label, text) in enumerate(zip(values, part.column("text", column), strict=True), 1):
             if label == options.label and text == column:
                 raise RecipeError(
-                    f"{part.row(number)}: found the column names ({text}, {label}), as where files were joined. Remove that row."
+                    f"{part.row(number)}: found the column names ({text}, {label}), as where files were joined. Remove "
+                    "that row."
                 )
     if whole := {value for kind, value in distinct if not issubclass(kind, str | Integral)}:
         notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
@@ -193,7 +209,9 @@ def _renamed(values: dict[str, Values], names: Mapping[str, Label], where: str) 
     if unknown := names.keys() - set(map(str, there)):
         raise RecipeError(f"{where}: the label {min(unknown)!r} never occurs. There: {list_labels(there)}.")
     table = {label: names.get(str(label), label) for label in there}
-    return {role: [(part, [table[label] for label in labels]) for part, labels in found] for role, found in values.items()}
+    return {
+        role: [(part, [table[label] for label in labels]) for part, labels in found] for role, found in values.items()
+    }
 
 
 def _kind(part: Part, label: Label) -> str:
@@ -226,7 +244,10 @@ def _are_numbers(values: Values, what: str) -> bool:
     ):
         return False  # codes of one width: 01 to 12
     (row, label), (other_row, other) = first("text"), first("number")
-    by_kind = [{label for part, found in values for label in set(found) if _kind(part, label) == kind} for kind in ("text", "number")]
+    by_kind = [
+        {label for part, found in values for label in set(found) if _kind(part, label) == kind}
+        for kind in ("text", "number")
+    ]
     fewer = min(by_kind, key=len)
     names = ", ".join(f"{label!r}: NAME" for label in sorted(fewer, key=str)[:SHOWN])
     raise RecipeError(
@@ -239,7 +260,10 @@ def _numbers(part: Part, labels: list[Label], what: str, notes: list[str]) -> li
     """Convert the cells of an untyped part to numbers."""
     if not part.untyped:
         return labels
-    table = {label: int(label.partition(".")[0]) if isinstance(label, str) and WHOLE.fullmatch(label) else label for label in set(labels)}
+    table = {
+        label: int(label.partition(".")[0]) if isinstance(label, str) and WHOLE.fullmatch(label) else label
+        for label in set(labels)
+    }
     if whole := {label for label in table if isinstance(label, str) and "." in label and table[label] != label}:
         notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
     return [table[label] for label in labels]
@@ -248,43 +272,63 @@ def _numbers(part: Part, labels: list[Label], what: str, notes: list[str]) -> li
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
-def _classes(rows: list[Label], names: list[str] | None, offset: int, where: str, notes: list[str]) -> tuple[dict[Label, int], list[str]]:
+def _classes(
+    rows: list[Label], names: list[str] | None, offset: int, where: str, notes: list[str]
+) -> tuple[dict[Label, int], list[str]]:
     """Label -> class, and the classes' names."""
     seen = set(rows)
     if names is None and len(seen) > MANY and len(seen) >= NEARLY * len(rows):
         remedy = "" if isinstance(rows[0], str) else " For regression: data.label_type=number."
         raise RecipeError(
-            f"{where} has {len(seen)} different labels in {len(rows)} rows, such as {rows[0]!r:.60}: nearly every row would be a class of "
+            f"{where} has {len(seen)} different labels in {len(rows)} rows, such as {rows[0]!r:.60}: nearly every row "
+            "would be a class of "
             f"its own. Expected a column with few different values.{remedy}"
         )
     if len(seen) < 2:
         raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.")
     if isinstance(rows[0], str):
         if offset:
-            raise RecipeError(f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers. Remove it.")
+            raise RecipeError(
+                f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers. Remove it."
+            )
         return {label: index for index, label in enumerate(sorted(seen, key=str))}, sorted(map(str, seen))
     ids: dict[Label, int] = {index + offset: index for index in range(len(names or seen))}
     if not seen <= ids.keys():
         counted = seen == set(range(1, len(seen) + 1))
         remedy = (
-            "They count from 1: give data.label_offset=1." if counted else "Renumber them, or name them: data.label_map={NUMBER: NAME}."
+            "They count from 1: give data.label_offset=1."
+            if counted
+            else "Renumber them, or name them: data.label_map={NUMBER: NAME}."
         )
         if len(seen) > 2 and seen == set(range(-1, len(seen) - 1)):
-            remedy = "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: data.label_map={-1: NAME}."
+            remedy = (
+                "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: "
+                "data.label_map={-1: NAME}."
+            )
         raise RecipeError(
-            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps. {remedy}"
+            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps. "
+            f"{remedy}"
         )
     if offset:
-        notes.append(f"{where}: {offset} to {offset + len(ids) - 1} are the classes 0 to {len(ids) - 1} (data.label_offset)")
+        notes.append(
+            f"{where}: {offset} to {offset + len(ids) - 1} are the classes 0 to {len(ids) - 1} (data.label_offset)"
+        )
     return ids, names or [str(label) for label in ids]
 
 
-def _unknown(part: Part, labels: list[Label], unknown: set[Label], ids: Mapping[Label, int], role: str, what: str) -> RecipeError:
+def _unknown(
+    part: Part, labels: list[Label], unknown: set[Label], ids: Mapping[Label, int], role: str, what: str
+) -> RecipeError:
     number, label = next((number, label) for number, label in enumerate(labels, 1) if label in unknown)
     near = [other for other in ids if _same(str(other)) == _same(str(label))]
     remedy = f" If they are one class: data.label_map={{{label!r}: {near[0]!r}}}." if near else ""
-    remedy += f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
-    return RecipeError(f"{part.row(number)}: {what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.{remedy}")
+    remedy += (
+        f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
+    )
+    return RecipeError(
+        f"{part.row(number)}: {what} holds {label!r}, which never occurs in training. There: "
+        f"{list_labels(ids)}.{remedy}"
+    )
 
 
 def _same(name: str) -> str:
@@ -295,18 +339,26 @@ def _same(name: str) -> str:
 def _oddities(ids: list[int], classes: list[str]) -> list[str]:
     """Warnings about the classes of the training split, one line each."""
     counts, lines = Counter(ids), []
-    few = sorted((index for index in range(len(classes)) if counts[index] < FEW), key=lambda index: (counts[index], index))
+    few = sorted(
+        (index for index in range(len(classes)) if counts[index] < FEW), key=lambda index: (counts[index], index)
+    )
     if few:
         shown = ", ".join(f"{classes[index]!r:.40} has {counts[index]}" for index in few[:SHOWN])
         shown += f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
-        lines.append(f"classes with fewer than {FEW} rows to train on: {shown}. If they are mistakes, correct them, or give data.label_map")
+        lines.append(
+            f"classes with fewer than {FEW} rows to train on: {shown}. If they are mistakes, correct them, or give "
+            "data.label_map"
+        )
     alike: dict[str, list[str]] = {}
     for name in classes:
         alike.setdefault(_same(name), []).append(name)
     for same in alike.values():
         if len(same) > 1:
             remedy = ", ".join(f"{name!r}: {same[-1]!r}" for name in same[:-1])
-            lines.append(f"the classes {list_labels(same)} differ only by case or spaces. If they are equal: data.label_map={{{remedy}}}")
+            lines.append(
+                f"the classes {list_labels(same)} differ only by case or spaces. If they are equal: "
+                f"data.label_map={{{remedy}}}"
+            )
     if missing := [name for name in classes if name.strip().lower() in MISSING]:
         remedy = f"If it is one, leave out its rows: data.label_map={{{missing[0]!r}: null}}"
         lines.append(f"the class {missing[0]!r} has the name of a missing value. {remedy}")

@@ -1,9 +1,9 @@
 """Forward passes of transformers models that do not wait for the device to find out whether a batch is padded.
 
-Before each eager forward, transformers evaluates ``padding_mask.all()``, to drop a mask that masks nothing. A model without a mask searches
-its inputs for padding or packed rows. The collator knows the answer on the host: a batch without padding has no ``attention_mask``. This
-module therefore gives the model a mask for every batch, and passes the answer to transformers' mask functions. Attention gets the same
-masks as before.
+Before each eager forward, transformers evaluates ``padding_mask.all()``, to drop a mask that masks nothing. A model
+without a mask searches its inputs for padding or packed rows. The collator knows the answer on the host: a batch
+without padding has no ``attention_mask``. This module therefore gives the model a mask for every batch, and passes the
+answer to transformers' mask functions. Attention gets the same masks as before.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class KnownMask:
 
     Attributes:
         padded: Whether the batch has padding. Compiled code ignores it, since it would need a graph for each value.
-        width: Tokens of a row of the batch. The mask of a model that pads rows further itself, such as Longformer, is longer.
+        width: Tokens of a row of the batch. The mask of a model that pads rows further itself, such as Longformer, is
+            longer.
     """
 
     def __init__(self, make: Callable[..., Any], never: bool) -> None:

@@ -38,12 +38,16 @@ class Model:
     """The ``model`` section."""
 
     name: Annotated[str | None, option("Pretrained model: hub id or local folder.")] = None
-    config: Annotated[dict[str, Any] | None, option("Instead of name, to train from scratch: model_type and its options.")] = None
+    config: Annotated[
+        dict[str, Any] | None, option("Instead of name, to train from scratch: model_type and its options.")
+    ] = None
     tokenizer: Annotated[
         str | dict[str, Any] | None,
         option("Hub id or local folder; from scratch: {kind: word|bpe, vocab_size: N}, trained on the training texts."),
     ] = None
-    attn_implementation: Annotated[str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")] = None
+    attn_implementation: Annotated[
+        str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")
+    ] = None
     trust_remote_code: Annotated[bool, option("Run Python code that ships with the model.")] = False
     revision: Annotated[str | None, option("Branch, tag or commit of the model on the hub.")] = None
     weights: Annotated[str | None, option(HELP)] = None
@@ -78,19 +82,31 @@ class TextModel:
         given = self.options.tokenizer
         if (self.options.name is None) == (self.options.config is None):
             found = "neither" if self.options.name is None else "both"
-            raise RecipeError(f"{self.where}: found {found}, expected one of: name (pretrained), config (from scratch).")
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: name (pretrained), config (from scratch)."
+            )
         if self.options.config is None:
             if isinstance(given, dict):
-                raise RecipeError(f"{self.where}.tokenizer: a tokenizer is trained only with model.config. A pretrained model has its own.")
+                raise RecipeError(
+                    f"{self.where}.tokenizer: a tokenizer is trained only with model.config. A pretrained model has "
+                    "its own."
+                )
         else:
             if not isinstance(self.options.config.get("model_type"), str):
-                raise RecipeError(f"{self.where}.config.model_type: missing. Expected an architecture's name, such as distilbert.")
+                raise RecipeError(
+                    f"{self.where}.config.model_type: missing. Expected an architecture's name, such as distilbert."
+                )
             if not isinstance(given, str):
                 self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
                 if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
-                    raise RecipeError(f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more for bpe.")
+                    raise RecipeError(
+                        f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more "
+                        "for bpe."
+                    )
         if self.options.trust_remote_code:
-            logger.warning("model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given)
+            logger.warning(
+                "model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given
+            )
         for key in ("name", "tokenizer"):
             if isinstance(name := getattr(self.options, key), str):
                 self._check_name(key, name)
@@ -119,7 +135,8 @@ class TextModel:
             wanted = ("config.json",) if key == "name" else ("tokenizer.json", "tokenizer_config.json")
             if not any((path / file).is_file() for file in wanted):
                 raise RecipeError(
-                    f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder that save_pretrained wrote."
+                    f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder that "
+                    "save_pretrained wrote."
                 )
             for index in path.glob("*.index.json"):
                 self._check_index(key, index)
@@ -132,11 +149,13 @@ class TextModel:
             names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
             outside = [name for name in names if name != Path(name).name]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise RecipeError(f"{self.where}.{key}: {index}: not an index of weights: {type(error).__name__}: {error}.") from None
+            raise RecipeError(
+                f"{self.where}.{key}: {index}: not an index of weights: {type(error).__name__}: {error}."
+            ) from None
         if outside:
             raise RecipeError(f"{self.where}.{key}: {index}: names {outside[0]!r}, which is not in its folder.")
 
-    # -- configuration and tokenizer: before the data, so that a missing model is found early ----------------------------
+    # -- configuration and tokenizer: before the data, so that a missing model is found early --------------------------
 
     def load_tokenizer(self, max_length: int) -> None:
         """Load the configuration, and the tokenizer unless it is to be trained.
@@ -146,26 +165,36 @@ class TextModel:
         """
         from transformers import AutoConfig, AutoTokenizer
 
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # set explicitly, so that forked workers cause no warning
+        # set explicitly, so that forked workers cause no warning
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         if self.options.config is not None:
             self.config = config_from_scratch(self.options.config, f"{self.where}.config")
         else:
             self.config = self._pretrained(AutoConfig, "name")
             self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
             if (layers := getattr(self.config, "num_hidden_layers", 0)) > LAYERS:
-                raise RecipeError(f"{self.where}.name: {self.options.name} claims {layers} layers, expected at most {LAYERS}.")
+                raise RecipeError(
+                    f"{self.where}.name: {self.options.name} claims {layers} layers, expected at most {LAYERS}."
+                )
         source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         if self.trained is None:
             self.tokenizer = self._pretrained(AutoTokenizer, source)
-            if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):  # transformers makes an empty one if there are no files
+            # transformers makes an empty one if there are no files
+            if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):
                 raise RecipeError(
-                    f"{self.where}.{source}: {getattr(self.options, source)} holds no tokenizer: every word would be unknown. "
+                    f"{self.where}.{source}: {getattr(self.options, source)} holds no tokenizer: every word would be "
+                    "unknown. "
                     "Put its files there, or name another: model.tokenizer=FOLDER."
                 )
-        room = [getattr(self.config, "max_position_embeddings", None), getattr(self.tokenizer, "model_max_length", None)]
+        room = [
+            getattr(self.config, "max_position_embeddings", None),
+            getattr(self.tokenizer, "model_max_length", None),
+        ]
         limit = min((size for size in room if isinstance(size, int) and size > 0), default=max_length)
         if max_length > limit:
-            raise RecipeError(f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most.")
+            raise RecipeError(
+                f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most."
+            )
         if self.trained is None:
             self._ensure_pad_token()
 
@@ -185,8 +214,22 @@ class TextModel:
                     local_files_only=local,
                     **arguments,
                 )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, MemoryError, SafetensorError) as error:
-            instead = "model.name=FOLDER, or train from scratch with model.config" if key == "name" else "model.tokenizer=FOLDER"
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ImportError,
+            RuntimeError,
+            MemoryError,
+            SafetensorError,
+        ) as error:
+            instead = (
+                "model.name=FOLDER, or train from scratch with model.config"
+                if key == "name"
+                else "model.tokenizer=FOLDER"
+            )
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
     def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
@@ -197,21 +240,28 @@ class TextModel:
         """
         if self.trained is not None:
             self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length, types)
-            logger.info("tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer))
+            logger.info(
+                "tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer)
+            )
             self._ensure_pad_token()
         if self.options.tokenizer is not None or self.trained is not None:
             check_saved_tokenizer(self.tokenizer, self.config, texts, self.where)
 
     def _ensure_pad_token(self) -> None:
-        """Set a pad token if there is none. Raises an error if there is no candidate, or, for a language model, no end token."""
+        """Set a pad token if there is none. Raises an error if there is no candidate, or, for a language model, no end
+        token."""
         ends = [self.tokenizer.eos_token, self.tokenizer.sep_token]
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = next((token for token in (*ends, self.tokenizer.unk_token) if token), None)
         if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
-            raise RecipeError(f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Use another.")
+            raise RecipeError(
+                f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Use "
+                "another."
+            )
 
     def fingerprint(self) -> str:
-        """A hash of the tokenizer's files and library versions. Call it before the first use, which changes the tokenizer's settings."""
+        """A hash of the tokenizer's files and library versions. Call it before the first use, which changes the
+        tokenizer's settings."""
         import tokenizers
         import transformers
 
@@ -219,7 +269,9 @@ class TextModel:
 
         with tempfile.TemporaryDirectory() as folder, quiet():
             self.tokenizer.save_pretrained(folder)
-            files = [(path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()]
+            files = [
+                (path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()
+            ]
         return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
 
     def width(self, run: Run, options: Data) -> Width:
@@ -227,17 +279,20 @@ class TextModel:
         if self._width is None:
             from fastloop_plugins.tasks._text_batches import Width
 
-            self._width = Width(options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
+            self._width = Width(
+                options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length"
+            )
         return self._width
 
-    # -- the model -------------------------------------------------------------------------------------------------------
+    # -- the model -----------------------------------------------------------------------------------------------------
 
     def class_names(self) -> list[str]:
         """The classes of a pretrained model in the order of its ids. Call it after ``load_tokenizer``."""
         return [str(self.config.id2label[index]) for index in range(len(self.config.id2label))]
 
     def order_labels(self, classes: list[str]) -> LabelOrder:
-        """The classes, in the checkpoint's order if their names match. Call it after ``load_tokenizer`` and before ``build``.
+        """The classes, in the checkpoint's order if their names match. Call it after ``load_tokenizer`` and before
+        ``build``.
 
         Args:
             classes: The data's class names, in the order of its ids.
@@ -269,7 +324,8 @@ class TextModel:
             self.config.problem_type = self.problem_type  # a checkpoint may have another one, and pipelines read it
         if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
             self.config.pad_token_id = self.tokenizer.pad_token_id
-        if self.options.config is None and torch.get_default_device().type != "meta":  # on meta, the weights come from another process
+        # on meta, the weights come from another process
+        if self.options.config is None and torch.get_default_device().type != "meta":
             model, notes = self._pretrained(
                 auto,
                 "name",
@@ -282,18 +338,28 @@ class TextModel:
             )
             new = sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
             if new:
-                logger.info("not in %s, so initialized at random: %s%s", self.options.name, ", ".join(new[:4]), ", ..." * (len(new) > 4))
+                logger.info(
+                    "not in %s, so initialized at random: %s%s",
+                    self.options.name,
+                    ", ".join(new[:4]),
+                    ", ..." * (len(new) > 4),
+                )
             if labels is not None and not labels.keeps_head:
                 start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head)
             return model
         if self.options.config is not None:
             tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")
             if given is not None and given < tokens:
-                raise RecipeError(f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave it out.")
+                raise RecipeError(
+                    f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave "
+                    "it out."
+                )
             self.config.vocab_size = given or tokens
             for token in ("bos_token_id", "eos_token_id"):
                 setattr(self.config, token, getattr(self.tokenizer, token))
-        arguments = {"attn_implementation": self.options.attn_implementation} if self.options.attn_implementation else {}
+        arguments = (
+            {"attn_implementation": self.options.attn_implementation} if self.options.attn_implementation else {}
+        )
         try:
             with quiet():
                 return auto.from_config(self.config, **arguments)

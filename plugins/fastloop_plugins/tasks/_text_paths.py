@@ -17,7 +17,9 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
 
 
-def find_files(recipe: Recipe, given: str | list[str], split: str, where: str, formats: Sequence[str] = FORMATS) -> list[Path]:
+def find_files(
+    recipe: Recipe, given: str | list[str], split: str, where: str, formats: Sequence[str] = FORMATS
+) -> list[Path]:
     """Find the files of one split.
 
     Args:
@@ -34,7 +36,9 @@ def find_files(recipe: Recipe, given: str | list[str], split: str, where: str, f
             roots = [Path(), *([recipe.source.parent] if recipe.source else [])]
             absolute = Path(item).expanduser().is_absolute()
             pattern = str(Path(item).expanduser().relative_to("/")) if absolute else item
-            found = next((hits for root in ([Path("/")] if absolute else roots) if (hits := sorted(root.glob(pattern)))), [])
+            found = next(
+                (hits for root in ([Path("/")] if absolute else roots) if (hits := sorted(root.glob(pattern)))), []
+            )
             if not found:
                 raise RecipeError(f"{where}: no file matches {item}.")
             paths += found
@@ -63,18 +67,30 @@ def refuse_url(item: str, where: str, what: str) -> None:
     if item.startswith("file://"):
         raise RecipeError(f"{where}: {item} is a URL. Give the path without file://.")
     page = DATASET_PAGE.match(item)
-    remedy = f" For this dataset of the hub: data.name={page[1]}." if page else " For a dataset of the hub: data.name=OWNER/NAME."
-    raise RecipeError(f"{where}: {item} is a URL, and fastloop downloads no files. Download {what} first, and give its path.{remedy}")
+    remedy = (
+        f" For this dataset of the hub: data.name={page[1]}."
+        if page
+        else " For a dataset of the hub: data.name=OWNER/NAME."
+    )
+    raise RecipeError(
+        f"{where}: {item} is a URL, and fastloop downloads no files. Download {what} first, and give its path.{remedy}"
+    )
 
 
 def refuse_options_without_files(how: Read, files: list[Path], where: str, known: Sequence[str] = FORMATS) -> None:
     """Raise an error for options of ``data.read`` that apply to none of the files."""
     formats = {format_of(path)[0] for path in files}
-    for names, kinds in ((("delimiter", "columns", "quoting"), {".csv", ".tsv"}), (("encoding", "compression"), {*known} - {".parquet"})):
+    for names, kinds in (
+        (("delimiter", "columns", "quoting"), {".csv", ".tsv"}),
+        (("encoding", "compression"), {*known} - {".parquet"}),
+    ):
         for name in names:
             if getattr(how, name) is not None and not formats & kinds:
                 found = ", ".join(sorted(formats)) or "none"
-                raise RecipeError(f"{where}.{name}: it is for files of type {', '.join(sorted(kinds))}; data.files has {found}. Remove it.")
+                raise RecipeError(
+                    f"{where}.{name}: it is for files of type {', '.join(sorted(kinds))}; data.files has {found}. "
+                    "Remove it."
+                )
 
 
 def _patterns(folder: Path, item: str, split: str, formats: Sequence[str]) -> str:
@@ -89,4 +105,7 @@ def _patterns(folder: Path, item: str, split: str, formats: Sequence[str]) -> st
     if start and all(path.name.startswith(f"{split}-") for path in named):
         start = f"{split}-"
     pattern = named[0].name if len(named) == 1 else f"{start}*{suffix}"
-    return f" For its {len(named)} {suffix} files{' of this split' * bool(start)}: data.files.{split}={Path(item) / pattern}."
+    return (
+        f" For its {len(named)} {suffix} files{' of this split' * bool(start)}: "
+        f"data.files.{split}={Path(item) / pattern}."
+    )

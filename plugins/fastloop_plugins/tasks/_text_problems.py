@@ -65,7 +65,8 @@ class MultiLabel:
     def metrics(
         self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
     ) -> MetricCollection:
-        """``f1_micro``, ``f1_macro`` and ``subset_accuracy``: the share of texts with all classes right. And the recipe's metrics."""
+        """``f1_micro``, ``f1_macro`` and ``subset_accuracy``: the share of texts with all classes right. And the
+        recipe's metrics."""
         from torchmetrics.classification import MultilabelExactMatch, MultilabelF1Score
         from torchmetrics.wrappers import LambdaInputTransformer
 
@@ -76,7 +77,10 @@ class MultiLabel:
             "subset_accuracy": MultilabelExactMatch(len(names), self.threshold),
         }
         metrics = _added(metrics, make_metrics(classes, options, where, known), where)
-        return collect({name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()}, where)
+        return collect(
+            {name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()},
+            where,
+        )
 
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """``labels``: the classes of each text, and the probability of each class."""
@@ -103,7 +107,9 @@ def make_problem(label_type: str, loss: Any, threshold: float | None, where: str
         return None
     if loss != "cross_entropy":
         used = "mean squared error" if label_type == "number" else "binary cross entropy"
-        raise RecipeError(f"{where}.loss: is for one class a text, and data.label_type is {label_type}, which uses {used}. Remove it.")
+        raise RecipeError(
+            f"{where}.loss: is for one class a text, and data.label_type is {label_type}, which uses {used}. Remove it."
+        )
     if label_type == "number" and threshold is not None:
         raise RecipeError(f"{where}.threshold: is for classes, and data.label_type is number. Remove it.")
     return Regression() if label_type == "number" else MultiLabel(0.5 if threshold is None else threshold)

@@ -27,7 +27,10 @@ class PromptCollator:
         self.empty = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        rows = [sample["input_ids"][-(self.room or len(sample["input_ids"])) :].tolist() or [self.empty] for sample in samples]
+        rows = [
+            sample["input_ids"][-(self.room or len(sample["input_ids"])) :].tolist() or [self.empty]
+            for sample in samples
+        ]
         width = max(map(len, rows))
         ids = torch.tensor([[self.pad_token_id] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])

@@ -1,4 +1,6 @@
-"""Texts to predict, read in chunks: a file may be larger than memory. Every row counts, so that predictions keep their place."""
+"""Texts to predict, read in chunks: a file may be larger than memory.
+
+Every row counts, so that predictions keep their place."""
 
 from __future__ import annotations
 
@@ -14,7 +16,16 @@ from fastloop_plugins._cache import flat
 from fastloop_plugins.tasks._streaming_formats import batch_rows
 from fastloop_plugins.tasks._text_batches import Sequences, describe_cut
 from fastloop_plugins.tasks._text_columns import Text, join_columns, token_types
-from fastloop_plugins.tasks._text_files import explain_reading, format_of, make_part, missing_column, open_text, parse_json, read_file, show
+from fastloop_plugins.tasks._text_files import (
+    explain_reading,
+    format_of,
+    make_part,
+    missing_column,
+    open_text,
+    parse_json,
+    read_file,
+    show,
+)
 from fastloop_plugins.tasks._text_paths import find_files
 from fastloop_plugins.tasks._text_tokens import encode
 
@@ -38,7 +49,10 @@ def text_chunks(data: TextData, source: Path | Iterable[str], start: int, size: 
     if isinstance(source, Path):
         texts: Iterator[Text] = read_texts(find_files(data.recipe, str(source), "predict", "FILE")[0], data)
     elif len(data.columns) > 1:
-        raise RecipeError(f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file with these.")
+        raise RecipeError(
+            f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file "
+            "with these."
+        )
     else:
         texts = iter(source)
     texts = islice(texts, start, None)
@@ -67,7 +81,9 @@ def token_chunks(
     for texts in text_chunks(data, source, start, size):
         ids, lengths = flat(encode(model.tokenizer, join_columns(texts, model), [], {**arguments, **types}, facts))
         if facts["cut"] and not has_warned:
-            logger.warning("%s", describe_cut("predict, first rows", facts["cut"], len(texts), "texts", data.options.max_length))
+            logger.warning(
+                "%s", describe_cut("predict, first rows", facts["cut"], len(texts), "texts", data.options.max_length)
+            )
             has_warned = True
         labels = np.array([label] * len(texts), dtype=np.float32) if label else np.zeros(len(texts), dtype=np.int64)
         yield Sequences(ids, lengths, labels, typed=bool(types))
@@ -79,13 +95,17 @@ def read_texts(path: Path, data: TextData) -> Iterator[Text]:
         for number, values in enumerate(read_values(path, data), 1):
             for name, value in zip(data.columns, values, strict=True):
                 if not isinstance(value, str | None):
-                    raise RecipeError(f"{path}, row {number}: column {name!r} (data.{data.text_key}) holds {show(value)}, expected text.")
+                    raise RecipeError(
+                        f"{path}, row {number}: column {name!r} (data.{data.text_key}) holds {show(value)}, "
+                        "expected text."
+                    )
             texts = tuple(value or "" for value in values)
             yield texts if len(texts) > 1 else texts[0]
 
 
 def read_values(path: Path, data: TextData, optional: Sequence[str] = ()) -> Iterator[Sequence[Any]]:
-    """Yield the cells of the columns of texts, row by row, with values of any type; then those of ``optional``, None if not there."""
+    """Yield the cells of the columns of texts, row by row, with values of any type; then those of ``optional``, None if
+    not there."""
     suffix, columns, how = format_of(path)[0], data.columns, data.how
     keys, names, absent = dict.fromkeys(columns, data.text_key), [*columns, *optional], [None] * len(optional)
     if suffix in (".csv", ".tsv"):
@@ -110,7 +130,9 @@ def read_values(path: Path, data: TextData, optional: Sequence[str] = ()) -> Ite
             for number, line in enumerate(stream, 1):
                 if suffix == ".txt":
                     if len(columns) > 1:
-                        raise RecipeError(f"{path}: has one column, expected {columns} (data.text). Use another format.")
+                        raise RecipeError(
+                            f"{path}: has one column, expected {columns} (data.text). Use another format."
+                        )
                     yield [line.rstrip("\r\n"), *absent]
                 elif line.strip():
                     part = make_part(f"{path}, line {number}", [parse_json(path, number, line)])
@@ -120,7 +142,8 @@ def read_values(path: Path, data: TextData, optional: Sequence[str] = ()) -> Ite
 
 
 def first_columns(path: Path, how: Read) -> list[str]:
-    """The columns of a .parquet file, or those of the first row of a .jsonl or .json file. Empty if they cannot be read."""
+    """The columns of a .parquet file, or those of the first row of a .jsonl or .json file. Empty if they cannot be
+    read."""
     import pyarrow
     from pyarrow import parquet
 

@@ -1,4 +1,6 @@
-"""Labels of the text tasks that are not one class a row: numbers, or any number of classes. Chooses the reader by ``data.label_type``."""
+"""Labels of the text tasks that are not one class a row: numbers, or any number of classes.
+
+Chooses the reader by ``data.label_type``."""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.tasks._text_files import Part, show
-from fastloop_plugins.tasks._text_labels import NUMBER, Labels, count_classes, is_label, labels_of_model, list_labels, number_labels
+from fastloop_plugins.tasks._text_labels import (
+    NUMBER,
+    Labels,
+    count_classes,
+    is_label,
+    labels_of_model,
+    list_labels,
+    number_labels,
+)
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_data import TextData
@@ -27,7 +37,12 @@ def read_labels(parts: Mapping[str, list[Part]], data: TextData) -> Labels:
         RecipeError: A label has another form than ``data.label_type``, or is no class.
     """
     if data.label_type == "number":
-        return Labels({role: [value for part in found for value in _numbers(part, data)] for role, found in parts.items()}, [ONLY], [], [])
+        return Labels(
+            {role: [value for part in found for value in _numbers(part, data)] for role, found in parts.items()},
+            [ONLY],
+            [],
+            [],
+        )
     if data.label_type == "classes":
         return _class_sets(parts, data)
     if data.inference is None:
@@ -69,7 +84,8 @@ def _numbers(part: Part, data: TextData) -> list[float]:
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
             raise RecipeError(
-                f"{part.row(row)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a finite number "
+                f"{part.row(row)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a "
+                "finite number "
                 "(data.label_type=number). For classes: data.label_type=class."
             )
         found.append(number)
@@ -90,7 +106,9 @@ def _class_sets(parts: Mapping[str, list[Part]], data: TextData) -> Labels:
         classes = sorted({name for _, rows in named["train"] for row in rows for name in row})
         if len(classes) < 2:
             where = ", ".join(part.where for part, _ in named["train"])
-            raise RecipeError(f"{where}: column {data.labels[0]!r} (data.label) names {len(classes)} class, expected at least two.")
+            raise RecipeError(
+                f"{where}: column {data.labels[0]!r} (data.label) names {len(classes)} class, expected at least two."
+            )
     known = set(classes)
     for found in named.values():
         for part, rows in found:
@@ -101,7 +119,10 @@ def _class_sets(parts: Mapping[str, list[Part]], data: TextData) -> Labels:
                         f"{part.row(number)}: data.label: the class {min(unknown)!r} is none of {source}. "
                         f"Its classes: {list_labels(classes)}."
                     )
-    ids = {role: [[float(name in row) for name in classes] for _, rows in found for row in rows] for role, found in named.items()}
+    ids = {
+        role: [[float(name in row) for name in classes] for _, rows in found for row in rows]
+        for role, found in named.items()
+    }
     return Labels(ids, list(classes), [], [])
 
 
@@ -112,15 +133,19 @@ def _names(part: Part, data: TextData) -> list[Iterable[str]]:
         for name, values in table.items():
             for number, value in enumerate(values, 1):
                 if _switch(value) is None:
-                    raise RecipeError(f"{part.row(number)}: column {name!r} (data.label) holds {show(value)}, expected 0 or 1.")
+                    raise RecipeError(
+                        f"{part.row(number)}: column {name!r} (data.label) holds {show(value)}, expected 0 or 1."
+                    )
         rows = zip(*table.values(), strict=True)
         return [{name for name, value in zip(table, row, strict=True) if _switch(value)} for row in rows]
     found: list[Iterable[str]] = []
     for number, value in enumerate(part.column("label", data.labels[0]), 1):
         if not isinstance(value, list | tuple) or not all(isinstance(name, str | Integral) for name in value):
             raise RecipeError(
-                f"{part.row(number)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a list of names "
-                "(data.label_type=classes), as .jsonl and .parquet files can hold. Or name columns of 0 and 1: data.label=[A,B]."
+                f"{part.row(number)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a list "
+                "of names "
+                "(data.label_type=classes), as .jsonl and .parquet files can hold. Or name columns of 0 and 1: "
+                "data.label=[A,B]."
             )
         names = part.classes
         found.append({names[name] if names is not None and isinstance(name, int) else str(name) for name in value})

@@ -1,9 +1,9 @@
 """Token ids of the splits of a text task: tokenized, or read from the cache.
 
-The cache (``_cache``) has two kinds of entries. Token ids are stored under a hash of their texts. An entry for a ``data`` section is stored
-under a hash of its files and options, and lists the entries of token ids that belong to it. With such an entry, a run starts without
-reading text, so its start-up time and memory do not grow with the data. Only sections with files and a pretrained tokenizer have one: the
-result of a function is not known in advance.
+The cache (``_cache``) has two kinds of entries. Token ids are stored under a hash of their texts. An entry for a
+``data`` section is stored under a hash of its files and options, and lists the entries of token ids that belong to it.
+With such an entry, a run starts without reading text, so its start-up time and memory do not grow with the data. Only
+sections with files and a pretrained tokenizer have one: the result of a function is not known in advance.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ T = TypeVar("T", bound=Text)
 
 
 CHARACTERS = 50
-"""Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a minute."""
+"""Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a
+minute."""
 AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
 """Rows, and their characters, that the tokenizer gets at once."""
 
@@ -90,21 +91,31 @@ def read(
         model.finish_tokenizer(each_text(splits["train"].texts), data.options.max_length, bool(types))
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
-    end = [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id] if documents else []
+    end = (
+        [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id] if documents else []
+    )
     for name, rows in splits.items():
         texts = join_columns(rows.texts, model)
         if documents:
             texts = [text for text in texts if isinstance(text, str) and text.strip()]
         facts: dict[str, int] = {}
-        encoded = encode(tokenizer, texts, end, arguments, facts) if encoder is None else encoder(tokenizer, texts, end, arguments)
+        encoded = (
+            encode(tokenizer, texts, end, arguments, facts)
+            if encoder is None
+            else encoder(tokenizer, texts, end, arguments)
+        )
         if folder is None:
             flat = _cache.flat(encoded)
         else:
-            keys[name] = _cache.digest([str(ENCODING), known, how, *(["pairs"] if isinstance(texts[0], tuple) else []), *each_text(texts)])
+            keys[name] = _cache.digest(
+                [str(ENCODING), known, how, *(["pairs"] if isinstance(texts[0], tuple) else []), *each_text(texts)]
+            )
             flat = _cache.kept(folder, keys[name], encoded, facts)
         if facts.get("cut"):
             of = f"{name}, first rows" if data.stream is not None and name == "train" else name
-            data.messages.append((logging.WARNING, describe_cut(of, facts["cut"], len(texts), "texts", data.options.max_length)))
+            data.messages.append(
+                (logging.WARNING, describe_cut(of, facts["cut"], len(texts), "texts", data.options.max_length))
+            )
             logger.warning("%s", data.messages[-1][1])
         kind = np.int64 if data.label_type == "class" else np.float32
         found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=kind), bool(types))
@@ -114,7 +125,11 @@ def read(
 
 
 def encode(
-    tokenizer: Any, texts: Sequence[Text], end: list[int], arguments: dict[str, Any], facts: dict[str, int] | None = None
+    tokenizer: Any,
+    texts: Sequence[Text],
+    end: list[int],
+    arguments: dict[str, Any],
+    facts: dict[str, int] | None = None,
 ) -> Iterator[list[int]]:
     """Yield the ids of each text, followed by ``end``. Reads only the part of a huge text that truncation can keep.
 

@@ -47,6 +47,7 @@ def limit_time(where: Callable[[], str]) -> Iterator[None]:
             timer.cancel()
     except TimeIsUp:
         raise RecipeError(
-            f"{where()}: the chat template took more than {seconds:g} seconds for this conversation, expected a part of one. Give "
+            f"{where()}: the chat template took more than {seconds:g} seconds for this conversation, expected a part "
+            "of one. Give "
             "another template: data.chat_template=FILE."
         ) from None

@@ -22,15 +22,23 @@ class TrainedTokenizer:
     vocab_size: Annotated[int, option("tokens at most", ge=8)] = 8000
 
 
-def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False) -> Any:
-    """Train a tokenizer on texts. The same texts give the same tokenizer. With ``types``, it returns token types by default."""
+def train_tokenizer(
+    options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False
+) -> Any:
+    """Train a tokenizer on texts. The same texts give the same tokenizer. With ``types``, it returns token types by
+    default."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     if classify:
         special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     else:
-        special = {"eos_token": "<|endoftext|>", "bos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "unk_token": "<|unknown|>"}
+        special = {
+            "eos_token": "<|endoftext|>",
+            "bos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": "<|unknown|>",
+        }
     tokens = list(dict.fromkeys(special.values()))
     common: dict[str, Any] = {"vocab_size": options.vocab_size, "special_tokens": tokens, "show_progress": False}
     if options.kind == "word":
@@ -56,10 +64,12 @@ def train_tokenizer(options: TrainedTokenizer, texts: list[str], classify: bool,
 
 
 def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: str) -> None:
-    """Check that AutoTokenizer reads a saved tokenizer as it is. For models such as Qwen2, transformers ignores the saved class.
+    """Check that AutoTokenizer reads a saved tokenizer as it is. For models such as Qwen2, transformers ignores the
+    saved class.
 
     Raises:
-        RecipeError: It cannot be saved; or the saved one gives other ids, so the exported model would get other tokens than in training.
+        RecipeError: It cannot be saved; or the saved one gives other ids, so the exported model would get other tokens
+            than in training.
     """
     from transformers import AutoTokenizer
 
@@ -74,7 +84,9 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: 
         expected, found = (made(text, verbose=False)["input_ids"] for made in (tokenizer, saved))
         if expected != found:
             raise RecipeError(
-                f"{where}.tokenizer: transformers reads a saved tokenizer of {config.model_type} as {type(saved).__name__}, which encodes "
-                f"{text[:30]!r} as {len(found)} tokens. Training would use other ones ({len(expected)}), so the exported model would be "
+                f"{where}.tokenizer: transformers reads a saved tokenizer of {config.model_type} as "
+                f"{type(saved).__name__}, which encodes "
+                f"{text[:30]!r} as {len(found)} tokens. Training would use other ones ({len(expected)}), so the "
+                "exported model would be "
                 "useless. Use a tokenizer of that class (model.tokenizer=FOLDER), or another model_type."
             )

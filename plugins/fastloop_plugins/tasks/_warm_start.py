@@ -28,7 +28,8 @@ LISTED = 5
 
 
 def weight_files(recipe: Recipe) -> list[Path]:
-    """The files that ``model.weights`` names; none without the key, and none in inference, which has the trained weights.
+    """The files that ``model.weights`` names; none without the key, and none in inference, which has the trained
+    weights.
 
     Raises:
         RecipeError: There is no such file.
@@ -41,14 +42,20 @@ def weight_files(recipe: Recipe) -> list[Path]:
         return [path]
     found = sorted(path.glob("*.safetensors")) or sorted(path.glob("model/*.safetensors"))
     if not found:
-        problem = "holds no .safetensors file, and neither does its folder model" if path.is_dir() else "no such file or folder"
-        raise RecipeError(f"{recipe.where}: model.weights: {path}: {problem}. Expected a .safetensors or .pt file, or a run folder.")
+        problem = (
+            "holds no .safetensors file, and neither does its folder model"
+            if path.is_dir()
+            else "no such file or folder"
+        )
+        raise RecipeError(
+            f"{recipe.where}: model.weights: {path}: {problem}. Expected a .safetensors or .pt file, or a run folder."
+        )
     return found
 
 
 def load_weights(model: nn.Module, recipe: Recipe) -> None:
-    """Copy the tensors of ``model.weights`` that have the name and shape of one of the model, and log the others. Without the key, or for a
-    model on the meta device, which receives its weights from another process, change nothing.
+    """Copy the tensors of ``model.weights`` that have the name and shape of one of the model, and log the others.
+    Without the key, or for a model on the meta device, which receives its weights from another process, change nothing.
 
     Raises:
         RecipeError: A file cannot be read, no tensor matches, or with ``model.weights_strict``, one has no counterpart.
@@ -64,10 +71,14 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
     own: dict[str, Tensor] = model.state_dict()
     matched = {name: tensor for name, tensor in found.items() if name in own and tensor.shape == own[name].shape}
     if not matched:
-        raise RecipeError(f"{where}: no tensor matches one of the model. The file has {_list(found)}; the model has {_list(own)}.")
+        raise RecipeError(
+            f"{where}: no tensor matches one of the model. The file has {_list(found)}; the model has {_list(own)}."
+        )
     tied = {tensor.data_ptr() for name, tensor in own.items() if name in matched and tensor.numel()}
     problems = {
-        "not in the file": [name for name, tensor in own.items() if name not in found and tensor.data_ptr() not in tied],
+        "not in the file": [
+            name for name, tensor in own.items() if name not in found and tensor.data_ptr() not in tied
+        ],
         "of another shape": [
             f"{name} {tuple(own[name].shape)}, there {tuple(tensor.shape)}"
             for name, tensor in found.items()
@@ -77,9 +88,19 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
     }
     notes = "".join(f"; {len(names)} {problem}: {_list(names)}" for problem, names in problems.items() if names)
     if notes and recipe.model.get("weights_strict"):
-        raise RecipeError(f"{where}: {len(matched)} of {len(own)} tensors match{notes}. Correct it, or set model.weights_strict: false.")
+        raise RecipeError(
+            f"{where}: {len(matched)} of {len(own)} tensors match{notes}. Correct it, or set "
+            "model.weights_strict: false."
+        )
     model.load_state_dict(matched, strict=False)
-    log.log(logging.WARNING if notes else logging.INFO, "%s: %d of %d tensors loaded%s", where, len(matched), len(own), notes)
+    log.log(
+        logging.WARNING if notes else logging.INFO,
+        "%s: %d of %d tensors loaded%s",
+        where,
+        len(matched),
+        len(own),
+        notes,
+    )
 
 
 def _read(file: Path, where: str) -> dict[str, Tensor]:
@@ -89,17 +110,26 @@ def _read(file: Path, where: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     try:
-        content: Any = load_file(file) if file.suffix == ".safetensors" else torch.load(file, map_location="cpu", weights_only=True)
+        content: Any = (
+            load_file(file)
+            if file.suffix == ".safetensors"
+            else torch.load(file, map_location="cpu", weights_only=True)
+        )
     except (OSError, RuntimeError, EOFError, ValueError, SafetensorError, pickle.UnpicklingError) as error:
         raise RecipeError(f"{where}: {file} cannot be read: {' '.join(str(error).split()):.300}") from None
     for key in NESTED:
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     tensors = (
-        {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)} if isinstance(content, Mapping) else {}
+        {str(name): value for name, value in content.items() if isinstance(value, torch.Tensor)}
+        if isinstance(content, Mapping)
+        else {}
     )
     if not tensors:
-        raise RecipeError(f"{where}: {file} holds no tensors by name, such as a state_dict has them. It holds a {type(content).__name__}.")
+        raise RecipeError(
+            f"{where}: {file} holds no tensors by name, such as a state_dict has them. It holds a "
+            f"{type(content).__name__}."
+        )
     return tensors
 
 

@@ -1,23 +1,28 @@
-"""Trains a causal language model, pretrained or from scratch. On by default if ``data`` names no ``label``, ``target`` or ``tags``.
+"""Trains a causal language model, pretrained or from scratch.
+
+On by default if ``data`` names no ``label``, ``target`` or ``tags``.
 
     model: {config: {model_type: gpt2, n_layer: 4, n_head: 4, n_embd: 256}, tokenizer: {kind: bpe, vocab_size: 4000}}
     data:  {files: {train: "texts/*.txt"}, max_length: 256}
     plugins:
       - causal-lm
 
-Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding. With ``messages``, each row is a
-conversation, and only the assistant's answers have a loss. `docs/tasks/chat.md` lists the forms of rows:
+Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding. With
+``messages``, each row is a conversation, and only the assistant's answers have a loss. `docs/tasks/chat.md` lists the
+forms of rows:
 
     data:  {files: {train: "chats.jsonl"}, messages: messages, chat_template: chatml, max_length: 1024}
 
-If the model's configuration has ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss of the router, with
-the model's own weight and without padding. Its value is that of each micro-batch, weighted by target tokens. Evaluation does not add it.
+If the model's configuration has ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss
+of the router, with the model's own weight and without padding. Its value is that of each micro-batch, weighted by
+target tokens. Evaluation does not add it.
 
 ``model.pad_vocab_to: 64`` pads the vocabulary while training: matrix products are faster with 50,304 rows than with
 GPT-2's 50,257. Losses are those of a run without padding, up to rounding: the added rows stay zeros, because the loss
 leaves out their logits. Checkpoints have these rows, and the exported model does not.
 
-`fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it draws tokens:
+`fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it
+draws tokens:
 
     fastloop predict runs/gpt prompts.txt plugins.causal-lm.temperature=0.8 plugins.causal-lm.top_p=0.95
 """
@@ -51,7 +56,8 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Plugin):
-    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token, and reports ``perplexity``."""
+    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token, and reports
+    ``perplexity``."""
 
     name = "causal-lm"
     slot = "task"
@@ -66,9 +72,13 @@ class CausalLM(Plugin):
         """Options of `fastloop predict`."""
 
         max_new_tokens: Annotated[int, option("Tokens to generate for each text at most.", ge=1)] = 64
-        temperature: Annotated[float, option("Divides the logits before drawing a token; 0: take the most probable token.", ge=0)] = 0.0
+        temperature: Annotated[
+            float, option("Divides the logits before drawing a token; 0: take the most probable token.", ge=0)
+        ] = 0.0
         top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
-        top_p: Annotated[float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)] = None
+        top_p: Annotated[
+            float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)
+        ] = None
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -102,7 +112,9 @@ class CausalLM(Plugin):
                 name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()
             }
         else:
-            splits = _text_tokens.read(self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False)
+            splits = _text_tokens.read(
+                self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False
+            )
             datasets = {name: block_sequences(where, name, split.ids, size) for name, split in splits.items()}
         run.state.unreadable += self.data.unreadable
         return self.data.streamed(run, datasets, self.text_model)
@@ -114,15 +126,21 @@ class CausalLM(Plugin):
 
         where, new = f"{run.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
         if source is None:
-            raise RecipeError(f"{where}: continues texts, and a split has blocks of tokens. Give a file or a text to predict.")
+            raise RecipeError(
+                f"{where}: continues texts, and a split has blocks of tokens. Give a file or a text to predict."
+            )
         self.text_model.load_tokenizer(self.data.options.max_length)
         positions = getattr(self.text_model.config, "max_position_embeddings", None)
         if positions is not None and positions <= new:
-            raise RecipeError(f"{where}.max_new_tokens: found {new}, expected fewer than the model's {positions} positions.")
+            raise RecipeError(
+                f"{where}.max_new_tokens: found {new}, expected fewer than the model's {positions} positions."
+            )
         self.room = positions - new if positions is not None else None
         if self.data.options.messages:
             return chat_chunks(self.data, self.text_model.tokenizer, source, start, size)
-        return token_chunks(self.data, self.text_model, source, start, size, {"add_special_tokens": False, "verbose": False})
+        return token_chunks(
+            self.data, self.text_model, source, start, size, {"add_special_tokens": False, "verbose": False}
+        )
 
     @hookimpl
     def build_collator(self, run: Run, split: str) -> Collator | PromptCollator:
@@ -143,7 +161,11 @@ class CausalLM(Plugin):
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
         if run.recipe.inference is None:
             sample = run.datasets["train"][0]
-            block = {name: value for name, value in self.build_collator(run, "train")([sample]).inputs.items() if name != "targets"}
+            block = {
+                name: value
+                for name, value in self.build_collator(run, "train")([sample]).inputs.items()
+                if name != "targets"
+            }
             ids = sample["input_ids"][:8].tolist()
             self.router_weight, change = check_causal(run, model, ids, block, self.text_model.where)
             if change > ROUNDING and not self.text_model.width(run, self.data.options).always:
@@ -160,7 +182,8 @@ class CausalLM(Plugin):
 
         from fastloop_plugins.tasks._text_masks import forward
 
-        # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal fast path.
+        # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal
+        # fast path.
         output = forward(model, batch | {"use_cache": False}, never=True)
         if self.router_weight and torch.is_grad_enabled():  # perplexity is of cross entropy alone
             return Output(output.loss + self.router_weight * output.aux_loss)
@@ -173,7 +196,12 @@ class CausalLM(Plugin):
         config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
         drawing: dict[str, Any] = {"do_sample": False}
         if config.temperature:
-            drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
+            drawing = {
+                "do_sample": True,
+                "temperature": config.temperature,
+                "top_k": config.top_k or 0,
+                "top_p": config.top_p or 1.0,
+            }
         end = end_tokens(tokenizer) if self.data.options.messages else tokenizer.eos_token_id
         ends = {"eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
         ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, **drawing, **ends)  # type: ignore[operator]

@@ -1,4 +1,6 @@
-"""Trains an image classifier of transformers, torchvision or timm on a folder of images. On by default if ``data.images`` is set.
+"""Trains an image classifier of transformers, torchvision or timm on a folder of images.
+
+On by default if ``data.images`` is set.
 
     model: {name: microsoft/resnet-18}
     data:  {images: photos, image_size: 224}
@@ -6,22 +8,23 @@
       - image-classification
       - dataloader-workers        # decode and augment images in worker processes
 
-The folder has ``train``, ``validation`` and ``test``, each with a folder of images for each class. Without these, its folders are the
-classes, and ``data.validation_fraction`` of the images of each class is held out. The sorted names of the folders in train are the
-classes. If a transformers checkpoint has classes with the same names, the run keeps its ids and its head; otherwise the head is
-initialized at random.
+The folder has ``train``, ``validation`` and ``test``, each with a folder of images for each class. Without these, its
+folders are the classes, and ``data.validation_fraction`` of the images of each class is held out. The sorted names of
+the folders in train are the classes. If a transformers checkpoint has classes with the same names, the run keeps its
+ids and its head; otherwise the head is initialized at random.
 
-Training images are cropped and flipped at random, which ``data.augment: {crop: false, flip: 0}`` turns off. The random changes of an image
-depend on ``train.seed``, the epoch and the image only. So neither workers, processes nor a resume change them. Images are resized and
-normalized as the pretrained model expects, else to 224 pixels with ImageNet's mean and standard deviation.
+Training images are cropped and flipped at random, which ``data.augment: {crop: false, flip: 0}`` turns off. The random
+changes of an image depend on ``train.seed``, the epoch and the image only. So neither workers, processes nor a resume
+change them. Images are resized and normalized as the pretrained model expects, else to 224 pixels with ImageNet's mean
+and standard deviation.
 
     plugins:
       - image-classification:
           loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}     # or {name: focal, gamma: 2}
-          metrics: {recall: {type: MulticlassRecall}}              # beside accuracy, f1, and with over 5 classes, top5_accuracy
+          metrics: {recall: {type: MulticlassRecall}}   # beside accuracy, f1, and top5_accuracy if over 5 classes
 
-An unreadable image ends the run with an error that names the file. Before training, up to 4096 images of 64 MiB in total are decoded to
-find one; others fail when they are read. The plugin ``skip-unreadable`` leaves them out instead.
+An unreadable image ends the run with an error that names the file. Before training, up to 4096 images of 64 MiB in
+total are decoded to find one; others fail when they are read. The plugin ``skip-unreadable`` leaves them out instead.
 """
 
 from __future__ import annotations
@@ -68,7 +71,8 @@ class ImageClassification(Plugin):
         """Options."""
 
         threshold: Annotated[
-            float | None, option("Predict class 1 of two if its probability is above this; null: the likelier.", gt=0, lt=1)
+            float | None,
+            option("Predict class 1 of two if its probability is above this; null: the likelier.", gt=0, lt=1),
         ] = None
 
     @classmethod
@@ -93,7 +97,9 @@ class ImageClassification(Plugin):
         self.model.input = self.data.input_format(pretrained).updated(exported)
         for key, value in exported.items():
             if recipe.data.get(key) not in (None, value):
-                logger.warning("data.%s: the model was trained with %s, which is used instead of %s", key, value, recipe.data[key])
+                logger.warning(
+                    "data.%s: the model was trained with %s, which is used instead of %s", key, value, recipe.data[key]
+                )
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
@@ -114,7 +120,9 @@ class ImageClassification(Plugin):
         if recipe.inference is None:
             transform = Transform(self.model.input, self.data.augment)
             self.train_images = datasets["train"] = ImageDataset(datasets["train"].files, transform, recipe.train.seed)
-        self.loss.set_weights((lambda: datasets["train"].files.labels) if "train" in datasets else None, self.labels.names)
+        self.loss.set_weights(
+            (lambda: datasets["train"].files.labels) if "train" in datasets else None, self.labels.names
+        )
         return datasets
 
     @hookimpl
@@ -152,7 +160,9 @@ class ImageClassification(Plugin):
         metrics = classifier_metrics(self.metric_classes, self.config.metrics, where, count, self.config.threshold)
         if count > TOP:
             if "top5_accuracy" in self.config.metrics:
-                raise RecipeError(f"{where}.top5_accuracy: the task has a metric 'top5_accuracy'. Call this one something else.")
+                raise RecipeError(
+                    f"{where}.top5_accuracy: the task has a metric 'top5_accuracy'. Call this one something else."
+                )
             metrics.add_metrics({"top5_accuracy": MulticlassAccuracy(count, top_k=TOP, average="micro")})
         return metrics
 

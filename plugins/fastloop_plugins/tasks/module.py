@@ -1,15 +1,18 @@
-"""Trains your own ``nn.Module``. Model, datasets, loss and metrics come from a Python file next to the recipe, or from a package.
+"""Trains your own ``nn.Module``.
+
+Model, datasets, loss and metrics come from a Python file next to the recipe, or from a package.
 
     model: {module: "digits_module.py:Digits", arguments: {hidden: 64}}
     data:  {module: "digits_module.py:digits"}
     plugins:
       - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
 
-A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``. ``class_weights`` of
-``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training split. ``data.module`` is a function that
-returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The loss of a sample ``(inputs, target)``
-is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``. Micro-batches and processes give the loss of one big
-batch: over targets that are not -100 for ``cross_entropy`` and transformers models, else over samples.
+A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``.
+``class_weights`` of ``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training
+split. ``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the
+last two are optional. The loss of a sample ``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping
+is ``model(**batch).loss``. Micro-batches and processes give the loss of one big batch: over targets that are not -100
+for ``cross_entropy`` and transformers models, else over samples.
 """
 
 from __future__ import annotations
@@ -53,7 +56,9 @@ class Model(Code):
 class Data(Code):
     """The ``data`` section."""
 
-    pad_to_multiple_of: Annotated[int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)] = None
+    pad_to_multiple_of: Annotated[
+        int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)
+    ] = None
 
 
 class Module(Plugin):
@@ -70,11 +75,15 @@ class Module(Plugin):
 
         loss: Annotated[
             str | dict[str, Any] | None,
-            option("focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model returns .loss."),
+            option(
+                "focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model "
+                "returns .loss."
+            ),
         ] = None
         collate: Annotated[str | None, option("file.py:name of a collator; null: stack tensors.")] = None
         metrics: Annotated[
-            dict[str, dict[str, Any]], option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.")
+            dict[str, dict[str, Any]],
+            option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}."),
         ] = field(default_factory=dict)
 
     def __init__(self, **options: Any) -> None:
@@ -82,7 +91,9 @@ class Module(Plugin):
         loss = self.config.loss
         self.loss_name = loss.get("name") if isinstance(loss, dict) else loss
         if loss is not None and not isinstance(self.loss_name, str):
-            raise RecipeError(f"{self.where}.loss: found {loss!r} without a name. Expected such as {{name: cross_entropy}}.")
+            raise RecipeError(
+                f"{self.where}.loss: found {loss!r} without a name. Expected such as {{name: cross_entropy}}."
+            )
         weighted = isinstance(loss, dict) and loss.get("class_weights") is not None
         self.uses_classes = weighted or self.loss_name == "focal"
         answered_if_set = {"build_collator": self.config.collate or weighted, "build_metrics": self.config.metrics}
@@ -97,7 +108,9 @@ class Module(Plugin):
         from fastloop_plugins._references import check_reference
 
         self.recipe, self.where = recipe, recipe.where
-        self.code: dict[str, Any] = {key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()}
+        self.code: dict[str, Any] = {
+            key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()
+        }
         self.named = {f"{key}.module": code.module for key, code in self.code.items()}
         if self.config.collate is not None:
             self.named["plugins.module.collate"] = self.config.collate
@@ -134,7 +147,9 @@ class Module(Plugin):
             raise RecipeError(f"{self.where}: data.module: {problem}")
         for split in datasets:
             if split not in splits:
-                raise RecipeError(f"{self.where}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}")
+                raise RecipeError(
+                    f"{self.where}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}"
+                )
         if self.uses_classes:
             self.loss.set_weights(lambda: targets_of(datasets.get("train"), self.loss.where))
         elif (loss := self.found.get("plugins.module.loss")) is not None:
@@ -186,5 +201,6 @@ class Module(Plugin):
             raise RecipeError(f"{self.where}: {key}.module: {self.code[key].module}: {error}") from error
         except TypeError as error:
             raise RecipeError(
-                f"{self.where}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: {error}."
+                f"{self.where}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: "
+                f"{error}."
             ) from error

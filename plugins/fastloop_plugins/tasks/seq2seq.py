@@ -1,13 +1,17 @@
-"""Trains an encoder-decoder, such as T5 or BART, pretrained or from scratch. On by default if ``data`` names a ``target`` column.
+"""Trains an encoder-decoder, such as T5 or BART, pretrained or from scratch.
+
+On by default if ``data`` names a ``target`` column.
 
     model: {name: google-t5/t5-small}
-    data:  {files: {train: news.csv}, text: article, target: summary, prefix: "summarize: ", max_length: 512, max_target_length: 64}
+    data:  {files: {train: news.csv}, text: article, target: summary, prefix: "summarize: ",
+            max_length: 512, max_target_length: 64}
     plugins:
       - seq2seq
 
-The loss is the mean cross entropy of the target tokens. Evaluation also reports ``perplexity`` and ``token_accuracy``, both with the
-target's earlier tokens as the decoder's input. ``generate: true`` also generates texts, for ``exact_match``, ``bleu`` and ``chrf``.
-`fastloop predict` generates texts. By default, it takes the most probable token (greedy):
+The loss is the mean cross entropy of the target tokens. Evaluation also reports ``perplexity`` and ``token_accuracy``,
+both with the target's earlier tokens as the decoder's input. ``generate: true`` also generates texts, for
+``exact_match``, ``bleu`` and ``chrf``. `fastloop predict` generates texts. By default, it takes the most probable token
+(greedy):
 
     fastloop predict runs/news articles.csv plugins.seq2seq.num_beams=4 plugins.seq2seq.max_new_tokens=100
 """
@@ -47,7 +51,9 @@ class Seq2Seq(Plugin):
     name = "seq2seq"
     slot = "task"
     fallback_hooks = ("compute_loss",)
-    conflicts = {"packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."}
+    conflicts = {
+        "packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."
+    }
     sections = {"model": Model, "data": PairData}
     adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of an encoder-decoder"
@@ -56,16 +62,21 @@ class Seq2Seq(Plugin):
     class Config:
         """Options of evaluation and of `fastloop predict`."""
 
-        generate: Annotated[bool, option("In evaluation, also generate the texts, for exact_match, bleu and chrf.")] = False
-        max_new_tokens: Annotated[int | None, option("Tokens to generate for each text at most; null: data.max_target_length.", ge=1)] = (
-            None
+        generate: Annotated[bool, option("In evaluation, also generate the texts, for exact_match, bleu and chrf.")] = (
+            False
         )
+        max_new_tokens: Annotated[
+            int | None, option("Tokens to generate for each text at most; null: data.max_target_length.", ge=1)
+        ] = None
         num_beams: Annotated[int, option("Candidates that beam search keeps; 1: no beam search.", ge=1)] = 1
         temperature: Annotated[
-            float, option("In predict: divides the logits before drawing a token; 0: take the most probable token.", ge=0)
+            float,
+            option("In predict: divides the logits before drawing a token; 0: take the most probable token.", ge=0),
         ] = 0.0
         top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
-        top_p: Annotated[float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)] = None
+        top_p: Annotated[
+            float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)
+        ] = None
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -110,8 +121,15 @@ class Seq2Seq(Plugin):
         from fastloop_plugins.tasks._text_batches import Width
 
         options = self.data.options
-        targets = Width(options.max_target_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length")
-        return Collator(self.text_model.tokenizer.pad_token_id, [self.text_model.end()], self.text_model.width(run, options), targets)
+        targets = Width(
+            options.max_target_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length"
+        )
+        return Collator(
+            self.text_model.tokenizer.pad_token_id,
+            [self.text_model.end()],
+            self.text_model.width(run, options),
+            targets,
+        )
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
@@ -122,7 +140,8 @@ class Seq2Seq(Plugin):
         model: nn.Module = self.text_model.build(AutoModelForSeq2SeqLM)
         size = min(self.data.options.max_length, self.data.options.max_target_length)
         texts = self.text_model.tokenizer(list(PROBE), truncation=True, max_length=size)["input_ids"]
-        samples = [{"input_ids": np.array(ids), "labels": np.array(ids[: (len(ids) + 1) // 2])} for ids in texts]  # of two lengths
+        # of two lengths
+        samples = [{"input_ids": np.array(ids), "labels": np.array(ids[: (len(ids) + 1) // 2])} for ids in texts]
         inputs = (collate := self.build_collator(run))(samples).inputs
         if run.recipe.inference is None:
             check_target_loss(run, model, inputs, self.text_model.where)
@@ -135,7 +154,9 @@ class Seq2Seq(Plugin):
         from torchmetrics.classification import MulticlassAccuracy
 
         count = len(self.text_model.tokenizer)
-        return MetricCollection({"token_accuracy": MulticlassAccuracy(count, average="micro", ignore_index=IGNORED, validate_args=False)})
+        return MetricCollection(
+            {"token_accuracy": MulticlassAccuracy(count, average="micro", ignore_index=IGNORED, validate_args=False)}
+        )
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -145,7 +166,8 @@ class Seq2Seq(Plugin):
 
         if any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
             raise PluginError(
-                f"{run.recipe.where}: plugins.{self.name}.generate: {run.plugins.in_slot('strategy')!r} shards the weights, and generation "
+                f"{run.recipe.where}: plugins.{self.name}.generate: {run.plugins.in_slot('strategy')!r} shards the "
+                "weights, and generation "
                 "needs them whole. Use ddp, or set generate: false and run `fastloop evaluate` after training."
             )
 
@@ -155,7 +177,8 @@ class Seq2Seq(Plugin):
 
         from fastloop_plugins.tasks._text_masks import forward
 
-        output = forward(model, batch | {"use_cache": False})  # the model shifts the labels and computes their mean cross entropy
+        # the model shifts the labels and computes their mean cross entropy
+        output = forward(model, batch | {"use_cache": False})
         if torch.is_grad_enabled():
             return Output(output.loss)
         return Output(output.loss, output.logits.argmax(-1).flatten(), batch["labels"].flatten())
@@ -163,11 +186,17 @@ class Seq2Seq(Plugin):
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
         config = self.config
-        drawing = {"do_sample": True, "temperature": config.temperature, "top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
+        drawing = {
+            "do_sample": True,
+            "temperature": config.temperature,
+            "top_k": config.top_k or 0,
+            "top_p": config.top_p or 1.0,
+        }
         return {"text": self._generate(run, batch, **drawing if config.temperature else {})}
 
     def _generate(self, run: Run, batch: Mapping[str, Tensor], **more: Any) -> list[str]:
-        """A text for each sample of a batch; greedy or by beam search, unless ``more`` has other arguments of ``generate``."""
+        """A text for each sample of a batch; greedy or by beam search, unless ``more`` has other arguments of
+        ``generate``."""
         import torch
 
         ids = batch["input_ids"]
@@ -181,7 +210,8 @@ class Seq2Seq(Plugin):
         metrics = yield
         metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
         if self.config.generate:
-            generate = partial(self._generate, run, synced_gpus=run.world_size > 1)  # as many forward passes on each process
+            # as many forward passes on each process
+            generate = partial(self._generate, run, synced_gpus=run.world_size > 1)
             metrics |= generated_metrics(run, split, self.text_model.tokenizer, generate)
         return metrics
 

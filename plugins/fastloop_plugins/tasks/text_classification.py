@@ -1,32 +1,36 @@
-"""Trains a text classifier on a transformer, pretrained or from scratch. On by default if ``data`` names a ``label`` column.
+"""Trains a text classifier on a transformer, pretrained or from scratch.
+
+On by default if ``data`` names a ``label`` column.
 
     model: {name: distilbert-base-uncased}
-    data:  {files: {train: train.csv, validation: validation.csv, test: test.csv}, text: text, label: label, max_length: 512}
+    data:  {files: {train: train.csv, validation: validation.csv, test: test.csv},
+            text: text, label: label, max_length: 512}
     plugins:
       - text-classification
 
-With ``data.text: [premise, hypothesis]``, a row is a pair of texts. More columns are joined with the tokenizer's separator token. Labels
-are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the same names, the run keeps
-its ids and its head. Otherwise the head is reinitialized, with a warning.
+With ``data.text: [premise, hypothesis]``, a row is a pair of texts. More columns are joined with the tokenizer's
+separator token. Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has
+classes with the same names, the run keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
 
     plugins:
       - text-classification:
           loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}     # or {name: focal, gamma: 2}
           metrics: {auroc: {type: BinaryAUROC}, recall: {type: MulticlassRecall}}         # beside accuracy and f1
-          threshold: 0.3                                                                 # predict class 1 above this probability
+          threshold: 0.3                                                                 # above it, predict class 1
 
 Labels may also be numbers (regression), or any number of classes for each text:
 
-    data:  {label: score, label_type: number}          # mean squared error, mse, mae, pearson, spearman
-    data:  {label: [toxic, insult]}                    # columns of 0 and 1: binary cross entropy, f1_micro, f1_macro, subset_accuracy
-    data:  {label: tags, label_type: classes}          # lists of names: the classes with a probability above threshold, 0.5 by default
+    data:  {label: score, label_type: number}  # mean squared error, mse, mae, pearson, spearman
+    data:  {label: [toxic, insult]}            # 0 and 1: binary cross entropy, f1_micro, f1_macro, subset_accuracy
+    data:  {label: tags, label_type: classes}  # lists of names: those with a probability above threshold, default 0.5
 
-``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training labels. Micro-batches,
-packed rows and processes give the weighted loss of one big batch. Evaluation computes the same loss.
+``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training
+labels. Micro-batches, packed rows and processes give the weighted loss of one big batch. Evaluation computes the same
+loss.
 
-The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and gives ``Binary...`` metrics the probability of class 1.
-``f1`` follows scikit-learn: with two classes it is the F1 score of class 1 (``average="binary"``), else the mean over the classes
-(``average="macro"``).
+The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and gives ``Binary...`` metrics the probability
+of class 1. ``f1`` follows scikit-learn: with two classes it is the F1 score of class 1 (``average="binary"``), else the
+mean over the classes (``average="macro"``).
 """
 
 from __future__ import annotations
@@ -73,7 +77,10 @@ class TextClassification(Plugin):
         threshold: Annotated[
             float | None,
             option(
-                "Predict class 1 of two, or each of any number, if its probability is above this; null: the likelier, or 0.5.", gt=0, lt=1
+                "Predict class 1 of two, or each of any number, if its probability is above this; null: the "
+                "likelier, or 0.5.",
+                gt=0,
+                lt=1,
             ),
         ] = None
 
@@ -88,7 +95,8 @@ class TextClassification(Plugin):
             return None
         return SpeedupEstimate(
             seconds=(1 - profile.longest / profile.padded) * profile.computing,
-            why=f"Samples are padded to data.max_length: {1 - profile.longest / profile.padded:.0%} of that exceeds each batch's longest.",
+            why=f"Samples are padded to data.max_length: {1 - profile.longest / profile.padded:.0%} of that exceeds "
+            "each batch's longest.",
             overrides={"data.padding": "longest"},
         )
 
@@ -118,8 +126,12 @@ class TextClassification(Plugin):
         ids = np.array(self.labels.ids)
         labels = {name: ids[split.labels] if self.problem is None else split.labels for name, split in splits.items()}
         if self.data.label_type == "classes":
-            labels = {name: split.labels[:, ids.argsort()] for name, split in splits.items() if split.labels is not None}
-        datasets = {name: Sequences(split.ids, split.lengths, labels[name], split.typed) for name, split in splits.items()}
+            labels = {
+                name: split.labels[:, ids.argsort()] for name, split in splits.items() if split.labels is not None
+            }
+        datasets = {
+            name: Sequences(split.ids, split.lengths, labels[name], split.typed) for name, split in splits.items()
+        }
         self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names)
         return self.data.streamed(run, datasets, self.text_model)
 
@@ -137,7 +149,9 @@ class TextClassification(Plugin):
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
-        return Collator(self.text_model.tokenizer.pad_token_id, self.text_model.width(run, self.data.options), self.loss)
+        return Collator(
+            self.text_model.tokenizer.pad_token_id, self.text_model.width(run, self.data.options), self.loss
+        )
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
@@ -145,7 +159,9 @@ class TextClassification(Plugin):
 
         model: nn.Module = self.text_model.build(AutoModelForSequenceClassification, self.labels)
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
-        samples = [{"input_ids": ids, "label": 0} for ids in self.text_model.tokenizer(list(PROBE), **arguments)["input_ids"]]
+        samples = [
+            {"input_ids": ids, "label": 0} for ids in self.text_model.tokenizer(list(PROBE), **arguments)["input_ids"]
+        ]
         collate = self.build_collator(run)
 
         def make(*given: Any) -> dict[str, Tensor]:
@@ -164,14 +180,17 @@ class TextClassification(Plugin):
         where = f"{run.recipe.where}: plugins.{self.name}.metrics"
         if self.problem is not None:
             return self.problem.metrics(self.labels.names, self.metric_classes, self.config.metrics, where)
-        return classifier_metrics(self.metric_classes, self.config.metrics, where, len(self.labels.names), self.config.threshold)
+        return classifier_metrics(
+            self.metric_classes, self.config.metrics, where, len(self.labels.names), self.config.threshold
+        )
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         from fastloop_plugins.tasks._text_masks import forward
 
         inputs = {name: value for name, value in batch.items() if name != "labels"}
-        logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
+        # inputs with positions are packed rows, which need no mask
+        logits = forward(model, inputs, never="position_ids" in batch).logits
         if self.problem is not None:
             return self.problem.output(logits, batch["labels"])
         return Output(self.loss(logits.float(), batch["labels"]), logits, batch["labels"])

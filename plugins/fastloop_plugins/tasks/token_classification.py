@@ -1,30 +1,33 @@
-"""Trains a token classifier: a tag for each word, as in named entity recognition. On by default if ``data`` names ``tags`` or CoNLL files.
+"""Trains a token classifier: a tag for each word, as in named entity recognition.
+
+On by default if ``data`` names ``tags`` or CoNLL files.
 
     model: {name: distilbert-base-cased}
     data:  {files: {train: train.conll, validation: validation.conll, test: test.conll}, max_length: 256}
     plugins:
       - token-classification
 
-A CoNLL file has one word a line. The first column is the word and the last one its tag. ``words`` and ``tags`` name other columns, by
-number: from 0, or from the end (-1). Blank lines separate sentences, and lines with ``-DOCSTART-`` and comments are skipped. With
-``format: conll``, ``.txt`` and ``.tsv`` files are CoNLL files, too. In other sources, both columns hold lists:
+A CoNLL file has one word a line. The first column is the word and the last one its tag. ``words`` and ``tags`` name
+other columns, by number: from 0, or from the end (-1). Blank lines separate sentences, and lines with ``-DOCSTART-``
+and comments are skipped. With ``format: conll``, ``.txt`` and ``.tsv`` files are CoNLL files, too. In other sources,
+both columns hold lists:
 
     data:  {files: {train: train.jsonl}, words: tokens, tags: ner_tags}
 
-The training split defines the tags, in sorted order, unless ``data.tag_names`` lists them. If a checkpoint has the same tags, the run keeps
-its ids and its head.
+The training split defines the tags, in sorted order, unless ``data.tag_names`` lists them. If a checkpoint has the same
+tags, the run keeps its ids and its head.
 
     plugins:
       - token-classification:
-          scheme: IOB2                                                # count only entities that follow it (seqeval's strict mode)
-          label_tokens: all                                           # every token of a word is a target; by default the first one
-          loss: {name: cross_entropy, class_weights: balanced}        # or {name: focal, gamma: 2}
-          metrics: {f1_tags: {type: MulticlassF1Score}}               # beside accuracy, precision, recall and f1
+          scheme: IOB2                                           # count only entities that follow it (seqeval: strict)
+          label_tokens: all                                      # each token of a word is a target; default: the first
+          loss: {name: cross_entropy, class_weights: balanced}   # or {name: focal, gamma: 2}
+          metrics: {f1_tags: {type: MulticlassF1Score}}          # beside accuracy, precision, recall and f1
 
-The loss is the mean over the labelled tokens of a step, over all micro-batches and processes. ``precision``, ``recall`` and ``f1`` are
-seqeval's, over entities; ``accuracy`` is over words. Tags without prefixes, such as parts of speech, have only ``accuracy``. A sentence
-that does not fit into ``max_length`` is divided between words. No word is left out, in training, evaluation or prediction. It needs
-seqeval: ``pip install 'fastloop-train[token-classification]'``.
+The loss is the mean over the labelled tokens of a step, over all micro-batches and processes. ``precision``, ``recall``
+and ``f1`` are seqeval's, over entities; ``accuracy`` is over words. Tags without prefixes, such as parts of speech,
+have only ``accuracy``. A sentence that does not fit into ``max_length`` is divided between words. No word is left out,
+in training, evaluation or prediction. It needs seqeval: ``pip install 'fastloop-train[token-classification]'``.
 """
 
 from __future__ import annotations
@@ -75,9 +78,14 @@ class TokenClassification(Plugin):
 
         scheme: Annotated[
             Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None,
-            option("How tags describe entities, by seqeval's name; IOB2 is also called BIO, IOBES BIOES. null: seqeval's default mode."),
+            option(
+                "How tags describe entities, by seqeval's name; IOB2 is also called BIO, IOBES BIOES. null: seqeval's "
+                "default mode."
+            ),
         ] = None
-        label_tokens: Annotated[Literal["first", "all"], option("The tokens of a word that have its tag as their target.")] = "first"
+        label_tokens: Annotated[
+            Literal["first", "all"], option("The tokens of a word that have its tag as their target.")
+        ] = "first"
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -129,7 +137,9 @@ class TokenClassification(Plugin):
         from fastloop_plugins.tasks._tag_batches import TagCollator
 
         width, pad_token_id = self.text_model.width(run, self.data.options), self.text_model.tokenizer.pad_token_id
-        return TagCollator(pad_token_id, width, self.loss, self.text_model.special_tokens(), self.config.label_tokens == "all")
+        return TagCollator(
+            pad_token_id, width, self.loss, self.text_model.special_tokens(), self.config.label_tokens == "all"
+        )
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
@@ -143,7 +153,11 @@ class TokenClassification(Plugin):
         collate = self.build_collator(run, "train")
 
         def make(*given: Any) -> dict[str, Tensor]:
-            return {name: value for name, value in collate([*(given or (probe[0], probe[1]))]).inputs.items() if name not in OWN}
+            return {
+                name: value
+                for name, value in collate([*(given or (probe[0], probe[1]))]).inputs.items()
+                if name not in OWN
+            }
 
         check_classifies(run, model, make(), len(self.labels.names), self.text_model.where, tokens=True)
         check_padding(run, model, self.text_model, collate.width, make)
@@ -167,9 +181,11 @@ class TokenClassification(Plugin):
         from fastloop_plugins.tasks._text_masks import forward
 
         inputs = {name: value for name, value in batch.items() if name not in OWN}
-        logits = forward(model, inputs, never="position_ids" in batch).logits  # inputs with positions are packed rows, which need no mask
+        # inputs with positions are packed rows, which need no mask
+        logits = forward(model, inputs, never="position_ids" in batch).logits
         loss = self.loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
-        if torch.is_grad_enabled():  # selecting the words waits for the device, and only metrics and predictions need them
+        # selecting the words waits for the device, and only metrics and predictions need them
+        if torch.is_grad_enabled():
             return Output(loss)
         return Output(loss, *word_scores(logits, batch))
 

@@ -1,4 +1,4 @@
-"""Torch's Muon with one batched operation for all matrices of a shape, instead of about 35 operations for each matrix."""
+"""Torch's Muon with one batched operation for all matrices of a shape, instead of about 35 for each matrix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, optim
 
 STACKED = 2**26
-"""Elements of a stack of matrices at most, which has three copies in bf16: 400 MiB. Larger matrices fill the device one by one."""
+"""Elements of a stack of matrices at most, which has three copies in bf16: 400 MiB. Larger matrices fill the device one
+by one."""
 
 
 class BatchedMuon(optim.Muon):
-    """``torch.optim.Muon`` with the same arguments, state and numbers, up to the rounding of batched matrix products."""
+    """``torch.optim.Muon`` with the same arguments, state and numbers, up to the rounding of batched matrix
+    products."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -34,7 +36,9 @@ class BatchedMuon(optim.Muon):
         return loss
 
 
-def update_weights(weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: Mapping[str, Any]) -> None:
+def update_weights(
+    weights: list[Tensor], gradients: list[Tensor], momenta: list[Tensor], group: Mapping[str, Any]
+) -> None:
     """Change matrices and momenta in place.
 
     Args:
@@ -68,7 +72,8 @@ def stack_places(matrices: list[Tensor]) -> Iterator[list[int]]:
 
 
 def orthogonalize(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton-Schulz iteration in bf16 on each matrix, of (matrices, rows, columns), as ``torch.optim.Muon`` computes it on one.
+    """Newton-Schulz iteration in bf16 on each matrix, of (matrices, rows, columns), as ``torch.optim.Muon`` computes it
+    on one.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """

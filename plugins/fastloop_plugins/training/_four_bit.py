@@ -1,7 +1,7 @@
 """Linear layers with frozen weights in 4 bits (NF4), computed by bitsandbytes.
 
-Each weight takes 4 bits, and each block of 64 weights has a scale of 8 bits (double quantization). Method: Dettmers et al., "QLoRA:
-Efficient Finetuning of Quantized LLMs", 2023.
+Each weight takes 4 bits, and each block of 64 weights has a scale of 8 bits (double quantization). Method: Dettmers et
+al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 BLOCK = 64
-"""Weights that share a scale. On a CPU, bitsandbytes 0.50 dequantizes other values if a block spans two rows. A layer therefore keeps its
-weights if its number of inputs is not a multiple of the block size."""
+"""Weights that share a scale. On a CPU, bitsandbytes 0.50 dequantizes other values if a block spans two rows. A layer
+therefore keeps its weights if its number of inputs is not a multiple of the block size."""
 COMPUTE = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Accelerate's mixed precision -> the dtype of the dequantized weights in forward and backward."""
 
@@ -45,7 +45,9 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
     def __init__(self, layer: nn.Linear | Conv1D, dtype: torch.dtype, device: torch.device) -> None:
         transposed = isinstance(layer, Conv1D)
         weight = (layer.weight.T if transposed else layer.weight).detach()
-        super().__init__(weight.shape[1], weight.shape[0], layer.bias is not None, dtype, quant_type="nf4", device="meta")
+        super().__init__(
+            weight.shape[1], weight.shape[0], layer.bias is not None, dtype, quant_type="nf4", device="meta"
+        )
         self.transposed = transposed
         self.weight = Params4bit(weight, requires_grad=False, blocksize=BLOCK, quant_type="nf4", module=self).to(device)
         self.weight.quant_state.dtype = dtype
@@ -53,13 +55,17 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
         self.train(layer.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The output has ``dtype`` under autocast, else that of ``x``. bitsandbytes' own forward would round the bias permanently."""
+        """The output has ``dtype`` under autocast, else that of ``x``. bitsandbytes' own forward would round the bias
+        permanently."""
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        result: Tensor = bitsandbytes.matmul_4bit(x.to(self.compute_dtype), self.weight, self.weight.quant_state, bias=bias)
+        result: Tensor = bitsandbytes.matmul_4bit(
+            x.to(self.compute_dtype), self.weight, self.weight.quant_state, bias=bias
+        )
         return result if torch.is_autocast_enabled(x.device.type) else result.to(x.dtype)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-        """Load the packed weights together with their scales, which ``state_dict`` of bitsandbytes has under ``weight.``."""
+        """Load the packed weights together with their scales, which ``state_dict`` of bitsandbytes has under
+        ``weight.``."""
         start, missing_keys = f"{prefix}weight.", arguments[2]
         scales = {name.removeprefix(start): state_dict.pop(name) for name in list(state_dict) if name.startswith(start)}
         super()._load_from_state_dict(state_dict, prefix, *arguments)
@@ -83,7 +89,8 @@ class FourBitLinear(Linear4bit):  # type: ignore[misc] # mypy skips bitsandbytes
 
 
 def quantize(run: Run, model: nn.Module, kept: Collection[str]) -> None:
-    """Replace the linear layers of a model's body by ``FourBitLinear``, one after another. Heads, embeddings and tied weights stay.
+    """Replace the linear layers of a model's body by ``FourBitLinear``, one after another. Heads, embeddings and tied
+    weights stay.
 
     Args:
         kept: Names of layers that stay, too.
@@ -92,10 +99,15 @@ def quantize(run: Run, model: nn.Module, kept: Collection[str]) -> None:
         PluginError: No layer can be replaced.
     """
     found, dtype = list(_layers(model, kept)), COMPUTE[run.accelerator.mixed_precision]
-    suited = [name for name, layer in found if (layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features) % BLOCK == 0]
+    suited = [
+        name
+        for name, layer in found
+        if (layer.weight.shape[0] if isinstance(layer, Conv1D) else layer.in_features) % BLOCK == 0
+    ]
     if not suited:
         raise PluginError(
-            f"{run.recipe.where}: plugins.lora.quantize: {type(model).__name__} has {len(found)} linear layers, and none whose number of "
+            f"{run.recipe.where}: plugins.lora.quantize: {type(model).__name__} has {len(found)} linear layers, and "
+            "none whose number of "
             f"inputs is a multiple of {BLOCK}, which nf4 needs. Leave quantize out."
         )
     before = after = 0
@@ -119,7 +131,11 @@ def _layers(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Any]
     known: Any = transformers_model(model)
     body = {id(module) for module in (model if known is None else known.base_model).modules()}
     output = None if known is None else known.get_output_embeddings()
-    wide = {part for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict") for part in getattr(known, name, None) or ()}
+    wide = {
+        part
+        for name in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+        for part in getattr(known, name, None) or ()
+    }
     uses = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         if type(module) not in (nn.Linear, Conv1D) or id(module) not in body or module is output:
@@ -129,7 +145,8 @@ def _layers(model: nn.Module, kept: Collection[str]) -> Iterator[tuple[str, Any]
 
 
 def dequantize(model: nn.Module) -> None:
-    """Replace the 4-bit layers of a peft model by plain ones, on the CPU, so that adapters are merged into weights in float32."""
+    """Replace the 4-bit layers of a peft model by plain ones, on the CPU, so that adapters are merged into weights in
+    float32."""
     model.cpu()
     for name in [name for name, module in model.named_modules() if isinstance(module, FourBitLinear)]:
         layer: Any = model.get_submodule(name)

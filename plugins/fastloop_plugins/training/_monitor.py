@@ -1,4 +1,4 @@
-"""Code shared by `checkpoint-best` and `early-stopping`: read a metric of an evaluation, and compare two values of it."""
+"""Shared by `checkpoint-best` and `early-stopping`: read a metric of an evaluation, and compare two values of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Monitor:
         """
         where = f"{run.recipe.where}: plugins.{self.plugin}.monitor"
         if "validation" not in run.eval_loaders:
-            raise UsageError(f"{where}: there is no validation split to compute {self.name!r} on. Add one, or use --without {self.plugin}.")
+            raise UsageError(
+                f"{where}: there is no validation split to compute {self.name!r} on. Add one, or use --without "
+                f"{self.plugin}."
+            )
         if self.name not in (names := run.metric_names()):
             raise UsageError(f"{where}: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, names)}")
 
@@ -47,7 +50,8 @@ class Monitor:
         return value
 
     def better(self, new: float, old: float | None, by: float = 0.0) -> bool:
-        """Whether ``new`` is better than ``old`` by more than ``by``. NaN and infinity are never better; any number is better than None."""
+        """Whether ``new`` is better than ``old`` by more than ``by``. NaN and infinity are never better; any number is
+        better than None."""
         if not math.isfinite(new):
             return False
         if old is None:

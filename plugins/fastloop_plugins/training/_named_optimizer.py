@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
-    """The class or function that ``train.optimizer`` names: in torch.optim, or ``package.module:name`` or ``file.py:name``.
+    """The class or function that ``train.optimizer`` names: in torch.optim, or ``package.module:name`` or
+    ``file.py:name``.
 
     Raises:
         RecipeError: It does not exist, or is not an optimizer.
@@ -30,17 +31,26 @@ def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
     if ":" in name:
         found: Callable[..., torch.optim.Optimizer] = import_object(name, recipe, "train.optimizer")
         if not callable(found) or (isinstance(found, type) and not issubclass(found, torch.optim.Optimizer)):
-            raise RecipeError(f"{where}: {name} is no subclass of torch.optim.Optimizer, and no function that returns one.")
+            raise RecipeError(
+                f"{where}: {name} is no subclass of torch.optim.Optimizer, and no function that returns one."
+            )
         return found
-    known = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)}
+    known = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)
+    }
     del known["Optimizer"]
     if name not in known:
-        raise RecipeError(f"{where}: torch.optim has no {name!r}.{did_you_mean(name, known)} Another one is package.module:name.")
+        raise RecipeError(
+            f"{where}: torch.optim has no {name!r}.{did_you_mean(name, known)} Another one is package.module:name."
+        )
     return known[name]
 
 
 def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
-    """The keyword arguments of ``optimizer_function`` that the recipe sets: ``lr``, ``weight_decay`` and those in ``train.optimizer``.
+    """The keyword arguments of ``optimizer_function`` that the recipe sets: ``lr``, ``weight_decay`` and those in
+    ``train.optimizer``.
 
     Without a parameter ``weight_decay``, the optimizer gets none, if it is 0.
 
@@ -59,7 +69,10 @@ def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
             raise RecipeError(f"{where}.{key}: train.{key} sets it. Remove it here.")
         if key not in taken and not takes_any:
             listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
-            raise RecipeError(f"{where}.{key}: no such argument.{did_you_mean(key, taken)} The signature: {train.optimizer_name}{listed}")
+            raise RecipeError(
+                f"{where}.{key}: no such argument.{did_you_mean(key, taken)} The signature: "
+                f"{train.optimizer_name}{listed}"
+            )
     return own | train.optimizer_arguments
 
 

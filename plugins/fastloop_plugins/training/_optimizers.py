@@ -14,11 +14,12 @@ from fastloop.errors import PluginError, did_you_mean
 class Optimizers(Optimizer):
     """A dict of optimizers as one: ``run.optimizer["generator"]`` is one of them.
 
-    Loss scaling sees one optimizer: an overflow in any gradient skips all that step together. One scheduler of this optimizer schedules all
-    groups.
+    Loss scaling sees one optimizer: an overflow in any gradient skips all that step together. One scheduler of this
+    optimizer schedules all groups.
 
     Args:
-        members: Name -> optimizer, in the order in which they step. Adds the key ``optimizer``, the name, to their groups.
+        members: Name -> optimizer, in the order in which they step. Adds the key ``optimizer``, the name, to their
+            groups.
         where: The recipe, for messages.
 
     Attributes:
@@ -30,20 +31,26 @@ class Optimizers(Optimizer):
         PluginError: The dict is empty, a value is no optimizer, or two optimizers hold the same parameter.
     """
 
-    def __init__(self, members: Mapping[str, Optimizer], where: str) -> None:  # torch's would copy groups and state: the members hold both
+    # torch's would copy groups and state: the members hold both
+    def __init__(self, members: Mapping[str, Optimizer], where: str) -> None:
         where = f"{where}: build_optimizer returned"
         owners: dict[Any, str] = {}
         if not members:
             raise PluginError(f"{where} an empty dict. Return an optimizer, or a dict of name -> optimizer.")
         for name, member in members.items():
             if not isinstance(member, Optimizer):
-                raise PluginError(f"{where} a dict with {name!r}: {type(member).__name__}. Expected a torch.optim.Optimizer.")
+                raise PluginError(
+                    f"{where} a dict with {name!r}: {type(member).__name__}. Expected a torch.optim.Optimizer."
+                )
             for group in member.param_groups:
                 group["optimizer"] = name
                 for parameter in group["params"]:
                     if (other := owners.setdefault(parameter, name)) != name:
                         shape = tuple(parameter.shape)
-                        raise PluginError(f"{where} {other!r} and {name!r}, which both hold a parameter of shape {shape}. Give it to one.")
+                        raise PluginError(
+                            f"{where} {other!r} and {name!r}, which both hold a parameter of shape {shape}. Give it "
+                            "to one."
+                        )
         self.members, self.selected, self.stepped, self.is_stepping = dict(members), tuple(members), set[str](), False
         self.defaults: dict[str, Any] = {}
 
@@ -70,7 +77,9 @@ class Optimizers(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse it: only the optimizer that steps a group can hold it."""
-        raise PluginError(f'Add the group to one of {", ".join(self.members)}: run.optimizer["NAME"].add_param_group(...).')
+        raise PluginError(
+            f'Add the group to one of {", ".join(self.members)}: run.optimizer["NAME"].add_param_group(...).'
+        )
 
     def select(self, name: str) -> None:
         """Let the next ``step`` step only this optimizer, and clear the gradients of the others.
@@ -80,7 +89,8 @@ class Optimizers(Optimizer):
         """
         if not any(parameter.grad is not None for group in self[name].param_groups for parameter in group["params"]):
             raise PluginError(
-                f"run.apply_gradients: no parameter of the optimizer {name!r} has a gradient. Call run.accumulate_gradients before each "
+                f"run.apply_gradients: no parameter of the optimizer {name!r} has a gradient. Call "
+                "run.accumulate_gradients before each "
                 "run.apply_gradients, which clears all gradients."
             )
         for other, member in self.members.items():
@@ -109,14 +119,17 @@ class Optimizers(Optimizer):
         self.selected = tuple(self.members)
 
     def state_dict(self) -> dict[str, Any]:
-        """In torch's format: the groups of all optimizers, each with its optimizer's name, and one numbering of their parameters."""
+        """In torch's format: the groups of all optimizers, each with its optimizer's name, and one numbering of their
+        parameters."""
         state: dict[int, Any] = {}
         groups: list[dict[str, Any]] = []
         first = 0
         for member in self.members.values():
             own = member.state_dict()
             state |= {first + index: values for index, values in own["state"].items()}
-            groups += [{**group, "params": [first + index for index in group["params"]]} for group in own["param_groups"]]
+            groups += [
+                {**group, "params": [first + index for index in group["params"]]} for group in own["param_groups"]
+            ]
             first += sum(len(group["params"]) for group in own["param_groups"])
         return {"state": state, "param_groups": groups}
 
@@ -127,17 +140,26 @@ class Optimizers(Optimizer):
             ValueError: It has other optimizers, or another order of them.
         """
         groups = state_dict["param_groups"]
-        saved, own = ([str(group.get("optimizer", "without a name")) for group in groups] for groups in (groups, self.param_groups))
+        saved, own = (
+            [str(group.get("optimizer", "without a name")) for group in groups]
+            for groups in (groups, self.param_groups)
+        )
         if saved != own:
-            raise ValueError(f"its groups belong to the optimizers {', '.join(saved)}, and this run's to {', '.join(own)}")
+            raise ValueError(
+                f"its groups belong to the optimizers {', '.join(saved)}, and this run's to {', '.join(own)}"
+            )
         first = 0
         for name, member in self.members.items():
             parts = [group for group in groups if group["optimizer"] == name]
             end = first + sum(len(group["params"]) for group in parts)
             member.load_state_dict(
                 {
-                    "state": {index - first: values for index, values in state_dict["state"].items() if first <= index < end},
-                    "param_groups": [{**group, "params": [index - first for index in group["params"]]} for group in parts],
+                    "state": {
+                        index - first: values for index, values in state_dict["state"].items() if first <= index < end
+                    },
+                    "param_groups": [
+                        {**group, "params": [index - first for index in group["params"]]} for group in parts
+                    ],
                 }
             )
             first = end
@@ -161,5 +183,6 @@ class ScaledOptimizers(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate
         if not self.optimizer.is_stepping:
             name = member.param_groups[0]["optimizer"]
             raise PluginError(
-                f"the optimizer {name!r} was stepped with scaled gradients (fp16). Call run.apply_gradients(loss, {name!r}) instead."
+                f"the optimizer {name!r} was stepped with scaled gradients (fp16). Call run.apply_gradients(loss, "
+                f"{name!r}) instead."
             )

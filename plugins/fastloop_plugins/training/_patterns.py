@@ -17,7 +17,8 @@ WRAPPERS = ("base_model.model.", "modules_to_save.default.", "base_layer.", "_ch
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Name -> parameter, without the parts that wrappers add. The parameters that a wrapper adds keep the names that it gives them."""
+    """Name -> parameter, without the parts that wrappers add. The parameters that a wrapper adds keep the names that it
+    gives them."""
     found = {}
     for name, parameter in model.named_parameters():
         if ".original_module." in name:  # peft keeps it beside the copy that is trained
@@ -36,11 +37,17 @@ def matching(pattern: str, parameters: Mapping[str, nn.Parameter], where: str) -
     """
     names = fnmatch.filter(parameters, pattern)
     if not names:
-        raise RecipeError(f"{where}: no parameter matches {pattern!r}.{did_you_mean(pattern, _suggestions(parameters))}")
+        raise RecipeError(
+            f"{where}: no parameter matches {pattern!r}.{did_you_mean(pattern, _suggestions(parameters))}"
+        )
     return names
 
 
 def _suggestions(names: Iterable[str]) -> list[str]:
     """Patterns that match: each name, and each module with ``.*``."""
-    modules = {f"{'.'.join(parts[:depth])}.*" for parts in (name.split(".") for name in names) for depth in range(1, len(parts))}
+    modules = {
+        f"{'.'.join(parts[:depth])}.*"
+        for parts in (name.split(".") for name in names)
+        for depth in range(1, len(parts))
+    }
     return [*names, *modules]

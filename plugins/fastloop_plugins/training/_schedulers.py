@@ -27,8 +27,13 @@ class Schedulers:
         names = optimizers.members if isinstance(optimizers, Optimizers) else {}
         for name in members:
             if name not in names:
-                has, hint = f"the optimizers {', '.join(names)}" if names else "one optimizer without a name", did_you_mean(name, names)
-                raise PluginError(f"{where}: build_scheduler returned a scheduler for {name!r}.{hint} The run has {has}.")
+                has, hint = (
+                    f"the optimizers {', '.join(names)}" if names else "one optimizer without a name",
+                    did_you_mean(name, names),
+                )
+                raise PluginError(
+                    f"{where}: build_scheduler returned a scheduler for {name!r}.{hint} The run has {has}."
+                )
         self.optimizers, self.members = optimizers, dict(members)
 
     def __getitem__(self, name: str) -> LRScheduler:

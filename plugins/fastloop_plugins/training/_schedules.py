@@ -39,35 +39,54 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
 
     where = f"{recipe.where}: plugins.lr-scheduler"
     if name in BY_METRIC:
-        raise RecipeError(f"{where}.schedule: {name} steps by a metric, and fastloop steps schedules by optimizer steps. Use another.")
+        raise RecipeError(
+            f"{where}.schedule: {name} steps by a metric, and fastloop steps schedules by optimizer steps. Use another."
+        )
     made: Callable[..., Any] | None
     if ":" in name:
         made = import_object(name, recipe, "plugins.lr-scheduler.schedule")
         if not callable(made):
-            raise RecipeError(f"{where}.schedule: {name} is of type {type(made).__name__}, expected a class or function.")
+            raise RecipeError(
+                f"{where}.schedule: {name} is of type {type(made).__name__}, expected a class or function."
+            )
     else:
         torchs = {
-            key: cls for key, cls in vars(lr_scheduler).items() if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
+            key: cls
+            for key, cls in vars(lr_scheduler).items()
+            if isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
         }
-        known: dict[str, Any] = torchs | {str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()}
+        known: dict[str, Any] = torchs | {
+            str(kind.value): function for kind, function in TYPE_TO_SCHEDULER_FUNCTION.items()
+        }
         made = known.get(name)
         if made is None:
             hint = did_you_mean(name, [*OWN, *(other for other in known if other not in BY_METRIC)])
-            raise RecipeError(f"{where}.schedule: neither torch nor transformers has {name!r}.{hint} Another one is file.py:name.")
+            raise RecipeError(
+                f"{where}.schedule: neither torch nor transformers has {name!r}.{hint} Another one is file.py:name."
+            )
     parameters = inspect.signature(made).parameters.values()
     taken = [parameter.name for parameter in parameters][1:]
     if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         for key in arguments:
             if key not in taken:
                 listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
-                raise RecipeError(f"{where}.arguments.{key}: no such argument.{did_you_mean(key, taken)} The signature: {name}{listed}")
+                raise RecipeError(
+                    f"{where}.arguments.{key}: no such argument.{did_you_mean(key, taken)} The signature: "
+                    f"{name}{listed}"
+                )
     return made
 
 
 def make_schedule(
-    name: str, made: Callable[..., LRScheduler], run: Run, optimizer: Optimizer, warmup: int | float, arguments: Mapping[str, Any]
+    name: str,
+    made: Callable[..., LRScheduler],
+    run: Run,
+    optimizer: Optimizer,
+    warmup: int | float,
+    arguments: Mapping[str, Any],
 ) -> LRScheduler:
-    """Make a schedule. Parameters of ``LENGTHS``, ``max_lr`` and ``num_warmup_steps`` that the recipe leaves out come from the run.
+    """Make a schedule. Parameters of ``LENGTHS``, ``max_lr`` and ``num_warmup_steps`` that the recipe leaves out come
+    from the run.
 
     Raises:
         UsageError: The run has no known end, or the schedule does not take the arguments.
@@ -85,13 +104,17 @@ def make_schedule(
     if "num_warmup_steps" in taken:
         given.setdefault("num_warmup_steps", warmup_steps(warmup, run.total_steps))
     elif warmup:
-        raise RecipeError(f"{where}.warmup: {name} has no warm-up of its own. Remove it, or use linear, cosine or constant.")
+        raise RecipeError(
+            f"{where}.warmup: {name} has no warm-up of its own. Remove it, or use linear, cosine or constant."
+        )
     try:
         schedule = made(optimizer, **given)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{where}: {name} was called with {given}: {error}.") from error
     if not isinstance(schedule, LRScheduler):
-        raise RecipeError(f"{where}.schedule: {name} returned a {type(schedule).__name__}, expected a torch LRScheduler.")
+        raise RecipeError(
+            f"{where}.schedule: {name} returned a {type(schedule).__name__}, expected a torch LRScheduler."
+        )
     return schedule
 
 

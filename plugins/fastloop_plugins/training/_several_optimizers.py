@@ -1,4 +1,4 @@
-"""Makes one optimizer of the dict that ``build_optimizer`` may return, and one scheduler of that of ``build_scheduler``.
+"""Makes one optimizer of the dict that ``build_optimizer`` returns, and one scheduler of that of ``build_scheduler``.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """

@@ -31,10 +31,14 @@ class EarlyStopping(Plugin):
         """Options."""
 
         monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
-        mode: Annotated[Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: by the metric's name.")] = "auto"
+        mode: Annotated[
+            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: by the metric's name.")
+        ] = "auto"
         patience: Annotated[int, option("Evaluations without improvement before stopping.", ge=1)] = 3
         min_delta: Annotated[float, option("Smallest change that counts as an improvement.", ge=0)] = 0.0
-        threshold: Annotated[float | None, option("Stop as soon as the metric reaches this; null: no threshold.")] = None
+        threshold: Annotated[float | None, option("Stop as soon as the metric reaches this; null: no threshold.")] = (
+            None
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -58,7 +62,9 @@ class EarlyStopping(Plugin):
             return
         self.waited += 1
         if self.waited >= self.config.patience:
-            run.state.request_stop(f"early-stopping: {self.monitor.name} did not improve on {self.best} in {self.waited} evaluations")
+            run.state.request_stop(
+                f"early-stopping: {self.monitor.name} did not improve on {self.best} in {self.waited} evaluations"
+            )
 
     @hookimpl
     def save_state(self) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     plugins:
       - ema: {decay: 0.999}
 
-After every ``update_every``-th step, the average moves by ``1 - decay`` towards the weights. With ``warmup``, the decay starts small, at
-``(1 + n) / (10 + n)`` after ``n`` updates, so that the average quickly leaves the initial weights.
+After every ``update_every``-th step, the average moves by ``1 - decay`` towards the weights. With ``warmup``, the decay
+starts small, at ``(1 + n) / (10 + n)`` after ``n`` updates, so that the average quickly leaves the initial weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class EMA(Plugin):
 
     name = "ema"
     numerics = "changes-training"
-    runs_before = ("checkpoint-best",)  # the outer wrapper, so that checkpoint-best keeps the weights that were evaluated
+    # the outer wrapper, so that checkpoint-best keeps the weights that were evaluated
+    runs_before = ("checkpoint-best",)
     description = "evaluates and exports averaged weights"
 
     @dataclass(kw_only=True)
@@ -47,7 +48,9 @@ class EMA(Plugin):
     @hookimpl
     def before_fit(self, run: Run) -> None:
         self.weights = {
-            name: weight for name, weight in run.unwrap_model().named_parameters() if weight.requires_grad and weight.is_floating_point()
+            name: weight
+            for name, weight in run.unwrap_model().named_parameters()
+            if weight.requires_grad and weight.is_floating_point()
         }
         from fastloop.distributed.tensors import shard_like
 
@@ -62,7 +65,11 @@ class EMA(Plugin):
         import torch
 
         self.updates += 1
-        decay = min(self.config.decay, (1 + self.updates) / (10 + self.updates)) if self.config.warmup else self.config.decay
+        decay = (
+            min(self.config.decay, (1 + self.updates) / (10 + self.updates))
+            if self.config.warmup
+            else self.config.decay
+        )
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.values()), list(self.weights.values()), 1 - decay)
 

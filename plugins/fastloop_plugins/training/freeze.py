@@ -3,11 +3,12 @@
     plugins:
       - freeze: {match: ["*.embeddings.*", "*.layer.0.*"]}
 
-``match`` is one pattern of parameter names, or a list: ``*`` stands for any characters, dots included. Names are those of the model as
-built, also with ``lora``: a pattern of a layer then freezes the layer's adapters, and one of the head freezes the head. Every pattern must
-match a parameter, and some parameter must stay trained.
+``match`` is one pattern of parameter names, or a list: ``*`` stands for any characters, dots included. Names are those
+of the model as built, also with ``lora``: a pattern of a layer then freezes the layer's adapters, and one of the head
+freezes the head. Every pattern must match a parameter, and some parameter must stay trained.
 
-Frozen parameters get no gradient and no optimizer state. Dropout stays active in frozen modules, and batch norm updates its statistics.
+Frozen parameters get no gradient and no optimizer state. Dropout stays active in frozen modules, and batch norm updates
+its statistics.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Freeze(Plugin):
     class Config:
         """Options."""
 
-        match: Annotated[str | list[str], option("Pattern of parameter names, such as embeddings.*, or a list of them.")]
+        match: Annotated[
+            str | list[str], option("Pattern of parameter names, such as embeddings.*, or a list of them.")
+        ]
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
@@ -54,4 +57,6 @@ class Freeze(Plugin):
         trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
         if not trained:
             raise RecipeError(f"{where}: {match!r} freezes every parameter that is trained. Leave one out.")
-        log.info("freeze: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)
+        log.info(
+            "freeze: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
+        )

@@ -3,8 +3,9 @@
     plugins:
       - lora: {r: 8, alpha: 16}
 
-The exported model has the adapters merged in, and loads like any other. With ``merge: false``, only the adapters are written.
-Needs the extra: ``pip install 'fastloop-train[lora]'``. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
+The exported model has the adapters merged in, and loads like any other. With ``merge: false``, only the adapters are
+written. Needs the extra: ``pip install 'fastloop-train[lora]'``. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large
+Language Models", 2021.
 
 ``quantize: nf4`` (QLoRA) keeps the frozen linear layers of a pretrained model in 4 bits, an eighth of float32:
 
@@ -12,11 +13,12 @@ Needs the extra: ``pip install 'fastloop-train[lora]'``. Method: Hu et al., "LoR
     plugins:
       - lora: {r: 8, quantize: nf4, target_modules: all-linear}
 
-Adapters, embeddings, norms and the head stay in float32, and so do layers whose number of inputs is not a multiple of 64. The layers are
-quantized one by one, after the model is loaded. So the host needs memory for the model in float32 in each process. It needs it again for
-the export, which merges the adapters into dequantized weights in float32. A checkpoint holds the 4-bit weights. On several processes, use
-``ddp``. Needs the extra: ``pip install 'fastloop-train[qlora]'``. Method: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized
-LLMs", 2023.
+Adapters, embeddings, norms and the head stay in float32, and so do layers whose number of inputs is not a multiple of
+64. The layers are quantized one by one, after the model is loaded. So the host needs memory for the model in float32 in
+  each process. It needs it again for
+the export, which merges the adapters into dequantized weights in float32. A checkpoint holds the 4-bit weights. On
+several processes, use ``ddp``. Needs the extra: ``pip install 'fastloop-train[qlora]'``. Method: Dettmers et al.,
+"QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ def quantizes(config: Any) -> bool:
 
 @contextmanager
 def importing_bitsandbytes() -> Iterator[None]:
-    """Import peft inside this context. It imports bitsandbytes, if that is installed, which logs advice for inference. It also calls
-    ``torch.compile``, so torch sets the folder of compiled code, which the plugin ``compile`` chooses later."""
+    """Import peft inside this context. It imports bitsandbytes, if that is installed, which logs advice for inference.
+    It also calls ``torch.compile``, so torch sets the folder of compiled code, which the plugin ``compile`` chooses
+    later."""
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     variable = "TORCHINDUCTOR_CACHE_DIR"
     was_set = variable in os.environ
@@ -83,23 +86,29 @@ class LoRA(Plugin):
             list[str] | str | None,
             option("Names of layers, or all-linear; null: peft's default for the architecture."),
         ] = None
-        modules_to_save: Annotated[list[str] | None, option("Layers trained in full; null: the head of a classifier.")] = None
+        modules_to_save: Annotated[
+            list[str] | None, option("Layers trained in full; null: the head of a classifier.")
+        ] = None
         merge: Annotated[bool, option("Export the model with the adapters merged in.")] = True
-        quantize: Annotated[Literal["nf4"] | None, option("Keep frozen linear layers in 4 bits (QLoRA); null: as they are.")] = None
+        quantize: Annotated[
+            Literal["nf4"] | None, option("Keep frozen linear layers in 4 bits (QLoRA); null: as they are.")
+        ] = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if quantizes(self.config):
             self.conflicts = {  # type: ignore[misc]
                 "fsdp": "4-bit weights with their scales cannot be sharded. Use ddp, or leave quantize out.",
-                "deepspeed": "DeepSpeed shards and casts weights, which would damage those in 4 bits. Use ddp, or leave quantize out.",
+                "deepspeed": "DeepSpeed shards and casts weights, which would damage those in 4 bits. Use ddp, or "
+                "leave quantize out.",
             }
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         if quantizes(self.config) and recipe.model.get("config") is not None and recipe.model.get("weights") is None:
             raise RecipeError(
-                f"{recipe.where}: plugins.lora.quantize: found model.config, which trains from scratch, and 4-bit weights are frozen. "
+                f"{recipe.where}: plugins.lora.quantize: found model.config, which trains from scratch, and 4-bit "
+                "weights are frozen. "
                 "Set model.name or model.weights to pretrained weights, or leave quantize out."
             )
 
@@ -125,18 +134,24 @@ class LoRA(Plugin):
         )
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")  # peft uses a deprecated name of transformers
-                warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # peft sets it as the layer needs it
+                # peft uses a deprecated name of transformers
+                warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing")
+                # peft sets it as the layer needs it
+                warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")
                 wrapped: nn.Module = get_peft_model(model, options)
         except (ValueError, TypeError) as error:  # TypeError: a layer is in both target_modules and modules_to_save
             kinds = ("Linear", "Conv1D", "FourBitLinear")
-            linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds}
+            linear = {
+                name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds
+            }
             raise PluginError(
                 f"plugin 'lora': target_modules: {config.target_modules}: {str(error).partition('. ')[0]}. "
                 f"Layers of this model: {', '.join(sorted(linear))}."
             ) from None
         trained, total = cast("Any", wrapped).get_nb_trainable_parameters()
-        logger.info("lora: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)
+        logger.info(
+            "lora: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
+        )
         return wrapped
 
     @hookimpl
@@ -148,7 +163,8 @@ class LoRA(Plugin):
         before, now = state["alpha"], self.config.alpha
         if before != now:  # r is in the shapes of the weights
             raise CheckpointError(
-                f"{run.recipe.where}: plugins.lora.alpha: the adapters were trained with {before:g}, and {now:g} would scale them. "
+                f"{run.recipe.where}: plugins.lora.alpha: the adapters were trained with {before:g}, and {now:g} would "
+                "scale them. "
                 "Resume with the same, or start a new run."
             )
 

@@ -1,21 +1,23 @@
-"""Schedules the learning rate: linear, cosine or constant with warm-up, or any schedule of torch, transformers or your own.
+"""Schedules the learning rate: linear, cosine or constant with warm-up, or a schedule of torch, transformers or yours.
 
     plugins:
       - lr-scheduler: {schedule: cosine, warmup: 0.06}
 
-With ``s`` steps done, ``w`` warm-up steps and ``n`` steps in the run, the rate is ``lr * s / w`` during warm-up. Then it is ``lr`` times,
-with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1; scaled to end at ``min_ratio``.
+With ``s`` steps done, ``w`` warm-up steps and ``n`` steps in the run, the rate is ``lr * s / w`` during warm-up. Then
+it is ``lr`` times, with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1; scaled
+to end at ``min_ratio``.
 
-Other schedules are a class of ``torch.optim.lr_scheduler``, a name of transformers' ``get_scheduler``, or ``file.py:name``, a function or
-class ``(optimizer, **arguments)`` that returns a ``LRScheduler``:
+Other schedules are a class of ``torch.optim.lr_scheduler``, a name of transformers' ``get_scheduler``, or
+``file.py:name``, a function or class ``(optimizer, **arguments)`` that returns a ``LRScheduler``:
 
     plugins:
       - lr-scheduler: {schedule: OneCycleLR, arguments: {pct_start: 0.1}}
       - lr-scheduler: {schedule: warmup_stable_decay, warmup: 0.05, arguments: {num_decay_steps: 100}}
 
-The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and, from ``warmup``, ``num_warmup_steps``, unless ``arguments``
-does. All schedules step once an optimizer step, so ``step_size`` and ``milestones`` count steps, not epochs. A run with
-``CosineAnnealingLR`` or ``OneCycleLR`` does not resume with another number of steps, because torch keeps the old one.
+The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and, from ``warmup``, ``num_warmup_steps``,
+unless ``arguments`` does. All schedules step once an optimizer step, so ``step_size`` and ``milestones`` count steps,
+not epochs. A run with ``CosineAnnealingLR`` or ``OneCycleLR`` does not resume with another number of steps, because
+torch keeps the old one.
 """
 
 from __future__ import annotations
@@ -46,12 +48,18 @@ class LRSchedule(Plugin):
     class Config:
         """Options."""
 
-        schedule: Annotated[str, option("linear, cosine or constant; a class of torch, a name of transformers, or file.py:name.")] = (
-            "linear"
+        schedule: Annotated[
+            str, option("linear, cosine or constant; a class of torch, a name of transformers, or file.py:name.")
+        ] = "linear"
+        warmup: Annotated[
+            int | float, option("Warm-up steps; a fraction below 1 is a share of the run's steps.", ge=0)
+        ] = 0
+        min_ratio: Annotated[
+            float, option("Final learning rate as a share of the peak: for linear and cosine.", ge=0, le=1)
+        ] = 0.0
+        arguments: Annotated[dict[str, Any], option("Keyword arguments of another schedule than the three.")] = field(
+            default_factory=dict
         )
-        warmup: Annotated[int | float, option("Warm-up steps; a fraction below 1 is a share of the run's steps.", ge=0)] = 0
-        min_ratio: Annotated[float, option("Final learning rate as a share of the peak: for linear and cosine.", ge=0, le=1)] = 0.0
-        arguments: Annotated[dict[str, Any], option("Keyword arguments of another schedule than the three.")] = field(default_factory=dict)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -59,9 +67,14 @@ class LRSchedule(Plugin):
         if config.schedule not in OWN:
             self.made = find_schedule(config.schedule, config.arguments, recipe)
             if config.min_ratio:
-                raise RecipeError(f"{where}.min_ratio: is for linear and cosine, and the schedule is {config.schedule}. Use arguments.")
+                raise RecipeError(
+                    f"{where}.min_ratio: is for linear and cosine, and the schedule is {config.schedule}. Use "
+                    "arguments."
+                )
         elif config.arguments:
-            raise RecipeError(f"{where}.arguments: {config.schedule} has only warmup and min_ratio. Remove {min(config.arguments)!r}.")
+            raise RecipeError(
+                f"{where}.arguments: {config.schedule} has only warmup and min_ratio. Remove {min(config.arguments)!r}."
+            )
 
     @hookimpl
     def build_scheduler(self, run: Run, optimizer: Optimizer) -> LRScheduler:
@@ -71,7 +84,9 @@ class LRSchedule(Plugin):
         if config.schedule not in OWN:
             return make_schedule(config.schedule, self.made, run, optimizer, config.warmup, config.arguments)
         if total is None and (config.schedule != "constant" or isinstance(config.warmup, float)):
-            raise UsageError(f"plugin {self.name!r}: the data has no known length, so the run has no known end. Set train.max_steps.")
+            raise UsageError(
+                f"plugin {self.name!r}: the data has no known length, so the run has no known end. Set train.max_steps."
+            )
         warmup = warmup_steps(config.warmup, total)
 
         def ratio(step: int) -> Any:
@@ -92,10 +107,13 @@ class LRSchedule(Plugin):
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
         config, before, now = self.config, state["total_steps"], run.total_steps
-        for key in ("T_max", "total_steps"):  # torch has restored these attributes, so the rate would follow the old length
+        # torch has restored these attributes, so the rate would follow the old length
+        for key in ("T_max", "total_steps"):
             given = key in config.arguments or INSTEAD.get(key) in config.arguments
             if before != now and not given and hasattr(run.scheduler, key):
                 raise CheckpointError(
-                    f"{run.recipe.where}: plugins.lr-scheduler: {config.schedule} was saved in a run of {before} steps, and this run has "
-                    f"{now}. Resume with the same number, or keep the old schedule: plugins.lr-scheduler.arguments.{key}={before}."
+                    f"{run.recipe.where}: plugins.lr-scheduler: {config.schedule} was saved in a run of {before} "
+                    "steps, and this run has "
+                    f"{now}. Resume with the same number, or keep the old schedule: "
+                    f"plugins.lr-scheduler.arguments.{key}={before}."
                 )

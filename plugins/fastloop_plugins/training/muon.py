@@ -4,14 +4,15 @@
     plugins:
       - muon-optimizer: {adamw: ["head.*"]}      # optional: 2-D weights that AdamW steps
 
-Muon orthogonalizes the update of a 2-D weight. Torch's Muon refuses all other weights. Embeddings and the output layer of a language model
-are 2-D, too, but AdamW steps them, as the method prescribes. For a classifier's output layer, set ``adamw``. Both optimizers use
-``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn: match_rms_adamw`` scales Muon's updates to the size of AdamW's. The
-arguments in ``train.optimizer`` are Muon's. Weights of one shape are orthogonalized together: the numbers are torch's up to rounding.
-Several processes need ``ddp``: sharded weights are refused.
+Muon orthogonalizes the update of a 2-D weight. Torch's Muon refuses all other weights. Embeddings and the output layer
+of a language model are 2-D, too, but AdamW steps them, as the method prescribes. For a classifier's output layer, set
+``adamw``. Both optimizers use ``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn: match_rms_adamw``
+scales Muon's updates to the size of AdamW's. The arguments in ``train.optimizer`` are Muon's. Weights of one shape are
+orthogonalized together: the numbers are torch's up to rounding. Several processes need ``ddp``: sharded weights are
+refused.
 
-Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable for LLM Training",
-2025.
+Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable
+for LLM Training", 2025.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class MuonOptimizer(Plugin):
-    """A dict of two optimizers, ``muon`` and ``adamw``. Does nothing for other optimizers than Muon: the recipe's key changes training."""
+    """A dict of two optimizers, ``muon`` and ``adamw``. Does nothing for other optimizers than Muon: the recipe's key
+    changes training."""
 
     name = "muon-optimizer"
     fallback_hooks = ("build_optimizer",)
@@ -40,7 +42,9 @@ class MuonOptimizer(Plugin):
     class Config:
         """Options."""
 
-        adamw: Annotated[list[str], option("Patterns of 2-D weights that AdamW steps, such as head.*.")] = field(default_factory=list)
+        adamw: Annotated[list[str], option("Patterns of 2-D weights that AdamW steps, such as head.*.")] = field(
+            default_factory=list
+        )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -69,11 +73,16 @@ class MuonOptimizer(Plugin):
         if not matrices:
             raise RecipeError(f"{where}: no 2-D weight is left for Muon. Use another optimizer: train.optimizer=AdamW.")
         if any(isinstance(weight, DTensor) for weight in matrices):
-            raise RecipeError(f"{run.recipe.where}: train.optimizer: Muon on sharded weights gives other updates. Use ddp instead of fsdp.")
+            raise RecipeError(
+                f"{run.recipe.where}: train.optimizer: Muon on sharded weights gives other updates. Use ddp instead "
+                "of fsdp."
+            )
         arguments = {"adjust_lr_fn": "match_rms_adamw", **optimizer_keywords(run.recipe)}
         try:
             muon = BatchedMuon(matrices, **arguments)
         except (TypeError, ValueError) as error:
-            raise RecipeError(f"{run.recipe.where}: train.optimizer: Muon was called with {arguments}: {error}.") from error
+            raise RecipeError(
+                f"{run.recipe.where}: train.optimizer: Muon was called with {arguments}: {error}."
+            ) from error
         shared = {name: arguments[name] for name in ("lr", "weight_decay")}
         return {"muon": muon} | ({"adamw": optim.AdamW(rest, **shared)} if rest else {})

@@ -1,4 +1,6 @@
-"""Gives some parameters another learning rate, weight decay or argument. On by default if the recipe has one of its keys.
+"""Gives some parameters another learning rate, weight decay or argument.
+
+On by default if the recipe has one of its keys.
 
     train:
       weight_decay: 0.01
@@ -10,13 +12,13 @@
     plugins:
       - parameter-groups                             # needs no entry
 
-``match`` is one pattern of parameter names, or a list: ``*`` stands for any characters, dots included. Names are those of the model as
-built. The other keys are arguments of the optimizer. If several entries match a parameter, the later one sets the value. Layers do not
-decay an ``lr`` of an entry. Schedules multiply the rate of each group.
+``match`` is one pattern of parameter names, or a list: ``*`` stands for any characters, dots included. Names are those
+of the model as built. The other keys are arguments of the optimizer. If several entries match a parameter, the later
+one sets the value. Layers do not decay an ``lr`` of an entry. Schedules multiply the rate of each group.
 
-``layer_lr_decay`` counts layers from the output. With ``n`` blocks, block ``i`` (from 0) learns with ``lr * decay ** (n - i)``. Parameters
-before the first block learn with ``lr * decay ** (n + 1)``, and those after the last block with ``lr``. Method: Clark et al., "ELECTRA",
-2020.
+``layer_lr_decay`` counts layers from the output. With ``n`` blocks, block ``i`` (from 0) learns with
+``lr * decay ** (n - i)``. Parameters before the first block learn with ``lr * decay ** (n + 1)``, and those after the
+last block with ``lr``. Method: Clark et al., "ELECTRA", 2020.
 
 Norms are modules whose class name contains ``Norm``. Biases are parameters named ``bias``.
 """
@@ -71,11 +73,17 @@ class ParameterGroups(Plugin):
         self.patterns: list[tuple[str, list[str], dict[str, Any]]] = []
         for index, entry in enumerate(recipe.train.parameter_groups or []):
             where = f"{self.where}[{index}]"
-            checked = parse(Group, {key: value for key, value in entry.items() if key in ("match", "lr", "weight_decay")}, where)
+            checked = parse(
+                Group, {key: value for key, value in entry.items() if key in ("match", "lr", "weight_decay")}, where
+            )
             arguments = {str(key): value for key, value in entry.items() if key != "match"}
             if not arguments:
-                raise RecipeError(f"{where}: found only match, expected an argument of the optimizer beside it, such as lr.")
-            self.patterns.append((where, [checked.match] if isinstance(checked.match, str) else checked.match, arguments))
+                raise RecipeError(
+                    f"{where}: found only match, expected an argument of the optimizer beside it, such as lr."
+                )
+            self.patterns.append(
+                (where, [checked.match] if isinstance(checked.match, str) else checked.match, arguments)
+            )
 
     @hookimpl(wrapper=True)
     def build_optimizer(self, run: Run, model: nn.Module) -> Generator[None, Any, Any]:
@@ -99,7 +107,9 @@ class ParameterGroups(Plugin):
                         found.setdefault(id(parameter), {})["weight_decay"] = 0.0
         for where, patterns, arguments in self.patterns:
             for pattern in patterns:
-                trained = [parameters[name] for name in matching(pattern, parameters, where) if parameters[name].requires_grad]
+                trained = [
+                    parameters[name] for name in matching(pattern, parameters, where) if parameters[name].requires_grad
+                ]
                 if not trained:
                     raise RecipeError(f"{where}: {pattern!r} matches only parameters that are not trained. Remove it.")
                 for parameter in trained:
@@ -127,8 +137,11 @@ class ParameterGroups(Plugin):
             scales[id(parameter)] = decay ** (top + 1 - layer)
         return scales
 
-    def _regroup(self, optimizer: Optimizer, arguments: Mapping[int, dict[str, Any]], scales: Mapping[int, float]) -> None:
-        """Split the groups of an optimizer. Parameters without arguments of their own come first, so ``train/lr`` is their rate."""
+    def _regroup(
+        self, optimizer: Optimizer, arguments: Mapping[int, dict[str, Any]], scales: Mapping[int, float]
+    ) -> None:
+        """Split the groups of an optimizer. Parameters without arguments of their own come first, so ``train/lr`` is
+        their rate."""
         groups, optimizer.param_groups = optimizer.param_groups, []
         for group in groups:
             parts: dict[str, tuple[dict[str, Any], list[Any]]] = {"{}": ({}, [])}
@@ -137,7 +150,10 @@ class ParameterGroups(Plugin):
                 own = ({"lr": group["lr"] * scale} if scale != 1.0 else {}) | arguments.get(id(parameter), {})
                 if unknown := own.keys() - group.keys():
                     key, hint = min(unknown), did_you_mean(min(unknown), group.keys() - {"params"})
-                    raise RecipeError(f"{self.where}: {type(optimizer).__name__} has no argument {key!r} for a group of parameters.{hint}")
+                    raise RecipeError(
+                        f"{self.where}: {type(optimizer).__name__} has no argument {key!r} for a group of "
+                        f"parameters.{hint}"
+                    )
                 parts.setdefault(repr(sorted(own.items())) if own else "{}", (own, []))[1].append(parameter)
             for own, parameters in parts.values():
                 if parameters:

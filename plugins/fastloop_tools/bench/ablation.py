@@ -1,4 +1,4 @@
-"""Runs an ablation: each variant in a process of its own, in alternating order, then the numerics check, then the quality check."""
+"""Runs an ablation: each variant in its own process, in alternating order, then checks of numerics and quality."""
 
 from __future__ import annotations
 
@@ -162,12 +162,15 @@ class Bench:
                     self.say(f"quality {errors[-1]}")
                     continue
                 values = {
-                    f"{split} {name}": value for split in ("validation", "test") for name, value in (found["summary"][split] or {}).items()
+                    f"{split} {name}": value
+                    for split in ("validation", "test")
+                    for name, value in (found["summary"][split] or {}).items()
                 }
                 for name, value in values.items():
                     metrics[arm].setdefault(name, []).append(value)
                 self.say(
-                    f"quality {arm}, seed {number + 1}: " + (", ".join(f"{name} {value:.4g}" for name, value in values.items()) or "-")
+                    f"quality {arm}, seed {number + 1}: "
+                    + (", ".join(f"{name} {value:.4g}" for name, value in values.items()) or "-")
                 )
                 self._refresh()
 

@@ -12,7 +12,9 @@ WIDTH, LEFT, RIGHT, ROW, TOP = 900, 260, 190, 34, 44
 """Pixels of the picture, of the names, of the labels, of one bar and of the title."""
 COLOURS = {"faster": "#2a7f62", "slower": "#b5493a"}
 OTHER = "#8a8f98"
-STYLE = ".interval { stroke: #222; stroke-width: 1.5; } @media (prefers-color-scheme: dark) { .interval { stroke: #ddd; } }"
+STYLE = (
+    ".interval { stroke: #222; stroke-width: 1.5; } @media (prefers-color-scheme: dark) { .interval { stroke: #ddd; } }"
+)
 
 
 def draw(record: dict[str, Any]) -> str:
@@ -27,10 +29,15 @@ def draw(record: dict[str, Any]) -> str:
         over = (row["results"] or {}).get("over_before") or {}
         colour, end = COLOURS.get(over.get("verdict", ""), OTHER), LEFT + scale * max(bar.size, bar.high or 0.0)
         lines.append(f'<text x="{LEFT - 10}" y="{y + half + 5:g}" text-anchor="end">{escape(bar.name)}</text>')
-        lines.append(f'<rect x="{LEFT}" y="{y + 5}" width="{scale * bar.size:.1f}" height="{ROW - 10}" fill="{colour}"/>')
+        lines.append(
+            f'<rect x="{LEFT}" y="{y + 5}" width="{scale * bar.size:.1f}" height="{ROW - 10}" fill="{colour}"/>'
+        )
         if bar.low is not None and bar.high is not None:
             low, high = (LEFT + scale * share for share in (bar.low, bar.high))
-            lines.append(f'<path class="interval" d="M{low:.1f} {y + half:g}H{high:.1f}M{low:.1f} {y + 12}v10M{high:.1f} {y + 12}v10"/>')
+            lines.append(
+                f'<path class="interval" d="M{low:.1f} {y + half:g}H{high:.1f}M{low:.1f} {y + 12}v10M{high:.1f} '
+                f'{y + 12}v10"/>'
+            )
         lines.append(f'<text x="{end + 8:.1f}" y="{y + half + 5:g}">{escape(bar.label)}</text>')
     height = TOP + ROW * len(rows) + 8
     return svg(title, WIDTH, height, lines, STYLE)

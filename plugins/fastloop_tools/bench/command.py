@@ -22,25 +22,34 @@ def bench(
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override for the baseline only. Repeat for more.")
     ] = None,
     variants: Annotated[
-        str, typer.Option(metavar="'A;A,B;...'", help="Sets of plugins to measure, instead of adding the recipe's plugins one by one.")
+        str,
+        typer.Option(
+            metavar="'A;A,B;...'", help="Sets of plugins to measure, instead of adding the recipe's plugins one by one."
+        ),
     ] = "",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Minimum steps to measure.")] = 30,
     seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Minimum seconds to measure.")] = 10.0,
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before the measurement.")] = 5,
-    repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Measurements of each variant. A speedup needs at least 5.")] = 5,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Measurements of each variant. A speedup needs at least 5.")
+    ] = 5,
     leave_one_out: Annotated[bool, typer.Option(help="Also measure the full set without each plugin.")] = True,
     numerics: Annotated[bool, typer.Option(help="Check each plugin's numerics class.")] = True,
-    quality: Annotated[bool, typer.Option("--quality", help="Train baseline and full set to the end, with three seeds each.")] = False,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Train baseline and full set to the end, with three seeds each.")
+    ] = False,
     quality_steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="The same, for N steps.")] = None,
-    timeout: Annotated[float | None, typer.Option(min=1, metavar="SECONDS", help="Kill a measurement that takes longer.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Kill a measurement that takes longer.")
+    ] = None,
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Output folder [default: runs/bench-RECIPE].")] = "",
     json_file: Annotated[str, output_file("--json", "Also write the raw results to this file.")] = "",
 ) -> None:
     """Measure the speedup and numerics of each plugin of a recipe.
 
-    Memory and start-up time are measured, too. Plugins are added one by one in the recipe's order. Each variant runs in processes of
-    its own: --warmup steps, then a window of at least --steps and --seconds, in alternating order. Exit code 1: a measurement failed or a
-    plugin broke its numerics class; the other results are written.
+    Memory and start-up time are measured, too. Plugins are added one by one in the recipe's order. Each variant runs in
+    processes of its own: --warmup steps, then a window of at least --steps and --seconds, in alternating order. Exit
+    code 1: a measurement failed or a plugin broke its numerics class; the other results are written.
     """
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
     import tempfile
@@ -76,7 +85,9 @@ def bench(
         **this_place(plan.plugins, loaded),
     }
     count = len(plan.measured())
-    typer.echo(f"{count} variants x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s each, into {folder}")
+    typer.echo(
+        f"{count} variants x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s each, into {folder}"
+    )
     for variant in plan.variants:
         if variant.why_not:
             typer.echo(f"{variant.title}: {variant.why_not}")
@@ -98,7 +109,9 @@ def bench(
 
     with (
         tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache,
-        closing(TrialRunner(environment, Path(cache), typer.echo, timeout=timeout, modules=libraries(loaded))) as runner,
+        closing(
+            TrialRunner(environment, Path(cache), typer.echo, timeout=timeout, modules=libraries(loaded))
+        ) as runner,
     ):
         ablation_run = Bench(plan, settings, runner, facts, typer.echo, keep)
         try:
@@ -127,7 +140,9 @@ def make_folder(folder: Path) -> Path:
     try:
         if folder.is_dir() and any(folder.iterdir()):
             if not (folder / "bench.json").is_file():
-                raise UsageError(f"--output {folder}: holds files other than those of an ablation. Expected a new or empty folder.")
+                raise UsageError(
+                    f"--output {folder}: holds files other than those of an ablation. Expected a new or empty folder."
+                )
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -136,7 +151,12 @@ def make_folder(folder: Path) -> Path:
 
 
 def command(
-    recipe: str, overrides: list[str] | None, with_: list[str], without: list[str], baseline: list[str] | None, variants: str
+    recipe: str,
+    overrides: list[str] | None,
+    with_: list[str],
+    without: list[str],
+    baseline: list[str] | None,
+    variants: str,
 ) -> str:
     """The command line that repeats this ablation."""
     import shlex

@@ -26,10 +26,11 @@ class Variant:
     Attributes:
         title: Name in tables.
         plugins: The active plugins, besides the task.
-        kind: A ``step`` is compared with the variant before. ``without`` is the full set without one plugin; the full set is compared with
-        it. before: Title of the variant that it is compared with; None for the baseline. adds: Plugins that the variant before does not
-        have; for ``without``, the plugin that is removed. at_baseline: Whether the overrides for the baseline apply. why_not: Why it is not
-        measured; None if it is.
+        kind: A ``step`` is compared with the variant before. ``without`` is the full set without one plugin; the full
+            set is compared with
+        it. before: Title of the variant that it is compared with; None for the baseline. adds: Plugins that the variant
+        before does not have; for ``without``, the plugin that is removed. at_baseline: Whether the overrides for the
+        baseline apply. why_not: Why it is not measured; None if it is.
     """
 
     title: str
@@ -80,7 +81,8 @@ class Ablation:
 def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, Any]:
     """The recipe as plain values, with only its task and the plugins ``names``.
 
-    Default observers (``read_only``) are off. Default guards stay, so that a variant that does not train its parameters is refused.
+    Default observers (``read_only``) are off. Default guards stay, so that a variant that does not train its parameters
+    is refused.
 
     Args:
         train: Keys of the ``train`` section to set.
@@ -99,7 +101,9 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
     return tree
 
 
-def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets: Sequence[Sequence[str]], leave_one_out: bool) -> Ablation:
+def make_ablation(
+    recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets: Sequence[Sequence[str]], leave_one_out: bool
+) -> Ablation:
     """Plan the variants of a recipe.
 
     Args:
@@ -122,12 +126,17 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
         else:
             ablation.absent[name] = why
     for wanted in (name for names in sets for name in names if name not in tested):
-        raise UsageError(f"--variants: {wanted!r} is not a plugin that can be measured here.{did_you_mean(wanted, tested)}")
+        raise UsageError(
+            f"--variants: {wanted!r} is not a plugin that can be measured here.{did_you_mean(wanted, tested)}"
+        )
     if not tested:
-        raise UsageError(f"{recipe.where}: lists no plugin to measure. Add some: --with A,B. `fastloop plugins` lists them.")
+        raise UsageError(
+            f"{recipe.where}: lists no plugin to measure. Add some: --with A,B. `fastloop plugins` lists them."
+        )
     resolved = check(make_recipe(with_only(baseline, ()), recipe.source))
     if not ablation.absent and not sets:
-        resolved = check(make_recipe(with_only(recipe, tested), recipe.source))  # an error in the full set is an error in the recipe
+        # an error in the full set is an error in the recipe
+        resolved = check(make_recipe(with_only(recipe, tested), recipe.source))
     resolved.plugins.hooks.check_recipe(recipe=recipe)
 
     ablation.variants.append(Variant(BASELINE, (), "baseline", at_baseline=bool(lifted)))
@@ -138,22 +147,38 @@ def make_ablation(recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets:
         here = tuple(name for name in tested if name in names)
         before, added = ablation.full(), tuple(name for name in here if name not in have)
         grows = set(have) <= set(here)
-        variant = Variant(" ".join(f"+ {name}" for name in added) if grows and added else ", ".join(here) or "no plugins", here, adds=added)
+        variant = Variant(
+            " ".join(f"+ {name}" for name in added) if grows and added else ", ".join(here) or "no plugins",
+            here,
+            adds=added,
+        )
         have = here
-        missing = [name for name in added if name in ablation.absent] if not sets else [name for name in here if name in ablation.absent]
+        missing = (
+            [name for name in added if name in ablation.absent]
+            if not sets
+            else [name for name in here if name in ablation.absent]
+        )
         if not sets:
             variant.plugins = tuple(name for name in here if name not in ablation.absent)
-        variant.why_not = "; ".join(ablation.absent[name] for name in missing) or unresolvable(ablation, variant.plugins)
+        variant.why_not = "; ".join(ablation.absent[name] for name in missing) or unresolvable(
+            ablation, variant.plugins
+        )
         variant.before = before.title
         ablation.variants.append(variant)
-    if any(variant.title == other.title for index, variant in enumerate(ablation.variants) for other in ablation.variants[:index]):
+    if any(
+        variant.title == other.title
+        for index, variant in enumerate(ablation.variants)
+        for other in ablation.variants[:index]
+    ):
         raise UsageError("--variants: the same set of plugins is listed twice in a row. Remove one.")
     full = ablation.full()
     if leave_one_out and len(full.plugins) > 1:
         for name in full.plugins:
             others = tuple(other for other in full.plugins if other != name)
             ablation.variants.append(
-                Variant(f"all but {name}", others, "without", full.title, (name,), why_not=unresolvable(ablation, others))
+                Variant(
+                    f"all but {name}", others, "without", full.title, (name,), why_not=unresolvable(ablation, others)
+                )
             )
     return ablation
 

@@ -8,8 +8,10 @@ from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop_tools.measure.measure import LOUD
 
 READING = (
-    "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. A difference is "
-    "reported from five pairs on, if the interval excludes 1. First steps: the extra time of the warm-up steps over usual steps, with "
+    "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. "
+    "A difference is "
+    "reported from five pairs on, if the interval excludes 1. First steps: the extra time of the warm-up steps over "
+    "usual steps, with "
     "nothing compiled yet, and in later repeats. Peak memory is that of the process."
 )
 
@@ -56,8 +58,15 @@ def ablation_table(record: dict[str, Any]) -> Table:
         if tokens:
             line.append(_with_interval(results["tokens_per_second"], ",.0f"))
         line += [_with_interval(over, ".2f"), _with_interval(results["over_baseline"], ".2f")]
-        line += [over["verdict"] if over else "", f"{results['peak_memory_bytes'] / 2**20:,.0f}", f"{results['startup_seconds']:.1f}"]
-        line += [f"{results['first_steps_cold_seconds']:.1f}" + ("" if warm is None else f", again {warm:.1f}"), _pays(results)]
+        line += [
+            over["verdict"] if over else "",
+            f"{results['peak_memory_bytes'] / 2**20:,.0f}",
+            f"{results['startup_seconds']:.1f}",
+        ]
+        line += [
+            f"{results['first_steps_cold_seconds']:.1f}" + ("" if warm is None else f", again {warm:.1f}"),
+            _pays(results),
+        ]
         if row["error"]:
             line[header.index("verdict")] += f"; then failed: {row['error']}"
         lines.append(line)
@@ -102,7 +111,9 @@ def without_table(record: dict[str, Any]) -> Table | None:
     for row in rows:
         over = row["results"] and row["results"]["over_before"]
         more = row["results"] and over and f"{row['results']['peak_memory_bytes'] / 2**20:,.0f}"
-        lines.append([row["adds"][0], _with_interval(over, ".2f"), more or "", over["verdict"] if over else _reason(row)])
+        lines.append(
+            [row["adds"][0], _with_interval(over, ".2f"), more or "", over["verdict"] if over else _reason(row)]
+        )
     return ["plugin", "x full set without it", "MiB without it", "verdict"], lines
 
 
@@ -116,7 +127,15 @@ def numerics_table(record: dict[str, Any]) -> Table | None:
         noise = f"; two runs of the same recipe differ by {found['noise']:.1e}" if found.get("noise") else ""
         bound = "" if found["bound"] is None else f"{found['bound']:.0e}" if found["bound"] else "0"
         verdict = found["verdict"].upper() if found["verdict"] in (BROKEN, FAILED) else found["verdict"]
-        lines.append([found["plugin"], found["class"], difference, bound, verdict + (f": {found['why']}" if found["why"] else "") + noise])
+        lines.append(
+            [
+                found["plugin"],
+                found["class"],
+                difference,
+                bound,
+                verdict + (f": {found['why']}" if found["why"] else "") + noise,
+            ]
+        )
     return ["plugin", "numerics class", "largest difference", "allowed", "verdict"], lines
 
 
@@ -127,14 +146,22 @@ def quality_table(record: dict[str, Any]) -> Table | None:
     base, full = record["quality"]["metrics"]["baseline"], record["quality"]["metrics"]["full"]
     lines = []
     for name in base:
-        ours, theirs = [value for value in full.get(name, []) if value is not None], [value for value in base[name] if value is not None]
+        ours, theirs = (
+            [value for value in full.get(name, []) if value is not None],
+            [value for value in base[name] if value is not None],
+        )
         if not ours or not theirs:
             continue
         difference = sum(ours) / len(ours) - sum(theirs) / len(theirs)
         spread = max(max(values) - min(values) for values in (ours, theirs))
         within = "within the seeds' spread" if abs(difference) <= spread else "more than the seeds' spread"
         lines.append(
-            [name, *(f"{sum(v) / len(v):.4f} ({min(v):.4f} to {max(v):.4f})" for v in (theirs, ours)), f"{difference:+.4f}", within]
+            [
+                name,
+                *(f"{sum(v) / len(v):.4f} ({min(v):.4f} to {max(v):.4f})" for v in (theirs, ours)),
+                f"{difference:+.4f}",
+                within,
+            ]
         )
     return ["metric", "baseline", "full set", "difference", "verdict"], lines
 
@@ -155,7 +182,10 @@ def notes(record: dict[str, Any]) -> list[str]:
     lines = []
     before, worst = record["foreign_load"]["before"] or 0.0, record["foreign_load"]["worst"] or 0.0
     if max(before, worst) > LOUD:
-        lines.append(f"Other processes used {before:.0%} of this machine before the start and up to {worst:.0%} during a measurement.")
+        lines.append(
+            f"Other processes used {before:.0%} of this machine before the start and up to {worst:.0%} during a "
+            "measurement."
+        )
     for row in record["variants"]:
         lines += [f"{row['title']}: {line}" for line in (row["results"] or {}).get("warnings", [])]
     for error in (record["quality"] or {}).get("errors", []):
@@ -169,13 +199,18 @@ def markdown(record: dict[str, Any]) -> str:
     """The contents of ``bench.md``."""
     settings = record["settings"]
     lines = [f"# {record['name']}: speedup of each plugin", "", f"`{record['command']}`", ""]
-    lines += [", ".join(f"{name} {value}" for name, value in {**record["machine"], **record["versions"]}.items()) + ".", ""]
+    lines += [
+        ", ".join(f"{name} {value}" for name, value in {**record["machine"], **record["versions"]}.items()) + ".",
+        "",
+    ]
     for title, (header, rows) in tables(record):
         lines += [f"## {title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
         lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
         lines.append("")
     lines += [f"- {note}" for note in notes(record)]
-    window = f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} steps"
+    window = (
+        f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} steps"
+    )
     lines += ["", f"{window}; {settings['repeats']} repeats in processes of their own, in alternating order. {READING}"]
     return "\n".join(lines) + "\n"
 

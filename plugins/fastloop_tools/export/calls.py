@@ -44,7 +44,8 @@ class Calls:
     synthetic: bool
 
     def variants(self) -> Iterator[dict[str, Tensor]]:
-        """The passes, and cuts of them: the first row, and two rows with half of the tokens. Each set of shapes once."""
+        """The passes, and cuts of them: the first row, and two rows with half of the tokens. Each set of shapes
+        once."""
         seen = set()
         for call in self.tensors:
             for most, share in ((None, 1), (1, 1), (2, 2)):
@@ -65,8 +66,8 @@ class Calls:
 
 @contextmanager
 def open_exported(recipe: Recipe) -> Iterator[tuple[Run, bool]]:
-    """Open a run with the exported model of ``recipe.inference`` on the CPU, for the split test, validation or train: the first one that
-    can be read. Only the task's plugin takes part.
+    """Open a run with the exported model of ``recipe.inference`` on the CPU, for the split test, validation or train:
+    the first one that can be read. Only the task's plugin takes part.
 
     Yields:
         The run, and whether its split can be read.
@@ -80,7 +81,11 @@ def open_exported(recipe: Recipe) -> Iterator[tuple[Run, bool]]:
 
     inference = recipe.inference
     assert inference is not None
-    task = {name: options for name, options in recipe.plugins.items() if options is False or load_listed(recipe, name).slot == "task"}
+    task = {
+        name: options
+        for name, options in recipe.plugins.items()
+        if options is False or load_listed(recipe, name).slot == "task"
+    }
     recipe = dataclasses.replace(recipe, plugins=task, train=dataclasses.replace(recipe.train, device="cpu"))
     splits = [dataclasses.replace(inference, split=split) for split in ("test", "validation", "train")]
     text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
@@ -106,7 +111,8 @@ def record(run: Run, has_data: bool) -> Calls:
         run: A run of ``open_exported``, with ``has_data``.
 
     Raises:
-        UsageError: There is no data for a model that does not read tokens, or an argument is neither a tensor nor a constant.
+        UsageError: There is no data for a model that does not read tokens, or an argument is neither a tensor nor a
+            constant.
     """
     model = run.unwrap_model().eval()
     if has_data:
@@ -155,7 +161,13 @@ def _synthetic(model: nn.Module, folder: Path) -> Iterator[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     for count, length in SHAPES:
         ids = [torch.randint(len(tokenizer), (max(1, length - row),), generator=generator) for row in range(count)]
-        encoded = tokenizer([tokenizer.decode(row) for row in ids], padding=True, truncation=True, max_length=length, return_tensors="pt")
+        encoded = tokenizer(
+            [tokenizer.decode(row) for row in ids],
+            padding=True,
+            truncation=True,
+            max_length=length,
+            return_tensors="pt",
+        )
         yield {name: value for name, value in encoded.items() if name in taken}
 
 
@@ -179,13 +191,16 @@ def _describe(model: nn.Module, calls: list[dict[str, Any]], synthetic: bool) ->
     for name, value in constants.items():
         if not isinstance(value, bool | int | float | str):
             raise UsageError(
-                f"{type(model).__name__} cannot be exported: its argument {name!r} is a {type(value).__name__}. Expected tensors."
+                f"{type(model).__name__} cannot be exported: its argument {name!r} is a {type(value).__name__}. "
+                "Expected tensors."
             )
     axes: dict[str, dict[int, str]] = {}
     for name, first in tensors[0].items():
         same = [call[name].shape for call in tensors if name in call]
         changing = {axis for axis in range(first.dim()) if len({shape[axis] for shape in same}) > 1}
-        axes[name] = {axis: "batch" if axis == 0 else f"{name}_{axis}" for axis in sorted(changing | set(range(first.dim())[:1]))}
+        axes[name] = {
+            axis: "batch" if axis == 0 else f"{name}_{axis}" for axis in sorted(changing | set(range(first.dim())[:1]))
+        }
         if name.removeprefix("decoder_") in TOKENS and first.dim() == 2:
             axes[name][1] = "decoder_sequence" if name.startswith("decoder_") else "sequence"
     return Calls([call for call in tensors if call.keys() == axes.keys()], constants, axes, synthetic)

@@ -23,7 +23,8 @@ PACKAGES = {"onnx": "1.17", "onnxruntime": "1.20", "onnxscript": "0.2"}
 """Package -> the oldest version that ``--to onnx`` works with. The extra ``onnx`` installs them."""
 FORMS = ("safetensors", "adapter", "onnx")
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "README.md", ".*")
-"""Files of an exported model that an ONNX folder does not have. The others are the tokenizer's and the configuration with the labels."""
+"""Files of an exported model that an ONNX folder does not have. The others are the tokenizer's and the configuration
+with the labels."""
 
 
 def export(
@@ -31,24 +32,34 @@ def export(
     arguments: Arguments = None,
     to: Annotated[
         str,
-        choice("--to", FORMS, "safetensors: all weights, with LoRA merged. adapter: the LoRA weights alone. onnx: needs the extra onnx."),
+        choice(
+            "--to",
+            FORMS,
+            "safetensors: all weights, with LoRA merged. adapter: the LoRA weights alone. onnx: needs the extra onnx.",
+        ),
     ] = "safetensors",
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Export this checkpoint of the run: last, best or its folder's name.")
+        str | None,
+        typer.Option(metavar="NAME", help="Export this checkpoint of the run: last, best or its folder's name."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Where to write [default: beside the model, such as RUN/model-onnx].")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Where to write [default: beside the model, such as RUN/model-onnx]."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files in FOLDER.")] = False,
     push: Annotated[
-        str | None, typer.Option(metavar="REPO", help="Also upload to this repository of the Hugging Face hub; a new one is private.")
+        str | None,
+        typer.Option(
+            metavar="REPO", help="Also upload to this repository of the Hugging Face hub; a new one is private."
+        ),
     ] = None,
     with_: With = None,
     without: Without = None,
 ) -> None:
     """Write a trained model in a form that other programs load.
 
-    An ONNX model is compared with the torch model in onnxruntime, on batches of several shapes, and written only if both agree.
+    An ONNX model is compared with the torch model in onnxruntime, on batches of several shapes, and written only if
+    both agree.
     """
     from fastloop_tools.export import folder, hub, source
 
@@ -56,7 +67,9 @@ def export(
         raise UsageError("export uses one process. Start it without a launcher.")
     if to == "onnx":
         check_packages()
-    recipe, weights = source.find_weights(target, arguments or (), checkpoint, to == "adapter", names(with_), names(without))
+    recipe, weights = source.find_weights(
+        target, arguments or (), checkpoint, to == "adapter", names(with_), names(without)
+    )
     out = out or default_folder(Path(target), checkpoint and weights.name, to)
     folder.check(out, overwrite, weights)
     if push is not None:
@@ -87,9 +100,14 @@ def check_packages() -> None:
         try:
             installed = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            raise UsageError(f"--to onnx: {package}>={least} is not installed. Install it: pip install 'fastloop-train[onnx]'") from None
+            raise UsageError(
+                f"--to onnx: {package}>={least} is not installed. Install it: pip install 'fastloop-train[onnx]'"
+            ) from None
         if Version(installed) < Version(least):
-            raise UsageError(f"--to onnx: needs {package}>={least}, found {installed}. Upgrade it: pip install -U 'fastloop-train[onnx]'")
+            raise UsageError(
+                f"--to onnx: needs {package}>={least}, found {installed}. Upgrade it: pip install -U "
+                "'fastloop-train[onnx]'"
+            )
 
 
 def default_folder(target: Path, checkpoint: str | None, to: str) -> Path:
@@ -123,7 +141,9 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
         recipe.inference = Inference(model, "test")
         with calls.open_exported(recipe) as (run, has_data):
             exported = onnx_model.export(run.unwrap_model(), calls.record(run, has_data), made, source)
-    shutil.copytree(model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",))))
+    shutil.copytree(
+        model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",)))
+    )
     config = read_config(model)
     if to != "safetensors" or not (made / "README.md").exists():
         labels = {int(index): str(label) for index, label in (config.get("id2label") or {}).items()}

@@ -19,7 +19,8 @@ def check(folder: Path, overwrite: bool, source: Path) -> None:
         source: The folder that the export is made from.
 
     Raises:
-        UsageError: The folder is a file, or holds files without ``overwrite``, or the current folder or the source is in it.
+        UsageError: The folder is a file, or holds files without ``overwrite``, or the current folder or the source is
+            in it.
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--out {folder}: found a file, expected a folder.")
@@ -34,7 +35,8 @@ def check(folder: Path, overwrite: bool, source: Path) -> None:
 
 @contextmanager
 def written(folder: Path) -> Iterator[Path]:
-    """A new folder for the files. After the block, it replaces ``folder``. If the block raises, it is removed, and ``folder`` stays.
+    """A new folder for the files. After the block, it replaces ``folder``. If the block raises, it is removed, and
+    ``folder`` stays.
 
     Raises:
         SaveError: The files cannot be written.

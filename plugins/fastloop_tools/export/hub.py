@@ -30,12 +30,15 @@ def check(repository: str) -> None:
     except LocalTokenNotFoundError:
         raise UsageError(f"{where}: found no token of the hub. {TOKEN}.") from None
     except OfflineModeIsEnabled:
-        raise UsageError(f"{where}: HF_HUB_OFFLINE is set, so the hub is not used. Unset it, or leave out --push.") from None
+        raise UsageError(
+            f"{where}: HF_HUB_OFFLINE is set, so the hub is not used. Unset it, or leave out --push."
+        ) from None
     except HfHubHTTPError as error:
         raise UsageError(f"{where}: the hub refused the token: {_reason(error)}. {TOKEN}.") from None
     except Exception as error:  # the HTTP library's own errors
         raise UsageError(
-            f"{where}: the hub ({constants.ENDPOINT}) cannot be reached: {_reason(error)}. Check the network, or leave out --push."
+            f"{where}: the hub ({constants.ENDPOINT}) cannot be reached: {_reason(error)}. Check the network, or leave "
+            "out --push."
         ) from None
 
 

@@ -23,10 +23,11 @@ from fastloop_tools.export.calls import Calls
 OPSET = 20
 """Version of the ONNX operators: torch's default. onnxruntime reads it since 1.17."""
 TOLERANCE = 1e-4
-"""Largest accepted difference of an output, as a share of the largest output if that is above 1. Both compute in float32, in another
-order."""
+"""Largest accepted difference of an output, as a share of the largest output if that is above 1. Both compute in
+float32, in another order."""
 LARGEST_FILE = 2**30
-"""Bytes of weights up to which they are in the file model.onnx. Protobuf limits a file to 2 GiB; more weights are in model.onnx.data."""
+"""Bytes of weights up to which they are in the file model.onnx. Protobuf limits a file to 2 GiB; more weights are in
+model.onnx.data."""
 
 
 @dataclass
@@ -54,7 +55,8 @@ class Exported:
     def __str__(self) -> str:
         data = "synthetic batches" if self.synthetic else "batches of the recipe's data"
         return (
-            f"onnxruntime {version('onnxruntime')} equals torch {version('torch')}: largest difference {self.difference:.1e} of "
+            f"onnxruntime {version('onnxruntime')} equals torch {version('torch')}: largest difference "
+            f"{self.difference:.1e} of "
             f"{self.tolerance:.1e} accepted, on {data} of the shapes {', '.join(self.shapes)}"
         )
 
@@ -77,7 +79,8 @@ class Positional(nn.Module):
 
 
 def outputs_of(result: Any) -> dict[str, Tensor]:
-    """Name -> tensor of a model's result: its ``logits`` alone, a tensor as ``output``, or all tensors of a mapping or a sequence.
+    """Name -> tensor of a model's result: its ``logits`` alone, a tensor as ``output``, or all tensors of a mapping or
+    a sequence.
 
     Raises:
         UsageError: There is no tensor in it.
@@ -138,7 +141,8 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
     tolerance = TOLERANCE * max(1.0, largest)
     if not difference <= tolerance:
         raise FastloopError(
-            f"{where}: the exported model differs from {type(model).__name__}: largest difference {difference:.3g}, expected at most "
+            f"{where}: the exported model differs from {type(model).__name__}: largest difference {difference:.3g}, "
+            "expected at most "
             f"{tolerance:.3g}, on batches of the shapes {', '.join(shapes)}. Nothing was written."
         )
     inputs = [(name, _dtype(tensor), _shape(tensor, calls.axes[name])) for name, tensor in example.items()]
@@ -149,7 +153,8 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
 
 @torch.no_grad()
 def compare(model: nn.Module, calls: Calls, file: Path) -> tuple[float, float, list[str]]:
-    """The largest absolute difference of an output in onnxruntime, the largest absolute output in torch, and the shapes compared."""
+    """The largest absolute difference of an output in onnxruntime, the largest absolute output in torch, and the shapes
+    compared."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -185,7 +190,8 @@ def _shape(tensor: Tensor, axes: Mapping[int, str]) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first line of the innermost error that the exporter wraps, and the line of the model's code that its message names."""
+    """The first line of the innermost error that the exporter wraps, and the line of the model's code that its message
+    names."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = str(error).strip() or "no message"
@@ -202,7 +208,8 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings(), redirect_stderr(StringIO()):
             warnings.filterwarnings("ignore", message="# The axis name")  # the inputs share an axis
-            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)  # torch copies its own deprecated class
+            # torch copies its own deprecated class
+            warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
             yield
     finally:
         logging.disable(disabled)

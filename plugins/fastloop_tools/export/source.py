@@ -48,10 +48,15 @@ def find_weights(
     else:
         run = Path(target)
         if not (run / "recipe.yaml").is_file():
-            raise UsageError(f"{target}: --checkpoint {checkpoint}: found no recipe.yaml. Expected a run folder, such as runs/quickstart.")
+            raise UsageError(
+                f"{target}: --checkpoint {checkpoint}: found no recipe.yaml. Expected a run folder, such as "
+                "runs/quickstart."
+            )
         check_links(run)
         if wrong := next((argument for argument in arguments if "=" not in argument), None):
-            raise UsageError(f"{wrong}: found a recipe for --checkpoint, which uses the recipe of its run. Leave it out.")
+            raise UsageError(
+                f"{wrong}: found a recipe for --checkpoint, which uses the recipe of its run. Leave it out."
+            )
         recipe = load_recipe(str(run / "recipe.yaml"), arguments, with_plugins, without_plugins)
         recipe.source = recipe.source and started_from(recipe.source)
         weights = find_checkpoint(run, checkpoint)
@@ -59,7 +64,8 @@ def find_weights(
         raise UsageError(f"{target}: --to adapter: the recipe trains no adapter: it does not list the plugin lora.")
     if adapter and checkpoint is None and not (weights / ADAPTER).is_file():
         raise UsageError(
-            f"{target}: --to adapter: in the exported model, the adapter is merged into the weights. The run's checkpoints have it alone: "
+            f"{target}: --to adapter: in the exported model, the adapter is merged into the weights. The run's "
+            "checkpoints have it alone: "
             "add --checkpoint last, or best."
         )
     return recipe, weights
@@ -92,7 +98,8 @@ def find_checkpoint(run: Path, name: str) -> Path:
 
 
 def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> Path:
-    """The folder of an exported model. If ``weights`` is another one, build the model as in training, load them and export it.
+    """The folder of an exported model. If ``weights`` is another one, build the model as in training, load them and
+    export it.
 
     Args:
         recipe: The recipe of the weights.

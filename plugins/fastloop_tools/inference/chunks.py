@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Chunks(Plugin):
-    """Divides a split into chunks, for tasks that do not provide prediction data for it, and refuses input without a sample.
+    """Divides a split into chunks, for tasks that do not provide prediction data for it, and refuses input without a
+    sample.
 
     Args:
         name: The input as it stands on the command line, for messages; None: a split.
@@ -29,7 +30,9 @@ class Chunks(Plugin):
         self.input = "stdin" if name == "-" else name
 
     @hookimpl(wrapper=True)
-    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Generator[None, Iterable[Any] | None, Iterator[Any]]:
+    def build_prediction_data(
+        self, run: Run, source: Any, start: int, size: int
+    ) -> Generator[None, Iterable[Any] | None, Iterator[Any]]:
         chunks = yield
         return split_chunks(run, source, start, size) if chunks is None else self.refuse_none(iter(chunks))
 
@@ -54,13 +57,17 @@ def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
     """
     task, split = run.plugins.in_slot("task"), run.loaders.first
     if source is not None:
-        raise RecipeError(f"{run.recipe.where}: the task {task!r} reads no files or texts to predict. Predict a split: --split test.")
+        raise RecipeError(
+            f"{run.recipe.where}: the task {task!r} reads no files or texts to predict. Predict a split: --split test."
+        )
     datasets = run.hooks.build_datasets(run=run) or {}
     dataset: Any = datasets.get(split)
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         there = f"there are: {', '.join(datasets) or 'none'}"
         found = f"it is {type(dataset).__name__}, which is iterable" if split in datasets else there
-        raise RecipeError(f"{run.recipe.where}: data: cannot predict the split {split!r}: {found}. Expected a map-style split.")
+        raise RecipeError(
+            f"{run.recipe.where}: data: cannot predict the split {split!r}: {found}. Expected a map-style split."
+        )
     ends = range(start, len(dataset), size)
     return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
 
@@ -81,13 +88,24 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
             if not batch.samples:
                 continue  # this process only joins the others in the forward pass
             if found is None or any(len(values) != len(batch.ids) for values in found.values()):
-                task, counts = run.plugins.in_slot("task"), {name: len(values) for name, values in (found or {}).items()}
-                problem = f"predict returned {counts} for {len(batch.ids)} samples" if found else "it does not implement the hook predict"
+                task, counts = (
+                    run.plugins.in_slot("task"),
+                    {name: len(values) for name, values in (found or {}).items()},
+                )
+                problem = (
+                    f"predict returned {counts} for {len(batch.ids)} samples"
+                    if found
+                    else "it does not implement the hook predict"
+                )
                 raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
             for name, values in found.items():
                 columns.setdefault(name, {}).update(zip(batch.ids, values, strict=True))
     for part in run.processes.all_gather_object(columns):
         for name, column in part.items():
             columns.setdefault(name, {}).update(column)
-    size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 1 + max((max(column) for column in columns.values()), default=-1)
+    size = (
+        len(loader.dataset)
+        if hasattr(loader.dataset, "__len__")
+        else 1 + max((max(column) for column in columns.values()), default=-1)
+    )
     return {name: [column.get(index) for index in range(size)] for name, column in columns.items()}

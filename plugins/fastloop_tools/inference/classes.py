@@ -16,7 +16,8 @@ KEY = "fastloop_class_counts"
 
 
 class Counts(Metric):
-    """Counts pairs of target and predicted class on this process. Ignores outputs of other shapes: its value has no meaning.
+    """Counts pairs of target and predicted class on this process. Ignores outputs of other shapes: its value has no
+    meaning.
 
     Attributes:
         matrix: (classes, classes), int64, target by prediction; None: no output had one score for each class.
@@ -68,7 +69,8 @@ class ClassCounts(Plugin):
         return {name: value for name, value in metrics.items() if name != KEY}
 
     def results(self, run: Run) -> dict[str, Any]:
-        """``classes``, the metrics of each class, and ``confusion``, the counts over all processes: a row for each target.
+        """``classes``, the metrics of each class, and ``confusion``, the counts over all processes: a row for each
+        target.
 
         With a metric that scores types of entities: ``entities``, the same for each type.
 
@@ -79,7 +81,10 @@ class ClassCounts(Plugin):
             return {"classes": [], "confusion": []}
         matrix = torch.stack(matrices).sum(0).tolist()
         names = class_names(run, len(matrix))
-        classes = [{"name": names[index], **scores(matrix, index), "samples": sum(matrix[index])} for index in range(len(matrix))]
+        classes = [
+            {"name": names[index], **scores(matrix, index), "samples": sum(matrix[index])}
+            for index in range(len(matrix))
+        ]
         found = {"classes": classes, "confusion": matrix}
         return found | ({"entities": entities} if (entities := entity_scores(run)) else {})
 
@@ -99,7 +104,8 @@ def classifies(predictions: Any, targets: Any) -> bool:
 
 
 def class_names(run: Run, count: int) -> list[str]:
-    """The names in the model's configuration, or its attribute ``class_names``. Numbers of the classes if there are not ``count`` names."""
+    """The names in the model's configuration, or its attribute ``class_names``. Numbers of the classes if there are not
+    ``count`` names."""
     model = run.unwrap_model()
     names = getattr(getattr(model, "config", None), "id2label", None) or getattr(model, "class_names", None) or {}
     return [str(names[index]) if len(names) == count else str(index) for index in range(count)]

@@ -14,26 +14,39 @@ from fastloop.cli.arguments import With, Without, names, output_file
 from fastloop.distributed import signals
 from fastloop.recipe import Inference, secrets
 
-Target = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run folder, such as runs/quickstart, or an exported model.")]
+Target = Annotated[
+    str, typer.Argument(metavar="RUN|MODEL", help="A run folder, such as runs/quickstart, or an exported model.")
+]
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="The recipe of an exported model, and overrides. A run has its own recipe."),
+    typer.Argument(
+        metavar="[RECIPE] [KEY=VALUE]...",
+        help="The recipe of an exported model, and overrides. A run has its own recipe.",
+    ),
 ]
 
 
 def evaluate(
     target: Target,
     arguments: Arguments = None,
-    split: Annotated[str, typer.Option(metavar="NAME", help="The split to evaluate: train, validation or test.")] = "test",
-    file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file to evaluate instead, with the recipe's columns.")] = None,
+    split: Annotated[
+        str, typer.Option(metavar="NAME", help="The split to evaluate: train, validation or test.")
+    ] = "test",
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A file to evaluate instead, with the recipe's columns.")
+    ] = None,
     json_file: Annotated[
         str,
-        output_file("--json", "Also write the results to this file, and the confusion matrix beside it as .svg; -: stdout."),
+        output_file(
+            "--json", "Also write the results to this file, and the confusion matrix beside it as .svg; -: stdout."
+        ),
     ] = "",
     worst: Annotated[
         int,
         typer.Option(
-            min=0, metavar="N", help="Also show and store the N samples whose targets have the lowest probability, with their input."
+            min=0,
+            metavar="N",
+            help="Also show and store the N samples whose targets have the lowest probability, with their input.",
         ),
     ] = 0,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
@@ -42,14 +55,20 @@ def evaluate(
 ) -> None:
     """Evaluate a trained model on a split or a file.
 
-    Shows the loss, the task's metrics, and the metrics of each class. They equal the metrics that the training run computes for the same
-    split and number of processes. The results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
+    Shows the loss, the task's metrics, and the metrics of each class. They equal the metrics that the training run
+    computes for the same split and number of processes. The results are also written to RUN/evaluation, where
+    `fastloop report RUN` finds them.
     """
     from fastloop_tools.inference.target import load, open_inference, read_file_instead
 
     recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
     command = ["evaluate", target, *(arguments or ()), "--split", split]
-    command += [*(["--file", str(file)] if file else []), *(["--json", json_file] if json_file else []), "--worst", str(worst)]
+    command += [
+        *(["--file", str(file)] if file else []),
+        *(["--json", json_file] if json_file else []),
+        "--worst",
+        str(worst),
+    ]
     plugins: list[str] = []
     for key, listed in (("--with", names(with_)), ("--without", names(without))):
         plugins += [key, ",".join(listed)] if listed else []
@@ -91,7 +110,11 @@ def evaluate(
                 record["worst"] = worst_samples(run, split, worst)
             if run.is_main:
                 show(record, json_file)
-                saved = save(Path(target), record, record["arguments"]) if (Path(target) / "recipe.yaml").is_file() else None
+                saved = (
+                    save(Path(target), record, record["arguments"])
+                    if (Path(target) / "recipe.yaml").is_file()
+                    else None
+                )
                 if saved and json_file != "-":
                     typer.echo(f"written to {saved}; page: fastloop report {target}")
         launch.end(run)
@@ -132,7 +155,10 @@ def show(record: dict[str, Any], json_file: str) -> None:
         from fastloop_tools.inference.picture import draw
 
         picture = Path(json_file).with_suffix(".svg")
-        title = f"{record['model']} on {record['file'] or record['split']}: {sum(row['samples'] for row in record['classes']):,} samples"
+        title = (
+            f"{record['model']} on {record['file'] or record['split']}: "
+            f"{sum(row['samples'] for row in record['classes']):,} samples"
+        )
         write(picture, draw([row["name"] for row in record["classes"]], record["confusion"], title))
         typer.echo(f"confusion matrix in {picture}")
 
@@ -152,5 +178,7 @@ def show_worst(rows: list[dict[str, Any]]) -> None:
         table.add_column(column, justify="right" if column == "probability" else "left")
     for row in rows:
         shares = [f"{row[f'{key}_probability']:.4f}" for key in ("target", "prediction")]
-        table.add_row(str(row["index"]), row["target"], shares[0], row["prediction"], shares[1], Text(row["input"] or ""))
+        table.add_row(
+            str(row["index"]), row["target"], shares[0], row["prediction"], shares[1], Text(row["input"] or "")
+        )
     rich.print(table)

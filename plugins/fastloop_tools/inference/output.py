@@ -1,7 +1,9 @@
-"""The file of predictions. Complete chunks are kept beside it until the end, so that an interrupted job continues after the last one.
+"""The file of predictions.
 
-The parts are in the folder ``FILE.parts``, numbered. The suffix ``.last`` marks the last one. The file is made from the parts in one step,
-so it is complete or absent, and it does not depend on interruptions.
+Complete chunks are kept beside it until the end, so that an interrupted job continues after the last one.
+
+The parts are in the folder ``FILE.parts``, numbered. The suffix ``.last`` marks the last one. The file is made from the
+parts in one step, so it is complete or absent, and it does not depend on interruptions.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Output:
 
     Args:
         path: The file; None: stdout.
-        job: Everything that determines the predictions, as JSON values. Parts of another job are removed. None: the job cannot be repeated.
+        job: Everything that determines the predictions, as JSON values. Parts of another job are removed. None: the job
+            cannot be repeated.
 
     Raises:
         UsageError: The file's format is unknown, or a link is in the place of the parts.
@@ -46,9 +49,16 @@ class Output:
             raise UsageError(f"--out {path}: found the suffix {path.suffix!r}, expected one of: {', '.join(FORMATS)}.")
         self.folder, identity = path.with_name(f"{path.name}.parts"), json.dumps(job, sort_keys=True)
         if self.folder.is_symlink() or (self.folder.exists() and not self.folder.is_dir()):
-            raise UsageError(f"--out {path}: {self.folder} is a link or a file, where the parts are kept. Remove it, or give another file.")
+            raise UsageError(
+                f"--out {path}: {self.folder} is a link or a file, where the parts are kept. Remove it, or give "
+                "another file."
+            )
         files.check_links(self.folder)
-        if not (self.folder / "job.json").is_file() or job is None or (self.folder / "job.json").read_text(encoding="utf-8") != identity:
+        if (
+            not (self.folder / "job.json").is_file()
+            or job is None
+            or (self.folder / "job.json").read_text(encoding="utf-8") != identity
+        ):
             if self.folder.exists():
                 log.info("%s: the parts of another job are removed", self.folder)
                 shutil.rmtree(self.folder)
@@ -98,7 +108,8 @@ class Output:
             import pyarrow
             from pyarrow import parquet
 
-            schema = pyarrow.unify_schemas([parquet.read_schema(part) for part in self.parts])  # a part of empty lists has no type for them
+            # a part of empty lists has no type for them
+            schema = pyarrow.unify_schemas([parquet.read_schema(part) for part in self.parts])
             with parquet.ParquetWriter(joined, schema) as writer:
                 for part in self.parts:
                     writer.write_table(parquet.read_table(part).cast(schema))

@@ -16,7 +16,8 @@ SMALL_CELL, WITH_COUNTS = 14, 20
 NAME, CHARACTER = 20, 7.5
 """Characters of a name at most, and pixels of a character."""
 STYLE = (
-    "text.count { text-anchor: middle; } text.dark { fill: #fff; } rect.cell { fill: #2f6db5; } rect.frame { fill: none; stroke: #8a8f98; }"
+    "text.count { text-anchor: middle; } text.dark { fill: #fff; } rect.cell { fill: #2f6db5; } rect.frame { "
+    "fill: none; stroke: #8a8f98; }"
 )
 
 
@@ -30,14 +31,20 @@ class Matrix:
 
 
 def draw(names: Sequence[str], matrix: Sequence[Sequence[int]], title: str) -> str:
-    """An SVG document. The shade of a cell is its share of the row, so that rare classes show as clearly as frequent ones.
+    """An SVG document. The shade of a cell is its share of the row, so that rare classes show as clearly as frequent
+    ones.
 
     Args:
         names: The classes.
         matrix: Counts, target by prediction.
     """
     drawn = draw_matrix(names, matrix)
-    lines = [f'<text x="{EDGE}" y="26">{escape(title)}</text>', f'<g transform="translate(0 {HEAD})">', *drawn.lines, "</g>"]
+    lines = [
+        f'<text x="{EDGE}" y="26">{escape(title)}</text>',
+        f'<g transform="translate(0 {HEAD})">',
+        *drawn.lines,
+        "</g>",
+    ]
     return svg(title, max(drawn.width, 420), drawn.height + HEAD, lines, STYLE)
 
 
@@ -53,7 +60,9 @@ def draw_matrix(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> Matrix
         y, total = top + row * size, sum(counts) or 1
         lines.append(f'<text x="{left - 8}" y="{y + half + 5:g}" text-anchor="end">{texts[row]}</text>')
         across = left + row * size + half
-        lines.append(f'<text x="{across:g}" y="{top - 8}" transform="rotate(-40 {across:g} {top - 8})">{texts[row]}</text>')
+        lines.append(
+            f'<text x="{across:g}" y="{top - 8}" transform="rotate(-40 {across:g} {top - 8})">{texts[row]}</text>'
+        )
         for column, count in enumerate(counts):
             x, share = left + column * size, count / total
             tip = f"{escape(name)} as {escape(names[column])}: {count:,} of {sum(counts):,}"

@@ -34,12 +34,14 @@ def predict(
         list[str] | None,
         typer.Argument(
             metavar="FILE|-|TEXT [RECIPE] [KEY=VALUE]...",
-            help="A file with the recipe's column of texts, an image, or a folder of images; -: a text or a path a line from stdin; or a "
+            help="A file with the recipe's column of texts, an image, or a folder of images; -: a text or a path a "
+            "line from stdin; or a "
             "text. With --split, none of them.",
         ),
     ] = None,
     out: Annotated[
-        Path | None, output_file("--out", "File to write: .csv, .jsonl or .parquet. Without it: JSON lines on stdout.", Path)
+        Path | None,
+        output_file("--out", "File to write: .csv, .jsonl or .parquet. Without it: JSON lines on stdout.", Path),
     ] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Predict a split of the recipe's data.")] = None,
     chunk: Annotated[int, typer.Option(min=1, metavar="ROWS", help="Rows to read, predict and write at once.")] = 4096,
@@ -48,9 +50,11 @@ def predict(
 ) -> None:
     """Predict the samples of a file, a text or a split.
 
-    A classifier gives labels and probabilities, a language model texts, and a module its outputs. Images also have the name of their file.
+    A classifier gives labels and probabilities, a language model texts, and a module its outputs. Images also have the
+    name of their file.
 
-    Rows keep their order. An interrupted job with --out continues after the last complete chunk, if the same command is repeated.
+    Rows keep their order. An interrupted job with --out continues after the last complete chunk, if the same command is
+    repeated.
     """
     from fastloop_tools.inference.output import Output
     from fastloop_tools.inference.target import load, open_inference
@@ -63,8 +67,12 @@ def predict(
     name = None if split is not None else given.pop(0)
     source = None if name is None else read_source(name)
     if out is not None and isinstance(source, Path) and out.exists() and out.samefile(source):
-        raise UsageError(f"--out {out}: this is the file to predict, which the predictions would replace. Give another file.")
-    recipe = load(target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without))
+        raise UsageError(
+            f"--out {out}: this is the file to predict, which the predictions would replace. Give another file."
+        )
+    recipe = load(
+        target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
+    )
     output = Output(out, None if name == "-" else describe(recipe, target, name))
     if out is None:
         import rich
@@ -104,7 +112,8 @@ def read_source(name: str) -> Path | Iterable[str]:
 
 
 def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
-    """Everything that determines the predictions: recipe, model, input and version. Files by size and time of change."""
+    """Everything that determines the predictions: recipe, model, input and version. Files by size and time of
+    change."""
     assert recipe.inference is not None
     assert recipe.inference.model is not None
     paths = sorted(path for path in recipe.inference.model.iterdir() if path.is_file())
@@ -124,7 +133,8 @@ def predict_chunks(run: Run, output: Output, threaded: bool) -> None:
     """Predict the chunks of a run in order.
 
     Args:
-        threaded: Whether to read the next chunk in a thread meanwhile. A thread that waits for stdin would block the exit.
+        threaded: Whether to read the next chunk in a thread meanwhile. A thread that waits for stdin would block the
+            exit.
     """
     from accelerate.utils import set_seed
 

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 
 
 def load(
-    target: str, arguments: Sequence[str], inference: Inference, with_plugins: Iterable[str] = (), without_plugins: Iterable[str] = ()
+    target: str,
+    arguments: Sequence[str],
+    inference: Inference,
+    with_plugins: Iterable[str] = (),
+    without_plugins: Iterable[str] = (),
 ) -> Recipe:
     """The recipe of a run folder or of an exported model, for inference.
 
@@ -38,10 +42,14 @@ def load(
     named = [argument for argument in arguments if "=" not in argument]
     overrides = [argument for argument in arguments if "=" in argument]
     if len(named) > 1:
-        raise UsageError(f"found {len(named)} recipes: {', '.join(named)}. Expected at most one; overrides are KEY=VALUE.")
+        raise UsageError(
+            f"found {len(named)} recipes: {', '.join(named)}. Expected at most one; overrides are KEY=VALUE."
+        )
     folder = Path(target)
     if not folder.is_dir():
-        raise UsageError(f"{target}: no such folder. Expected a run folder, such as runs/quickstart, or an exported model.")
+        raise UsageError(
+            f"{target}: no such folder. Expected a run folder, such as runs/quickstart, or an exported model."
+        )
     run = next((place for place in (folder, folder.parent) if (place / "recipe.yaml").is_file()), None)
     if run is not None:
         check_links(run)
@@ -49,13 +57,17 @@ def load(
     if not any(model.glob("*.safetensors")):
         if run == folder:
             raise UsageError(
-                f"{target}: this run has exported no model: there are no weights in {model}. It failed, was stopped or still trains. "
-                f"To complete it: fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} --resume"
+                f"{target}: this run has exported no model: there are no weights in {model}. It failed, was stopped or "
+                "still trains. "
+                f"To complete it: fastloop train {quote(str(folder / 'recipe.yaml'))} {quote(f'output={folder}')} "
+                "--resume"
             )
         raise UsageError(f"{target}: neither a run folder (recipe.yaml, model/) nor an exported model (*.safetensors).")
     if not named and (run is None or model != run / "model"):
         raise UsageError(f"{target}: an exported model. Name the recipe that gives its task and data: {target} RECIPE.")
-    recipe = load_recipe(named[0] if named else str(run / "recipe.yaml" if run else ""), overrides, with_plugins, without_plugins)
+    recipe = load_recipe(
+        named[0] if named else str(run / "recipe.yaml" if run else ""), overrides, with_plugins, without_plugins
+    )
     recipe.source = recipe.source and started_from(recipe.source)
     recipe.inference = dataclasses.replace(inference, model=model.resolve())
     return recipe
@@ -71,7 +83,9 @@ def read_file_instead(recipe: Recipe, file: Path) -> None:
     recipe.data["files"] = {recipe.inference.split: str(file)}
 
 
-def open_inference(recipe: Recipe, extra: Sequence[Plugin] = (), file: Path | None = None) -> AbstractContextManager[Run]:
+def open_inference(
+    recipe: Recipe, extra: Sequence[Plugin] = (), file: Path | None = None
+) -> AbstractContextManager[Run]:
     """``open_run`` for an inference recipe.
 
     Args:
@@ -89,5 +103,7 @@ def open_inference(recipe: Recipe, extra: Sequence[Plugin] = (), file: Path | No
     task: Any = next((plugin for plugin in resolved.plugins if plugin.slot == "task"), None)
     section = getattr(task, "sections", {}).get("data")
     if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
-        raise UsageError(f"--file {file}: the task {task.name if task else 'none'!r} reads no files (data.files). Use --split.")
+        raise UsageError(
+            f"--file {file}: the task {task.name if task else 'none'!r} reads no files (data.files). Use --split."
+        )
     return start_run(resolved, extra)

@@ -33,15 +33,21 @@ class Scored(NamedTuple):
 def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
     """The ``count`` samples whose targets have the lowest probability, lowest first. Computes the split once more.
 
-    Each has ``index``, ``input``, ``target``, ``prediction``, ``target_probability`` and ``prediction_probability``. Probabilities are the
-    softmax of the scores in float32. Empty for a task that does not classify. Every process must call it.
+    Each has ``index``, ``input``, ``target``, ``prediction``, ``target_probability`` and ``prediction_probability``.
+    Probabilities are the softmax of the scores in float32. Empty for a task that does not classify. Every process must
+    call it.
     """
     found: list[Scored] = []
     with evaluating(run.model):
         for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
             output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
             predictions, targets = (output.predictions, output.targets) if batch.samples else (None, None)
-            if predictions is None or targets is None or not classifies(predictions, targets) or len(predictions) != len(batch.ids):
+            if (
+                predictions is None
+                or targets is None
+                or not classifies(predictions, targets)
+                or len(predictions) != len(batch.ids)
+            ):
                 continue
             found = heapq.nsmallest(count, [*found, *score(predictions, targets, batch.ids)])
     every = heapq.nsmallest(count, [one for part in run.processes.all_gather_object(found) for one in part])
@@ -88,7 +94,8 @@ def load_tokenizer(model: Path) -> Any:
 
 
 def describe(sample: Any, tokenizer: Any) -> str | None:
-    """A sample's input as text: decoded token ids, a text, or few numbers. The shape of a larger tensor; None for anything else."""
+    """A sample's input as text: decoded token ids, a text, or few numbers. The shape of a larger tensor; None for
+    anything else."""
     if isinstance(sample, Mapping):
         if tokenizer is not None and "input_ids" in sample:
             return str(tokenizer.decode(sample["input_ids"], skip_special_tokens=True))

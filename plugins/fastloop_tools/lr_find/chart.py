@@ -46,9 +46,14 @@ def draw(record: Mapping[str, Any]) -> str:
         y = TITLE + tick.place
         lines.append(f'<path class="axis" d="M{left} {y}H{right}"/>')
         lines.append(f'<text x="{left - 6:g}" y="{y + 4}" text-anchor="end">{tick.label}</text>')
-    lines += [f'<text x="{tick.text}" y="{bottom + 18}" text-anchor="middle">1e{tick.label}</text>' for tick in chart.xs if tick.label]
+    lines += [
+        f'<text x="{tick.text}" y="{bottom + 18}" text-anchor="middle">1e{tick.label}</text>'
+        for tick in chart.xs
+        if tick.label
+    ]
     lines.append(
-        f'<text x="{(left + right) / 2:g}" y="{bottom + 38}" text-anchor="middle">train.lr; thin: each step, thick: smoothed</text>'
+        f'<text x="{(left + right) / 2:g}" y="{bottom + 38}" text-anchor="middle">train.lr; thin: each step, thick: '
+        "smoothed</text>"
     )
     if chosen and limits.left <= math.log10(chosen["lr"]) <= limits.right:
         x, _ = Frame(limits, SIZE).place(math.log10(chosen["lr"]), limits.low)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 ROWS = 12
 """Rows of the table, at equal distances of the steps."""
 LEFT_OUT = ("checkpoint-best", "early-stopping", "nan-guard")
-"""Plugins that have no part in a range test, beside those that only observe: two need an evaluation, and one ends a run that diverges."""
+"""Plugins that have no part in a range test, beside those that only observe: two need an evaluation, and one ends a run
+that diverges."""
 
 
 def lr_find(
@@ -41,8 +42,8 @@ def lr_find(
 ) -> None:
     """Suggest a learning rate, from a few steps with growing rates.
 
-    The rate grows exponentially from --min to --max. The test stops when the loss diverges. It suggests a tenth of the rate at which the
-    loss was lowest. No run and no checkpoint is written.
+    The rate grows exponentially from --min to --max. The test stops when the loss diverges. It suggests a tenth of the
+    rate at which the loss was lowest. No run and no checkpoint is written.
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
@@ -54,7 +55,13 @@ def lr_find(
     picture = Path(svg or f"runs/lr-find-{name}.svg")
     if nproc is not None:
         plugins = {"--with": ",".join(names(with_)), "--without": ",".join(names(without))}
-        given = plugins | {"--min": str(low), "--max": str(high), "--steps": str(steps), "--svg": svg, "--json": json_file}
+        given = plugins | {
+            "--min": str(low),
+            "--max": str(high),
+            "--steps": str(steps),
+            "--svg": svg,
+            "--json": json_file,
+        }
         command = ["lr-find", recipe, *(overrides or ()), *(word for pair in given.items() if pair[1] for word in pair)]
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, picture))
     launch.end_with_launcher()
@@ -86,11 +93,15 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
     from fastloop.recipe import make_recipe
     from fastloop.registry import load_listed, resolve
 
-    listed = [name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only]
+    listed = [
+        name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only
+    ]
     observers = [*listed, *(name for name, point in defaults().items() if point.load().read_only)]
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": finder.steps, "epochs": 10**6, "evaluate_every": None, "save_every": None}
-    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False) | without_publishers(recipe))
+    tree["plugins"] = recipe.listed(
+        recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False) | without_publishers(recipe)
+    )
     with tempfile.TemporaryDirectory(prefix="fastloop-lr-find-") as scratch:
         short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
         with start_run(resolve(short), [finder]) as run:
@@ -139,7 +150,9 @@ def show(record: Mapping[str, Any], picture: Path, json_file: str) -> None:
     table = Table("train.lr", "loss", "smoothed", box=None, pad_edge=False)
     last = len(record["rates"]) - 1
     for step in sorted({round(index * last / (ROWS - 1)) for index in range(ROWS)}):
-        table.add_row(f"{record['rates'][step]:.1e}", f"{record['losses'][step]:.4g}", f"{record['smoothed'][step]:.4g}")
+        table.add_row(
+            f"{record['rates'][step]:.1e}", f"{record['losses'][step]:.4g}", f"{record['smoothed'][step]:.4g}"
+        )
     rich.print(table)
     for line in sentences(record):
         typer.echo(line)
@@ -152,7 +165,10 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
     found, steps = record["suggestion"], len(record["rates"])
     end = f"The loss diverged in step {steps}." if record["diverged"] else f"The loss did not diverge in {steps} steps."
     if found is None:
-        return [end, "No suggestion: the loss did not fall by more than its noise. Raise --steps, or move --min and --max."]
+        return [
+            end,
+            "No suggestion: the loss did not fall by more than its noise. Raise --steps, or move --min and --max.",
+        ]
     lines = [f"{end} It was lowest at {found['minimum']:.1e}, and fell most steeply at {found['steepest']:.1e}."]
     if found["at_end"]:
         lines.append("The last step has the lowest loss: a larger --max may suggest a higher rate.")

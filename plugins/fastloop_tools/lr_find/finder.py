@@ -1,7 +1,7 @@
 """The learning-rate range test: a few steps with growing rates, and the rate that their losses suggest.
 
-Method: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv:1506.01186). The stop rule and the two candidates are
-those of fastai's ``lr_find``.
+Method: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv:1506.01186). The stop rule and the
+two candidates are those of fastai's ``lr_find``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ DECAY = 0.9
 DIVERGED = 4.0
 """The loss has diverged if its average is above this multiple of the lowest average, as in fastai."""
 WINDOW = 0.05
-"""Steps on each side that a smoothed loss averages, as a share of all steps. An average of past losses alone would lag, and so suggest a
-higher rate."""
+"""Steps on each side that a smoothed loss averages, as a share of all steps. An average of past losses alone would lag,
+and so suggest a higher rate."""
 SAFETY = 10.0
-"""The suggested rate is the one of the lowest loss divided by this, as in fastai: there, the loss is about to diverge."""
+"""The suggested rate is the one of the lowest loss divided by this, as in fastai: there, the loss is about to
+diverge."""
 SKIPPED = 5
 """Steps at the start that suggest nothing. Their mean is the loss before training."""
 
@@ -54,10 +55,11 @@ class Suggestion:
 
 
 class LRFinder(Plugin):
-    """Raises the learning rate exponentially from ``low`` to ``high`` in ``steps`` steps, and stops when the loss diverges.
+    """Raises the learning rate exponentially from ``low`` to ``high`` in ``steps`` steps, and stops when the loss
+    diverges.
 
-    The first step uses ``low``, and step number ``steps`` uses ``high``. Parameter groups keep the ratio of their rates to ``train.lr``. It
-    replaces the recipe's schedule, evaluates nothing and exports nothing.
+    The first step uses ``low``, and step number ``steps`` uses ``high``. Parameter groups keep the ratio of their rates
+    to ``train.lr``. It replaces the recipe's schedule, evaluates nothing and exports nothing.
 
     Attributes:
         rates: The rate of each step, as a value of ``train.lr``.

@@ -74,9 +74,11 @@ def run_worker(
     """Run one training in ``nproc`` new processes; returns the result of the first.
 
     Args:
-        servers: Fork the process from one of these; several processes are always fresh ones. None: start fresh processes.
+        servers: Fork the process from one of these; several processes are always fresh ones. None: start fresh
+            processes.
 
-    On failure, the result has ``error`` with a message and ``kind``: ``usage``, ``run``, ``crash``, ``killed`` or ``timeout``.
+    On failure, the result has ``error`` with a message and ``kind``: ``usage``, ``run``, ``crash``, ``killed`` or
+    ``timeout``.
     """
     if servers is None or nproc > 1:
         return _run(spec, length, environment, timeout, nproc, None)
@@ -93,7 +95,12 @@ def run_worker(
 
 
 def _run(
-    spec: Spec, length: Mapping[str, Any], environment: Mapping[str, str], timeout: float | None, nproc: int, server: ForkServer | None
+    spec: Spec,
+    length: Mapping[str, Any],
+    environment: Mapping[str, str],
+    timeout: float | None,
+    nproc: int,
+    server: ForkServer | None,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
         source = Path(folder) / "spec.json"
@@ -125,7 +132,8 @@ def _run(
 
 
 def _start(environment: Mapping[str, str], source: Path, place: Path) -> subprocess.Popen[bytes]:
-    """Start a fresh process that runs the specification in ``source``. Its result and its errors are written into ``place``."""
+    """Start a fresh process that runs the specification in ``source``. Its result and its errors are written into
+    ``place``."""
     with (place / "stderr.txt").open("w") as stderr:
         return subprocess.Popen(
             [sys.executable, "-m", "fastloop_tools.measure.worker", str(source), str(place / "result.json")],
@@ -138,7 +146,8 @@ def _start(environment: Mapping[str, str], source: Path, place: Path) -> subproc
 
 
 def _wait(processes: list[Process], places: list[Path], timeout: float | None) -> list[dict[str, Any] | None]:
-    """Wait until all processes have ended, or shortly after one has failed; returns their results, None for a running one."""
+    """Wait until all processes have ended, or shortly after one has failed; returns their results, None for a running
+    one."""
     deadline = time.monotonic() + timeout if timeout is not None else math.inf
     while True:
         results = [_result(process, place) for process, place in zip(processes, places, strict=True)]
@@ -159,7 +168,11 @@ def _result(process: Process, place: Path) -> dict[str, Any] | None:
     lines = (place / "stderr.txt").read_text(errors="replace").strip().splitlines()
     code = process.returncode or 0
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return {"error": f"the process {how}: {lines[-1] if lines else 'no output'}", "kind": "killed", "stderr": lines[-40:]}
+    return {
+        "error": f"the process {how}: {lines[-1] if lines else 'no output'}",
+        "kind": "killed",
+        "stderr": lines[-40:],
+    }
 
 
 def _end(process: Process) -> None:

@@ -1,4 +1,4 @@
-"""Checks numerics classes: trains each plugin briefly with and without it, without dropout, and compares their losses step by step."""
+"""Checks numerics classes: trains briefly with and without each plugin, without dropout, and compares losses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from fastloop_tools.measure.worker import Spec
 def check(ablation: Ablation, steps: int, work: Callable[[Spec, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield a finding for each tested plugin.
 
-    The control is trained twice. If a device is not deterministic, the difference of both is the smallest one that can be detected.
+    The control is trained twice. If a device is not deterministic, the difference of both is the smallest one that can
+    be detected.
 
     Args:
         work: Runs a specification. Its second argument names the cache of compiled code.

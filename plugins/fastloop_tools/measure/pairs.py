@@ -39,8 +39,8 @@ class TrialRunner:
         say: Called with a line of text for each disturbed measurement.
         nproc: Processes of each training.
         timeout: Seconds that a training may take; None: no limit.
-        modules: Modules that each training imports, for the servers that fork its processes; see ``fastloop_tools.measure.server``. None:
-            each process is a fresh one.
+        modules: Modules that each training imports, for the servers that fork its processes; see
+            ``fastloop_tools.measure.server``. None: each process is a fresh one.
 
     Attributes:
         before: Share of the machine that other processes used when ``listen`` was called.
@@ -76,9 +76,10 @@ class TrialRunner:
         """Run a specification made from a recipe.
 
         Args:
-            name: Name of the cache of compiled code: the first run with a name compiles, later ones reuse it. None: one cache for each
-                recipe.
-            fresh: Whether the process imports all that it needs itself, so that its start and its memory are those of a user's run.
+            name: Name of the cache of compiled code: the first run with a name compiles, later ones reuse it. None: one
+                cache for each recipe.
+            fresh: Whether the process imports all that it needs itself, so that its start and its memory are those of a
+                user's run.
         """
         spec.source = str(recipe.source) if recipe.source else None
         place = self.known.setdefault(name or repr(recipe.to_dict()), len(self.known))
@@ -96,11 +97,18 @@ class TrialRunner:
         return found
 
     def measure(self, recipe: Recipe, window: Window, number: int = 0) -> Measurement:
-        """Measure a recipe with all its plugins. The same ``number`` gives the same seed. The result may hold an ``error``."""
+        """Measure a recipe with all its plugins. The same ``number`` gives the same seed. The result may hold an
+        ``error``."""
         seed = recipe.train.seed + number
-        tree = with_only(recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=seed)  # the worker ends the run
+        # the worker ends the run
+        tree = with_only(recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=seed)
         spec = Spec(
-            recipe=tree, source=None, warmup=window.warmup, steps=window.steps, seconds=window.seconds, profile_steps=window.profile_steps
+            recipe=tree,
+            source=None,
+            warmup=window.warmup,
+            steps=window.steps,
+            seconds=window.seconds,
+            profile_steps=window.profile_steps,
         )
         return self.undisturbed(recipe, spec)
 
@@ -113,7 +121,13 @@ class TrialRunner:
         """Compare an edited recipe's losses with a numerics class: ``verdict``, ``difference``, ``bound``, ``why``."""
         bound = BOUNDS.get(promise)
         if bound is None:
-            return {"class": promise, "verdict": NOT_COMPARED, "difference": None, "bound": None, "why": "it changes training"}
+            return {
+                "class": promise,
+                "verdict": NOT_COMPARED,
+                "difference": None,
+                "bound": None,
+                "why": "it changes training",
+            }
         ours, theirs = self.losses(after, steps), self.losses(before, steps)
         found = compare(promise, ours, theirs, theirs)
         if found["verdict"] == BROKEN:  # train the first recipe twice, in case it is not deterministic

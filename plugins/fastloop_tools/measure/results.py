@@ -34,8 +34,8 @@ def ratio(ours: Sequence[Measurement | None], theirs: Sequence[Measurement | Non
 def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add ``results`` to each variant; None if nothing was measured.
 
-    A step is compared with the nearest measured variant before it. For a variant without one plugin, the factor is the full set's speed
-    over its own: the speedup of that plugin when all others are present.
+    A step is compared with the nearest measured variant before it. For a variant without one plugin, the factor is the
+    full set's speed over its own: the speedup of that plugin when all others are present.
     """
     reached: dict[str, Any] | None = None
     for row in rows:
@@ -52,15 +52,21 @@ def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         row["results"] = {
             "unit": speed(done[0])[1],
             "samples_per_second": summary([found["samples"] / found["seconds"] for found in done]),
-            "tokens_per_second": summary([found["tokens"] / found["seconds"] for found in done]) if done[0]["tokens"] else None,
-            "padding": median([1 - found["tokens"] / found["padded_tokens"] for found in done]) if done[0]["padded_tokens"] else None,
+            "tokens_per_second": summary([found["tokens"] / found["seconds"] for found in done])
+            if done[0]["tokens"]
+            else None,
+            "padding": median([1 - found["tokens"] / found["padded_tokens"] for found in done])
+            if done[0]["padded_tokens"]
+            else None,
             "seconds_a_step": median([found["seconds_a_step"] for found in done]),
             "over_before": over,
             "over_baseline": ratio(row["measurements"], rows[0]["measurements"]) if row is not rows[0] else None,
             "peak_memory_bytes": done[0]["peak_memory_bytes"],
             "startup_seconds": done[0]["startup_seconds"],
             "first_steps_cold_seconds": done[0]["warmup_extra_seconds"],
-            "first_steps_warm_seconds": median([found["warmup_extra_seconds"] for found in done[1:]]) if done[1:] else None,
+            "first_steps_warm_seconds": median([found["warmup_extra_seconds"] for found in done[1:]])
+            if done[1:]
+            else None,
             "total_steps": done[0]["total_steps"],
             "pays_after_steps": None,
             "warnings": sorted({line for found in done for line in found["warnings"]}),
@@ -73,6 +79,7 @@ def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pays_after(ours: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:
-    """Steps until the time saved exceeds the extra start-up and first steps compared to the variant before, with nothing compiled yet."""
+    """Steps until the time saved exceeds the extra start-up and first steps compared to the variant before, with
+    nothing compiled yet."""
     extra = sum(ours[name] - before[name] for name in ("startup_seconds", "first_steps_cold_seconds"))
     return break_even(extra, before["seconds_a_step"] * (1 - 1 / factor))

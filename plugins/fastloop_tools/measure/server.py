@@ -1,8 +1,8 @@
 """Starts measured processes by forking one that has imported torch, which saves seconds of each measurement.
 
-A ``ForkServer`` is a fresh process with the environment variables that only a new process reads, such as those of the allocator and of
-OpenMP. It imports the libraries that each measurement of a recipe needs, computes nothing, and forks for each measurement. It is for CPUs
-under Linux.
+A ``ForkServer`` is a fresh process with the environment variables that only a new process reads, such as those of the
+allocator and of OpenMP. It imports the libraries that each measurement of a recipe needs, computes nothing, and forks
+for each measurement. It is for CPUs under Linux.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
 LIBRARIES = ("fastloop.lifecycle", "torch._dynamo", "fastloop_tools.measure.worker", "fastloop_tools.profile.observe")
-"""Modules that every training imports, torch and accelerate with them. An optimizer of torch imports ``torch._dynamo``."""
+"""Modules that every training imports, torch and accelerate with them. An optimizer of torch imports
+``torch._dynamo``."""
 LIMIT = 2
 """Servers at a time: those of the given recipe and of the best one. Each holds some hundred megabytes."""
 TRANSFORMERS = ("transformers.modeling_utils", "fastloop_plugins.tasks._metrics:import_torchmetrics")
@@ -37,7 +38,8 @@ TRANSFORMERS = ("transformers.modeling_utils", "fastloop_plugins.tasks._metrics:
 def libraries(recipe: Recipe) -> tuple[str, ...] | None:
     """The modules that every measurement of a recipe needs, with any plugins; None: its processes cannot be forked.
 
-    An accelerator's driver does not survive a fork, and importing a library may start it. Only Linux forks after libraries are loaded.
+    An accelerator's driver does not survive a fork, and importing a library may start it. Only Linux forks after
+    libraries are loaded.
     """
     from fastloop.runtime.hardware import this_machine
 
@@ -98,12 +100,15 @@ class ForkServer:
         return json.loads(line)
 
     def start(self, environment: Mapping[str, str], source: Path, place: Path) -> ForkedProcess:
-        """Fork a process that runs the specification in ``source``. Its result and its errors are written into ``place``.
+        """Fork a process that runs the specification in ``source``. Its result and its errors are written into
+        ``place``.
 
         Args:
             environment: All its environment variables.
         """
-        return ForkedProcess(self, self.ask({"environment": dict(environment), "source": str(source), "place": str(place)}))
+        return ForkedProcess(
+            self, self.ask({"environment": dict(environment), "source": str(source), "place": str(place)})
+        )
 
     def close(self) -> None:
         """End the server, and the processes that it started."""

@@ -39,12 +39,13 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 def mean_interval(values: Sequence[float], overlap: float = 0.0) -> tuple[float, float] | None:
     """The 95% interval of the mean, for values that are about normally distributed; None for fewer than two values.
 
-    It uses Student's t, which is exact for few values, such as one for each of three seeds. The bootstrap of ``interval`` is not.
+    It uses Student's t, which is exact for few values, such as one for each of three seeds. The bootstrap of
+    ``interval`` is not.
 
     Args:
-        overlap: Validation samples divided by training samples, for values of models whose training sets overlap: 1 / (k - 1) for k folds.
-            Such values are correlated. The variance of their mean is corrected by Nadeau and Bengio, "Inference for the Generalization
-            Error", 2003. 0: the values are independent.
+        overlap: Validation samples divided by training samples, for values of models whose training sets overlap: 1 /
+            (k - 1) for k folds. Such values are correlated. The variance of their mean is corrected by Nadeau and
+            Bengio, "Inference for the Generalization Error", 2003. 0: the values are independent.
     """
     if len(values) < 2:
         return None
@@ -53,7 +54,8 @@ def mean_interval(values: Sequence[float], overlap: float = 0.0) -> tuple[float,
 
 
 def _student(degrees: int) -> float:
-    """The 97.5% quantile of Student's t. Above 10 degrees of freedom, the expansion in Abramowitz and Stegun, 26.7.5, is exact to 2e-4."""
+    """The 97.5% quantile of Student's t. Above 10 degrees of freedom, the expansion in Abramowitz and Stegun, 26.7.5,
+    is exact to 2e-4."""
     if degrees <= len(STUDENT):
         return STUDENT[degrees - 1]
     z = NormalDist().inv_cdf(0.975)

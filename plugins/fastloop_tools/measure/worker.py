@@ -1,6 +1,7 @@
 """Runs one measurement in a separate process: ``python -m fastloop_tools.measure.worker SPEC.json RESULT.json``.
 
-The specification holds a full recipe and the parts to measure; see ``Spec``. The result holds the measurement, or an error.
+The specification holds a full recipe and the parts to measure; see ``Spec``. The result holds the measurement, or an
+error.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ class Spec:
         warmup: Steps before the measured window.
         steps: Minimum steps of the window; None: the window ends with the recipe.
         seconds: Minimum duration of the window.
-        profile_steps: Steps after the window under torch's profiler. Their ``profile`` is in the result (``fastloop_tools.profile``).
+        profile_steps: Steps after the window under torch's profiler. Their ``profile`` is in the result
+            (``fastloop_tools.profile``).
         dropout: Whether dropout is active.
         evaluates: Whether evaluations run.
     """
@@ -125,7 +127,8 @@ class StepMeter(Plugin):
         run.state.request_stop("measured")
 
     def _window_complete(self, run: Run) -> bool:
-        """Whether the window has its steps, and its seconds on every process, so that it ends at the same step on all."""
+        """Whether the window has its steps, and its seconds on every process, so that it ends at the same step on
+        all."""
         import torch
 
         spec = self.spec
@@ -154,7 +157,9 @@ class StepMeter(Plugin):
         step, samples, tokens, padded = self.window_start
         steps = run.state.step - step
         if steps < 1:
-            raise UsageError(f"training ended after {run.state.step} steps, within the {self.spec.warmup} of the warm-up.")
+            raise UsageError(
+                f"training ended after {run.state.step} steps, within the {self.spec.warmup} of the warm-up."
+            )
         seconds = self.times[-1] - self.times[step]
         usual = seconds / steps
         spent = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
@@ -188,7 +193,8 @@ class WarningCollector(logging.Handler):
 
 
 def peak(run: Run) -> int:
-    """Peak memory of the run in bytes. On Linux it is that of this process: getrusage would include the peak of its parent."""
+    """Peak memory of the run in bytes. On Linux it is that of this process: getrusage would include the peak of its
+    parent."""
     from fastloop.runtime.clock import peak_memory
 
     status = Path("/proc/self/status")
@@ -215,12 +221,15 @@ def make_meter(spec: Spec, warnings: WarningCollector) -> StepMeter:
     return Observer(spec, warnings)
 
 
-def measure(spec: Spec, length: Mapping[str, Any], prepare: Callable[[ResolvedRecipe], None] | None = None) -> dict[str, Any]:
+def measure(
+    spec: Spec, length: Mapping[str, Any], prepare: Callable[[ResolvedRecipe], None] | None = None
+) -> dict[str, Any]:
     """Run one measurement. An error is returned as a result.
 
     Args:
         length: The recipe's own ``epochs`` and ``max_steps``.
-        prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as they are.
+        prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as
+            they are.
     """
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.cli.startup import start_run
@@ -242,7 +251,11 @@ def measure(spec: Spec, length: Mapping[str, Any], prepare: Callable[[ResolvedRe
             summary = execute(run)
         if run.interrupted:
             raise KeyboardInterrupt
-        found = meter.result(run) if not spec.evaluates else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
+        found = (
+            meter.result(run)
+            if not spec.evaluates
+            else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
+        )
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
         if "profile" in found:
             found["profile"]["total_steps"] = found["total_steps"]
@@ -286,8 +299,8 @@ def run_specification(source: Path, target: Path, forked: bool = False) -> None:
     """Read the specification in ``source``, run it, and write the result to ``target``.
 
     Args:
-        forked: Whether a ``ForkServer`` started this process, which therefore cannot restart itself. If environment variables are missing,
-            nothing is measured, and the result has them as ``needs``.
+        forked: Whether a ``ForkServer`` started this process, which therefore cannot restart itself. If environment
+            variables are missing, nothing is measured, and the result has them as ``needs``.
     """
     launch.end_with_launcher()
     given = json.loads(source.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""``fastloop new``. ``new plugin`` creates a package with a plugin, tests, a recipe and all files needed to publish it."""
+"""``fastloop new``. ``new plugin`` creates a package with a plugin, tests, a recipe and all files to publish it."""
 
 from __future__ import annotations
 
@@ -43,10 +43,14 @@ TAKEN = {"Annotated", "Any", "Conformance", "Plugin", "Run", "Tensor"}
 
 @new.command("plugin")
 def plugin(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the plugin in recipes: lower case words, joined by hyphens.")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="Name of the plugin in recipes: lower case words, joined by hyphens.")
+    ],
     folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the package [default: NAME].")] = None,
     license: Annotated[str, typer.Option(metavar="|".join(LICENSES), help="License of the package.")] = "MIT",
-    author: Annotated[str, typer.Option(metavar="TEXT", help="Copyright holder [default: the package's authors].")] = "",
+    author: Annotated[
+        str, typer.Option(metavar="TEXT", help="Copyright holder [default: the package's authors].")
+    ] = "",
 ) -> None:
     """Create a package with a working plugin.
 
@@ -74,26 +78,38 @@ def check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         proposal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")
         hint = f" Did you mean {proposal!r}?" if proposal else ""
-        raise UsageError(f"{name!r} cannot be a plugin's name. Expected lower case words joined by hyphens, such as 'my-plugin'.{hint}")
+        raise UsageError(
+            f"{name!r} cannot be a plugin's name. Expected lower case words joined by hyphens, such as "
+            f"'my-plugin'.{hint}"
+        )
     for key, point in installed().items():
         if key.rpartition(":")[2] == name:
             owner = f"{point.dist.name} {point.dist.version}" if point.dist else point.value
-            raise UsageError(f"{name!r} is the name of a plugin of {owner}: a recipe could not distinguish the two. Choose another name.")
+            raise UsageError(
+                f"{name!r} is the name of a plugin of {owner}: a recipe could not distinguish the two. Choose "
+                "another name."
+            )
     module = name.replace("-", "_")
     spec = None if keyword.iskeyword(module) else importlib.util.find_spec(module)
-    if keyword.iskeyword(module) or (spec is not None and spec.origin is not None):  # no origin: just a folder of this name
-        raise UsageError(f"{name!r} would be the Python module {module!r}, which already exists. Choose another name, such as 'my-{name}'.")
+    # no origin: just a folder of this name
+    if keyword.iskeyword(module) or (spec is not None and spec.origin is not None):
+        raise UsageError(
+            f"{name!r} would be the Python module {module!r}, which already exists. Choose another name, such as "
+            f"'my-{name}'."
+        )
 
 
 def first_unsupported(version: Version) -> str:
     """The first release that may lack names of this one, by docs/stability.md."""
     if version.major:
         return f"{version.major + 1}"
-    return f"0.{version.minor + (1 if version.minor < 2 else 2)}"  # from 0.2 on, a deprecated name works for one more minor version
+    # from 0.2 on, a deprecated name works for one more minor version
+    return f"0.{version.minor + (1 if version.minor < 2 else 2)}"
 
 
 def described(source: str, title: str) -> dict[str, Any]:
-    """``description``, ``numerics`` and ``options`` of the class ``title`` in the text of a plugin's file, for the other files."""
+    """``description``, ``numerics`` and ``options`` of the class ``title`` in the text of a plugin's file, for the
+    other files."""
     from fastloop.options import describe
 
     module = ModuleType("fastloop_tools.new.example")
@@ -126,4 +142,7 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
     environment = templates()
     words |= described(environment.get_template("plugin.py.jinja").render(words), words["title"])
     files = FILES | ({"LICENSE": f"licenses/{LICENSES[license]}"} if LICENSES[license] else {})
-    return {path.format(module=module): environment.get_template(f"{template}.jinja").render(words) for path, template in files.items()}
+    return {
+        path.format(module=module): environment.get_template(f"{template}.jinja").render(words)
+        for path, template in files.items()
+    }

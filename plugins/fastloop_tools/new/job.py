@@ -1,4 +1,4 @@
-"""``fastloop new job``: writes the files that start a recipe with SLURM, Kubernetes or SkyPilot, and resume it after an interruption."""
+"""``fastloop new job``: writes files that start a recipe with SLURM, Kubernetes or SkyPilot, and resume it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ NAME = r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?"
 def job(
     recipe: RecipeName,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script that requeues itself.")] = False,
-    kubernetes: Annotated[bool, typer.Option("--kubernetes", help="Write a TrainJob of Kubeflow Trainer, and a container file.")] = False,
+    kubernetes: Annotated[
+        bool, typer.Option("--kubernetes", help="Write a TrainJob of Kubeflow Trainer, and a container file.")
+    ] = False,
     skypilot: Annotated[bool, typer.Option("--skypilot", help="Write a managed job of SkyPilot.")] = False,
     nnodes: Annotated[int, typer.Option(min=1, metavar="K", help="Machines.")] = 1,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Processes on each machine, one for each GPU.")] = 1,
     cpu: Annotated[bool, typer.Option("--cpu", help="Request no GPUs.")] = False,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the job [default: the recipe's].")] = None,
-    time: Annotated[str, typer.Option(metavar="[D-]HH:MM:SS", help="Time limit of SLURM, after which the job is requeued.")] = "24:00:00",
+    time: Annotated[
+        str, typer.Option(metavar="[D-]HH:MM:SS", help="Time limit of SLURM, after which the job is requeued.")
+    ] = "24:00:00",
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Container image [default: NAME:latest].")] = None,
     gpu: Annotated[str, typer.Option(metavar="TYPE", help="Type of GPU for SkyPilot.")] = "H100",
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the files.")] = Path("job"),
@@ -50,19 +54,34 @@ def job(
     from fastloop.recipe import load_recipe
 
     load_recipe(recipe)
-    chosen = [kind for kind, is_wanted in (("slurm", slurm), ("kubernetes", kubernetes), ("skypilot", skypilot)) if is_wanted]
+    chosen = [
+        kind for kind, is_wanted in (("slurm", slurm), ("kubernetes", kubernetes), ("skypilot", skypilot)) if is_wanted
+    ]
     if not chosen:
         raise UsageError("fastloop new job: expected at least one of --slurm, --kubernetes, --skypilot.")
     if name is None:
         name = re.sub(r"[^a-z0-9]+", "-", Path(recipe).stem.lower())[:40].strip("-0123456789")
     if not re.fullmatch(NAME, name):
-        raise UsageError(f"--name: found {name!r}. Expected at most 40 lower-case letters, digits and hyphens, such as 'my-run'.")
+        raise UsageError(
+            f"--name: found {name!r}. Expected at most 40 lower-case letters, digits and hyphens, such as 'my-run'."
+        )
     if not re.fullmatch(r"(\d+-)?\d{1,3}:[0-5]\d:[0-5]\d", time):
-        raise UsageError(f"--time: found {time!r}. Expected hours, minutes and seconds, such as 04:00:00 or 2-12:00:00.")
+        raise UsageError(
+            f"--time: found {time!r}. Expected hours, minutes and seconds, such as 04:00:00 or 2-12:00:00."
+        )
     image = image or f"{name}:latest"
     if re.search(r"\s", image + gpu):
         raise UsageError("--image and --gpu: expected no spaces.")
-    words = {"recipe": recipe, "nnodes": nnodes, "nproc": nproc, "cpu": cpu, "name": name, "time": time, "image": image, "gpu": gpu}
+    words = {
+        "recipe": recipe,
+        "nnodes": nnodes,
+        "nproc": nproc,
+        "cpu": cpu,
+        "name": name,
+        "time": time,
+        "image": image,
+        "gpu": gpu,
+    }
     write(folder, render(chosen, words))
     typer.echo("\nNext step:")
     for kind in chosen:

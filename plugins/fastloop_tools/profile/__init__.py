@@ -1,4 +1,4 @@
-"""Find the bottlenecks of a run: ``observe`` profiles a few steps, ``suggestions`` collects plugins' estimates of their speedup.
+"""Find the bottlenecks of a run: ``observe`` profiles a few steps, ``suggestions`` collects plugins' speedup estimates.
 
 This file imports nothing: ``fastloop.plugin`` refers to ``StepProfile`` and ``SpeedupEstimate``, and must import fast.
 """

@@ -37,8 +37,8 @@ def profile(
 ) -> None:
     """Show where the time of a step goes, and what would save it.
 
-    Suggestions are edits of the recipe. The run is short: a warm-up, steps that are timed alone, and a few under torch's profiler. It keeps
-    only the figures and a trace (ui.perfetto.dev).
+    Suggestions are edits of the recipe. The run is short: a warm-up, steps that are timed alone, and a few under
+    torch's profiler. It keeps only the figures and a trace (ui.perfetto.dev).
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
@@ -55,7 +55,13 @@ def profile(
     plugins = {"--with": ",".join(names(with_)), "--without": ",".join(names(without))}
     given = [recipe, *(overrides or ()), *_options(plugins)]
     if nproc is not None:
-        windows = {"--steps": steps, "--seconds": seconds, "--warmup": warmup, "--profile-steps": profile_steps, "--output": output}
+        windows = {
+            "--steps": steps,
+            "--seconds": seconds,
+            "--warmup": warmup,
+            "--profile-steps": profile_steps,
+            "--output": output,
+        }
         if code := launch.launch(["profile", *given, *_options(windows)], nproc, 1, 0, None, folder):
             raise typer.Exit(code)
         return
@@ -89,7 +95,9 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
 
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
-    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(("log", "progress", "speed-check"), False) | without_publishers(recipe))
+    tree["plugins"] = recipe.listed(
+        recipe.plugins | dict.fromkeys(("log", "progress", "speed-check"), False) | without_publishers(recipe)
+    )
     trace = folder / f"rank{ranks.rank()}.trace.json"
     observer = Observer(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
     with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
@@ -106,7 +114,11 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     found, refused = suggest(profile, recipe, never)
     text = page.markdown(profile, found, refused, recipe.source.stem if recipe.source else "recipe")
     write(folder / "profile.md", text)
-    write(folder / "profile.json", json.dumps(secrets.hidden(page.record(profile, found, refused)), indent=1) + "\n", hidden=True)
+    write(
+        folder / "profile.json",
+        json.dumps(secrets.hidden(page.record(profile, found, refused)), indent=1) + "\n",
+        hidden=True,
+    )
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
     return bool(found)

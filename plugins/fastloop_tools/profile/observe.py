@@ -101,13 +101,17 @@ class Observer(StepMeter):
         if run.device.type == "cuda":
             kinds.append(torch.profiler.ProfilerActivity.CUDA)
         self.begun, self.last = True, run.state.step + self.spec.profile_steps
-        self.profiler: Any = torch.profiler.profile(activities=kinds, record_shapes=True, with_flops=True, acc_events=True)
+        self.profiler: Any = torch.profiler.profile(
+            activities=kinds, record_shapes=True, with_flops=True, acc_events=True
+        )
         self.recording.enter_context(hook_regions(run.plugins))
         self.recording.enter_context(self.profiler)
 
     def result(self, run: Run) -> dict[str, Any]:
         if self.profile is None:
-            raise UsageError(f"training ended after {run.state.step} steps: too few to profile. Lower the warm-up or the steps.")
+            raise UsageError(
+                f"training ended after {run.state.step} steps: too few to profile. Lower the warm-up or the steps."
+            )
         return self.timed | {"profile": self.profile.to_dict()}
 
     def _export(self, device: torch.device) -> DeviceTimeline | None:
@@ -128,18 +132,23 @@ class Observer(StepMeter):
             return  # training was too short; ``result`` raises the error
         timeline = self._export(run.device)
         profiled, regions, hooks = spans(self.profiler.events(), self.spec.profile_steps)
-        step_seconds, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)  # a profiler stretches all regions but data
+        # a profiler stretches all regions but data
+        step_seconds, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)
         rest = min(1.0, max(0.0, (step_seconds - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
         regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
         drift = step_seconds / sum(regions.values())
         regions = {name: value * drift for name, value in regions.items()}
-        averages = [event for event in self.profiler.key_averages() if "::" in event.key and event.device_type == DeviceType.CPU]
+        averages = [
+            event for event in self.profiler.key_averages() if "::" in event.key and event.device_type == DeviceType.CPU
+        ]
         if timeline is not None:
             window = step_seconds * self.spec.profile_steps
             regions = {name: value / self.spec.profile_steps for name, value in timeline.regions(window).items()}
             operations = {name: value / self.spec.profile_steps for name, value in timeline.operations.items()}
         else:
-            operations = {event.key: 1e-6 * event.self_cpu_time_total / self.spec.profile_steps * rest for event in averages}
+            operations = {
+                event.key: 1e-6 * event.self_cpu_time_total / self.spec.profile_steps * rest for event in averages
+            }
         ranks = run.processes.all_gather_object(regions)
         self.profile = StepProfile(
             device=run.device.type,
@@ -204,7 +213,11 @@ def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], d
     total = max(end for _, end, _ in named) - min(start for start, _, _ in named)
     own[OTHER] = total - covered
     scale = 1e-6 / steps
-    return total * scale, {name: value * scale for name, value in own.items()}, {name: value * scale for name, value in hooks.items()}
+    return (
+        total * scale,
+        {name: value * scale for name, value in own.items()},
+        {name: value * scale for name, value in hooks.items()},
+    )
 
 
 def depth(model: nn.Module) -> int:

@@ -27,7 +27,12 @@ def milliseconds(seconds: float) -> str:
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
     """A markdown table whose first column is text."""
-    return [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1), *(f"| {' | '.join(row)} |" for row in rows), ""]
+    return [
+        f"| {' | '.join(head)} |",
+        "|---|" + "---:|" * (len(head) - 1),
+        *(f"| {' | '.join(row)} |" for row in rows),
+        "",
+    ]
 
 
 def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
@@ -36,7 +41,9 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
     rate = f"{profile.samples / profile.seconds:,.1f} samples/s"
     if profile.tokens:
         rate += f", {profile.tokens / profile.seconds:,.0f} real tokens/s"
-    where = f"{profile.device}, {profile.precision}" + (f", {profile.world_size} processes" if profile.world_size > 1 else "")
+    where = f"{profile.device}, {profile.precision}" + (
+        f", {profile.world_size} processes" if profile.world_size > 1 else ""
+    )
     lines += [f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {profile.steps} steps).", ""]
     lines += table(
         ["region", "a step", "share"],
@@ -45,7 +52,10 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
     if profile.hooks:
         lines += table(
             ["hook", "a step", "share"],
-            [[key, milliseconds(value), f"{value / profile.seconds:.1%}"] for key, value in ranked(profile.hooks)[:HOOKS]],
+            [
+                [key, milliseconds(value), f"{value / profile.seconds:.1%}"]
+                for key, value in ranked(profile.hooks)[:HOOKS]
+            ],
         )
     lines += [f"- {line}" for line in facts(profile)] + [""]
     lines += ["## Operations", ""]
@@ -83,18 +93,26 @@ def facts(profile: StepProfile) -> list[str]:
         reached = profile.flops / profile.seconds
         share = reached / (profile.peaks.get(profile.precision) or max(profile.peaks.values()))
         peaks = ", ".join(f"{value / 1e9:,.0f} in {dtype}" for dtype, value in profile.peaks.items())
-        lines.append(f"matrix products: {reached / 1e9:,.0f} GFLOP/s over the step, {share:.0%} of what this device reaches ({peaks})")
+        lines.append(
+            f"matrix products: {reached / 1e9:,.0f} GFLOP/s over the step, {share:.0%} of what this device reaches "
+            f"({peaks})"
+        )
     if profile.idle is not None:
         lines.append(f"the device was idle for {profile.idle:.0%} of the time")
         if (share := profile.region(LAUNCH) / profile.seconds) > LAUNCH_SHARE:
-            lines.append(f"the device waits {share:.0%} of a step for the host to launch kernels: compile or larger micro-batches help")
+            lines.append(
+                f"the device waits {share:.0%} of a step for the host to launch kernels: compile or larger "
+                "micro-batches help"
+            )
     if profile.page_faults:
         cost = profile.page_faults * profile.fault_seconds
         lines.append(f"allocator: {profile.page_faults:,.0f} page faults in a step, about {milliseconds(cost)}")
     if len(profile.reserved) > 1:
         least, most = min(profile.reserved), max(profile.reserved)
         shape = "flat" if most <= FLAT * least else "a sawtooth"
-        lines.append(f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; {profile.retries} retries")
+        lines.append(
+            f"allocator: {shape}, {least / 2**20:,.0f} to {most / 2**20:,.0f} MiB reserved; {profile.retries} retries"
+        )
     for cut in profile.graph_breaks:
         lines.append(f"{cut['count']} graph breaks at {cut['where']}: {cut['reason']}")
     for again in profile.recompiles:
@@ -106,7 +124,8 @@ def facts(profile: StepProfile) -> list[str]:
             others = {key: min(rank.get(key, 0.0) for rank in profile.ranks) for key in ("data", "loss")}
             part = max(others, key=lambda key: profile.ranks[slow].get(key, 0.0) - others[key])
             lines.append(
-                f"process {slow} lags: {milliseconds(own[slow])} of its own work a step, the fastest {milliseconds(min(own))}: its {part}"
+                f"process {slow} lags: {milliseconds(own[slow])} of its own work a step, the fastest "
+                f"{milliseconds(min(own))}: its {part}"
             )
     return lines
 

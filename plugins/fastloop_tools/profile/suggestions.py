@@ -40,14 +40,18 @@ class Suggestion:
     numerics: str = "bitwise"
 
 
-def suggest(profile: StepProfile, recipe: Recipe, never: Collection[str] = ()) -> tuple[list[Suggestion], dict[str, str]]:
+def suggest(
+    profile: StepProfile, recipe: Recipe, never: Collection[str] = ()
+) -> tuple[list[Suggestion], dict[str, str]]:
     """The edits worth trying, largest estimate first; and plugins that would be faster but cannot run -> why.
 
     Args:
         never: Plugins not to suggest. Plugins that are false in the recipe may be suggested.
     """
     found, refused = [], {}
-    on = dataclasses.replace(recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False})
+    on = dataclasses.replace(
+        recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False}
+    )
     for cls in candidates(on):
         estimate = cls.estimate_speedup(profile, on) if cls.name not in never else None
         if estimate is None or estimate.seconds < WORTH * profile.seconds:
@@ -55,7 +59,8 @@ def suggest(profile: StepProfile, recipe: Recipe, never: Collection[str] = ()) -
         pays = break_even(estimate.once, estimate.seconds)
         if pays is not None and profile.total_steps is not None and pays >= profile.total_steps:
             refused[cls.name] = (
-                f"it costs about {estimate.once:.0f} s once, and the recipe has too few steps ({profile.total_steps}) to save them."
+                f"it costs about {estimate.once:.0f} s once, and the recipe has too few steps ({profile.total_steps}) "
+                "to save them."
             )
             continue
         try:

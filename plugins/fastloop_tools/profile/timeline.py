@@ -1,10 +1,11 @@
 """Reads the kernels of an accelerator from a trace that torch's profiler exported.
 
-Kernels run after the host launched them, so the duration of a host region says nothing about them. The trace connects both:
+Kernels run after the host launched them, so the duration of a host region says nothing about them. The trace connects
+both:
 
     kernel        category ``kernel``, ``gpu_memcpy`` or ``gpu_memset``; ``args.correlation`` names the launch,
                   ``args["External id"]`` the operation
-    launch        category ``cuda_runtime`` or ``cuda_driver``, with the same ``args.correlation``; its time lies in a region
+    launch        category ``cuda_runtime`` or ``cuda_driver``, with the same ``args.correlation``; lies in a region
     operation     category ``cpu_op``, with the same ``args["External id"]``
     region        category ``user_annotation``, named ``fastloop/...``
 
@@ -28,7 +29,8 @@ from fastloop.runtime.regions import PREFIX
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 LAUNCH = "launch"
-"""Region of the time in which the device is idle while the host launches kernels too slowly, and does not wait for data."""
+"""Region of the time in which the device is idle while the host launches kernels too slowly, and does not wait for
+data."""
 
 Span = tuple[float, float, str]
 """Start and end in microseconds, and a name."""
@@ -40,9 +42,10 @@ class DeviceTimeline:
 
     Attributes:
         seconds: From the first region's start to the end of the last region or kernel.
-        busy: Region of the loop -> seconds in which the device ran kernels that the region launched. Where kernels overlap,
-            the one that started first counts.
-        idle: Region of the loop in which the host was -> seconds in which the device ran nothing; ``other`` outside of all regions.
+        busy: Region of the loop -> seconds in which the device ran kernels that the region launched. Where kernels
+            overlap, the one that started first counts.
+        idle: Region of the loop in which the host was -> seconds in which the device ran nothing; ``other`` outside of
+            all regions.
         operations: Operation -> seconds of its kernels. A kernel without an operation counts under its own name.
         counts: Operation -> kernels.
     """
@@ -61,8 +64,8 @@ class DeviceTimeline:
     def regions(self, seconds: float) -> dict[str, float]:
         """Split ``seconds``, measured without a profiler, into regions.
 
-        A profiler slows the host but not the kernels. Busy time therefore stays the same, and idle time gets the rest. Idle time counts as
-        ``data`` while the host waits for a batch, and as ``launch`` otherwise.
+        A profiler slows the host but not the kernels. Busy time therefore stays the same, and idle time gets the rest.
+        Idle time counts as ``data`` while the host waits for a batch, and as ``launch`` otherwise.
         """
         busy, idle = sum(self.busy.values()), sum(self.idle.values())
         scale = min(1.0, seconds / busy) if busy else 1.0
@@ -89,7 +92,11 @@ def build_timeline(events: Sequence[Mapping[str, Any]]) -> DeviceTimeline:
     """Connect the kernels of a trace with the regions and operations that launched them."""
     complete = [event for event in events if event.get("ph") == "X"]
     regions = host_regions(complete)
-    launched = {event["args"]["correlation"]: event["ts"] for event in complete if event.get("cat") in LAUNCHES and "args" in event}
+    launched = {
+        event["args"]["correlation"]: event["ts"]
+        for event in complete
+        if event.get("cat") in LAUNCHES and "args" in event
+    }
     operations = {event["args"].get("External id"): event["name"] for event in complete if event.get("cat") == "cpu_op"}
     kernels = sorted((event for event in complete if event.get("cat") in KERNELS), key=lambda event: event["ts"])
     busy: dict[str, float] = defaultdict(float)
@@ -112,11 +119,13 @@ def build_timeline(events: Sequence[Mapping[str, Any]]) -> DeviceTimeline:
 
 
 def host_regions(events: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """The loop's regions on the host as spans that do not overlap: an inner region interrupts the outer one. Sorted by time."""
+    """The loop's regions on the host as spans that do not overlap: an inner region interrupts the outer one. Sorted by
+    time."""
     spans = sorted(
         (event["ts"], -event["dur"], event["name"].removeprefix(PREFIX))
         for event in events
-        if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX) and "." not in event["name"]  # hooks have a dot
+        # hooks have a dot
+        if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX) and "." not in event["name"]
     )
     flat: list[Span] = []
     stack: list[tuple[float, str]] = []  # end and name of the open regions

@@ -1,4 +1,6 @@
-"""Charts as inline SVG without scripts. They work on paper, in dark mode and in screen readers (each chart has a table of its values)."""
+"""Charts as inline SVG without scripts.
+
+They work on paper, in dark mode and in screen readers (each chart has a table of its values)."""
 
 from __future__ import annotations
 
@@ -93,7 +95,11 @@ class Panel:
 
 
 def line_chart(
-    title: str, series: Mapping[str, tuple[int, Series]], unit: str = "", limits: Limits | None = None, size: Size = FULL
+    title: str,
+    series: Mapping[str, tuple[int, Series]],
+    unit: str = "",
+    limits: Limits | None = None,
+    size: Size = FULL,
 ) -> Chart | None:
     """A chart of values over steps; None if there is no finite value.
 
@@ -120,7 +126,8 @@ def line_chart(
 
 
 def panel(title: str, series: Mapping[str, Series], unit: str = "", first: bool = True) -> Panel | None:
-    """A small chart for each run, with common axes; None if no run has a line of two points or there is no finite value."""
+    """A small chart for each run, with common axes; None if no run has a line of two points or there is no finite
+    value."""
     limits = find_limits(series.values())
     if limits is None or all(len(line.points) < 2 for line in series.values()):
         return None

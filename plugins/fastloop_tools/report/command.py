@@ -11,16 +11,25 @@ from fastloop.cli.arguments import output_file
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="RUN", help="Output folders of train, sweep, bench or profile.")],
-    output: Annotated[Path | None, output_file("--output", "The HTML file to write [default: report.html].", Path)] = None,
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN", help="Output folders of train, sweep, bench or profile.")
+    ],
+    output: Annotated[
+        Path | None, output_file("--output", "The HTML file to write [default: report.html].", Path)
+    ] = None,
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the page.")] = "",
-    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on this machine until Ctrl-C, and write no file.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, metavar="PORT", help="The port for --watch; 0: a free one.")] = 0,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Serve the page on this machine until Ctrl-C, and write no file.")
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="PORT", help="The port for --watch; 0: a free one.")
+    ] = 0,
 ) -> None:
     """Write an HTML page about runs.
 
-    It shows curves, metrics, differences of recipes and environments, sweeps, evaluations, ablations, and the time spent in each part of
-    a step. The page is self-contained: it needs no network and no scripts. With --watch, the page follows runs that still train.
+    It shows curves, metrics, differences of recipes and environments, sweeps, evaluations, ablations, and the time
+    spent in each part of a step. The page is self-contained: it needs no network and no scripts. With --watch, the page
+    follows runs that still train.
     """
     from fastloop.errors import UsageError
     from fastloop.runtime.files import check_links, write

@@ -8,7 +8,13 @@ from typing import Any
 
 Rows = list[tuple[str, list[str]]]
 """Key -> the value of each run."""
-ENVIRONMENT = {"device": "device", "world_size": "processes", "plugins": "plugins", "disabled": "disabled plugins", "versions": "versions"}
+ENVIRONMENT = {
+    "device": "device",
+    "world_size": "processes",
+    "plugins": "plugins",
+    "disabled": "disabled plugins",
+    "versions": "versions",
+}
 """Keys of a summary that describe where and with what a run ran -> their names on the page."""
 
 
@@ -49,10 +55,18 @@ def flat(values: Any, where: str = "") -> dict[str, str]:
             found |= flat(value, f"{where}.{key}" if where else str(key))
         return found or ({where: "{}"} if where else {})
     if where == "plugins" and isinstance(values, list):
-        named = {name: options for entry in values for name, options in (entry.items() if isinstance(entry, Mapping) else [(entry, {})])}
+        named = {
+            name: options
+            for entry in values
+            for name, options in (entry.items() if isinstance(entry, Mapping) else [(entry, {})])
+        }
         return {f"plugins.{name}": "off" if options is False else _options(options) for name, options in named.items()}
     return {where: json.dumps(values) if isinstance(values, list) else str(values)}
 
 
 def _options(options: Any) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in options.items()) if isinstance(options, Mapping) and options else "on"
+    return (
+        ", ".join(f"{key}: {value}" for key, value in options.items())
+        if isinstance(options, Mapping) and options
+        else "on"
+    )

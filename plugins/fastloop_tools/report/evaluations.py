@@ -1,4 +1,4 @@
-"""Evaluations on the page: metrics, the confusion matrix, the metrics of each class, and the samples that the model got most wrong."""
+"""Evaluations on the page: metrics in all and by class, the confusion matrix, and samples with the worst results."""
 
 from __future__ import annotations
 
@@ -54,10 +54,15 @@ def _tables(found: Evaluation) -> list[tuple[str, str, Table]]:
     tables = []
     if found.classes:
         rows = [
-            (row.name, [Cell(f"{value:.4f}") for value in (row.precision, row.recall, row.f1)] + [Cell(f"{row.samples:,}")])
+            (
+                row.name,
+                [Cell(f"{value:.4f}") for value in (row.precision, row.recall, row.f1)] + [Cell(f"{row.samples:,}")],
+            )
             for row in found.classes
         ]
-        tables.append(("Classes", "classes", Table("class", ["precision", "recall", "f1", "samples"], rows, numbers=True)))
+        tables.append(
+            ("Classes", "classes", Table("class", ["precision", "recall", "f1", "samples"], rows, numbers=True))
+        )
     if len(found.classes) > MOST_CLASSES:
         counts = [
             (count, target, prediction)

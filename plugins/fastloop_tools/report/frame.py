@@ -64,7 +64,9 @@ class Frame:
         """A point in units of the picture."""
         (left, right, low, high), size = self.limits, self.size
         across = self.left + (x - left) / (right - left) * (size.width - self.left - size.right)
-        return round(across, 1), round(size.height - size.bottom - (y - low) / (high - low) * (size.height - size.top - size.bottom), 1)
+        return round(across, 1), round(
+            size.height - size.bottom - (y - low) / (high - low) * (size.height - size.top - size.bottom), 1
+        )
 
     def vertical(self) -> list[Tick]:
         """The ticks of the vertical axis."""

@@ -13,7 +13,8 @@ from fastloop_tools.report.series import Points, Series
 LINES = 10_000
 """Lines that are read at once."""
 TAIL = 4096
-"""Bytes before the end of what was read. If they have changed, the run has begun or resumed again, and the file is read from its start."""
+"""Bytes before the end of what was read. If they have changed, the run has begun or resumed again, and the file is read
+from its start."""
 
 
 class Metrics:
@@ -61,11 +62,17 @@ class Metrics:
                     break
                 number = self._number + index + 1
                 self._begin()
-                raise UsageError(f"{self.path}, line {number}: expected one JSON object with a step, and numbers.") from None
+                raise UsageError(
+                    f"{self.path}, line {number}: expected one JSON object with a step, and numbers."
+                ) from None
             for key, value in values:
                 points.setdefault(f"{split} {key}" if split else key, []).append((step, value))
         for key, added in points.items():
             self.lines.setdefault(key, Series()).extend(added)
         data = b"".join(lines)
-        self._offset, self._number, self._tail = self._offset + len(data), self._number + len(lines), (self._tail + data)[-TAIL:]
+        self._offset, self._number, self._tail = (
+            self._offset + len(data),
+            self._number + len(lines),
+            (self._tail + data)[-TAIL:],
+        )
         return data.endswith(b"\n") and len(lines) == LINES

@@ -50,7 +50,8 @@ def tick_labels(values: Sequence[float]) -> list[str]:
         return [number(value) for value in values]
     size, step = max(map(abs, values)), values[1] - values[0]
     unit, suffix = next(
-        ((unit, text) for unit, text, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)) if size >= least), (1, "")
+        ((unit, text) for unit, text, least in ((1e9, "G", 1e9), (1e6, "M", 1e6), (1e3, "k", 1e4)) if size >= least),
+        (1, ""),
     )
     if size < 1e-3:
         power = math.floor(math.log10(size))

@@ -30,7 +30,8 @@ TITLES = {
     "grad_norm": ("Gradient norm", "2-norm", 1.0),
     "memory_bytes": ("Memory", "MiB", 2.0**-20),
 }
-"""Titles, units and factors of values of the core, in the order of their charts. Metrics follow the loss. Other values come last."""
+"""Titles, units and factors of values of the core, in the order of their charts. Metrics follow the loss. Other values
+come last."""
 ASIDE = ("epoch",)
 LOWER = ("loss", "perplexity", "error", "mse", "mae")
 """Parts of names of metrics that improve when they fall."""
@@ -94,7 +95,8 @@ def _facts(run: Trained) -> dict[str, Any]:
     return {
         "name": run.name,
         "folder": str(run.folder),
-        "status": (summary.get("status") or "not finished") + (f": {summary['reason']}" if summary.get("reason") else ""),
+        "status": (summary.get("status") or "not finished")
+        + (f": {summary['reason']}" if summary.get("reason") else ""),
         "device": " x ".join(str(part) for part in (summary.get("world_size"), summary.get("device")) if part),
         "steps": number(summary["steps"]) if summary.get("steps") is not None else "",
         "speed": number(summary["samples_per_second"]) if summary.get("samples_per_second") else "",
@@ -114,14 +116,19 @@ def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:
             ("Where the recipes differ", "differences", differences([run.recipe for run in runs])),
             ("Where the environments differ", "environments", environment([run.summary or {} for run in runs])),
         ):
-            tables.append((heading, id, Table("key", names, [(key, [Cell(value) for value in values]) for key, values in rows])))
+            tables.append(
+                (heading, id, Table("key", names, [(key, [Cell(value) for value in values]) for key, values in rows]))
+            )
     return [(heading, id, table.transposed("run") if many else table) for heading, id, table in tables if table.rows]
 
 
 def _metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
     """Final metrics: name -> the value of each run, and whether it is the best one."""
     names = dict.fromkeys(
-        (split, name) for run in runs for split in ("validation", "test") for name in ((run.summary or {}).get(split) or {})
+        (split, name)
+        for run in runs
+        for split in ("validation", "test")
+        for name in ((run.summary or {}).get(split) or {})
     )
     rows = []
     for split, name in names:
@@ -137,7 +144,10 @@ def _metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
 def charts(runs: list[Trained]) -> list[Chart | Panel]:
     """The curves of each value that any run has: loss, metrics, learning rate, throughput, then all others."""
     keys = dict.fromkeys(
-        key for run in runs for key, series in run.lines.items() if key.rpartition(" ")[2] not in ASIDE and (series.least or series.most)
+        key
+        for run in runs
+        for key, series in run.lines.items()
+        if key.rpartition(" ")[2] not in ASIDE and (series.least or series.most)
     )
     core = [key for key in TITLES if key in keys]
     metrics = [key for key in keys if key.startswith("validation ")]
@@ -150,5 +160,10 @@ def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
     title, unit, factor = TITLES.get(key, (key, key.removeprefix("validation "), 1.0))
     series = {run.name: run.lines.get(key, Series()).scaled(factor) for run in runs}
     if len(runs) > MANY:
-        return panel(title, {name: line for name, line in series.items() if line}, unit, key == "loss" or key.startswith("validation "))
+        return panel(
+            title,
+            {name: line for name, line in series.items() if line},
+            unit,
+            key == "loss" or key.startswith("validation "),
+        )
     return line_chart(title, {name: (index, line) for index, (name, line) in enumerate(series.items())}, unit)

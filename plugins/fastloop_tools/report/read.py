@@ -1,4 +1,6 @@
-"""Reads the output of ``train``, ``evaluate``, ``sweep``, ``bench`` and ``profile``. Skips missing files; an error names a broken one."""
+"""Reads the output of ``train``, ``evaluate``, ``sweep``, ``bench`` and ``profile``.
+
+Skips missing files; an error names a broken one."""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Trained:
 
     Attributes:
         name: A short name, unique on the page.
-        lines: Value -> its series, by the names in ``metrics.jsonl``: ``loss``, ``samples_per_second``, ..., ``validation accuracy``.
+        lines: Value -> its series, by the names in ``metrics.jsonl``: ``loss``, ``samples_per_second``, ...,
+            ``validation accuracy``.
     """
 
     folder: Path
@@ -80,7 +83,9 @@ def read(folders: Iterable[Path], logs: dict[Path, Metrics] | None = None) -> Fo
             _check(Found(profiles=found.profiles[-1:]), folder / "profile.json")
         else:
             what = "contains no run, sweep, ablation or profile" if folder.is_dir() else "no such folder"
-            raise UsageError(f"{folder}: {what}. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`.")
+            raise UsageError(
+                f"{folder}: {what}. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`."
+            )
     return found
 
 
@@ -98,12 +103,22 @@ def _check(part: Found, path: Path) -> None:
         render(part, "")
     except (*MALFORMED, TemplateError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error!s:.200}"
-        raise UsageError(f"{path}: expected the results that fastloop writes ({reason}). Repeat the command, or remove the file.") from None
+        raise UsageError(
+            f"{path}: expected the results that fastloop writes ({reason}). Repeat the command, or remove the file."
+        ) from None
 
 
 def files(folders: Iterable[Path]) -> Iterator[Path]:
     """The files that ``read`` reads, and those of the sweeps' runs."""
-    names = ("recipe.yaml", "metrics.jsonl", "summary.json", "sweep.json", "bench.json", "profile.json", f"{EVALUATIONS}/*.json")
+    names = (
+        "recipe.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "sweep.json",
+        "bench.json",
+        "profile.json",
+        f"{EVALUATIONS}/*.json",
+    )
     for folder in folders:
         for name in names:
             yield from folder.glob(name)
@@ -112,7 +127,9 @@ def files(folders: Iterable[Path]) -> Iterator[Path]:
 
 def _is_run(folder: Path) -> bool:
     """Whether a folder is that of a run which has logged or ended."""
-    return (folder / "recipe.yaml").is_file() and ((folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file())
+    return (folder / "recipe.yaml").is_file() and (
+        (folder / "metrics.jsonl").is_file() or (folder / "summary.json").is_file()
+    )
 
 
 def _run(folder: Path, name: str, logs: dict[Path, Metrics]) -> Trained:

@@ -76,7 +76,9 @@ def read_evaluation(path: Path) -> Evaluation:
     record = read_json(path)
     try:
         classes = [
-            Class(str(row["name"]), float(row["precision"]), float(row["recall"]), float(row["f1"]), int(row["samples"]))
+            Class(
+                str(row["name"]), float(row["precision"]), float(row["recall"]), float(row["f1"]), int(row["samples"])
+            )
             for row in record["classes"]
         ]
         worst = [
@@ -102,7 +104,9 @@ def read_evaluation(path: Path) -> Evaluation:
     except MALFORMED:
         found = None
     if found is None or {len(found.confusion), *map(len, found.confusion)} - {len(found.classes)}:
-        raise UsageError(f"{path}: expected the results that `fastloop evaluate` writes. Evaluate the run again, or remove the file.")
+        raise UsageError(
+            f"{path}: expected the results that `fastloop evaluate` writes. Evaluate the run again, or remove the file."
+        )
     return found
 
 
@@ -115,16 +119,25 @@ def check_sweep(sweep: Mapping[str, Any], path: Path) -> None:
     try:
         numbers = [point[key] for point in sweep["points"] for key in ("mean", "deviation") if point[key] is not None]
         numbers += [
-            value for point in sweep["points"] if point["difference"] for value in point["difference"].values() if value is not None
+            value
+            for point in sweep["points"]
+            if point["difference"]
+            for value in point["difference"].values()
+            if value is not None
         ]
         numbers += [value for run in sweep["runs"] for value in (run["metrics"] or {}).values()]
-        texts = [sweep["monitor"], *(point["point"] for point in sweep["points"]), *(run["name"] for run in sweep["runs"])]
+        texts = [
+            sweep["monitor"],
+            *(point["point"] for point in sweep["points"]),
+            *(run["name"] for run in sweep["runs"]),
+        ]
         texts += [value for run in sweep["runs"] for value in run["values"].values()]
         if (
             all(map(is_number, numbers))
             and all(isinstance(text, str) for text in texts)
             and all(run["values"].keys() == sweep["runs"][0]["values"].keys() for run in sweep["runs"])
-            and all(Path(run["name"]).name == run["name"] not in ("", "..") for run in sweep["runs"])  # folders of the sweep
+            # folders of the sweep
+            and all(Path(run["name"]).name == run["name"] not in ("", "..") for run in sweep["runs"])
             and all(isinstance(point["runs"], list) and isinstance(point["finished"], int) for point in sweep["points"])
         ):
             return
@@ -139,10 +152,14 @@ def check_summary(summary: Mapping[str, Any], path: Path) -> None:
     Raises:
         UsageError: One has another type.
     """
-    numbers = {key: value for split in ("validation", "test") for key, value in _mapping(summary.get(split), path).items()}
+    numbers = {
+        key: value for split in ("validation", "test") for key, value in _mapping(summary.get(split), path).items()
+    }
     numbers |= {key: summary.get(key) for key in NUMBERS}
     wrong = [
-        f"{key}: found {value!r:.60}, expected a number" for key, value in numbers.items() if value is not None and not is_number(value)
+        f"{key}: found {value!r:.60}, expected a number"
+        for key, value in numbers.items()
+        if value is not None and not is_number(value)
     ]
     if not isinstance(summary.get("plugins") or [], list):
         wrong.append("plugins: expected a list")

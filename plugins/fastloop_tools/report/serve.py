@@ -1,7 +1,7 @@
 """``fastloop report --watch``: serves the page to this machine only, and renders it again when a file has changed.
 
-``GET /TOKEN/`` is the page, ``GET /TOKEN/version`` a text that changes with the files. The page's script asks for it every second. Only the
-user who started the command knows the token: other users of this machine reach the port, too.
+``GET /TOKEN/`` is the page, ``GET /TOKEN/version`` a text that changes with the files. The page's script asks for it
+every second. Only the user who started the command knows the token: other users of this machine reach the port, too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from fastloop_tools.report.read import Found, files, read
 
 HOST = "127.0.0.1"
 LOCAL = (HOST, "localhost")
-"""Host names that a request may use. A web site cannot read the page through a name of its own that leads to this machine."""
+"""Host names that a request may use. A web site cannot read the page through a name of its own that leads to this
+machine."""
 CONNECTIONS = 32
 """Most connections at a time. Another one closes the oldest."""
 
@@ -120,7 +121,9 @@ class Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             super().__init__((HOST, port), Handler)
         except OSError as error:
             reason = "another program uses it" if error.errno == errno.EADDRINUSE else str(error)
-            raise UsageError(f"--port {port}: {reason}. Name another port, or leave --port out for a free one.") from None
+            raise UsageError(
+                f"--port {port}: {reason}. Name another port, or leave --port out for a free one."
+            ) from None
         self.address = f"http://{HOST}:{self.server_address[1]}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -155,7 +158,11 @@ def serve(folders: Sequence[Path], title: str, port: int, started: Callable[[str
     """
     for folder in folders:
         if not folder.is_dir():
-            raise UsageError(f"{folder}: no such folder. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`.")
-    with Server(LivePage(folders, title), port) as server, contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the server
+            raise UsageError(
+                f"{folder}: no such folder. Expected an output folder of `fastloop train`, `sweep`, `bench` or "
+                "`profile`."
+            )
+    # Ctrl-C ends the server
+    with Server(LivePage(folders, title), port) as server, contextlib.suppress(KeyboardInterrupt):
         started(server.address)
         server.serve_forever()

@@ -21,7 +21,8 @@ Results = dict[str, dict[str, list[tuple[float, str]]]]
 
 
 def plots(record: Mapping[str, Any]) -> list[Chart]:
-    """A plot for each key that varies. Each run is a point; means over runs have their standard deviation as a whisker."""
+    """A plot for each key that varies. Each run is a point; means over runs have their standard deviation as a
+    whisker."""
     keys = list(record["runs"][0]["values"]) if record["runs"] else []
     found = [_plot(record, key, _results(record, key)) for key in keys]
     return [chart for chart in found if chart is not None]
@@ -54,7 +55,9 @@ def _plot(record: Mapping[str, Any], key: str, found: Results) -> Chart | None:
     groups = [[value for value, _ in results] for columns in found.values() for results in columns.values()]
     edges = [fmean(group) + sign * _deviation(group) for group in groups for sign in (-1, 1)]
     margin = (max(places.values()) - min(places.values())) * 0.08 or 1
-    frame = Frame(Limits(min(places.values()) - margin, max(places.values()) + margin, *value_range(values + edges)), FULL)
+    frame = Frame(
+        Limits(min(places.values()) - margin, max(places.values()) + margin, *value_range(values + edges)), FULL
+    )
     lines, rows = list[Line](), list[tuple[str, ...]]()
     for index, (name, columns) in enumerate(found.items()):
         shift = (index - (len(found) - 1) / 2) * DODGE
@@ -65,7 +68,9 @@ def _plot(record: Mapping[str, Any], key: str, found: Results) -> Chart | None:
                 x, y = frame.place(places[text], value)
                 line.dots.append((round(x + shift, 1), y, f"{run}: {number(value)}"))
             mean, deviation = fmean(group), _deviation(group)
-            (x, y), top, end = (frame.place(places[text], value) for value in (mean, mean + deviation, mean - deviation))
+            (x, y), top, end = (
+                frame.place(places[text], value) for value in (mean, mean + deviation, mean - deviation)
+            )
             spread = number(deviation) if len(group) > 1 else ""
             label = f"{key}={text}: mean {number(mean)}" + (f", deviation {spread}" if spread else "")
             line.means.append(Mean(round(x + shift, 1), y, top[1], end[1], label))
@@ -75,7 +80,9 @@ def _plot(record: Mapping[str, Any], key: str, found: Results) -> Chart | None:
     ordered = sorted(order, key=lambda text: places[text])
     xs = frame.horizontal([places[text] for text in ordered], [shortened(text) for text in ordered])
     heads = (key.rpartition(".")[2], "runs", "mean", "deviation")
-    return Chart(f"{record['monitor']} by {key}", record["monitor"], across, lines, xs, frame.vertical(), heads, rows, frame.left)
+    return Chart(
+        f"{record['monitor']} by {key}", record["monitor"], across, lines, xs, frame.vertical(), heads, rows, frame.left
+    )
 
 
 def _deviation(group: Sequence[float]) -> float:
@@ -83,8 +90,8 @@ def _deviation(group: Sequence[float]) -> float:
 
 
 def axis(texts: Sequence[str], key: str) -> tuple[dict[str, float], str]:
-    """The place of each value, and the name of the axis. Numbers are in order, on a logarithmic axis if they span a factor of 10 or more.
-    Other values are evenly spaced."""
+    """The place of each value, and the name of the axis. Numbers are in order, on a logarithmic axis if they span a
+    factor of 10 or more. Other values are evenly spaced."""
     try:
         numbers = {text: float(text) for text in texts}
     except ValueError:

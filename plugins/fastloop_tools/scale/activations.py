@@ -84,7 +84,8 @@ class LiveBytes(TorchDispatchMode):
 
 @contextmanager
 def saved_bytes(known: list[Tensor]) -> Iterator[Callable[[], int]]:
-    """Inside, autograd saves tensors as usual. The result counts their distinct storages, without those of ``known``."""
+    """Inside, autograd saves tensors as usual. The result counts their distinct storages, without those of
+    ``known``."""
     skipped = {tensor.untyped_storage()._cdata for tensor in known}
     found: dict[int, Any] = {}
 
@@ -98,7 +99,9 @@ def saved_bytes(known: list[Tensor]) -> Iterator[Callable[[], int]]:
         yield lambda: sum(storage.nbytes() for storage in found.values())
 
 
-def micro_step(model: nn.Module, loss: Callable[[nn.Module], Tensor], inputs: Any, precision: str, mode: Any = None) -> Activations:
+def micro_step(
+    model: nn.Module, loss: Callable[[nn.Module], Tensor], inputs: Any, precision: str, mode: Any = None
+) -> Activations:
     """Compute forward and backward of one micro-batch twice: once to count what is saved, once to count the peak.
 
     Args:
@@ -152,20 +155,24 @@ def autocast(model: nn.Module, precision: str) -> Iterator[None]:
 
 
 def state_bytes(optimizer: Any, mode: Any = None) -> dict[int, int]:
-    """Index of a parameter, in the order of the optimizer's groups -> bytes of its state after a step. Gradients are dropped.
+    """Index of a parameter, in the order of the optimizer's groups -> bytes of its state after a step. Gradients are
+    dropped.
 
     States of a single number, such as Adam's count of steps, are left out.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with nullcontext() if mode is None else mode:
         for group in optimizer.param_groups:
-            group.update({name: False for name in ("fused", "foreach") if name in group})  # the state has the same sizes
+            # the state has the same sizes
+            group.update({name: False for name in ("fused", "foreach") if name in group})
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
     sizes = {}
     for index, parameter in enumerate(parameters):
-        tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor) and value.dim()]
+        tensors = [
+            value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor) and value.dim()
+        ]
         sizes[index] = sum(tensor.nbytes for tensor in tensors)
     return sizes

@@ -60,7 +60,9 @@ class Command:
         """Whether the recipe with these arguments resolves: plugins may conflict, or refuse the optimizer."""
         try:
             with quiet():
-                resolved = resolve(load_recipe(self.recipe, self.overrides, self.listed, self.left_out), any_machine=True)
+                resolved = resolve(
+                    load_recipe(self.recipe, self.overrides, self.listed, self.left_out), any_machine=True
+                )
                 resolved.plugins.hooks.check_recipe(recipe=resolved.recipe)
         except UsageError:
             return False
@@ -74,7 +76,9 @@ class Command:
             variants: All variants, whose options the recipe may have.
         """
         before, is_recomputed = strategy_of(recipe), recipe.plugins.get(CHECKPOINTING, False) is not False
-        added = [variant.plugin] * (variant.plugin != before) + [CHECKPOINTING] * (variant.checkpointing and not is_recomputed)
+        added = [variant.plugin] * (variant.plugin != before) + [CHECKPOINTING] * (
+            variant.checkpointing and not is_recomputed
+        )
         removed = [name for name in (before, CHECKPOINTING) if name and self._drops(name, variant, recipe)]
         given: dict[str, Any] = (recipe.plugins.get(variant.plugin) or {}) if variant.plugin == before else {}
         defaults = vars(load_listed(recipe, variant.plugin).Config()) if given else {}
@@ -87,7 +91,10 @@ class Command:
             self,
             overrides=[word for word in self.overrides if not word.startswith(tuple(dropped))]
             + [f"plugins.{variant.plugin}.{key}={json.dumps(value)}" for key, value in options.items()],
-            listed=[name for name in self.listed if name not in removed and name not in map(recipe.references.get, removed)] + added,
+            listed=[
+                name for name in self.listed if name not in removed and name not in map(recipe.references.get, removed)
+            ]
+            + added,
             left_out=[name for name in self.left_out if name not in added],
         )
         remaining = load_recipe(command.recipe, command.overrides, command.listed, command.left_out).plugins
@@ -117,7 +124,11 @@ def smallest_change(variants: Sequence[Variant], accepts: Callable[[Variant], bo
         if current is None:
             return (1 + variant.checkpointing + bool(variant.host), variant.wire)
         different = variant.plugin != current.plugin
-        options = sum(current.options.get(key) != value for key, value in variant.options.items()) if not different else bool(variant.host)
+        options = (
+            sum(current.options.get(key) != value for key, value in variant.options.items())
+            if not different
+            else bool(variant.host)
+        )
         return (different + options + (variant.checkpointing != current.checkpointing), variant.host > 0, variant.wire)
 
     fitting = sorted((variant for variant in variants if variant.fits), key=changes)

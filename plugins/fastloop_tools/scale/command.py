@@ -1,4 +1,4 @@
-"""``fastloop plan --device-memory``: the memory and the traffic of each strategy, without the devices and without memory for weights."""
+"""``fastloop plan --device-memory``: memory and traffic of each strategy, without its devices and real weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,18 @@ def plan_memory(
     with_: With = None,
     without: Without = None,
     nproc: Annotated[int | None, typer.Option()] = None,
-    nnodes: Annotated[int | None, typer.Option(min=1, metavar="K", help="Estimate memory: on K machines with N processes each.")] = None,
-    device_memory: Annotated[str, typer.Option(metavar="SIZE", help="Estimate memory: does it fit into SIZE, such as 80GiB?")] = "",
-    device_flops: Annotated[float | None, typer.Option(metavar="FLOPS", help="And step times: FLOP/s of a device, such as 400e12.")] = None,
-    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="And step times: what a process sends, such as 50GB/s.")] = "",
+    nnodes: Annotated[
+        int | None, typer.Option(min=1, metavar="K", help="Estimate memory: on K machines with N processes each.")
+    ] = None,
+    device_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Estimate memory: does it fit into SIZE, such as 80GiB?")
+    ] = "",
+    device_flops: Annotated[
+        float | None, typer.Option(metavar="FLOPS", help="And step times: FLOP/s of a device, such as 400e12.")
+    ] = None,
+    bandwidth: Annotated[
+        str, typer.Option(metavar="RATE", help="And step times: what a process sends, such as 50GB/s.")
+    ] = "",
     json_file: Annotated[
         str,
         output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),

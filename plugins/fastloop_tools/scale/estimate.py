@@ -82,7 +82,8 @@ class Estimate:
         micro_steps: Micro-batches of an optimizer step on one process.
         device_memory: Bytes of a device; None: not given.
         variants: All variants.
-        smallest_change: The variant that fits with the fewest changes of the recipe; None: none fits, or no change is needed.
+        smallest_change: The variant that fits with the fewest changes of the recipe; None: none fits, or no change is
+            needed.
     """
 
     recipe: str
@@ -118,7 +119,8 @@ def estimate(
         memory: Bytes of a device.
         flops: Floating-point operations that a device does in a second.
         bandwidth: Bytes that a process sends in a second.
-        command: The recipe's command; a change that it does not accept is not suggested. None: the recipe is made in Python.
+        command: The recipe's command; a change that it does not accept is not suggested. None: the recipe is made in
+            Python.
 
     Raises:
         RecipeError: The model cannot be built or trained with fake tensors.
@@ -173,7 +175,9 @@ def estimate(
                         continue
                     found = measured[checkpointing, bool(row.get("weights_cast"))]
                     chosen = name in listed and row.get("listed", True) and checkpointing == (CHECKPOINTING in listed)
-                    result.variants.append(_variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth))
+                    result.variants.append(
+                        _variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth)
+                    )
 
     def accepts(variant: Variant) -> bool:
         return command is None or command.changed(recipe, variant, result.variants).is_accepted()
@@ -185,7 +189,8 @@ def estimate(
 def divided(
     opened: ExitStack, resolved: ResolvedRecipe, strategy: Any, processes: int, options: Mapping[str, Any]
 ) -> tuple[FakeRun, tuple[Weight, ...], dict[tuple[bool, bool], Activations]]:
-    """The share of a process in a model that a strategy divides, its weights, and its activations for the samples of all processes.
+    """The share of a process in a model that a strategy divides, its weights, and its activations for the samples of
+    all processes.
 
     Raises:
         PluginError: The strategy cannot divide the model.
@@ -251,15 +256,22 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
         known: The weights of an earlier call, whose optimizer state is used.
     """
     model, optimizer = fake.run.unwrap_model(), fake.run.optimizer
-    part = {id(weight): index for index, block in enumerate(transformer_blocks(model, blocks)) for weight in block.parameters()}
+    part = {
+        id(weight): index
+        for index, block in enumerate(transformer_blocks(model, blocks))
+        for weight in block.parameters()
+    }
     parameters = list(model.parameters())
     if known:
-        return tuple(replace(weight, block=part.get(id(parameter))) for weight, parameter in zip(known, parameters, strict=True))
+        return tuple(
+            replace(weight, block=part.get(id(parameter))) for weight, parameter in zip(known, parameters, strict=True)
+        )
     try:
         state = state_bytes(optimizer, fake.mode)
     except Exception as error:
         raise RecipeError(
-            f"{fake.run.recipe.where}: train.optimizer: {type(optimizer).__name__} cannot step without memory for weights: "
+            f"{fake.run.recipe.where}: train.optimizer: {type(optimizer).__name__} cannot step without memory for "
+            "weights: "
             f"{str(error).splitlines()[0]}. Plan with another optimizer, such as train.optimizer=AdamW."
         ) from error
     stepped = [(number, weight) for number, group in enumerate(optimizer.param_groups) for weight in group["params"]]
@@ -270,7 +282,14 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
         trained = parameter.requires_grad
         shape = tuple(parameter.shape)
         found.append(
-            Weight(shape=shape, itemsize=parameter.itemsize, state=size, trained=trained, block=part.get(id(parameter)), group=group)
+            Weight(
+                shape=shape,
+                itemsize=parameter.itemsize,
+                state=size,
+                trained=trained,
+                block=part.get(id(parameter)),
+                group=group,
+            )
         )
     return tuple(found)
 

@@ -1,4 +1,4 @@
-"""A recipe's model, optimizer and batch without memory for weights: the model is built on the meta device, then made of fake tensors."""
+"""A recipe's model, optimizer and batch without memory for weights: built on the meta device, then of fake tensors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 BUILDING = (
-    "configure_dataloader", "configure_optimizer", "build_datasets", "build_sampler", "build_collator", "build_model", "before_prepare",
-    "build_optimizer",
+    "configure_dataloader", "configure_optimizer", "build_datasets", "build_sampler", "build_collator", "build_model",
+    "before_prepare", "build_optimizer",
 )  # fmt: skip
 """A plugin takes part in the estimate if it implements one of these hooks."""
 LEFT_OUT = ("activation-checkpointing", "compile")
@@ -68,11 +68,16 @@ def make_fake(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None 
                     continue
                 if id(tensor) not in made:
                     wanted = (
-                        dtype if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
+                        dtype
+                        if dtype is not None and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+                        else tensor.dtype
                     )
                     with mode:
                         fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=wanted, device="cpu")
-                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake, tensor
+                    made[id(tensor)] = (
+                        nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake,
+                        tensor,
+                    )
                 table[name] = made[id(tensor)][0]
 
 
@@ -118,7 +123,8 @@ def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
     kept = [
         plugin.name
         for plugin in plugins
-        if plugin.slot == "task" or (plugin.name in building and plugin.slot not in ("strategy", "precision") and not plugin.read_only)
+        if plugin.slot == "task"
+        or (plugin.name in building and plugin.slot not in ("strategy", "precision") and not plugin.read_only)
     ]
     kept = [name for name in kept if name not in LEFT_OUT]
     tree = recipe.to_dict()
@@ -135,7 +141,9 @@ def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
         batches = list(islice(run.train_loader.batches(), BATCHES))
         run.loaders.close()
         inputs = max((batch.inputs for batch in batches), key=_elements)
-        fake = torch.utils._pytree.tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
+        fake = torch.utils._pytree.tree_map(
+            lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs
+        )
         yield FakeRun(run, fake, mode, precision, size, micro_steps)
 
 
@@ -154,15 +162,20 @@ def quiet() -> Iterator[None]:
 def explain(error: BaseException) -> str:
     """The message for a model that has no fake step."""
     return (
-        f"the model cannot be built and trained without memory for its weights: {str(error).splitlines()[0]} `fastloop plan` builds it on "
-        "torch's meta device, where tensors have no values. Do not read values of tensors while the model is built or in its forward, or "
+        f"the model cannot be built and trained without memory for its weights: {str(error).splitlines()[0]} `fastloop "
+        "plan` builds it on "
+        "torch's meta device, where tensors have no values. Do not read values of tensors while the model is built or "
+        "in its forward, or "
         "leave a plugin out with --without."
     )
 
 
 def _is_of_meta(error: BaseException | None) -> bool:
     while error is not None:
-        if any(word in str(error) for word in ("meta tensor", "Meta tensor", "meta device", "device meta", "FakeTensor", "fake tensor")):
+        if any(
+            word in str(error)
+            for word in ("meta tensor", "Meta tensor", "meta device", "device meta", "FakeTensor", "fake tensor")
+        ):
             return True
         error = error.__cause__
     return False

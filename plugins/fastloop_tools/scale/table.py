@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fastloop_tools.scale.change import Command
 
 COLUMNS = {
-    "weight": "weights", "grad": "gradients", "optim": "optimizer", "activ": "activations", "bucket": "buckets", "total": "total",
-    "wire": "wire",
+    "weight": "weights", "grad": "gradients", "optim": "optimizer", "activ": "activations", "bucket": "buckets",
+    "total": "total", "wire": "wire",
 }  # fmt: skip
 """Head of a column -> the field of ``Variant``."""
 
@@ -53,7 +53,9 @@ def lines(found: Estimate, recipe: Recipe, command: Command) -> Iterator[str]:
     heads = " ".join(f"{head:>{width}}" for head, width in widths.items())
     yield f"{'strategy':<16} ckpt {heads}" + (" fits" if found.device_memory else "") + (" seconds" if timed else "")
     for variant in found.variants:
-        sizes = " ".join(f"{format_size(getattr(variant, name) / size):>{widths[head]}}" for head, name in COLUMNS.items())
+        sizes = " ".join(
+            f"{format_size(getattr(variant, name) / size):>{widths[head]}}" for head, name in COLUMNS.items()
+        )
         line = f"{'*' * variant.listed + variant.name:<16} {'yes' if variant.checkpointing else '':<4} {sizes}"
         line += f" {'yes' if variant.fits else 'no':<4}" if found.device_memory else ""
         line += f" {variant.seconds:>7.2g}" if variant.seconds is not None else ""
@@ -67,7 +69,9 @@ def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: fl
     yield "Sizes of one process. wire: bytes that it sends in a step. ckpt: activation"
     yield "checkpointing. *: the recipe's. Not counted: the device's own libraries"
     yield "(often 1 GiB), fragmentation, temporary tensors of the optimizer."
-    for name, samples in {variant.name: variant.samples for variant in found.variants if variant.samples != found.micro_batch_size}.items():
+    for name, samples in {
+        variant.name: variant.samples for variant in found.variants if variant.samples != found.micro_batch_size
+    }.items():
         yield f"{name}: every process has the whole micro-batch of {samples} samples."
     if any(variant.seconds is not None for variant in found.variants):
         yield "seconds: a step if communication and computation overlap: a lower bound."

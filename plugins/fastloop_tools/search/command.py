@@ -1,4 +1,4 @@
-"""``fastloop search``: searches the best values of recipe keys with Optuna. Any number of workers share one database."""
+"""``fastloop search``: finds the best values of recipe keys with Optuna. Any number of workers share a database."""
 
 from __future__ import annotations
 
@@ -29,39 +29,52 @@ def search(
     trials: Annotated[int, typer.Option(min=1, metavar="N", help="Trials of the search, over all workers.")] = 20,
     storage: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="The database that the workers share, such as sqlite:///study.db. Default: OUTPUT/study.db."),
+        typer.Option(
+            metavar="URL",
+            help="The database that the workers share, such as sqlite:///study.db. Default: OUTPUT/study.db.",
+        ),
     ] = None,
     monitor: Annotated[
         str | None,
         typer.Option(
             metavar="METRIC",
-            help="The metric of the validation split to optimize. Default: that of checkpoint-best or early-stopping, else loss.",
+            help="The metric of the validation split to optimize. Default: that of checkpoint-best or early-stopping, "
+            "else loss.",
         ),
     ] = None,
-    mode: Annotated[str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")] = "auto",
-    seeds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train each trial with N seeds, from train.seed on.")] = None,
+    mode: Annotated[
+        str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")
+    ] = "auto",
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Train each trial with N seeds, from train.seed on.")
+    ] = None,
     with_: With = None,
     without: Without = None,
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes for each run.")] = 1,
     heartbeat: Annotated[
         int,
-        typer.Option(min=1, metavar="SECONDS", help="Time between two heartbeats of a trial. After twice this time, it is lost."),
+        typer.Option(
+            min=1, metavar="SECONDS", help="Time between two heartbeats of a trial. After twice this time, it is lost."
+        ),
     ] = 60,
     json_file: Annotated[str, output_file("--json", "Also write the trials to this file, best first; -: stdout.")] = "",
 ) -> None:
     """Search the best values of keys with Optuna.
 
-    Each trial is a training in a folder of the output folder. To use more workers, on this machine or others, start the same command again
-    with the same --storage: the workers share the trials. The output folders need the same name. The same command also continues a search
-    that was stopped. A trial whose worker is stopped or lost is replaced by another one. A trial that fails is recorded, and the search
-    continues. Exit codes: 0 done; 1 a trial failed; 2 usage error; 75 or 130 stopped.
+    Each trial is a training in a folder of the output folder. To use more workers, on this machine or others, start the
+    same command again with the same --storage: the workers share the trials. The output folders need the same name. The
+    same command also continues a search that was stopped. A trial whose worker is stopped or lost is replaced by
+    another one. A trial that fails is recorded, and the search continues. Exit codes: 0 done; 1 a trial failed; 2 usage
+    error; 75 or 130 stopped.
     """
     try:
         import optuna  # noqa: F401
     except ImportError:
         from fastloop.errors import UsageError
 
-        raise UsageError("fastloop search: Optuna is not installed. Install it: pip install 'fastloop-train[optuna]'") from None
+        raise UsageError(
+            "fastloop search: Optuna is not installed. Install it: pip install 'fastloop-train[optuna]'"
+        ) from None
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe, secrets
@@ -76,7 +89,10 @@ def search(
 
     axes, fixed = space.parse(values or ())
     if not axes:
-        raise UsageError("there is nothing to search. Expected a range or a list, such as train.lr=1e-5..1e-3 or train.batch_size=16,32.")
+        raise UsageError(
+            "there is nothing to search. Expected a range or a list, such as train.lr=1e-5..1e-3 or "
+            "train.batch_size=16,32."
+        )
     if seeds is not None and any(axis.key == "train.seed" for axis in axes):
         raise UsageError("train.seed is searched, and --seeds sets it, too. Leave one of the two out.")
     base = load_recipe(recipe, fixed, names(with_), names(without))
@@ -167,4 +183,6 @@ def check_folder(folder: Path) -> None:
     except (OSError, ValueError, TypeError, RecursionError):
         searched = False
     if not searched:
-        raise UsageError(f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search.")
+        raise UsageError(
+            f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search."
+        )

@@ -41,11 +41,18 @@ def collect(study: optuna.Study) -> list[dict[str, Any]]:
             }
         )
     minimise = study.direction == optuna.study.StudyDirection.MINIMIZE
-    return sorted(rows, key=lambda row: (row["value"] is None, 0 if row["value"] is None else row["value"] if minimise else -row["value"]))
+    return sorted(
+        rows,
+        key=lambda row: (
+            row["value"] is None,
+            0 if row["value"] is None else row["value"] if minimise else -row["value"],
+        ),
+    )
 
 
 def write_sweep(folder: Path, study: optuna.Study, origin: Mapping[str, Any], monitor: str) -> None:
-    """Write ``sweep.json`` in the form of `fastloop sweep`, with the runs of all workers. Several workers may write it at once."""
+    """Write ``sweep.json`` in the form of `fastloop sweep`, with the runs of all workers. Several workers may write it
+    at once."""
     found: dict[str, SweepRun] = {}
     for trial in read_trials(study):
         for run in trial.user_attrs.get(RUNS, ()):

@@ -82,7 +82,9 @@ def _parse_range(item: str) -> Axis | None:
     if low is None and high is None and not log:
         return None
     if found is None or low is None or high is None or bool(found[1]) != bool(found[4]):
-        raise UsageError(f"{item}: not a range of numbers. Expected such as {key}=1e-5..1e-3, {key}=4..16 or {key}=log(1..1024).")
+        raise UsageError(
+            f"{item}: not a range of numbers. Expected such as {key}=1e-5..1e-3, {key}=4..16 or {key}=log(1..1024)."
+        )
     if low >= high:
         raise UsageError(f"{item}: found an empty range. Expected the lower end first, and two different ends.")
     if log and low <= 0:

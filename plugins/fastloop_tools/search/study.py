@@ -29,7 +29,8 @@ ATTEMPTS = 5
 STATUS = ("pending", "running", "finished", "stopped", "failed")
 """States of a run."""
 ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
-"""User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it was not needed."""
+"""User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it
+was not needed."""
 MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Errors of reading a study whose database holds other values."""
 
@@ -39,7 +40,8 @@ def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], h
 
     Args:
         origin: The settings that all workers share; see ``check_origin``.
-        heartbeat: Seconds between two heartbeats of a trial. After twice this time without one, its worker counts as lost.
+        heartbeat: Seconds between two heartbeats of a trial. After twice this time without one, its worker counts as
+            lost.
 
     Raises:
         UsageError: The database cannot be reached, or the study is malformed or belongs to another search.
@@ -48,13 +50,19 @@ def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], h
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         storage = _open_storage(url, heartbeat)
-        sampler = optuna.samplers.TPESampler(constant_liar=True)  # takes the running trials of other workers into account
+        # takes the running trials of other workers into account
+        sampler = optuna.samplers.TPESampler(constant_liar=True)
     direction: Any = "minimize" if minimise else "maximize"
     with storage_errors(url), malformed(name):
-        study = optuna.create_study(storage=storage, sampler=sampler, study_name=name, direction=direction, load_if_exists=True)
+        study = optuna.create_study(
+            storage=storage, sampler=sampler, study_name=name, direction=direction, load_if_exists=True
+        )
         if ORIGIN not in study.user_attrs:
             if read_trials(study):
-                raise UsageError(f"--storage: the study {name!r} was not made by `fastloop search`. Set another output or another storage.")
+                raise UsageError(
+                    f"--storage: the study {name!r} was not made by `fastloop search`. Set another output or another "
+                    "storage."
+                )
             study.set_user_attr(ORIGIN, origin)
         check_origin(name, study.user_attrs[ORIGIN], origin)
         if study.direction.name.lower() != direction:
@@ -73,7 +81,8 @@ def _open_storage(url: str, heartbeat: int) -> optuna.storages.RDBStorage:
             if attempt == ATTEMPTS or not isinstance(error, SQLAlchemyError | StorageInternalError) or "://" not in url:
                 reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
                 raise UsageError(
-                    f"--storage {hide_password(url)}: cannot be opened: {reason}. Expected a database that SQLAlchemy can reach, such as "
+                    f"--storage {hide_password(url)}: cannot be opened: {reason}. Expected a database that SQLAlchemy "
+                    "can reach, such as "
                     "sqlite:///study.db or postgresql://USER:PASSWORD@HOST/NAME."
                 ) from None
             time.sleep(0.2 * attempt)
@@ -100,7 +109,8 @@ def storage_errors(url: str) -> Iterator[None]:
     except (SQLAlchemyError, StorageInternalError) as error:
         reason = str(error.__cause__ or error).splitlines()[0].rstrip(".")
         raise FastloopError(
-            f"--storage {hide_password(url)}: the database failed: {reason}. Finished trials are kept: repeat the command to continue."
+            f"--storage {hide_password(url)}: the database failed: {reason}. Finished trials are kept: repeat the "
+            "command to continue."
         ) from error
 
 
@@ -116,7 +126,8 @@ def malformed(name: str) -> Iterator[None]:
     except MALFORMED as error:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise UsageError(
-            f"--storage: the study {name!r} is malformed: {type(error).__name__}: {reason}. Restore its database, or set another output or "
+            f"--storage: the study {name!r} is malformed: {type(error).__name__}: {reason}. Restore its database, or "
+            "set another output or "
             "another storage for a new search."
         ) from None
 
@@ -138,12 +149,18 @@ def _check(trial: FrozenTrial, axes: Mapping[str, Any]) -> None:
     """Raise one of ``MALFORMED`` if a trial has other values than a search writes."""
     right = [isinstance(trial.number, int), isinstance(trial.user_attrs.get(ERROR, ""), str)]
     if trial.state == TrialState.COMPLETE:  # raises for values outside their ranges
-        optuna.trial.create_trial(state=trial.state, values=trial.values, params=trial.params, distributions=trial.distributions)
+        optuna.trial.create_trial(
+            state=trial.state, values=trial.values, params=trial.params, distributions=trial.distributions
+        )
         right += [math.isfinite(trial.values[0])]
     for record in trial.user_attrs.get(RUNS, []):
         run = SweepRun(**record)
         metrics = run.metrics or {}
-        right += [re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None, run.status in STATUS, run.values.keys() <= axes.keys()]
+        right += [
+            re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None,
+            run.status in STATUS,
+            run.values.keys() <= axes.keys(),
+        ]
         right += [text.isprintable() for text in (*run.values.values(), *metrics)]
         right += [isinstance(run.seed, int | None), isinstance(run.reason, str | None), run.fold is None]
         for value in metrics.values():
@@ -161,10 +178,13 @@ def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
     old, new = _flat(there), _flat(json.loads(json.dumps(here)))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if changed:
-        shown = "; ".join(f"{key}: {old.get(key, '(none)')} in the study, {new.get(key, '(none)')} here" for key in changed[:5])
+        shown = "; ".join(
+            f"{key}: {old.get(key, '(none)')} in the study, {new.get(key, '(none)')} here" for key in changed[:5]
+        )
         more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise UsageError(
-            f"--storage: the study {name!r} was made with other settings: {shown}{more}. Use the same settings, or set another output or "
+            f"--storage: the study {name!r} was made with other settings: {shown}{more}. Use the same settings, or set "
+            "another output or "
             "another storage for a new search."
         )
 
@@ -177,7 +197,8 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
 
 
 def counts(trial: FrozenTrial) -> bool:
-    """Whether a trial is one of ``--trials``. One whose worker was lost or stopped is not: another trial replaces it."""
+    """Whether a trial is one of ``--trials``. One whose worker was lost or stopped is not: another trial replaces
+    it."""
     return trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or ERROR in trial.user_attrs
 
 
@@ -186,9 +207,12 @@ def fail_lost_trials(study: optuna.Study, heartbeat: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
-    for trial in (
-        trial for trial in read_trials(study) if trial.state == TrialState.RUNNING
-    ):  # lost before the first heartbeat, which Optuna skips
+    # Optuna skips trials that were lost before their first heartbeat.
+    for trial in (trial for trial in read_trials(study) if trial.state == TrialState.RUNNING):
         started = trial.datetime_start
-        if WORKER not in trial.user_attrs and started and datetime.now() - started > timedelta(seconds=2 * heartbeat + 60):
+        if (
+            WORKER not in trial.user_attrs
+            and started
+            and datetime.now() - started > timedelta(seconds=2 * heartbeat + 60)
+        ):
             study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)

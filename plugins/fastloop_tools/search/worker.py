@@ -46,7 +46,8 @@ class Worker:
         trials: Trials of the search, over all workers.
         folder: Folder of the run folders.
         monitor: A metric of the validation split. A trial's value is its mean over the seeds.
-        kept_best: Whether the exported model is the best one by this metric, so that its value counts, and not the last one.
+        kept_best: Whether the exported model is the best one by this metric, so that its value counts, and not the last
+            one.
         train: Trains with these overrides into this folder. Returns the exit code.
         after_trial: Called when a trial has ended.
     """
@@ -63,7 +64,8 @@ class Worker:
     after_trial: Callable[[], None]
 
     def work(self) -> None:
-        """Train trials until the study is complete. Then wait for the running trials of other workers, and replace lost ones.
+        """Train trials until the study is complete. Then wait for the running trials of other workers, and replace lost
+        ones.
 
         Raises:
             UsageError: The evaluation has no metric ``monitor``.
@@ -94,7 +96,9 @@ class Worker:
             raise Surplus
         trial.set_user_attr(WORKER, f"{socket.gethostname()}, process {os.getpid()}")
         values = {axis.key: axis.suggest(trial) for axis in self.axes}
-        typer.echo(f"trial {trial.number} of {self.trials}: {' '.join(f'{key}={value}' for key, value in values.items())}")
+        typer.echo(
+            f"trial {trial.number} of {self.trials}: {' '.join(f'{key}={value}' for key, value in values.items())}"
+        )
         for other in earlier:
             if other.state == TrialState.COMPLETE and other.params == trial.params:
                 typer.echo(f"  the same as trial {other.number}: not trained again")
@@ -116,14 +120,19 @@ class Worker:
             run.metrics = read_metrics(summary, self.monitor, self.kept_best)
             if self.monitor not in run.metrics:
                 there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
-                raise UsageError(f"--monitor {self.monitor}: the validation split {there}.{did_you_mean(self.monitor, run.metrics)}")
+                raise UsageError(
+                    f"--monitor {self.monitor}: the validation split {there}.{did_you_mean(self.monitor, run.metrics)}"
+                )
             if not math.isfinite(run.metrics[self.monitor]):
                 run.status, run.reason = "failed", f"validation {self.monitor} is {run.metrics[self.monitor]}"
         elif run.status == "failed":
             run.reason = summary.get("reason") or f"exit code {code}, before training; its error is in the output"
         trial.set_user_attr(RUNS, [dataclasses.asdict(run) for run in runs])
         if run.status == "stopped":
-            typer.echo(f"The search was stopped in trial {trial.number}. Repeat the command to continue; another trial replaces this one.")
+            typer.echo(
+                f"The search was stopped in trial {trial.number}. Repeat the command to continue; another trial "
+                "replaces this one."
+            )
             raise typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
         if run.status == "failed":
             trial.set_user_attr(ERROR, run.reason)

@@ -1,4 +1,4 @@
-"""``fastloop sweep``: trains every point of a grid with several seeds, one run after another, and compares the results."""
+"""``fastloop sweep``: trains every point of a grid with several seeds, one after another, and compares results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from fastloop.distributed import signals
 Values = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="KEY=A,B...", help="Overrides. A key with several values spans the grid. Quote a value with a comma, or put it in brackets."
+        metavar="KEY=A,B...",
+        help="Overrides. A key with several values spans the grid. Quote a value with a comma, or put it in brackets.",
     ),
 ]
 STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
@@ -26,12 +27,21 @@ def sweep(
     values: Values = None,
     with_: With = None,
     without: Without = None,
-    seeds: Annotated[int | None, typer.Option(min=1, metavar="N", help="Train each point with N seeds, from train.seed on.")] = None,
-    folds: Annotated[
-        int | None, typer.Option(min=2, metavar="K", help="Cross-validate: train each point K times, each with another fold as validation.")
+    seeds: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Train each point with N seeds, from train.seed on.")
     ] = None,
-    monitor: Annotated[str, typer.Option(metavar="METRIC", help="The metric of the validation split to compare.")] = "loss",
-    mode: Annotated[str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")] = "auto",
+    folds: Annotated[
+        int | None,
+        typer.Option(
+            min=2, metavar="K", help="Cross-validate: train each point K times, each with another fold as validation."
+        ),
+    ] = None,
+    monitor: Annotated[
+        str, typer.Option(metavar="METRIC", help="The metric of the validation split to compare.")
+    ] = "loss",
+    mode: Annotated[
+        str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")
+    ] = "auto",
     nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes for each run.")] = 1,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the sweep in the output folder. Finished runs are not repeated.")
@@ -39,10 +49,10 @@ def sweep(
 ) -> None:
     """Train and compare a grid of values, seeds and folds.
 
-    Runs start one after another, each in a folder of the output folder. There, sweep.json has the results: the mean and the deviation of
-    each point over the seeds and folds. It also has the differences to the best point for the same seeds and folds, with a 95% interval. A
-    run that fails is recorded, and the sweep continues. Exit codes: 0 done; 1 a run failed; 2 usage error; 75 or 130 stopped, continue with
-    --resume.
+    Runs start one after another, each in a folder of the output folder. There, sweep.json has the results: the mean and
+    the deviation of each point over the seeds and folds. It also has the differences to the best point for the same
+    seeds and folds, with a 95% interval. A run that fails is recorded, and the sweep continues. Exit codes: 0 done; 1 a
+    run failed; 2 usage error; 75 or 130 stopped, continue with --resume.
     """
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
@@ -61,7 +71,8 @@ def sweep(
     base = load_recipe(recipe, parsed.fixed, added, names(without))
     if not parsed.axes and seeds is None and folds is None:
         raise UsageError(
-            "there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, or --folds K."
+            "there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, "
+            "or --folds K."
         )
     if seeds is not None and "train.seed" in parsed.axes:
         raise UsageError("train.seed has several values, and --seeds sets it, too. Leave one of the two out.")
@@ -72,7 +83,13 @@ def sweep(
         kept.append(results.monitored(load_recipe(recipe, [*parsed.fixed, *run.overrides], added, names(without)))[0])
     show_messages()
     folder = Path(base.output)
-    record = Record(folder, {"recipe": str(base.source), "base": base.to_dict()}, runs, monitor, Monitor("sweep", monitor, mode).minimise)
+    record = Record(
+        folder,
+        {"recipe": str(base.source), "base": base.to_dict()},
+        runs,
+        monitor,
+        Monitor("sweep", monitor, mode).minimise,
+    )
     record.start(resume)
     command = [recipe, *parsed.fixed]
     for key, listed in (("--with", added), ("--without", names(without))):
@@ -90,7 +107,9 @@ def sweep(
             code = launch.launch(arguments, nproc, 1, 0, None, output)
             run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
             summary = record.read_summary(run)
-            run.metrics = results.read_metrics(summary, monitor, kept[number - 1] == monitor) or None if code == 0 else None
+            run.metrics = (
+                results.read_metrics(summary, monitor, kept[number - 1] == monitor) or None if code == 0 else None
+            )
             run.reason = (
                 (summary.get("reason") or f"exit code {code}, before training; its error is in the output")
                 if run.status == "failed"
@@ -98,7 +117,10 @@ def sweep(
             )
             record.write()
             if run.status == "stopped":
-                typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Repeat the command with --resume to continue.")
+                typer.echo(
+                    f"The sweep was stopped in run {number} of {len(runs)}. Repeat the command with --resume to "
+                    "continue."
+                )
                 raise typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
             record.check_metric(run)
     results.show(*record.compare(), monitor)

@@ -52,7 +52,8 @@ class SweepRun:
 
 
 def remote_folder(recipe: Recipe, run: Path) -> list[str]:
-    """The override that gives a run of a sweep its own folder at the URL of ``remote-output``; empty if the recipe lacks that plugin."""
+    """The override that gives a run of a sweep its own folder at the URL of ``remote-output``; empty if the recipe
+    lacks that plugin."""
     listed = recipe.plugins.get("remote-output", False) is not False
     return [f"plugins.remote-output.folder={json.dumps(f'{run.absolute().parent.name}/{run.name}')}"] if listed else []
 
@@ -70,19 +71,25 @@ class Grid:
     fixed: list[str] = field(default_factory=list)
 
     def runs(self, seeds: Sequence[int | None], folds: Sequence[int | None] = (None,)) -> list[SweepRun]:
-        """All runs. Each seed and fold covers the grid before the next one begins, so an early stop leaves complete pairs."""
+        """All runs. Each seed and fold covers the grid before the next one begins, so an early stop leaves complete
+        pairs."""
         last = [key.rpartition(".")[2] for key in self.axes]
         short = {key: name if last.count(name) == 1 else key for key, name in zip(self.axes, last, strict=True)}
         points = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         pairs = list(itertools.product(seeds, folds))
-        return [SweepRun(folder_name(point, seed, short, fold), point, seed, fold=fold) for seed, fold in pairs for point in points]
+        return [
+            SweepRun(folder_name(point, seed, short, fold), point, seed, fold=fold)
+            for seed, fold in pairs
+            for point in points
+        ]
 
 
 def parse(overrides: Iterable[str]) -> Grid:
     """Divide overrides into those with a list of values and the others.
 
     Raises:
-        UsageError: A list repeats a value or has an empty one, a key occurs twice, or the list is one of output folders.
+        UsageError: A list repeats a value or has an empty one, a key occurs twice, or the list is one of output
+            folders.
     """
     grid, keys = Grid(), set()
     for item in overrides:
@@ -123,11 +130,14 @@ def split_values(text: str) -> list[str]:
 
 
 def folder_name(point: Mapping[str, str], seed: int | None, short: Mapping[str, str], fold: int | None = None) -> str:
-    """A readable name such as ``lr-1e-5_seed-123``. A value that a file name cannot hold is shortened, and its hash is added."""
+    """A readable name such as ``lr-1e-5_seed-123``. A value that a file name cannot hold is shortened, and its hash is
+    added."""
     return "_".join(_name_parts(point, seed, short, fold)) or "run"
 
 
-def _name_parts(point: Mapping[str, Any], seed: int | None, short: Mapping[str, str], fold: int | None) -> Iterator[str]:
+def _name_parts(
+    point: Mapping[str, Any], seed: int | None, short: Mapping[str, str], fold: int | None
+) -> Iterator[str]:
     for key, value in point.items():
         readable = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-.")[:LONGEST_VALUE]
         if readable != value:

@@ -24,7 +24,9 @@ class Record:
         runs: The runs of the grid. Their state is in the file.
     """
 
-    def __init__(self, folder: Path, origin: dict[str, Any], runs: list[SweepRun], monitor: str, minimise: bool) -> None:
+    def __init__(
+        self, folder: Path, origin: dict[str, Any], runs: list[SweepRun], monitor: str, minimise: bool
+    ) -> None:
         self.file, self.runs, self.monitor, self.minimise = folder / "sweep.json", runs, monitor, minimise
         self.origin = json.loads(json.dumps(secrets.hidden(origin), default=str))
 
@@ -37,20 +39,30 @@ class Record:
         folder = self.file.parent
         if not resume or not self.file.is_file():
             if self.file.is_file():
-                raise UsageError(f"output: {folder} contains a sweep. Continue it with --resume, or set another output.")
+                raise UsageError(
+                    f"output: {folder} contains a sweep. Continue it with --resume, or set another output."
+                )
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise UsageError(f"output: {folder} is not an empty folder. Set another output, such as output={folder}-sweep.")
+                raise UsageError(
+                    f"output: {folder} is not an empty folder. Set another output, such as output={folder}-sweep."
+                )
         else:
             files.check_links(folder)
             earlier = read_json(self.file)
             check_sweep(earlier, self.file)
             try:
-                known = {(str(run["values"]), run["seed"], run.get("fold")): run for run in earlier["runs"] if run["status"] == "finished"}
+                known = {
+                    (str(run["values"]), run["seed"], run.get("fold")): run
+                    for run in earlier["runs"]
+                    if run["status"] == "finished"
+                }
                 origin = {key: earlier[key] for key in self.origin}
             except MALFORMED as error:
                 raise UsageError(f"{self.file}: cannot be read: {type(error).__name__}: {error}.") from None
             if origin != self.origin:
-                raise UsageError(f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output.")
+                raise UsageError(
+                    f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output."
+                )
             for run in self.runs:
                 if same := known.get((str(run.values), run.seed, run.fold)):
                     run.name, run.status, run.metrics = same["name"], same["status"], same["metrics"]
@@ -78,7 +90,9 @@ class Record:
     def read_summary(self, run: SweepRun) -> dict[str, Any]:
         """The summary of a run; empty if it has written none."""
         try:
-            found: dict[str, Any] = json.loads((self.file.parent / run.name / "summary.json").read_text(encoding="utf-8"))
+            found: dict[str, Any] = json.loads(
+                (self.file.parent / run.name / "summary.json").read_text(encoding="utf-8")
+            )
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -91,4 +105,7 @@ class Record:
         """
         if run.status == "finished" and self.monitor not in (run.metrics or {}):
             there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
-            raise UsageError(f"--monitor {self.monitor}: the validation split {there}.{did_you_mean(self.monitor, run.metrics or ())}")
+            raise UsageError(
+                f"--monitor {self.monitor}: the validation split "
+                f"{there}.{did_you_mean(self.monitor, run.metrics or ())}"
+            )

@@ -1,4 +1,4 @@
-"""Compares the points of a sweep: mean and deviation over seeds and folds, and differences to the best point, paired by both."""
+"""Compares the points of a sweep: mean and deviation over seeds and folds, and paired differences to the best point."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def read_metrics(summary: Mapping[str, Any], monitor: str, kept_best: bool) -> d
     """The last metrics of the validation split; empty if there are none.
 
     Args:
-        kept_best: Whether the exported model is the best one by ``monitor``, so that its value counts, and not the last one.
+        kept_best: Whether the exported model is the best one by ``monitor``, so that its value counts, and not the last
+            one.
     """
     found = dict(summary.get("validation") or {})
     if kept_best and monitor in found and summary.get("best"):
@@ -39,9 +40,9 @@ def read_metrics(summary: Mapping[str, Any], monitor: str, kept_best: bool) -> d
 def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[list[dict[str, Any]], str | None]:
     """The results of each point, and the name of the best point.
 
-    The best point has the best mean of the points whose runs have all finished with a finite value; None: there is no such point.
-    ``difference`` is a point's value minus the best point's for the same seed and fold. Its 95% interval needs two pairs. The training
-    sets of folds overlap, so the interval is wider for them: see ``mean_interval``.
+    The best point has the best mean of the points whose runs have all finished with a finite value; None: there is no
+    such point. ``difference`` is a point's value minus the best point's for the same seed and fold. Its 95% interval
+    needs two pairs. The training sets of folds overlap, so the interval is wider for them: see ``mean_interval``.
 
     Args:
         monitor: A metric of the validation split.
@@ -65,7 +66,11 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
     results = []
     for name, members in points.items():
         values = by_seed[name]
-        pairs = [value - by_seed[best][key] for key, value in values.items() if key in by_seed[best]] if best is not None else []
+        pairs = (
+            [value - by_seed[best][key] for key, value in values.items() if key in by_seed[best]]
+            if best is not None
+            else []
+        )
         results.append(
             {
                 "point": name,
@@ -74,7 +79,9 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
                 "finished": len(values),
                 "mean": means.get(name),
                 "deviation": stdev(values.values()) if len(values) > 1 else None,
-                "difference": _difference(pairs, 1 / (folds - 1) if folds > 1 else 0.0) if pairs and name != best else None,
+                "difference": _difference(pairs, 1 / (folds - 1) if folds > 1 else 0.0)
+                if pairs and name != best
+                else None,
             }
         )
     return results, best

@@ -34,13 +34,14 @@ class UserOptimizer:
 
     Args:
         model: The model given to ``Trainer``.
-        optimizer: An optimizer, or a function of the model; a class, or a ``functools.partial`` of one, gets the trained parameters. None:
-            that of the recipe.
+        optimizer: An optimizer, or a function of the model; a class, or a ``functools.partial`` of one, gets the
+            trained parameters. None: that of the recipe.
         scheduler: A scheduler of ``optimizer``, or a function of the optimizer. None: that of the plugins.
         train: The given keys of ``train``.
 
     Raises:
-        UsageError: An argument has another type, ``train`` has a key that the optimizer replaces, or the scheduler is of another optimizer.
+        UsageError: An argument has another type, ``train`` has a key that the optimizer replaces, or the scheduler is
+            of another optimizer.
     """
 
     def __init__(
@@ -53,21 +54,31 @@ class UserOptimizer:
         self.optimizer, self.scheduler = optimizer, scheduler
         self.known = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
-            raise UsageError(f"optimizer: found a {type(optimizer).__name__}. Expected a name, an optimizer, or a function: {FUNCTION}.")
+            raise UsageError(
+                f"optimizer: found a {type(optimizer).__name__}. Expected a name, an optimizer, or a function: "
+                f"{FUNCTION}."
+            )
         if optimizer is not None and (keys := [key for key in REPLACED if key in train]):
-            raise UsageError(f"{keys[0]}={train[keys[0]]!r} would have no effect: the optimizer has settings of its own. Set it there.")
+            raise UsageError(
+                f"{keys[0]}={train[keys[0]]!r} would have no effect: the optimizer has settings of its own. Set "
+                "it there."
+            )
         if isinstance(scheduler, LRScheduler):
             if getattr(scheduler, "optimizer", None) is not optimizer:
                 raise UsageError(
-                    "scheduler: it is built for another optimizer than optimizer=. Pass the optimizer that it schedules, too, or pass a "
+                    "scheduler: it is built for another optimizer than optimizer=. Pass the optimizer that it "
+                    "schedules, too, or pass a "
                     f"function: {SCHEDULER_FUNCTION}."
                 )
             _check_scheduler(scheduler)
         elif scheduler is not None and (not callable(scheduler) or isinstance(scheduler, type)):
-            raise UsageError(f"scheduler: found {scheduler!r}. Expected a scheduler, or a function: {SCHEDULER_FUNCTION}.")
+            raise UsageError(
+                f"scheduler: found {scheduler!r}. Expected a scheduler, or a function: {SCHEDULER_FUNCTION}."
+            )
 
     def build(self, run: Run, model: nn.Module) -> Optimizer | None:
-        """The optimizer of a model that plugins have changed in ``before_prepare``. Writes its settings into the run's recipe.
+        """The optimizer of a model that plugins have changed in ``before_prepare``. Writes its settings into the run's
+        recipe.
 
         Raises:
             UsageError: The function returned no optimizer, or the optimizer does not hold the model's parameters.
@@ -83,10 +94,14 @@ class UserOptimizer:
         else:
             optimizer = given(model)
         if not isinstance(optimizer, Optimizer):
-            raise UsageError(f"optimizer: the function returned a {type(optimizer).__name__}. Expected a torch.optim.Optimizer.")
+            raise UsageError(
+                f"optimizer: the function returned a {type(optimizer).__name__}. Expected a torch.optim.Optimizer."
+            )
         if run.optimizer_arguments:
             names = ", ".join(f"{name}={value!r}" for name, value in run.optimizer_arguments.items())
-            log.warning("optimizer: plugins set its arguments %s, which has no effect: build the optimizer with them", names)
+            log.warning(
+                "optimizer: plugins set its arguments %s, which has no effect: build the optimizer with them", names
+            )
         _record(run.recipe.train, optimizer)
         return optimizer
 
@@ -115,14 +130,20 @@ class UserOptimizer:
         ]
         if not held & current and not replaced:
             raise UsageError(
-                "optimizer: it holds no parameter of the model. Build it from model.parameters() of the model given to Trainer."
+                "optimizer: it holds no parameter of the model. Build it from model.parameters() of the model given to "
+                "Trainer."
             )
         if not replaced and not added:
             return
         plugins = ", ".join(plugin.name for plugin, _ in run.plugins.each("before_prepare")) or "none"
-        problem = f"replaced {len(replaced)} of the parameters that it holds" if replaced else f"added parameters, such as {added[0]!r}"
+        problem = (
+            f"replaced {len(replaced)} of the parameters that it holds"
+            if replaced
+            else f"added parameters, such as {added[0]!r}"
+        )
         raise UsageError(
-            f"optimizer: it was built before plugins changed the model, and they {problem} (in before_prepare: {plugins}). Pass a function "
+            f"optimizer: it was built before plugins changed the model, and they {problem} (in before_prepare: "
+            f"{plugins}). Pass a function "
             f"instead, which is called with the changed model: {FUNCTION}."
         )
 
@@ -134,15 +155,20 @@ class UserOptimizer:
 
 def _check_scheduler(scheduler: Any) -> None:
     if not isinstance(scheduler, LRScheduler):
-        raise UsageError(f"scheduler: the function returned a {type(scheduler).__name__}. Expected a torch LRScheduler.")
+        raise UsageError(
+            f"scheduler: the function returned a {type(scheduler).__name__}. Expected a torch LRScheduler."
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(f"scheduler: ReduceLROnPlateau steps by a metric. {REMEDIES['build_scheduler']}")
 
 
 def _record(train: Train, optimizer: Optimizer) -> None:
-    """Write an optimizer's class and default arguments into ``train``, for the run folder and for the check of a resumed run."""
+    """Write an optimizer's class and default arguments into ``train``, for the run folder and for the check of a
+    resumed run."""
     cls, defaults = type(optimizer), dict(optimizer.defaults)
     name = cls.__name__ if getattr(torch.optim, cls.__name__, None) is cls else f"{cls.__module__}:{cls.__qualname__}"
     train.lr, train.weight_decay = float(defaults.pop("lr", train.lr)), float(defaults.pop("weight_decay", 0.0))
     listed = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
-    train.optimizer = {"name": name} | {key: value for key, value in listed.items() if isinstance(value, bool | int | float | str | list)}
+    train.optimizer = {"name": name} | {
+        key: value for key, value in listed.items() if isinstance(value, bool | int | float | str | list)
+    }

@@ -1,4 +1,4 @@
-"""The runs of a ``Trainer``: those of ``fit``, one after another on the same model, and those that only evaluate or predict."""
+"""The runs of a ``Trainer``: those of ``fit``, one after another on one model, and those that evaluate or predict."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class Fits:
         """Begin a call. Returns the run folder or checkpoint to resume from; None: the run starts from the beginning.
 
         Raises:
-            UsageError: The run is complete, its weights have changed and no checkpoint has them, or plugins changed the model's structure.
+            UsageError: The run is complete, its weights have changed and no checkpoint has them, or plugins changed the
+                model's structure.
         """
         modules = _modules(self.task.model)
         self.count += 1
@@ -63,20 +64,23 @@ class Fits:
         self._step = step = max(self._step, run.state.step)
         if self._completed:
             raise UsageError(
-                f"fit: an earlier call completed the run after {step} steps. To train longer, raise epochs or max_steps: "
+                f"fit: an earlier call completed the run after {step} steps. To train longer, raise epochs or "
+                "max_steps: "
                 "Trainer(..., epochs=N, resume=True). For a new run with the trained weights, make a new Trainer."
             )
         if modules != self._modules:
             name = next(name for name in modules | self._modules if modules.get(name) != self._modules.get(name))
             raise UsageError(
-                f"fit: plugins changed the structure of the model in the earlier call (first at {name or 'the model itself'!r}), so a run "
+                "fit: plugins changed the structure of the model in the earlier call (first at "
+                f"{name or 'the model itself'!r}), so a run "
                 "cannot be built with it again. Make the model again, and continue with Trainer(..., resume=True)."
             )
         if step and checkpoints(run.folder):
             return run.folder
         if step and self.resume is None:
             raise UsageError(
-                f"fit: the earlier call ended after {step} steps without a checkpoint, and the model's weights have changed. Make the "
+                f"fit: the earlier call ended after {step} steps without a checkpoint, and the model's weights have "
+                "changed. Make the "
                 "model again for a new run. To have checkpoints more often, set save_every."
             )
         return self.resume
@@ -93,7 +97,11 @@ class Fits:
             self._run = run
             yield run
         if run.interrupted:
-            saved = "and saved" if run.saver.last_saved_step == run.state.step else f"(newest checkpoint: {run.saver.last_saved_step})"
+            saved = (
+                "and saved"
+                if run.saver.last_saved_step == run.state.step
+                else f"(newest checkpoint: {run.saver.last_saved_step})"
+            )
             log.warning("stopped %s at step %d: call fit() again to continue", saved, run.state.step)
             signals.stop_now(signal.Signals[run.interrupted], None)
         self._completed = True
@@ -114,7 +122,11 @@ def call(task: TrainerTask, function: Callable[[], T]) -> T:
     except (PluginCrash, UserCodeError) as error:
         failure = error  # raise outside of the handler, so that the cause has no context
     cause = failure.__cause__
-    if cause is None or isinstance(cause, SystemExit) or (isinstance(failure, PluginCrash) and failure.plugin != task.name):
+    if (
+        cause is None
+        or isinstance(cause, SystemExit)
+        or (isinstance(failure, PluginCrash) and failure.plugin != task.name)
+    ):
         raise failure
     if isinstance(failure, UserCodeError):
         cause.add_note(f"fastloop: your code failed at {str(failure).partition(': ')[0]}")
@@ -134,7 +146,8 @@ def in_order(loader: UserLoader) -> UserLoader:
     complete = isinstance(order, SequentialSampler) or (isinstance(order, RandomSampler) and not order.replacement)
     if not complete or len(order) != len(loader.dataset):
         raise UsageError(
-            f"data: the loader's sampler ({type(order).__name__}) may leave samples out or repeat them. Predictions are in the order of "
+            f"data: the loader's sampler ({type(order).__name__}) may leave samples out or repeat them. Predictions "
+            "are in the order of "
             "the dataset. Give a dataset, such as torch.utils.data.Subset, or a loader without a sampler."
         )
     sampler = BatchSampler(SequentialSampler(loader.dataset), loader.sampler.batch_size, drop_last=False)
@@ -147,7 +160,10 @@ def stack(columns: Mapping[str, list[Any]]) -> dict[str, Any]:
 
 
 def _same_shape(values: list[Any]) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values) and len({(value.shape, value.dtype) for value in values}) == 1
+    return (
+        all(isinstance(value, torch.Tensor) for value in values)
+        and len({(value.shape, value.dtype) for value in values}) == 1
+    )
 
 
 def _modules(model: nn.Module) -> dict[str, type]:

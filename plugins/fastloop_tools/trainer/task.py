@@ -47,9 +47,16 @@ class TrainerTask(Plugin):
         super().__init__()
         if processing_class is not None and not hasattr(processing_class, "save_pretrained"):
             raise UsageError(
-                f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or image processor."
+                f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or "
+                "image processor."
             )
-        self.model, self.splits, self.loss, self.metrics, self.processing_class = model, splits, loss, metrics, processing_class
+        self.model, self.splits, self.loss, self.metrics, self.processing_class = (
+            model,
+            splits,
+            loss,
+            metrics,
+            processing_class,
+        )
         self.optimizer = optimizer
         self.has_warned = False
         has_samplers = any(loader.sampler is not None for loader in splits.values())  # otherwise only datasets
@@ -89,7 +96,10 @@ class TrainerTask(Plugin):
         if collate in (None, default_collate):
             found = getattr(self.processing_class, "tokenizer", self.processing_class)
             tokenizer = found if hasattr(found, "pad_token") else None
-            remedy = "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let the dataset pad them."
+            remedy = (
+                "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let "
+                "the dataset pad them."
+            )
             collate = DefaultCollator(tokenizer, remedy, run.loader_settings.pad_to_multiple_of)
         return TargetCounter(collate, self.loss, self.model)
 
@@ -123,9 +133,14 @@ class TrainerTask(Plugin):
                     log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
         sampler = run.train_loader.sampler
         if sampler is not None and sampler.arrange is not None and self.splits["train"].sampler is not None:
-            log.info("train: plugin %r arranges the samples: the loader's order is not kept", run.loader_settings.writers["arrange"])
+            log.info(
+                "train: plugin %r arranges the samples: the loader's order is not kept",
+                run.loader_settings.writers["arrange"],
+            )
         elif sampler is not None and sampler.user_order is not None:
-            log.info("train: samples come in the order of the loader's %s", getattr(sampler.user_order, "name", "sampler"))
+            log.info(
+                "train: samples come in the order of the loader's %s", getattr(sampler.user_order, "name", "sampler")
+            )
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
@@ -133,7 +148,8 @@ class TrainerTask(Plugin):
         if self.loss is not None and not self.has_warned and isinstance(batch, Mapping):
             self.has_warned = True
             log.warning(
-                "loss= is not used: batches are mappings, and %s returns its own loss. Leave loss out, or let the collator return "
+                "loss= is not used: batches are mappings, and %s returns its own loss. Leave loss out, or let the "
+                "collator return "
                 "(inputs, targets)",
                 type(self.model).__name__,
             )
@@ -152,7 +168,8 @@ class TrainerTask(Plugin):
 
 
 def _undo_preparation(model: nn.Module) -> None:
-    """Remove the traces of an earlier run. Accelerate prepares no model twice: without autocast or DDP, the new run would train wrongly."""
+    """Remove the traces of an earlier run. Accelerate prepares no model twice: without autocast or DDP, the new run
+    would train wrongly."""
     traces = vars(model)
     traces.pop("_is_accelerate_prepared", None)
     original = traces.pop("_original_forward", None)  # before autocast

@@ -35,24 +35,33 @@ class Trainer:
     """Train, evaluate and predict with your own model, and with plugins.
 
     Args:
-        model: Any module. For batches that are mappings, it must return an object with ``.loss``. For ``(inputs, targets)``, pass ``loss``.
-        train_loader: A ``DataLoader``, or a dataset together with ``batch_size=``. The loader's batch size is that of an optimizer step,
-            over all processes. fastloop keeps the loader's collator, order, ``drop_last`` and workers, and refuses settings that it
-            cannot keep: docs/checks/python.md has a table. ``shuffle=True`` without a generator shuffles by ``seed`` and epoch.
-        eval_loader: Likewise; evaluated according to ``train.evaluate_every``. A dataset uses the collator of ``train_loader``.
+        model: Any module. For batches that are mappings, it must return an object with ``.loss``. For
+            ``(inputs, targets)``, pass ``loss``.
+        train_loader: A ``DataLoader``, or a dataset together with ``batch_size=``. The loader's batch size is that of
+            an optimizer step, over all processes. fastloop keeps the loader's collator, order, ``drop_last`` and
+            workers, and refuses settings that it cannot keep: docs/checks/python.md has a table. ``shuffle=True``
+            without a generator shuffles by ``seed`` and epoch.
+        eval_loader: Likewise; evaluated according to ``train.evaluate_every``. A dataset uses the collator of
+            ``train_loader``.
         test_loader: Likewise; evaluated once, at the end.
-        plugins: Names, files or one-key mappings as in a recipe, or plugin objects. ``{"progress": False}`` disables a default plugin.
+        plugins: Names, files or one-key mappings as in a recipe, or plugin objects. ``{"progress": False}`` disables a
+            default plugin.
         loss: ``loss(predictions, targets)``, such as ``torch.nn.functional.cross_entropy``.
         metrics: Name -> torchmetrics metric, updated with ``(predictions, targets)``.
-        optimizer: A torch optimizer of the model's parameters, or a function of the model that returns one. A class, or a
-            ``functools.partial`` of one, gets the trained parameters. Plugins that replace parameters (``lora``, ``fsdp``) need a
-            function. A name or a mapping is ``train.optimizer`` of a recipe, which ``lr`` and ``weight_decay`` belong to.
-        scheduler: A torch scheduler of that optimizer, or a function of the optimizer. It steps after each optimizer step.
-        processing_class: A tokenizer, image processor or the like, saved beside the exported model by its ``save_pretrained``. A tokenizer
-            also pads token ids of different lengths, if there is no collator: (samples, longest) int64, with an attention mask.
-        pad_to_multiple_of: The collator pads lengths to a multiple of this many tokens. Plugins that count tokens need to know.
+        optimizer: A torch optimizer of the model's parameters, or a function of the model that returns one. A class, or
+            a ``functools.partial`` of one, gets the trained parameters. Plugins that replace parameters (``lora``,
+            ``fsdp``) need a function. A name or a mapping is ``train.optimizer`` of a recipe, which ``lr`` and
+            ``weight_decay`` belong to.
+        scheduler: A torch scheduler of that optimizer, or a function of the optimizer. It steps after each optimizer
+            step.
+        processing_class: A tokenizer, image processor or the like, saved beside the exported model by its
+            ``save_pretrained``. A tokenizer also pads token ids of different lengths, if there is no collator:
+            (samples, longest) int64, with an attention mask.
+        pad_to_multiple_of: The collator pads lengths to a multiple of this many tokens. Plugins that count tokens need
+            to know.
         output: The run folder.
-        resume: A run folder or checkpoint to resume from. True: resume from ``output`` if it holds a checkpoint, else start a new run.
+        resume: A run folder or checkpoint to resume from. True: resume from ``output`` if it holds a checkpoint, else
+            start a new run.
         train: Keys of a recipe's ``train``: ``epochs``, ``lr``, ``seed``, ``max_grad_norm``, ...
 
     Raises:
@@ -80,7 +89,11 @@ class Trainer:
         resume: bool | str | Path = False,
         **train: Any,
     ) -> None:
-        given = {"train": ("train_loader", train_loader), "validation": ("eval_loader", eval_loader), "test": ("test_loader", test_loader)}
+        given = {
+            "train": ("train_loader", train_loader),
+            "validation": ("eval_loader", eval_loader),
+            "test": ("test_loader", test_loader),
+        }
         splits = {split: read_loader(name, loader) for split, (name, loader) in given.items() if loader is not None}
         if isinstance(optimizer, str | Mapping):
             train["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
@@ -108,9 +121,9 @@ class Trainer:
     def fit(self) -> dict[str, Any]:
         """Train, test and export. Returns the summary, which is also ``summary.json`` in the run folder.
 
-        Ctrl-C, or the interrupt of a notebook, saves at the step's end, and then raises ``KeyboardInterrupt``; a second one stops at once.
-        SIGTERM and SIGUSR1 save, too, and end the process with exit code 75. After an interrupt or an error, another call continues from
-        the newest checkpoint, to the numbers of an uninterrupted run.
+        Ctrl-C, or the interrupt of a notebook, saves at the step's end, and then raises ``KeyboardInterrupt``; a second
+        one stops at once. SIGTERM and SIGUSR1 save, too, and end the process with exit code 75. After an interrupt or
+        an error, another call continues from the newest checkpoint, to the numbers of an uninterrupted run.
 
         Raises:
             UsageError: An earlier call completed the run, or the run cannot continue with this model object.
@@ -130,7 +143,8 @@ class Trainer:
         return runs.call(self.task, execute)
 
     def validate(self, data: Any = None) -> dict[str, float]:
-        """Evaluate the model as it is, without training: ``{"loss": ..., "accuracy": ...}``. Every process must call it.
+        """Evaluate the model as it is, without training: ``{"loss": ..., "accuracy": ...}``. Every process must call
+        it.
 
         It works before and after ``fit``, with the plugins that `fastloop evaluate` uses, such as ``amp``.
 
@@ -153,14 +167,15 @@ class Trainer:
         return runs.call(task, evaluate)
 
     def predict(self, data: Any) -> dict[str, Any]:
-        """The model's outputs for each sample, in the order of the dataset, without training. Every process must call it.
+        """The model's outputs for each sample, in the order of the dataset, without training. Every process must call
+        it.
 
-        A model that returns a tensor gives ``{"output": tensor}``. An object or mapping gives its tensors by name, such as ``logits``,
-        without the loss. Samples need no labels: of ``(inputs, targets)``, only the inputs are used.
+        A model that returns a tensor gives ``{"output": tensor}``. An object or mapping gives its tensors by name, such
+        as ``logits``, without the loss. Samples need no labels: of ``(inputs, targets)``, only the inputs are used.
 
         Args:
-            data: A dataset, or a ``DataLoader``, whose batch size, collator and workers are used. Its order must be that of the dataset,
-                or shuffled.
+            data: A dataset, or a ``DataLoader``, whose batch size, collator and workers are used. Its order must be
+                that of the dataset, or shuffled.
 
         Returns:
             Name -> (samples, ...) tensor on the CPU; a list of tensors, if the samples' shapes differ.
@@ -178,7 +193,8 @@ class Trainer:
         return runs.call(task, predict)
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write the model, and ``processing_class``, as ``fit`` writes them into the run folder's ``model/``. Every process must call it.
+        """Write the model, and ``processing_class``, as ``fit`` writes them into the run folder's ``model/``. Every
+        process must call it.
 
         A model with ``save_pretrained`` is written by it; another one as ``model.safetensors``.
 

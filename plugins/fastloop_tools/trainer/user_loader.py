@@ -40,12 +40,15 @@ def read_loader(name: str, loader: Any) -> UserLoader:
     """
     if not isinstance(loader, DataLoader):
         if not isinstance(loader, Dataset) and hasattr(loader, "dataset") and hasattr(loader, "batch_size"):
-            raise UsageError(f"{name} is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, or a dataset.")
+            raise UsageError(
+                f"{name} is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, or a dataset."
+            )
         return UserLoader(loader)
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise UsageError(
-            f"{name}: {kind.__name__} has an __iter__ of its own, which fastloop would not call: it reads the dataset itself. "
+            f"{name}: {kind.__name__} has an __iter__ of its own, which fastloop would not call: it reads the dataset "
+            "itself. "
             "Give a torch.utils.data.DataLoader. If Accelerate prepared it, give the loader before prepare()."
         )
     batches = loader.batch_sampler
@@ -56,8 +59,10 @@ def read_loader(name: str, loader: Any) -> UserLoader:
         )
     if type(batches) is not BatchSampler:
         raise UsageError(
-            f"{name}: the batch sampler {type(batches).__name__} is not kept: fastloop cuts an order of samples into batches "
-            "itself, the same for any number of processes. Give DataLoader(sampler=..., batch_size=...), or a plugin that arranges samples."
+            f"{name}: the batch sampler {type(batches).__name__} is not kept: fastloop cuts an order of samples into "
+            "batches "
+            "itself, the same for any number of processes. Give DataLoader(sampler=..., batch_size=...), or a plugin "
+            "that arranges samples."
         )
     sampler: Any = batches.sampler
     if hasattr(sampler, "num_replicas"):
@@ -68,13 +73,20 @@ def read_loader(name: str, loader: Any) -> UserLoader:
     is_sharded = isinstance(loader.dataset, IterableDataset) and not getattr(loader.dataset, "shards_itself", False)
     if is_sharded and loader.worker_init_fn is not None:
         raise UsageError(
-            f"{name}: worker_init_fn with {type(loader.dataset).__name__}, which is iterable: fastloop shares its samples between workers "
-            "itself, and a function that does so too would lose some. Remove it; or, if the dataset does the sharding alone, give it the "
+            f"{name}: worker_init_fn with {type(loader.dataset).__name__}, which is iterable: fastloop shares its "
+            "samples between workers "
+            "itself, and a function that does so too would lose some. Remove it; or, if the dataset does the sharding "
+            "alone, give it the "
             "attribute shards_itself = True."
         )
     if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
         sampler = SharedGeneratorSampler(sampler, once=loader.persistent_workers)
-    return UserLoader(loader.dataset, loader.collate_fn, BatchSampler(sampler, batches.batch_size, batches.drop_last), _reading(loader))
+    return UserLoader(
+        loader.dataset,
+        loader.collate_fn,
+        BatchSampler(sampler, batches.batch_size, batches.drop_last),
+        _reading(loader),
+    )
 
 
 def _reading(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -99,7 +111,8 @@ def _reading(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 class SharedGeneratorSampler(Sampler[int]):
-    """A sampler that shares its generator with its loader. The loader draws a seed for its workers from it before an epoch's order.
+    """A sampler that shares its generator with its loader. The loader draws a seed for its workers from it before an
+    epoch's order.
 
     Args:
         once: Whether the loader draws the seed only before its first epoch (persistent workers).

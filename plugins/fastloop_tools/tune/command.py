@@ -11,7 +11,17 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import ACCEPTED, Overrides, RecipeName, With, Without, choice, names, numerics_classes, output_file
+from fastloop.cli.arguments import (
+    ACCEPTED,
+    Overrides,
+    RecipeName,
+    With,
+    Without,
+    choice,
+    names,
+    numerics_classes,
+    output_file,
+)
 from fastloop.distributed import ranks
 from fastloop.options import parse_time
 
@@ -29,8 +39,12 @@ def tune(
             "budget: when the time is over. suggestions: when each suggested edit was measured in five pairs or more.",
         ),
     ] = "budget",
-    budget: Annotated[str, typer.Option(metavar="TIME", help="With --stop-after budget, how long it may take: 90s, 10m, 1h.")] = "10m",
-    accept: Annotated[str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")] = ACCEPTED,
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="With --stop-after budget, how long it may take: 90s, 10m, 1h.")
+    ] = "10m",
+    accept: Annotated[
+        str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")
+    ] = ACCEPTED,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fewest steps of a measurement.")] = 2,
     seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Shortest time to measure.")] = 6.0,
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 2,
@@ -39,11 +53,13 @@ def tune(
 ) -> None:
     """Find the fastest set of plugins for a recipe on this machine.
 
-    The result is written as a recipe. Plugins estimate their speedups. All of their edits are tried at once, and each is then left out to
-    measure what it adds. Further edits are tried one at a time, in processes of their own, and kept if they are faster. At the end the
-    result is compared with the given recipe, in speed and in losses. A slower result is never written.
+    The result is written as a recipe. Plugins estimate their speedups. All of their edits are tried at once, and each
+    is then left out to measure what it adds. Further edits are tried one at a time, in processes of their own, and kept
+    if they are faster. At the end the result is compared with the given recipe, in speed and in losses. A slower result
+    is never written.
 
-    With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is faster beyond noise.
+    With --stop-after suggestions it tries only what `fastloop profile` suggests, and keeps an edit only when it is
+    faster beyond noise.
     """
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
     from fastloop.cli.messages import show_messages
@@ -68,7 +84,8 @@ def tune(
     loaded = resolved.recipe
     resolved.plugins.hooks.check_recipe(recipe=loaded)
     show_messages()
-    base = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)  # relative paths in a recipe keep their meaning there
+    # relative paths in a recipe keep their meaning there
+    base = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)
     target = Path(output) if output else base.with_suffix(".tuned.yaml")
     if loaded.source is not None and target.resolve() == loaded.source.resolve():
         raise UsageError(f"--output {target}: this is the recipe itself. Give another file.")
@@ -76,7 +93,9 @@ def tune(
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that exists.")
     with (
         tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache,
-        closing(TrialRunner(environment, Path(cache), typer.echo, nproc, None if thorough else allowed, libraries(loaded))) as runner,
+        closing(
+            TrialRunner(environment, Path(cache), typer.echo, nproc, None if thorough else allowed, libraries(loaded))
+        ) as runner,
     ):
         search = Search(
             loaded,

@@ -6,7 +6,8 @@ while there is time:
     of the further edits for which plugins estimate a speedup, try the largest that was not tried
     keep it if it is faster: a clear case needs one pair of measurements, a close one three
 try without each of the edits that were made at once, without each plugin listed for speed, and other micro-batch sizes
-compare the losses of the given recipe and the result; measure both pair by pair until the result is clear; a slower one is not written
+compare the losses of the given recipe and the result; measure both pair by pair until the result is clear; a slower one
+is not written
 
 Making many edits at once saves time: most measurements are then of a fast recipe.
 """
@@ -52,8 +53,8 @@ class Search:
         window: The measured part of each training.
         say: Called with a line of text for each result.
         never: Plugins not to try.
-        pairs: Measure every edit in this many pairs, keep those that are significantly faster, and try only edits with an estimate; None:
-            search as described above.
+        pairs: Measure every edit in this many pairs, keep those that are significantly faster, and try only edits with
+            an estimate; None: search as described above.
 
     Attributes:
         best: The fastest recipe so far.
@@ -91,7 +92,9 @@ class Search:
         self.shop.listen()
         self.first = here = self.measure(self.given)
         if "error" in here:
-            raise (UsageError if here["kind"] == "usage" else FastloopError)(f"the recipe cannot be measured: {here['error']}")
+            raise (UsageError if here["kind"] == "usage" else FastloopError)(
+                f"the recipe cannot be measured: {here['error']}"
+            )
         rate, unit = speed(here)
         self.say(f"as given: {rate:,.1f} {unit}/s")
         if self.pairs is None:
@@ -104,7 +107,7 @@ class Search:
         self.last_check()
         return self.best
 
-    # -- what to try -------------------------------------------------------------------------------------------------------
+    # -- what to try ---------------------------------------------------------------------------------------------------
 
     def next(self, here: Measurement) -> Proposal | None:
         """The next edit that fits into the remaining time; None if there is none."""
@@ -112,11 +115,17 @@ class Search:
         refused = {trial.plugin for trial in self.trials if trial.estimate is not None and not trial.kept}
         for proposal in self.proposals(here):
             trial = proposal.trial
-            again = not proposal.removes and (trial.edit in tried or (trial.estimate is not None and trial.plugin in refused))
+            again = not proposal.removes and (
+                trial.edit in tried or (trial.estimate is not None and trial.plugin in refused)
+            )
             if not again and trial.numerics in self.accept:
                 if (missing := self.missing(proposal)) <= 0:
                     return proposal
-                enough = "" if self.trials else f" before anything was tried: give at least --budget {self.budget + missing:.0f}s"
+                enough = (
+                    ""
+                    if self.trials
+                    else f" before anything was tried: give at least --budget {self.budget + missing:.0f}s"
+                )
                 self.say(f"the time is over{enough}")
                 return None
         return None
@@ -125,7 +134,9 @@ class Search:
         """Seconds that the budget lacks for an edit and the checks at the end; negative: it has them."""
         return self.cost(self.best, hoped=proposal.speedup) + self.reserve(max(proposal.speedup, 1.0)) - self.left()
 
-    def suggestions(self, seen: StepProfile, recipe: Recipe, never: Collection[str]) -> Iterator[tuple[Trial, Suggestion]]:
+    def suggestions(
+        self, seen: StepProfile, recipe: Recipe, never: Collection[str]
+    ) -> Iterator[tuple[Trial, Suggestion]]:
         """Yield the edits of a recipe for which plugins estimate a speedup, largest first."""
         for found in suggest(seen, recipe, never)[0]:
             factor = seen.seconds / max(seen.seconds - found.estimate.seconds, 0.01 * seen.seconds)
@@ -139,7 +150,8 @@ class Search:
             yield Proposal(trial, suggestion.recipe)
         if self.pairs is not None:
             return
-        for trial in reversed(self.trials):  # the smallest estimate of those that were added at once is the most doubtful
+        # the smallest estimate of those that were added at once is the most doubtful
+        for trial in reversed(self.trials):
             if trial.kept and not trial.ratios and not trial.why:
                 without = self.edited("plugins", {trial.plugin: self.given.plugins.get(trial.plugin)})
                 if without is not None:
@@ -162,7 +174,9 @@ class Search:
         """The best recipe with some keys of a section set; None if it cannot run."""
         tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
         tree[section].update(change)
-        tree["plugins"] = self.best.listed({name: options for name, options in tree["plugins"].items() if options is not None})
+        tree["plugins"] = self.best.listed(
+            {name: options for name, options in tree["plugins"].items() if options is not None}
+        )
         try:
             recipe = make_recipe(tree, self.best.source)
             check(recipe)
@@ -170,7 +184,7 @@ class Search:
             return None
         return recipe
 
-    # -- trying --------------------------------------------------------------------------------------------------------------
+    # -- trying --------------------------------------------------------------------------------------------------------
 
     def try_together(self, here: Measurement) -> Measurement:
         """Measure the given recipe with all suggested edits of plugins that have no one-time cost.
@@ -185,7 +199,8 @@ class Search:
             found = False
             for trial, suggestion in self.suggestions(seen, recipe, added):
                 estimate = suggestion.estimate
-                if trial.numerics in self.accept and estimate.once <= ONCE and not estimate.overrides:  # one that compiles would slow all
+                # one that compiles would slow all
+                if trial.numerics in self.accept and estimate.once <= ONCE and not estimate.overrides:
                     parts.append(trial)
                     recipe, found = suggestion.recipe, True
                     break
@@ -233,7 +248,12 @@ class Search:
                     return here
         trial.pays_after = break_even(trial.once, median(trial.before) - median(trial.after))
         length = other["total_steps"]
-        if decision and trial.once > ONCE and length is not None and (trial.pays_after is None or trial.pays_after >= length):
+        if (
+            decision
+            and trial.once > ONCE
+            and length is not None
+            and (trial.pays_after is None or trial.pays_after >= length)
+        ):
             decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not save"
         trial.kept = decision
         ratios = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
@@ -256,23 +276,31 @@ class Search:
         return found
 
     def window_of(self, recipe: Recipe) -> Window:
-        """The measured part of a training: after one step of warm-up, if a step is known to take longer than a whole window."""
+        """The measured part of a training: after one step of warm-up, if a step is known to take longer than a whole
+        window."""
         step = self.costs.get(repr(recipe.to_dict()), (0.0, 0.0))[1]
         return replace(self.window, warmup=1) if step > self.window.seconds > 0 else self.window
 
-    # -- checking ------------------------------------------------------------------------------------------------------------
+    # -- checking ------------------------------------------------------------------------------------------------------
 
     def hold(self) -> None:
         """Compare losses by the weakest numerics class of the kept edits; undo all edits if they differ too much."""
         promises = {trial.numerics for trial in self.trials if trial.kept}
         if not promises:
             return
-        listed = {plugin.numerics for recipe in (self.given, self.best) for plugin in resolve(recipe, any_machine=True).plugins}
+        listed = {
+            plugin.numerics
+            for recipe in (self.given, self.best)
+            for plugin in resolve(recipe, any_machine=True).plugins
+        }
         if "reduced-precision" in listed:  # in few bits another order of sums is far from 1e-5
             promises.add("reduced-precision")
         self.check["numerics"] = found = self.shop.held(self.given, self.best, max(promises, key=CLASSES.index), LOSSES)
         if found["verdict"] in (BROKEN, FAILED):
-            self.undo(f"the losses are not those of the recipe as given ({found['verdict']}, {found['difference'] or found['why']})")
+            self.undo(
+                f"the losses are not those of the recipe as given ({found['verdict']}, "
+                f"{found['difference'] or found['why']})"
+            )
 
     def last_check(self) -> None:
         """Measure the given recipe and the result in turn; undo all edits if the result is slower."""
@@ -299,7 +327,11 @@ class Search:
             ratios.append(faster(ours, theirs))
         self.check |= {"interval": list(interval(ratios)), "verdict": verdict(ratios)} if ratios else {}
         if not ratios or median(ratios) < 1:
-            self.undo(f"the last check failed: {self.check['error']}" if not ratios else "the last check found it no faster than as given")
+            self.undo(
+                f"the last check failed: {self.check['error']}"
+                if not ratios
+                else "the last check found it no faster than as given"
+            )
 
     def undo(self, why: str) -> None:
         """Return to the given recipe."""
@@ -323,7 +355,8 @@ class Search:
         return start + (self.window_of(recipe).duration(step / hoped) if steps is None else steps * step / hoped)
 
     def reserve(self, hoped: float = 1.0) -> float:
-        """Seconds needed for the checks at the end, if the best recipe becomes ``hoped`` times as fast: losses, and one pair."""
+        """Seconds needed for the checks at the end, if the best recipe becomes ``hoped`` times as fast: losses, and one
+        pair."""
         given, best = self.given, self.best
         losses = self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped)
         return losses + self.cost(best, hoped=hoped) + (0.0 if self.certain() else self.cost(given))

@@ -16,7 +16,8 @@ CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
 ONCE = 2.0
 """Seconds. A smaller one-time cost of an edit is ignored: the start of a process varies by as much."""
 MORE = 2
-"""Further pairs for an edit that was slower in one: the interval of five reaches the smallest ratio, that of seven the second smallest."""
+"""Further pairs for an edit that was slower in one: the interval of five reaches the smallest ratio, that of seven the
+second smallest."""
 
 
 @dataclass
@@ -28,7 +29,8 @@ class Trial:
         plugin: Its plugin; empty for the micro-batch size, and for several plugins at once.
         numerics: Its numerics class.
         estimate: The estimated speedup; None: there was no estimate.
-        ratios: Speed with it over the speed without it, pair by pair. Empty for a plugin that was only measured together with others.
+        ratios: Speed with it over the speed without it, pair by pair. Empty for a plugin that was only measured
+            together with others.
         kept: Whether the best recipe has it.
         why: Why it was not kept, or could not be measured.
         before: Seconds of a step without it, in each measurement.
@@ -79,7 +81,8 @@ def decide(ratios: list[float], estimate: float = 0.0, pairs: int | None = None)
 
     Args:
         estimate: Estimated speedup. It replaces a second pair.
-        pairs: Keep only edits that are significantly faster in this many pairs; None: decide clear cases after one pair.
+        pairs: Keep only edits that are significantly faster in this many pairs; None: decide clear cases after one
+            pair.
     """
     if pairs is not None:
         slower = sum(ratio <= 1 for ratio in ratios)

@@ -35,7 +35,11 @@ def tuned(search: Search, last: str, folder: Path) -> str:
             key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
             remarks[key] = f"{measured(trial)}; {trial.numerics}"
     name, numerics = search.given.source.stem if search.given.source else "recipe", search.check["numerics"]
-    head = [f"{name}, tuned on this machine: {factor(search)}.", f"Losses, {numerics['class']}: {numerics['verdict']}.", last]
+    head = [
+        f"{name}, tuned on this machine: {factor(search)}.",
+        f"Losses, {numerics['class']}: {numerics['verdict']}.",
+        last,
+    ]
     best, source = search.best, search.best.source
     if source is not None and source.parent.resolve() != folder.resolve():
         home = source.parent
@@ -59,7 +63,10 @@ def measured(trial: Trial) -> str:
 
 def reports(search: Search) -> str:
     """A markdown table of all trials."""
-    lines = ["| edit | before | after | x measured | x estimate | pays after | numerics | |", "|---|---:|---:|---:|---:|---:|---|---|"]
+    lines = [
+        "| edit | before | after | x measured | x estimate | pays after | numerics | |",
+        "|---|---:|---:|---:|---:|---:|---|---|",
+    ]
     for trial in (*([search.together] if search.together else ()), *search.trials):
         cells = ["", "", trial.why or "with the others"]
         if trial.ratios:
@@ -85,7 +92,9 @@ def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
     for section, values in (("model", recipe.model), ("data", recipe.data), ("train", train)):
         if values:
             lines.append(f"{section}:")
-            lines += [_remarked(f"  {key}: {_flow(value)}", remarks.get(f"{section}.{key}")) for key, value in values.items()]
+            lines += [
+                _remarked(f"  {key}: {_flow(value)}", remarks.get(f"{section}.{key}")) for key, value in values.items()
+            ]
             lines.append("")
     lines.append("plugins:" if recipe.plugins else "plugins: []")
     for name, options in recipe.plugins.items():

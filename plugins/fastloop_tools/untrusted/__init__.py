@@ -1,1 +1,1 @@
-"""``fastloop plan --untrusted``: the code, files and URLs of a recipe from a stranger, without importing any of that code."""
+"""``fastloop plan --untrusted``: the code, files and URLs of a stranger's recipe, without importing that code."""

@@ -1,4 +1,4 @@
-"""``fastloop plan --untrusted``: list the code, files and URLs of a recipe from a stranger, and refuse code that is not installed."""
+"""``fastloop plan --untrusted``: lists code, files and URLs of a stranger's recipe; refuses uninstalled code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ def plan_code(
     with_: With = None,
     without: Without = None,
     untrusted: Annotated[
-        bool, typer.Option("--untrusted", help="Only list the code, files and URLs of the recipe, and refuse code that is not installed.")
+        bool,
+        typer.Option(
+            "--untrusted",
+            help="Only list the code, files and URLs of the recipe, and refuse code that is not installed.",
+        ),
     ] = False,
     json_file: Annotated[
         str,
@@ -50,15 +54,19 @@ def plan_code(
     if found.refused:
         reasons = "".join(f"\n  {visible(reason)}." for reason in found.refused)
         raise RecipeError(
-            f"{found.recipe}: it runs code that is not installed:{reasons}\nRead that code first. If you trust it, leave out --untrusted."
+            f"{found.recipe}: it runs code that is not installed:{reasons}\nRead that code first. If you trust it, "
+            "leave out --untrusted."
         )
     if json_file != "-":
-        typer.echo("\nAll code is installed. Installed code can do anything with the arguments that a recipe gives: read them.")
+        typer.echo(
+            "\nAll code is installed. Installed code can do anything with the arguments that a recipe gives: read them."
+        )
     return True
 
 
 def _hide_values(tree: Any) -> Any:
-    """Replace secrets of the environment in the values of a tree. Its keys stay, and so do values of keys like ``token``."""
+    """Replace secrets of the environment in the values of a tree. Its keys stay, and so do values of keys like
+    ``token``."""
     if isinstance(tree, Mapping):
         return {key: _hide_values(value) for key, value in tree.items()}
     if isinstance(tree, list):

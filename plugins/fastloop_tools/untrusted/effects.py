@@ -1,7 +1,9 @@
-"""The effects of code outside of training, such as commands and network access, found in its text. Runs and imports nothing.
+"""The effects of code outside of training, such as commands and network access, found in its text.
 
-The text of a module shows which modules it imports, also inside of functions. The scan follows imports within the same top-level package.
-It cannot find an import that the text does not name.
+Runs and imports nothing.
+
+The text of a module shows which modules it imports, also inside of functions. The scan follows imports within the same
+top-level package. It cannot find an import that the text does not name.
 """
 
 from __future__ import annotations
@@ -49,14 +51,16 @@ CALLS = {
 HOOKS = {"environment": "sets environment variables, and starts fastloop again with them"}
 """Hook of a plugin -> its effect."""
 MAX_FILES = 200
-"""Files to read for one module at most. Our plugin with the most imports reads fewer than 60, and 200 files take about 1 s."""
+"""Files to read for one module at most. Our plugin with the most imports reads fewer than 60, and 200 files take about
+1 s."""
 
 
 def effects(module: str) -> dict[str, str]:
     """Effect -> the file whose text shows it.
 
     Args:
-        module: The module to begin with, and its parents. Other modules of its top-level package are read if an import of them is found.
+        module: The module to begin with, and its parents. Other modules of its top-level package are read if an import
+            of them is found.
     """
     package = module.partition(".")[0]
     found: dict[str, str] = {}
@@ -76,7 +80,11 @@ def effects(module: str) -> dict[str, str]:
         for effect in here:
             found.setdefault(effect, file)
         for other in imported:
-            new = [part for part in _with_parents(other) if part not in seen] if other.partition(".")[0] == package else []
+            new = (
+                [part for part in _with_parents(other) if part not in seen]
+                if other.partition(".")[0] == package
+                else []
+            )
             seen.update(new)
             waiting += new
     return dict(sorted(found.items()))

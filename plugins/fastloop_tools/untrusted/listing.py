@@ -1,4 +1,6 @@
-"""The code, files and URLs that a recipe names. Reads the recipe and package metadata, and imports nothing that the recipe names."""
+"""The code, files and URLs that a recipe names.
+
+Reads the recipe and package metadata, and imports nothing that the recipe names."""
 
 from __future__ import annotations
 
@@ -71,8 +73,10 @@ def list_recipe(recipe: Recipe) -> Listing:
     for folder in folders:
         if on_import_path(folder):
             found.refused.append(
-                f"import path: {folder.resolve()}: Python imports modules from there, so a file beside the recipe can replace "
-                "installed code. Start fastloop as `fastloop`, not as `python -m fastloop`, and remove the folder from PYTHONPATH"
+                f"import path: {folder.resolve()}: Python imports modules from there, so a file beside the recipe can "
+                "replace "
+                "installed code. Start fastloop as `fastloop`, not as `python -m fastloop`, and remove the folder from "
+                "PYTHONPATH"
             )
             break
     _add_plugins(recipe, found)
@@ -130,8 +134,14 @@ def _add(found: Listing, key: str, name: str, kind: str, module: str, origin: Or
         found.refused.append(f"{key}: {name}: module {module} is not installed")
         return
     shown = effects(module) if not origin.problem and kind != "default plugin" else {}
-    note = "" if origin.problem or _uses_fastloop(origin.package) else "not written for fastloop: the arguments decide what it does"
-    found.code.append(Code(key, name, kind, origin.file, origin.line, origin.package, origin.version, arguments, shown, note))
+    note = (
+        ""
+        if origin.problem or _uses_fastloop(origin.package)
+        else "not written for fastloop: the arguments decide what it does"
+    )
+    found.code.append(
+        Code(key, name, kind, origin.file, origin.line, origin.package, origin.version, arguments, shown, note)
+    )
     if origin.problem:
         found.refused.append(f"{key}: {name}: {origin.problem}")
 
@@ -167,5 +177,6 @@ def lines(found: Listing) -> Iterator[str]:
 
 
 def visible(text: str) -> str:
-    """A text without characters that change what a terminal shows, such as escape sequences: ``\\x1b`` instead of them."""
+    """A text without characters that change what a terminal shows, such as escape sequences: ``\\x1b`` instead of
+    them."""
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -1,8 +1,9 @@
 """Where a name would be imported from: its file, and the installed package that lists the file. Imports nothing.
 
-``importlib.util.find_spec("a.b")`` imports ``a``. This module therefore finds each part of a dotted name in the folders of the part before
-it. It does not call finders that packages add to ``sys.meta_path``. A package is installed if its ``RECORD`` lists the file. A
-package in editable mode is installed if its ``.pth`` file adds the file's folder to the import path.
+``importlib.util.find_spec("a.b")`` imports ``a``. This module therefore finds each part of a dotted name in the folders
+of the part before it. It does not call finders that packages add to ``sys.meta_path``. A package is installed if its
+``RECORD`` lists the file. A package in editable mode is installed if its ``.pth`` file adds the file's folder to the
+import path.
 """
 
 from __future__ import annotations
@@ -61,7 +62,11 @@ def find_module(module: str) -> Origin | None:
 def _innermost(module: str) -> tuple[Origin, bool] | None:
     """The innermost part of a module's name that is found, and whether that is the whole name."""
     specs = list(_specs(module))
-    files = [(spec.name, spec.origin or "", spec.has_location) for spec in specs if spec.loader is not None and spec.origin is not None]
+    files = [
+        (spec.name, spec.origin or "", spec.has_location)
+        for spec in specs
+        if spec.loader is not None and spec.origin is not None
+    ]
     if not files:
         return None
     found = Origin(module=files[-1][0], file=files[-1][1] if files[-1][2] else "")
@@ -76,15 +81,16 @@ def _innermost(module: str) -> tuple[Origin, bool] | None:
 def find_name(module: str, name: str) -> Origin | None:
     """Find the object that a name of a module stands for; None: there is no such module.
 
-    Imports, assignments (``load = other.load``) and arguments of calls (``partial(load)``) are followed. If a name has several bindings,
-    such as those of ``if`` and ``else``, one that is not installed decides.
+    Imports, assignments (``load = other.load``) and arguments of calls (``partial(load)``) are followed. If a name has
+    several bindings, such as those of ``if`` and ``else``, one that is not installed decides.
     """
     found = find_module(module)
     return found if found is None or found.problem else _follow(module, (name,), set()) or found
 
 
 def _follow(module: str, names: tuple[str, ...], seen: set[tuple[str, ...]]) -> Origin | None:
-    """Find the object ``module.name.name``, or as much of the path as the texts show; None: they do not show the first name.
+    """Find the object ``module.name.name``, or as much of the path as the texts show; None: they do not show the first
+    name.
 
     Args:
         seen: The paths on the way so far, to end at a circle. At most ``MAX_PATHS``.
@@ -97,7 +103,11 @@ def _follow(module: str, names: tuple[str, ...], seen: set[tuple[str, ...]]) -> 
     seen.add((module, *names))
     nodes = _bindings(Path(found.file), names[0])
     targets = [target for node in nodes for target in _targets(node, found, names)]
-    if not nodes and (inner := find_module(f"{module}.{names[0]}")) is not None and inner.module == f"{module}.{names[0]}":
+    if (
+        not nodes
+        and (inner := find_module(f"{module}.{names[0]}")) is not None
+        and inner.module == f"{module}.{names[0]}"
+    ):
         targets = [(inner.module, names[1:])]
     elif not nodes:
         targets = [target for node in _bindings(Path(found.file), "*") for target in _targets(node, found, names)]
@@ -109,7 +119,8 @@ def _follow(module: str, names: tuple[str, ...], seen: set[tuple[str, ...]]) -> 
 
 
 def _targets(node: ast.stmt, found: Origin, names: tuple[str, ...]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The modules, and paths in them, that a statement binds to ``names[0]``; for an assignment also those in arguments of calls."""
+    """The modules, and paths in them, that a statement binds to ``names[0]``; for an assignment also those in arguments
+    of calls."""
     if isinstance(node, ast.ImportFrom):
         home = found.module if Path(found.file).stem == "__init__" else found.module.rpartition(".")[0]
         source = resolve_name("." * node.level + (node.module or ""), home) if node.level else node.module or ""
@@ -141,7 +152,11 @@ def _paths(value: ast.expr) -> Iterator[tuple[str, ...]]:
     if isinstance(node, ast.Name):
         yield (node.id, *reversed(names))
         return
-    parts = [*node.args, *(keyword.value for keyword in node.keywords)] if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
+    parts = (
+        [*node.args, *(keyword.value for keyword in node.keywords)]
+        if isinstance(node, ast.Call)
+        else ast.iter_child_nodes(node)
+    )
     for part in parts:
         if isinstance(part, ast.expr):
             yield from _paths(part)
@@ -208,7 +223,9 @@ def _find(name: str, path: list[str] | None) -> ModuleSpec | None:
 def _explain(module: str, file: str, is_file: bool) -> str:
     """Why a module is not of an installed package."""
     path = Path(file)
-    if not is_file or (path.is_relative_to(sysconfig.get_path("stdlib")) and not {"site-packages", "dist-packages"} & set(path.parts)):
+    if not is_file or (
+        path.is_relative_to(sysconfig.get_path("stdlib")) and not {"site-packages", "dist-packages"} & set(path.parts)
+    ):
         return f"module {module} is of Python's standard library, whose functions can run any command"
     return f"no installed package lists the file {file}"
 
@@ -218,7 +235,9 @@ def _owner(file: Path) -> tuple[str, str] | None:
     """Name and version of the installed package that a file belongs to."""
     for package in distributions():
         base = Path(str(package.locate_file(""))).absolute()
-        if file.is_relative_to(base) and f"\n{file.relative_to(base).as_posix()}," in "\n" + (package.read_text("RECORD") or ""):
+        if file.is_relative_to(base) and f"\n{file.relative_to(base).as_posix()}," in "\n" + (
+            package.read_text("RECORD") or ""
+        ):
             return name_and_version(package)
         if any(file.is_relative_to(folder) for folder in _editable_folders(package)):
             return name_and_version(package)

@@ -16,8 +16,11 @@ IMPORT_KEYS = re.compile(
     r"(model|data)\.module|train\.optimizer(\.name)?|plugins\.[^.]+\.(schedule|collate|loss(\.name)?|metrics\.[^.]+\.type)"
     r"|plugins\.deepspeed\.config: .+"
 )
-"""Keys whose values fastloop's own plugins import, if they have the form ``package.module:name`` or ``file.py:name``."""
-PATH_KEYS = re.compile(r"data\.(files\..+|images|chat_template)|model\.weights|plugins\.(deepspeed\.config|token-cache\.folder)")
+"""Keys whose values fastloop's own plugins import, if they have the form ``package.module:name`` or
+``file.py:name``."""
+PATH_KEYS = re.compile(
+    r"data\.(files\..+|images|chat_template)|model\.weights|plugins\.(deepspeed\.config|token-cache\.folder)"
+)
 """Keys whose values fastloop's own plugins open as files or folders."""
 HUB_KEYS = re.compile(r"(model|data)\.name|model\.tokenizer")
 """Keys whose values are local folders, or names on the hub."""
@@ -63,7 +66,8 @@ def values_of(recipe: Recipe) -> Iterator[Value]:
 
 
 def _deepspeed_values(recipe: Recipe) -> Iterator[Value]:
-    """The values of the JSON file ``plugins.deepspeed.config``. DeepSpeed imports classes that it names (``package.module.Class``)."""
+    """The values of the JSON file ``plugins.deepspeed.config``. DeepSpeed imports classes that it names
+    (``package.module.Class``)."""
     options = recipe.plugins.get("deepspeed") or {}
     try:
         tree = json.loads(recipe.find(str(options.get("config"))).read_text(encoding="utf-8"))
@@ -113,7 +117,10 @@ def refused_value(value: Value, recipe: Recipe) -> str | None:
         if value.text.startswith("flash_attention") and _is_installed("kernels"):
             return "may download a kernel from the hub and run it, since the package kernels is installed"
     if value.key != "model.weights" and Path(value.text).suffix.lower() in PICKLES:
-        return "a file that may hold pickles, which can run any code. Only model.weights reads such files without running code"
+        return (
+            "a file that may hold pickles, which can run any code. Only model.weights reads such files without "
+            "running code"
+        )
     return None
 
 

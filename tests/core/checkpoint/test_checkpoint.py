@@ -44,7 +44,7 @@ def save(step: int = 1, value: float = 1.0, run: str = "run") -> Path:
     )
 
 
-# -- packing ---------------------------------------------------------------------------------------------------------------------
+# -- packing -----------------------------------------------------------------------------------------------------------
 
 TREES: dict[str, Any] = {
     "plain values": {"a": [1, 2.5, "x", None, True], "b": (), "c": {}, "big": 2**80, "text": "ü\n"},
@@ -52,7 +52,12 @@ TREES: dict[str, Any] = {
     "tuples in lists": [(1, (2, [3])), ()],
     "keys of any kind": {0: "a", "0": "b", (1, 2): {None: 3}, 1.5: 4},
     "keys that look like ours": {"__tensor__": 1, "x": {"__tuple__": [1]}},
-    "tensors": {"bf16": torch.randn(3).bfloat16(), "bool": torch.tensor([True]), "none": torch.empty(0, 4), "scalar": torch.tensor(3.5)},
+    "tensors": {
+        "bf16": torch.randn(3).bfloat16(),
+        "bool": torch.tensor([True]),
+        "none": torch.empty(0, 4),
+        "scalar": torch.tensor(3.5),
+    },
     "strided tensors": [torch.arange(12).view(3, 4).t(), torch.arange(12)[::3], torch.zeros(1).expand(5)],
     "keys whose paths meet": {
         "a": {"b": torch.tensor(1), "b.c": torch.tensor(2)},
@@ -92,7 +97,9 @@ def test_checkpoint_accepts_read_only_arrays_and_scalars():
 
 
 @pytest.mark.parametrize(
-    "value", [{1}, b"bytes", object(), Path("x"), len, np.array(["a"]), np.array([object()])], ids=lambda value: type(value).__name__
+    "value",
+    [{1}, b"bytes", object(), Path("x"), len, np.array(["a"]), np.array([object()])],
+    ids=lambda value: type(value).__name__,
 )
 def test_unsupported_value_is_rejected_with_its_path(value):
     with pytest.raises(TypeError, match=r"^state\.plugins\.ema\.1\.deep: a \w+ cannot be saved\. Save tensors"):
@@ -125,7 +132,8 @@ def test_tied_shared_and_strided_weights_keep_their_values():
     assert all(same(loaded[name], tensor.detach().contiguous()) for name, tensor in model.items())
     loaded["a"].add_(1)
     assert torch.equal(loaded["b"], tied)  # each has its own copy
-    assert (Path("step-1") / "model.safetensors").stat().st_size < 2000  # a row is saved as a row, not with all it is a view of
+    # a row is saved as a row, not with all it is a view of
+    assert (Path("step-1") / "model.safetensors").stat().st_size < 2000
 
 
 def test_random_states_hold_the_current_cuda_device_only(monkeypatch):
@@ -149,7 +157,12 @@ def test_random_states_are_restored():
 
 def test_a_checkpoint_is_four_files_and_none_is_a_pickle():
     folder = save()
-    assert sorted(path.name for path in folder.iterdir()) == [MANIFEST, "model.safetensors", "state.json", "state.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        MANIFEST,
+        "model.safetensors",
+        "state.json",
+        "state.safetensors",
+    ]
     for path in folder.iterdir():
         with pytest.raises(Exception):  # noqa: B017
             list(pickletools.genops(path.read_bytes()))
@@ -157,7 +170,7 @@ def test_a_checkpoint_is_four_files_and_none_is_a_pickle():
     json.loads((folder / "state.json").read_text())
 
 
-# -- damage ------------------------------------------------------------------------------------------------------------------------
+# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def truncate(folder: Path) -> None:
@@ -176,7 +189,9 @@ def edit_manifest(**changes: Any) -> Any:
     def edit(folder: Path) -> None:
         manifest = json.loads((folder / MANIFEST).read_text())
         manifest["files"].update(changes)
-        (folder / MANIFEST).write_text(json.dumps({"files": {name: facts for name, facts in manifest["files"].items() if facts}}))
+        (folder / MANIFEST).write_text(
+            json.dumps({"files": {name: facts for name, facts in manifest["files"].items() if facts}})
+        )
 
     return edit
 
@@ -189,7 +204,10 @@ DAMAGE: dict[str, tuple[Any, str]] = {
     "no manifest": (lambda folder: (folder / MANIFEST).unlink(), "manifest.json is missing"),
     "half a manifest": (lambda folder: (folder / MANIFEST).write_text('{"files": {'), "manifest.json cannot be read"),
     "another manifest": (lambda folder: (folder / MANIFEST).write_text("[1]"), "manifest.json cannot be read"),
-    "an empty manifest": (lambda folder: (folder / MANIFEST).write_text('{"files": {}}'), "manifest.json does not list model.safetensors"),
+    "an empty manifest": (
+        lambda folder: (folder / MANIFEST).write_text('{"files": {}}'),
+        "manifest.json does not list model.safetensors",
+    ),
     "a file not listed": (edit_manifest(**{"state.json": None}), "manifest.json does not list state.json"),
     "a way out": (edit_manifest(**{"../outside": OUTSIDE}), "../outside is missing"),
     "a longer way out": (edit_manifest(**{"x/../../outside": OUTSIDE}), "x/../../outside is missing"),
@@ -219,7 +237,10 @@ def test_an_absolute_name_in_a_manifest_leads_nowhere():
 
 
 def test_missing_checkpoint_error_describes_expected_files():
-    with pytest.raises(CheckpointError, match=r"^nowhere: no checkpoint to resume from\. Expected a run folder, or one of its checkpoints"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"^nowhere: no checkpoint to resume from\. Expected a run folder, or one of its checkpoints",
+    ):
         find_newest(Path("nowhere"))
     truncate(save(1))
     with pytest.raises(CheckpointError, match=r"(?s)No checkpoint to resume from is intact:.*step-00000001: damaged"):
@@ -231,7 +252,7 @@ def test_a_checkpoint_that_was_copied_elsewhere_is_found_by_its_own_path():
     assert find_newest(Path("elsewhere")) == (Path("elsewhere"), [])
 
 
-# -- rotation ------------------------------------------------------------------------------------------------------------------------
+# -- rotation ----------------------------------------------------------------------------------------------------------
 
 
 def test_rotation_keeps_the_newest_and_touches_nothing_else():
@@ -241,9 +262,15 @@ def test_rotation_keeps_the_newest_and_touches_nothing_else():
     shutil.copytree(kept / "step-00000010", kept / "step-00000010-good")
     (kept / "best").mkdir()
     (kept / ".step-00000011.partial").mkdir()
-    assert [path.name for path in checkpoint.checkpoints(Path("run"))][-2:] == ["step-99999999", "step-100000000"]  # by number
+    # by number
+    assert [path.name for path in checkpoint.checkpoints(Path("run"))][-2:] == ["step-99999999", "step-100000000"]
     rotate(Path("run"), 2, 100000000)
-    assert sorted(path.name for path in kept.iterdir()) == ["best", "step-00000010-good", "step-100000000", "step-99999999"]
+    assert sorted(path.name for path in kept.iterdir()) == [
+        "best",
+        "step-00000010-good",
+        "step-100000000",
+        "step-99999999",
+    ]
 
 
 def test_a_step_saved_again_takes_its_own_place():

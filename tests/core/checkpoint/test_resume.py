@@ -1,4 +1,4 @@
-"""A run that was killed and resumed ends as one that was never interrupted: weights, metrics and data order, to the bit.
+"""A run that was killed and resumed ends like an uninterrupted one: weights, metrics and data order, to the bit.
 
 Most runs are killed in a forked child, by SIGKILL from inside at a chosen moment; the others are this process's.
 """
@@ -118,7 +118,8 @@ class Dies(Plugin):
 
 
 class Scaler(Plugin):
-    """Loss scaling as fp16 has it, with the CPU's GradScaler: it grows every third step, and one step overflows and is skipped."""
+    """Loss scaling as fp16 has it, with the CPU's GradScaler: it grows every third step, and one step overflows and is
+    skipped."""
 
     name = "scaler"
     skipped = 0
@@ -169,7 +170,14 @@ class Own(Plugin):
 
 WORKERS = {"dataloader-workers": {"num_workers": 2}}
 SCHEDULE = {"lr-scheduler": {"schedule": "cosine", "warmup": 4}}
-EVERYTHING = [WORKERS, SCHEDULE, {"ema": {"decay": 0.9}}, "checkpoint-best", "amp", {"early-stopping": {"patience": 50}}]
+EVERYTHING = [
+    WORKERS,
+    SCHEDULE,
+    {"ema": {"decay": 0.9}},
+    "checkpoint-best",
+    "amp",
+    {"early-stopping": {"patience": 50}},
+]
 
 RUNS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "plain": (list, {}),
@@ -185,7 +193,10 @@ RUNS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "mixed precision": (lambda: ["amp"], {}),
     "loss scaling": (lambda: [Scaler()], {}),
     "a plugin's own state": (lambda: [Own()], {}),
-    "everything": (lambda: [*EVERYTHING, Scaler(), Own()], {"micro_batch_size": 4, "max_grad_norm": 1.0, "data": Indexed(noise=True)}),
+    "everything": (
+        lambda: [*EVERYTHING, Scaler(), Own()],
+        {"micro_batch_size": 4, "max_grad_norm": 1.0, "data": Indexed(noise=True)},
+    ),
 }
 
 
@@ -203,16 +214,21 @@ def record(folder: Path, audit: Path) -> dict[str, Any]:
     return {
         "model": (folder / "model" / "model.safetensors").read_bytes(),
         "metrics": [{key: value for key, value in line.items() if key not in TIMES} for line in lines],
-        "summary": {key: summary[key] for key in ("status", "steps", "epochs", "samples", "validation", "test", "best")},
+        "summary": {
+            key: summary[key] for key in ("status", "steps", "epochs", "samples", "validation", "test", "best")
+        },
         "sample-audit": steps,
     }
 
 
 @pytest.fixture
 def train(tiny_run):
-    """``train(folder, ...)``: three epochs of nine steps, saved every fourth, evaluated at every fifth; ``dies`` forks, and is killed."""
+    """``train(folder, ...)``: three epochs of nine steps, saved every fourth, evaluated at every fifth; ``dies`` forks,
+    and is killed."""
 
-    def run(folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool | str = False, **arguments: Any) -> Any:
+    def run(
+        folder: str, plugins: list[Any], dies: Dies | None = None, resume: bool | str = False, **arguments: Any
+    ) -> Any:
         defaults = {
             "data": Indexed(),
             "epochs": 3,
@@ -242,7 +258,9 @@ def train(tiny_run):
 QUICK = ("plain", "accumulated", "stream", "everything")
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
+)
 def test_killed_in_the_middle_of_an_epoch_and_resumed(train, name):
     plugins, arguments = RUNS[name]
     whole = train("whole", plugins(), **arguments)
@@ -305,7 +323,7 @@ def test_killed_before_first_checkpoint_restarts(train, caplog):
     assert "run: no checkpoint yet: the run starts from the beginning" in caplog.text
 
 
-# -- Ctrl-C ---------------------------------------------------------------------------------------------------------------
+# -- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 
 class Interrupts(Plugin):
@@ -349,7 +367,14 @@ class Interrupts(Plugin):
         ("in an evaluation", 10, 5),
         ("in a step", 26, 5),
     ],
-    ids=["mid-epoch", "last step of an epoch", "when an evaluation is due", "evaluating an epoch", "evaluating", "the last step"],
+    ids=[
+        "mid-epoch",
+        "last step of an epoch",
+        "when an evaluation is due",
+        "evaluating an epoch",
+        "evaluating",
+        "the last step",
+    ],
 )
 def test_ctrl_c_saves_at_the_end_of_the_step_and_the_resumed_run_is_the_same(train, moment, step, every):
     arguments = {"evaluate_every": every, "save_every": None}
@@ -397,7 +422,7 @@ def test_a_second_ctrl_c_stops_at_once(train):
     assert record(Path("run"), Path("run.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
-# -- what is not resumed, or not from there ---------------------------------------------------------------------------------
+# -- what is not resumed, or not from there ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -475,7 +500,7 @@ def test_a_checkpoint_can_be_named_and_the_run_folder_moved(train):
     assert record(Path("elsewhere"), Path("elsewhere.audit")) == record(Path("whole"), Path("whole.audit"))
 
 
-# -- the command line -------------------------------------------------------------------------------------------------------
+# -- the command line --------------------------------------------------------------------------------------------------
 
 
 RECIPE = """
@@ -532,7 +557,8 @@ def test_fastloop_train_killed_from_outside_and_resumed_by_the_command_line():
             assert command.poll() == -signal.SIGKILL, command.stderr
     done = forked.run(*train, "run.yaml", "--resume")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"resumed from run/checkpoints/(\.step-\d+\.partial|step-\d+) ", done.stdout)  # written whole, and not yet renamed
+    # written whole, and not yet renamed
+    assert re.search(r"resumed from run/checkpoints/(\.step-\d+\.partial|step-\d+) ", done.stdout)
     for name in ("model/model.safetensors", "checkpoints/step-00000540/model.safetensors"):
         assert Path("run", name).read_bytes() == Path("whole", name).read_bytes()
     first, second = (json.loads(Path(name, "summary.json").read_text()) for name in ("run", "whole"))

@@ -19,7 +19,9 @@ def test_an_earlier_run_is_moved_aside_whole(tiny_run):
         "x.2": "2",
         "x": "3",
     }
-    assert all(json.loads((Path("runs") / name / "summary.json").read_text())["status"] == "completed" for name in seeds)
+    assert all(
+        json.loads((Path("runs") / name / "summary.json").read_text())["status"] == "completed" for name in seeds
+    )
 
 
 @pytest.mark.parametrize("output", ["precious", "."])
@@ -27,7 +29,9 @@ def test_a_folder_that_holds_other_files_is_refused_and_left_alone(tiny_run, out
     Path("precious").mkdir()
     Path("precious/thesis.tex").write_text("years of work")
     before = sorted(Path().rglob("*"))
-    with pytest.raises(RecipeError, match=r"holds other files than a run's\. Expected a new or empty folder, or a run's"):
+    with pytest.raises(
+        RecipeError, match=r"holds other files than a run's\. Expected a new or empty folder, or a run's"
+    ):
         tiny_run(epochs=1, output=output)
     assert sorted(Path().rglob("*")) == before
 

@@ -1,6 +1,7 @@
 """An error in a recipe or a command gives one readable message: the place, the finding, and the remedy.
 
-Every case runs the command line. The exit code is 2 (usage error) or 1 (found only while running). There is no traceback and no run folder.
+Every case runs the command line. The exit code is 2 (usage error) or 1 (found only while running). There is no
+traceback and no run folder.
 """
 
 from __future__ import annotations
@@ -22,9 +23,21 @@ ROWS = [("a fine film", "good"), ("a dull film", "bad"), ("fine and moving", "go
 
 GOOD: dict[str, Any] = {
     "model": {
-        "config": {"model_type": "distilbert", "dim": 16, "n_layers": 1, "n_heads": 2, "hidden_dim": 16, "max_position_embeddings": 16}
+        "config": {
+            "model_type": "distilbert",
+            "dim": 16,
+            "n_layers": 1,
+            "n_heads": 2,
+            "hidden_dim": 16,
+            "max_position_embeddings": 16,
+        }
     },
-    "data": {"files": {"train": "train.csv", "validation": "train.csv"}, "text": "text", "label": "label", "max_length": 16},
+    "data": {
+        "files": {"train": "train.csv", "validation": "train.csv"},
+        "text": "text",
+        "label": "label",
+        "max_length": 16,
+    },
     "train": {"epochs": 1, "batch_size": 4, "device": "cpu"},
     "plugins": [],
     "output": "out/run",
@@ -72,11 +85,23 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
     "zero batch": ([("train.batch_size", 0)], [], ["train.batch_size", "greater than or equal to 1"]),
     "bad choice": ([("train.evaluate_every", "week")], [], ["train.evaluate_every", "'week'", "epoch"]),
     "unknown optimizer": ([("train.optimizer", "AdamV")], [], ["train.optimizer", "AdamV", "Did you mean"]),
-    "a batch that does not divide": ([("train.batch_size", 10), ("train.micro_batch_size", 4)], [], ["batch_size", "10", "8 or 12"]),
+    "a batch that does not divide": (
+        [("train.batch_size", 10), ("train.micro_batch_size", 4)],
+        [],
+        ["batch_size", "10", "8 or 12"],
+    ),
     "unknown plugin": ([("plugins", ["chekpoint-best"])], [], ["chekpoint-best", "Did you mean 'checkpoint-best'?"]),
     "a plugin listed twice": ([("plugins", ["amp", "amp"])], [], ["'amp'", "twice"]),
-    "a plugin's unknown option": ([("plugins", [{"amp": {"dtyp": "bf16"}}])], [], ["plugins.amp.dtyp", "Did you mean 'dtype'?"]),
-    "a plugin's wrong option": ([("plugins", [{"amp": {"dtype": "bf17"}}])], [], ["plugins.amp.dtype", "'bf17'", "bf16"]),
+    "a plugin's unknown option": (
+        [("plugins", [{"amp": {"dtyp": "bf16"}}])],
+        [],
+        ["plugins.amp.dtyp", "Did you mean 'dtype'?"],
+    ),
+    "a plugin's wrong option": (
+        [("plugins", [{"amp": {"dtype": "bf17"}}])],
+        [],
+        ["plugins.amp.dtype", "'bf17'", "bf16"],
+    ),
     "a dtype the device lacks": ([("plugins", [{"amp": {"dtype": "fp16"}}])], [], ["'amp'", "fp16", "bf16"]),
     "plugin options that are no mapping": ([("plugins", [{"amp": "bf16"}])], [], ["plugins.amp", "'bf16'", "mapping"]),
     "plugins that are no list": ([("plugins", "amp")], [], ["plugins", "'amp'", "list"]),
@@ -86,13 +111,21 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
         ["text-classification", "causal-lm", "slot 'task'", "Keep one: --without"],
     ),
     "a monitor without evaluation": (
-        [("plugins", [{"checkpoint-best": {"monitor": "accuracy"}}]), ("data.files.validation", ...), ("data.validation_fraction", 0)],
+        [
+            ("plugins", [{"checkpoint-best": {"monitor": "accuracy"}}]),
+            ("data.files.validation", ...),
+            ("data.validation_fraction", 0),
+        ],
         [],
         ["checkpoint-best", "validation split"],
     ),
     "model with an unknown key": ([("model.nme", "x")], [], ["model.nme", "Did you mean 'name'?"]),
     "no model": ([("model", {})], [], ["model", "name", "config"]),
-    "unknown architecture": ([("model.config.model_type", "distilbrt")], [], ["model", "distilbrt", "Did you mean 'distilbert'?"]),
+    "unknown architecture": (
+        [("model.config.model_type", "distilbrt")],
+        [],
+        ["model", "distilbrt", "Did you mean 'distilbert'?"],
+    ),
     "data with an unknown key": ([("data.txt", "x")], [], ["data.txt", "Did you mean 'text'?"]),
     "no data": ([("data", {})], [], ["data"]),
     "missing data file": ([("data.files.train", "trian.csv")], [], ["data.files.train", "trian.csv"]),
@@ -107,7 +140,11 @@ RECIPES: dict[str, tuple[list[tuple[str, Any]], list[str], list[str]]] = {
     "without an unknown plugin": ([], ["--without", "ampp"], ["ampp", "Did you mean 'amp'?"]),
     "resume from nowhere": ([], ["--resume", "nowhere"], ["nowhere", "no checkpoint"]),
     "extends a recipe that is not there": ([("extends", "base.yaml")], [], ["base.yaml", "no such file"]),
-    "a hub model without a hub": ([("model", {"name": "distilbert-base-uncased"})], [], ["distilbert-base-uncased", "model.name"]),
+    "a hub model without a hub": (
+        [("model", {"name": "distilbert-base-uncased"})],
+        [],
+        ["distilbert-base-uncased", "model.name"],
+    ),
 }
 
 
@@ -182,7 +219,10 @@ def test_a_file_that_is_no_recipe_is_explained(text, fragments, capsys, monkeypa
         (["export", "run", "--to", "onx"], ["--to", "'onx'", "Did you mean 'onnx'?"]),
         (["sweep", "nope.yaml", "--mode", "mni"], ["--mode", "'mni'", "auto, min, max", "Did you mean 'min'?"]),
         (["search", "nope.yaml", "--mode", "up"], ["--mode", "'up'", "auto, min, max"]),
-        (["tune", "nope.yaml", "--stop-after", "suggestion"], ["--stop-after", "budget, suggestions", "Did you mean 'suggestions'?"]),
+        (
+            ["tune", "nope.yaml", "--stop-after", "suggestion"],
+            ["--stop-after", "budget, suggestions", "Did you mean 'suggestions'?"],
+        ),
     ],
     ids=" ".join,
 )
@@ -191,7 +231,9 @@ def test_a_wrong_name_on_the_command_line_is_explained(arguments, fragments, cap
     check(code, text, fragments)
 
 
-@pytest.mark.parametrize("arguments", [["trian", "quickstart"], ["train", "quickstart", "--wiht", "amp"], ["train"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["trian", "quickstart"], ["train", "quickstart", "--wiht", "amp"], ["train"]], ids=" ".join
+)
 def test_a_wrong_command_or_option_exits_2(arguments, capsys, monkeypatch):
     code, text = run(capsys, monkeypatch, *arguments)
     assert code == 2
@@ -233,7 +275,8 @@ def test_shipped_recipe_without_hub_reports_repair():
         capture_output=True,
         text=True,
         timeout=600,
-        env={key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"} | {"HF_ENDPOINT": "http://127.0.0.1:9"},
+        env={key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+        | {"HF_ENDPOINT": "http://127.0.0.1:9"},
     )
     assert done.returncode == 2, done.stderr
     assert "distilbert-base-uncased" in done.stderr

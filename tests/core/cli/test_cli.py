@@ -28,7 +28,11 @@ from fastloop.registry import installed, load
 def test_program_prints_usage_error_to_stderr_and_exits_2():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-m", "fastloop", "recipes", "nothing"], capture_output=True, text=True, env=environment, check=False
+        [sys.executable, "-m", "fastloop", "recipes", "nothing"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: nothing: no such file")
@@ -36,7 +40,10 @@ def test_program_prints_usage_error_to_stderr_and_exits_2():
 
 @pytest.mark.slow
 def test_internal_error_prints_traceback_without_secrets_and_exits_1():
-    code = "import os, torch, fastloop.cli as cli\ndef main(): raise LookupError(os.environ['HF_TOKEN'])\ncli.main = main\ncli.process()"
+    code = (
+        "import os, torch, fastloop.cli as cli\ndef main(): raise LookupError(os.environ['HF_TOKEN'])\ncli.main = "
+        "main\ncli.process()"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "HF_TOKEN": "hf_abcdefgh"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert (done.returncode, done.stdout) == (1, "")
@@ -107,7 +114,7 @@ def test_misspelled_command_exits_2(cli, arguments, said):
     assert said in err
 
 
-# -- plugins -----------------------------------------------------------------------------------------------------------------------
+# -- plugins -----------------------------------------------------------------------------------------------------------
 
 
 def test_plugins_are_listed_by_package_and_subpackage(cli):
@@ -170,7 +177,11 @@ def test_a_plugins_page_has_its_options_with_their_whole_types(cli):
 def test_a_plugins_page_has_its_declarations_with_reasons(cli):
     _, out, _ = cli("plugins", "channels-last")
     cls = load("channels-last")
-    for key, values in {"conflicts": cls.conflicts, "runs_after": cls.runs_after, "runs_before": cls.runs_before}.items():
+    for key, values in {
+        "conflicts": cls.conflicts,
+        "runs_after": cls.runs_after,
+        "runs_before": cls.runs_before,
+    }.items():
         assert (key in out) is bool(values)
     assert all(f"{other}: {reason}" in out for other, reason in cls.conflicts.items())
     assert "in a run" in out
@@ -224,7 +235,7 @@ def test_plugins_listing_matches_class(cli):
         assert (row["slot"], row["numerics"]) == (cls.slot, cls.numerics), row["name"]
 
 
-# -- recipes -----------------------------------------------------------------------------------------------------------------------
+# -- recipes -----------------------------------------------------------------------------------------------------------
 
 
 def test_recipes_lists_each_shipped_one_with_a_line_on_it(cli):
@@ -242,7 +253,7 @@ def test_a_printed_recipe_can_be_copied(cli):
     assert load_recipe("mine.yaml").to_dict() == load_recipe("quickstart").to_dict()
 
 
-# -- plan --------------------------------------------------------------------------------------------------------------------------
+# -- plan --------------------------------------------------------------------------------------------------------------
 
 
 def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
@@ -258,7 +269,15 @@ def test_plan_shows_order_batch_and_reasons_and_trains_nothing(cli):
     code, out, _ = cli(*command, "-v")
     assert code == 0
     listed = re.findall(r"^ ?\d+\. ([\w-]+)  \((.*)\)$", out, re.MULTILINE)
-    assert [name for name, _ in listed] == ["ema", "amp", "log", "metric-check", "optimizer-check", "speed-check", "text-classification"]
+    assert [name for name, _ in listed] == [
+        "ema",
+        "amp",
+        "log",
+        "metric-check",
+        "optimizer-check",
+        "speed-check",
+        "text-classification",
+    ]
     assert "slot precision, reduced-precision" in dict(listed)["amp"]
     assert "on by default" in dict(listed)["log"]
     assert "decay=0.5" in out
@@ -288,7 +307,9 @@ def test_plan_counts_the_processes_that_a_launcher_started(cli, monkeypatch):
 
 
 def test_plan_shows_that_all_processes_train_on_the_same_samples(cli):
-    _, out, _ = cli("plan", "quickstart", "train.batch_size=32", "train.device=cpu", "--with", "tensor-parallel", "--nproc", "4")
+    _, out, _ = cli(
+        "plan", "quickstart", "train.batch_size=32", "train.device=cpu", "--with", "tensor-parallel", "--nproc", "4"
+    )
     assert "32 samples a step = 32 x 1 micro-steps on every process" in out
 
 
@@ -299,7 +320,7 @@ def test_plan_fits_80_columns_and_shows_moves(cli, monkeypatch):
     assert "listed in the recipe; moved after 'lora'" in " ".join(out.split())
 
 
-# -- doctor ------------------------------------------------------------------------------------------------------------------------
+# -- doctor ------------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_reports_environment(cli):

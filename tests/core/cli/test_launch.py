@@ -1,4 +1,4 @@
-"""Several processes from the command line: however they are started they are one run, and however one of them ends, all end."""
+"""Several processes from the command line: however they are started they are one run, and when one ends, all end."""
 
 from __future__ import annotations
 
@@ -76,7 +76,10 @@ def do(*command: str, environment: dict[str, str] | None = None) -> subprocess.C
 
 def numbers(output: str) -> dict[str, Any]:
     summary = json.loads(Path(output, "summary.json").read_text())
-    return {key: summary[key] for key in ("status", "steps", "epochs", "samples", "world_size", "validation", "test", "best", "plugins")}
+    return {
+        key: summary[key]
+        for key in ("status", "steps", "epochs", "samples", "world_size", "validation", "test", "best", "plugins")
+    }
 
 
 @pytest.mark.slow
@@ -92,7 +95,9 @@ def test_launchers_give_the_same_run():
         str(launch.free_port()),
     ]
     command = [sys.executable, *FASTLOOP, *TRAIN, "output=ours", "--nproc", "2"]
-    ours = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | ONE_THREAD, check=False)
+    ours = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | ONE_THREAD, check=False
+    )
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.count("completed") == 1
     assert ours.stderr == ""
@@ -101,7 +106,9 @@ def test_launchers_give_the_same_run():
         assert done.returncode == 0, done.stderr
         assert numbers(name) == numbers("ours")
     master = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{launch.free_port()}"]
-    with forked.Command(*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1", env=os.environ | ONE_THREAD) as other:
+    with forked.Command(
+        *FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1", env=os.environ | ONE_THREAD
+    ) as other:
         done = do(*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "0")
         assert (done.returncode, other.wait(400)) == (0, 0), done.stderr
     assert numbers("nodes") == numbers("ours")
@@ -136,7 +143,9 @@ def test_raising_process_is_reported_first_and_stops_all():
     assert errors == ["error: reading a batch failed: ValueError: row 7 is spoilt (code.py:23 in __getitem__)"]
     assert "ChildFailedError" not in done.stderr
     assert (
-        json.loads(Path("run/summary.json").read_text())["status"] in ("failed", "completed") if Path("run/summary.json").exists() else True
+        json.loads(Path("run/summary.json").read_text())["status"] in ("failed", "completed")
+        if Path("run/summary.json").exists()
+        else True
     )
 
 
@@ -147,7 +156,8 @@ def test_killed_process_stops_all_and_resume_is_bitwise():
     assert killed.returncode == 128 + signal.SIGKILL
     (line,) = [line for line in killed.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(
-        f"error: process 1 of 2 (pid {Path('pid1').read_text()}) was ended by SIGKILL. Continue from its newest checkpoint with: fast"
+        f"error: process 1 of 2 (pid {Path('pid1').read_text()}) was ended by SIGKILL. Continue from its newest "
+        "checkpoint with: fast"
     )
     assert line.endswith("--nproc 2 --resume")
     Path("code.py").write_text(CODE.replace("self.fault and", "False and"))
@@ -194,8 +204,16 @@ def test_launch_error_is_printed_once():
             "another launcher started this process, one of 2",
         ),
         (["--nproc", "2", "--nnodes", "2"], {}, "--nnodes 2: needs --master HOST:PORT"),
-        (["--nproc", "2", "--nnodes", "2", "--master", "here", "--node-rank", "0"], {}, "--master here: expected HOST:PORT"),
-        (["--nproc", "2", "--nnodes", "2", "--master", "a:1", "--node-rank", "2"], {}, "--node-rank 2: expected 0 to 1"),
+        (
+            ["--nproc", "2", "--nnodes", "2", "--master", "here", "--node-rank", "0"],
+            {},
+            "--master here: expected HOST:PORT",
+        ),
+        (
+            ["--nproc", "2", "--nnodes", "2", "--master", "a:1", "--node-rank", "2"],
+            {},
+            "--node-rank 2: expected 0 to 1",
+        ),
     ],
 )
 def test_invalid_launch_options_are_rejected(options, environment, message):
@@ -207,15 +225,29 @@ def test_invalid_launch_options_are_rejected(options, environment, message):
 @pytest.mark.parametrize(
     ("environment", "recipe", "parts"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, [], ["asks for 'deepspeed' (ACCELERATE_USE_DEEPSPEED)", "the recipe lists 'ddp'"]),
+        (
+            {"ACCELERATE_USE_DEEPSPEED": "true"},
+            [],
+            ["asks for 'deepspeed' (ACCELERATE_USE_DEEPSPEED)", "the recipe lists 'ddp'"],
+        ),
         ({"ACCELERATE_USE_FSDP": "true"}, ["--without", "ddp"], ["asks for 'fsdp'", "the recipe lists no strategy"]),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, [], ["mixed precision 'bf16'", "the recipe's is 'no'", "slot 'precision'"]),
+        (
+            {"ACCELERATE_MIXED_PRECISION": "bf16"},
+            [],
+            ["mixed precision 'bf16'", "the recipe's is 'no'", "slot 'precision'"],
+        ),
         ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], ["the compiler 'INDUCTOR'", "plugins compile"]),
         ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], ["4 accumulation steps", "train.micro_batch_size"]),
-        ({"WORLD_SIZE": "2"}, ["--without", "ddp"], ["started with 2 processes, but no plugin fills the slot 'strategy'"]),
+        (
+            {"WORLD_SIZE": "2"},
+            ["--without", "ddp"],
+            ["started with 2 processes, but no plugin fills the slot 'strategy'"],
+        ),
     ],
 )
-def test_an_accelerate_configuration_that_contradicts_the_recipe_is_refused_by_plan(monkeypatch, environment, recipe, parts):
+def test_an_accelerate_configuration_that_contradicts_the_recipe_is_refused_by_plan(
+    monkeypatch, environment, recipe, parts
+):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     result = CliRunner().invoke(app, ["plan", "recipe.yaml", *recipe])
@@ -231,7 +263,14 @@ def test_plan_shows_the_batch_for_a_number_of_processes():
 @pytest.mark.slow
 def test_accelerate_config_file_is_compared_with_recipe():
     Path("accelerate.yaml").write_text(
-        yaml.safe_dump({"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "no", "fsdp_config": {"fsdp_version": 2}})
+        yaml.safe_dump(
+            {
+                "distributed_type": "FSDP",
+                "num_processes": 2,
+                "mixed_precision": "no",
+                "fsdp_config": {"fsdp_version": 2},
+            }
+        )
     )
     accelerate = [
         "-m",
@@ -243,7 +282,12 @@ def test_accelerate_config_file_is_compared_with_recipe():
     ]
     refused = do(*accelerate, "-m", "fastloop", *TRAIN)
     assert refused.returncode != 0
-    assert refused.stderr.count("accelerate's configuration asks for 'fsdp' (ACCELERATE_USE_FSDP), and the recipe lists 'ddp'") == 1
+    assert (
+        refused.stderr.count(
+            "accelerate's configuration asks for 'fsdp' (ACCELERATE_USE_FSDP), and the recipe lists 'ddp'"
+        )
+        == 1
+    )
     taken = do(*accelerate, "-m", "fastloop", *TRAIN, "--without", "ddp", "--with", "fsdp")
     assert taken.returncode == 0, taken.stderr
     assert numbers("run")["world_size"] == 2

@@ -78,18 +78,23 @@ def summary(folder: str = "out") -> dict[str, Any]:
     return found
 
 
-# -- plugins of one name ------------------------------------------------------------------------------------------------------
+# -- plugins of one name -----------------------------------------------------------------------------------------------
 
 
 def test_plugins_of_one_name_are_both_listed_planned_and_trained(cli, install):
     install("warm-pack", WARMTH, warmth="warm_pack:Warmth")
     install("hot-pack", WARMTH.replace("20.0", "90.0"), warmth="hot_pack:Warmth")
     _, out, _ = cli("plugins")
-    assert re.search(r"^warm-pack 1.2 *\nplugin.*\nwarm-pack:warmth +bitwise +How warm it is \(slot weather\)", out, re.MULTILINE)
+    assert re.search(
+        r"^warm-pack 1.2 *\nplugin.*\nwarm-pack:warmth +bitwise +How warm it is \(slot weather\)", out, re.MULTILINE
+    )
     assert re.search(r"^hot-pack 1.2 *\nplugin.*\nhot-pack:warmth +bitwise", out, re.MULTILINE)
     _, out, _ = cli("plugins", "--json")
     rows = {row["name"]: row for row in json.loads(out)}
-    assert [rows[f"{package}:warmth"]["distribution"] for package in ("warm-pack", "hot-pack")] == ["warm-pack", "hot-pack"]
+    assert [rows[f"{package}:warmth"]["distribution"] for package in ("warm-pack", "hot-pack")] == [
+        "warm-pack",
+        "hot-pack",
+    ]
     assert not {"warm_pack", "hot_pack"} & set(sys.modules)
     _, out, _ = cli("plugins", "hot-pack:warmth")
     assert out.startswith("warmth (hot-pack 1.2)")
@@ -114,14 +119,16 @@ def test_an_installed_package_with_the_keyword_but_without_plugins_is_reported(c
         (metadata,) = Path("site").glob(f"{name}-*/METADATA")
         metadata.write_text(metadata.read_text() + f"Keywords: fastloop,{KEYWORD},pytorch\n")
     install("old-pack", group="other.group")
-    Path("site/old_pack-1.2.dist-info/METADATA").write_bytes("Name: old-pack\nVersion: 1.2\nAuthor: Ünal\n".encode("latin-1"))
+    Path("site/old_pack-1.2.dist-info/METADATA").write_bytes(
+        "Name: old-pack\nVersion: 1.2\nAuthor: Ünal\n".encode("latin-1")
+    )
     _, out, _ = cli("plugins")
     assert f"warm-pack 1.2 has the keyword {KEYWORD}, but no entry point in the group fastloop.plugins" in out
     assert "cold-pack 1.2 has" not in out
     assert "warm_pack" not in sys.modules
 
 
-# -- plugins in files ---------------------------------------------------------------------------------------------------------
+# -- plugins in files --------------------------------------------------------------------------------------------------
 
 
 def test_plan_says_first_whose_code_will_run(cli):
@@ -131,7 +138,10 @@ def test_plan_says_first_whose_code_will_run(cli):
     files = [f"runs the code of {Path('deep', name).resolve()}" for name in ("warm.py", "code_of_test.py")]
     assert code == 0
     assert out.splitlines()[:3] == [*files, "ran"]
-    assert "1. warmth  (slot weather, bitwise, listed in the recipe as ./warm.py)\n      degrees=3.0, on_error=disable\n" in out
+    assert (
+        "1. warmth  (slot weather, bitwise, listed in the recipe as ./warm.py)\n      degrees=3.0, on_error=disable\n"
+        in out
+    )
     code, out, _ = cli("plan", path, "--without", "warmth")
     assert out.splitlines()[0] == files[1]
     assert "ran" not in out
@@ -145,7 +155,9 @@ def test_a_file_plugin_trains_on_two_processes_and_an_observer_that_fails_on_one
     assert done.returncode == 0, done.stderr
     found = summary()
     assert (found["steps"], found["world_size"], found["warmth"]) == (4, 2, 20.0)
-    assert re.fullmatch(r"process 1: plugin 'warmth' \(.*warm\.py\) failed in after_step: OSError: too hot", found["disabled"]["warmth"])
+    assert re.fullmatch(
+        r"process 1: plugin 'warmth' \(.*warm\.py\) failed in after_step: OSError: too hot", found["disabled"]["warmth"]
+    )
     assert re.search(r"^warmth +after_step +4 ", done.stdout, re.MULTILINE), "on the main process it went on"
     assert f"warning: {found['disabled']['warmth']}. It was disabled there" in done.stdout
     assert "plugins     warmth (disabled), ddp, module" in done.stdout
@@ -155,7 +167,20 @@ def test_a_file_plugin_trains_on_two_processes_and_an_observer_that_fails_on_one
 def test_bench_measures_a_file_plugin_in_its_own_processes():
     path = recipe("deep/r.yaml", "./warm.py")
     Path("deep/warm.py").write_text(WARMTH)
-    options = ["--steps", "2", "--seconds", "0", "--warmup", "1", "--repeats", "1", "--output", "bench", "--variants", "./warm.py"]
+    options = [
+        "--steps",
+        "2",
+        "--seconds",
+        "0",
+        "--warmup",
+        "1",
+        "--repeats",
+        "1",
+        "--output",
+        "bench",
+        "--variants",
+        "./warm.py",
+    ]
     done = forked.run("-m", "fastloop", "bench", path, *options)
     record = json.loads(Path("bench/bench.json").read_text())
     assert done.returncode == 0, done.stdout
@@ -163,7 +188,7 @@ def test_bench_measures_a_file_plugin_in_its_own_processes():
     assert [found["verdict"] for found in record["numerics"]] == ["holds"]
 
 
-# -- what hooks took ----------------------------------------------------------------------------------------------------------
+# -- what hooks took ---------------------------------------------------------------------------------------------------
 
 
 def test_trace_hooks_prints_what_plugins_did_in_the_order_of_the_first_calls(cli):
@@ -182,7 +207,7 @@ def test_trace_hooks_prints_what_plugins_did_in_the_order_of_the_first_calls(cli
     assert [name for name in summary()["plugins"] if not name.endswith("-check")] == ["warmth", "ema", "module"]
 
 
-# -- commands of packages -----------------------------------------------------------------------------------------------------
+# -- commands of packages ----------------------------------------------------------------------------------------------
 
 COMMAND = """
 import typer
@@ -252,7 +277,12 @@ def test_a_command_cannot_take_a_name_of_ours_or_of_another_package(cli, install
         ("import sys; sys.exit(3)", "warm_pack:warm", "", "cannot be imported: SystemExit: 3"),
         (COMMAND, "warm_pack:wram", "", "cannot be imported: AttributeError: "),
         (COMMAND, "nothing_here:warm", "", "cannot be imported: ModuleNotFoundError: "),
-        (COMMAND, "warm_pack:number", "", "cannot be imported: TypeError: expected a function or a typer.Typer, found a int"),
+        (
+            COMMAND,
+            "warm_pack:number",
+            "",
+            "cannot be imported: TypeError: expected a function or a typer.Typer, found a int",
+        ),
         (COMMAND, "warm_pack:warm", "fastloop-train>=99", "is made for fastloop >=99, and this is "),
     ],
     ids=["error", "exit", "attribute", "module", "no function", "version"],
@@ -291,14 +321,19 @@ finally:
 
 
 def counted(count: int, *arguments: str) -> tuple[int, dict[str, int]]:
-    """The function calls of a command beside ``count`` packages of others, and how often each of their files was opened."""
+    """The function calls of a command beside ``count`` packages of others, and how often each of their files was
+    opened."""
     site = Path(f"site{count}")
     for number in range(count):
         metadata = site / f"many_{number}-1.0.dist-info"
         metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: many-{number}\nVersion: 1.0\n\n" + "Text.\n" * 50)
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: many-{number}\nVersion: 1.0\n\n" + "Text.\n" * 50
+        )
         points = {"plugins": f"one-{number} = many_{number}:One", "commands": f"run-{number} = many_{number}:run"}
-        (metadata / "entry_points.txt").write_text("".join(f"[fastloop.{group}]\n{line}\n" for group, line in points.items()))
+        (metadata / "entry_points.txt").write_text(
+            "".join(f"[fastloop.{group}]\n{line}\n" for group, line in points.items())
+        )
     Path("counted.py").write_text(COUNTED)
     environment = os.environ | {"PYTHONPATH": str(site.absolute()), "COLUMNS": "100"}
     command = [sys.executable, "-P", "counted.py", *arguments]
@@ -315,5 +350,7 @@ def test_many_packages_are_read_once_each(arguments):
     (none, _), (few, _), (many, opened) = (counted(count, *arguments) for count in counts)
     assert len(opened) == 2 * counts[-1]
     for file, times in opened.items():
-        assert times <= (1 if file.endswith("entry_points.txt") or arguments == ["--help"] else 2), "`plugins` also reads the keywords"
+        assert times <= (1 if file.endswith("entry_points.txt") or arguments == ["--help"] else 2), (
+            "`plugins` also reads the keywords"
+        )
     assert many - none <= 1.1 * (few - none) * counts[-1] / counts[1], "each package costs the same number of calls"

@@ -53,7 +53,9 @@ def test_a_fast_dev_run_of_a_recipe_that_fails_exits_1_and_leaves_nothing():
     assert not Path("out.fast-dev-run").exists()
 
 
-@pytest.mark.parametrize("check", [("--fast-dev-run",), ("--overfit", "8", "train.max_steps=2")], ids=["fast-dev-run", "overfit"])
+@pytest.mark.parametrize(
+    "check", [("--fast-dev-run",), ("--overfit", "8", "train.max_steps=2")], ids=["fast-dev-run", "overfit"]
+)
 def test_a_plugin_that_publishes_is_left_out(check):
     Path("mine.py").write_text(PUBLISHES)
     done = train("--with", "./mine.py", *check)

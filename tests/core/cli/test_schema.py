@@ -50,7 +50,9 @@ def test_schema_is_valid_and_lists_plugins(schema):
     Draft202012Validator.check_schema(schema)
     assert set(schema["properties"]) == {*SECTIONS, "extends"}
     train = schema["$defs"]["train"]["properties"]
-    assert [(row.name, row.help) for row in describe(Train)] == [(name, value["description"]) for name, value in train.items()]
+    assert [(row.name, row.help) for row in describe(Train)] == [
+        (name, value["description"]) for name, value in train.items()
+    ]
     assert train["seed"]["anyOf"][0] == {"type": "integer", "minimum": 0, "exclusiveMaximum": 2**32}
     assert train["lr"]["default"] == 5e-5
 
@@ -65,7 +67,11 @@ def test_it_has_every_option_of_every_plugin(schema, name):
 @pytest.mark.parametrize("name", [name for name in OURS if load(name).slot == "task"])
 def test_schema_of_tasks_lists_data_keys(schema, name):
     for section, keys in load(name).sections.items():
-        (mine,) = [made for key, made in schema["$defs"].items() if key.startswith(f"{section}.") and name in made["description"]]
+        (mine,) = [
+            made
+            for key, made in schema["$defs"].items()
+            if key.startswith(f"{section}.") and name in made["description"]
+        ]
         assert list(mine["properties"]) == [row.name for row in describe(keys)]
     assert set(load(name).sections) == {"model", "data"}
 
@@ -172,7 +178,9 @@ def others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Non
     metadata = site / "warm_pack-1.2.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: warm-pack\nVersion: 1.2\n")
-    (metadata / "entry_points.txt").write_text("[fastloop.plugins]\nwarmth = warm_pack:Warmth\nfrost = cold_pack:Frost\n")
+    (metadata / "entry_points.txt").write_text(
+        "[fastloop.plugins]\nwarmth = warm_pack:Warmth\nfrost = cold_pack:Frost\n"
+    )
     (site / "warm_pack.py").write_text(WARMTH)
     (site / "cold_pack.py").write_text("raise OSError('too cold')\n")
     monkeypatch.syspath_prepend(site)
@@ -210,5 +218,8 @@ def test_schema_reports_unwritable_file():
 
 @pytest.mark.slow
 def test_schema_imports_no_torch():
-    code = "import sys; from fastloop.cli.recipe_schema import recipe_schema; recipe_schema(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from fastloop.cli.recipe_schema import recipe_schema; recipe_schema(); print('torch' in "
+        "sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

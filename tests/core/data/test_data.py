@@ -28,10 +28,13 @@ SPLITS = [
     (6, 1, 3),
     (1, 1, 1),
     (100, 25, 4),
-]  # batch, device batch, processes
+]
+"""Batch size, micro-batch size and number of processes."""
 
 
-def samplers(size: int, split: tuple[int, int, int], epoch: int = 0, start: int = 0, shuffle: bool = True) -> list[list[Any]]:
+def samplers(
+    size: int, split: tuple[int, int, int], epoch: int = 0, start: int = 0, shuffle: bool = True
+) -> list[list[Any]]:
     """The draws of every process."""
     batch, device_batch, world = split
     draws = []
@@ -44,7 +47,9 @@ def samplers(size: int, split: tuple[int, int, int], epoch: int = 0, start: int 
 
 def ledger(draws: list[list[Any]]) -> list[int]:
     """All ids that count, in the order in which the run uses them: micro-step by micro-step, process by process."""
-    return [index for micro_step in zip(*draws, strict=True) for draw in micro_step if not draw.is_filler for index in draw]
+    return [
+        index for micro_step in zip(*draws, strict=True) for draw in micro_step if not draw.is_filler for index in draw
+    ]
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -79,7 +84,7 @@ def test_resume_with_another_number_of_processes():
     assert first + ledger(samplers(67, (8, 2, 4), start=24)) == ledger(samplers(67, (8, 8, 1)))
 
 
-# -- the loader --------------------------------------------------------------------------------------------------------------------
+# -- the loader --------------------------------------------------------------------------------------------------------
 
 
 class Stream(IterableDataset[Any]):
@@ -105,8 +110,8 @@ class Sharded(Stream):
 
 
 class Positions(IterableDataset[Any]):
-    """Reads the requested positions, and records them. The sample at a position is ``epoch * 1000 + position``; its id, the
-    same backwards."""
+    """Reads the requested positions, and records them. The sample at a position is ``epoch * 1000 + position``; its id,
+    the same backwards."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -131,11 +136,23 @@ class Noisy(TensorDataset):
         return super().__getitem__(index)[0], torch.rand(())
 
 
-def loader(data: Any, batch: int = 8, device: int = 4, rank: int = 0, world: int = 1, collator: Any = torch.stack, **draft: Any) -> Loader:
+def loader(
+    data: Any, batch: int = 8, device: int = 4, rank: int = 0, world: int = 1, collator: Any = torch.stack, **draft: Any
+) -> Loader:
     finished = DataLoaderDraft()
     for name, value in draft.items():
         setattr(finished, name, value)
-    return Loader(data, collator, finished, batch_size=batch, micro_batch_size=device, rank=rank, world_size=world, seed=5, shuffle=True)
+    return Loader(
+        data,
+        collator,
+        finished,
+        batch_size=batch,
+        micro_batch_size=device,
+        rank=rank,
+        world_size=world,
+        seed=5,
+        shuffle=True,
+    )
 
 
 def contents(batches: Any) -> list[Any]:
@@ -143,7 +160,8 @@ def contents(batches: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # this machine may have fewer than three processors
+# this machine may have fewer than three processors
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.parametrize("dataset", [Stream, lambda size: Stream(size, careful=True)], ids=["plain", "sharding itself"])
 def test_a_stream_gives_the_same_batches_for_any_number_of_workers(dataset):
     expected = [list(range(begin, min(begin + 4, 23))) for begin in range(0, 23, 4)]
@@ -152,7 +170,9 @@ def test_a_stream_gives_the_same_batches_for_any_number_of_workers(dataset):
         assert contents(found.batches()) == expected
         assert contents(found.batches(start=8)) == expected[2:]
         assert found.steps_per_epoch() is None
-        assert [batch.worker for batch in found.batches()] == [number % workers if workers else -1 for number in range(6)]
+        assert [batch.worker for batch in found.batches()] == [
+            number % workers if workers else -1 for number in range(6)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -165,17 +185,25 @@ def test_a_stream_gives_the_same_batches_for_any_number_of_workers(dataset):
     ],
 )
 def test_stream_is_divided_between_processes_in_step(size, workers):
-    shares = [list(loader(Stream(size), batch=16, device=2, rank=rank, world=4, num_workers=workers).steps()) for rank in range(4)]
+    shares = [
+        list(loader(Stream(size), batch=16, device=2, rank=rank, world=4, num_workers=workers).steps())
+        for rank in range(4)
+    ]
     assert len({tuple(len(step) for step in share) for share in shares}) == 1
     rounds = [micro_step for steps in zip(*shares, strict=True) for micro_step in zip(*steps, strict=True)]
-    counted = [sample for micro_step in rounds for batch in micro_step if batch.samples for sample in batch.inputs.tolist()]
+    counted = [
+        sample for micro_step in rounds for batch in micro_step if batch.samples for sample in batch.inputs.tolist()
+    ]
     assert counted == list(range(size))
 
 
 @pytest.mark.parametrize("size", [1, 9, 16, 17, 24])
 def test_ranges_are_divided_between_processes_in_step(size):
     for workers in (0, 2) if size == 17 else (0,):
-        shares = [list(loader(Positions(size), batch=16, device=2, rank=rank, world=4, num_workers=workers).steps(1)) for rank in range(4)]
+        shares = [
+            list(loader(Positions(size), batch=16, device=2, rank=rank, world=4, num_workers=workers).steps(1))
+            for rank in range(4)
+        ]
         assert len({tuple(len(step) for step in share) for share in shares}) == 1
         rounds = [micro_step for steps in zip(*shares, strict=True) for micro_step in zip(*steps, strict=True)]
         counted = [batch for micro_step in rounds for batch in micro_step if batch.samples]
@@ -224,14 +252,19 @@ def test_random_numbers_of_samples_do_not_depend_on_the_number_of_workers_or_on_
 def test_loading_draws_nothing_from_the_global_random_state():
     for workers in (0, 1):
         torch.manual_seed(3)
-        list(loader(TensorDataset(torch.arange(20.0)), collator=torch.utils.data.default_collate, num_workers=workers).batches())
+        list(
+            loader(
+                TensorDataset(torch.arange(20.0)), collator=torch.utils.data.default_collate, num_workers=workers
+            ).batches()
+        )
         drawn = torch.rand(1)
         torch.manual_seed(3)
         assert torch.equal(drawn, torch.rand(1))
 
 
 @pytest.mark.parametrize(
-    ("size", "groups"), [(16, [[4, 4], [4, 4]]), (17, [[4, 4], [4, 4], [1]]), (22, [[4, 4], [4, 4], [4, 2]]), (3, [[3]])]
+    ("size", "groups"),
+    [(16, [[4, 4], [4, 4]]), (17, [[4, 4], [4, 4], [1]]), (22, [[4, 4], [4, 4], [4, 2]]), (3, [[3]])],
 )
 def test_micro_batches_are_grouped_into_steps(size, groups):
     for data in (torch.arange(size), Stream(size)):
@@ -246,10 +279,13 @@ def test_process_without_samples_computes_filler_with_zero_weight():
         return Batch(torch.stack(samples), loss_weight=10 * len(samples), tokens=100)
 
     for data in (torch.arange(9), Stream(9)):
-        last = [list(loader(data, batch=8, device=2, rank=rank, world=4, collator=collate).batches())[-1] for rank in range(4)]
-        assert [(batch.samples, batch.loss_weight, batch.tokens, len(batch.inputs)) for batch in last] == [(1, 10, 100, 1)] + [
-            (0, 0, 0, 1)
-        ] * 3
+        last = [
+            list(loader(data, batch=8, device=2, rank=rank, world=4, collator=collate).batches())[-1]
+            for rank in range(4)
+        ]
+        assert [(batch.samples, batch.loss_weight, batch.tokens, len(batch.inputs)) for batch in last] == [
+            (1, 10, 100, 1)
+        ] + [(0, 0, 0, 1)] * 3
 
 
 def test_sample_error_names_index_and_dataset():
@@ -261,7 +297,7 @@ def test_sample_error_names_index_and_dataset():
         list(loader(Bad(torch.arange(8))).batches())
 
 
-# -- batch sizes -------------------------------------------------------------------------------------------------------------------
+# -- batch sizes -------------------------------------------------------------------------------------------------------
 
 
 def sizes(batch: int, device: int | None = None) -> Any:
@@ -270,7 +306,14 @@ def sizes(batch: int, device: int | None = None) -> Any:
 
 @pytest.mark.parametrize(
     ("batch", "device", "world", "expected"),
-    [(12, None, 1, (12, 1)), (12, None, 4, (3, 1)), (12, 3, 1, (3, 4)), (12, 3, 2, (3, 2)), (12, 3, 4, (3, 1)), (4, None, 4, (1, 1))],
+    [
+        (12, None, 1, (12, 1)),
+        (12, None, 4, (3, 1)),
+        (12, 3, 1, (3, 4)),
+        (12, 3, 2, (3, 2)),
+        (12, 3, 4, (3, 1)),
+        (4, None, 4, (1, 1)),
+    ],
 )
 def test_accumulation_follows_from_batch_size_and_processes(batch, device, world, expected):
     assert micro_batches(sizes(batch, device), world) == expected
@@ -289,7 +332,10 @@ def test_accumulation_follows_from_batch_size_and_processes(batch, device, world
 def test_sizes_that_do_not_divide_are_refused_with_the_nearest_that_do(batch, device, world, found, offered):
     with pytest.raises(RecipeError) as refused:
         micro_batches(sizes(batch, device), world)
-    assert str(refused.value) == f"recipe: train.batch_size: {batch} is not a multiple of {found}. Nearest that are: {offered}."
+    assert (
+        str(refused.value)
+        == f"recipe: train.batch_size: {batch} is not a multiple of {found}. Nearest that are: {offered}."
+    )
 
 
 def test_suggested_batch_sizes_divide():
@@ -308,7 +354,7 @@ def test_suggested_batch_sizes_divide():
             assert micro * steps * world == batch
 
 
-# -- steps that a plugin splits ----------------------------------------------------------------------------------------------------
+# -- steps that a plugin splits ----------------------------------------------------------------------------------------
 
 
 def by_value(dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
@@ -318,7 +364,9 @@ def by_value(dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
 
 
 def split_steps(rank: int, world: int, start: int = 0, workers: int = 0) -> list[list[Batch]]:
-    return list(loader(torch.arange(67), batch=8, rank=rank, world=world, num_workers=workers, split=by_value).steps(2, start))
+    return list(
+        loader(torch.arange(67), batch=8, rank=rank, world=world, num_workers=workers, split=by_value).steps(2, start)
+    )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

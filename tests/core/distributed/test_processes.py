@@ -59,7 +59,9 @@ def test_orders_that_differ_from_the_second_epoch_on_are_refused():
     pytest.importorskip("sklearn")
     Path("ranked.py").write_text(SAMPLER)
     keys = ("train.device=cpu", "train.epochs=2", "train.batch_size=256", "output=out")
-    done = forked.run("-m", "fastloop", "train", "digits_module", *keys, "--with", "./ranked.py,ddp", "--nproc", "2", timeout=300)
+    done = forked.run(
+        "-m", "fastloop", "train", "digits_module", *keys, "--with", "./ranked.py,ddp", "--nproc", "2", timeout=300
+    )
     assert done.returncode != 0
     assert "the train split's sampler gives another order on each process in epoch 1" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,4 +1,4 @@
-"""Processes that torchrun starts again: they use its store again, and must not read what earlier processes wrote there."""
+"""Processes that torchrun starts again: they use its store again, and must not read what earlier ones wrote there."""
 
 from __future__ import annotations
 
@@ -34,5 +34,6 @@ def test_own_store_is_only_for_several_processes_of_torchrun(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert accelerator._own_store() == {}
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")  # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: rank 0 makes a new store each time
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: rank 0 makes a new store each time
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
     assert accelerator._own_store() == {}

@@ -37,7 +37,7 @@ def refusal(name: str, *arguments: object, **options: object) -> str:
     return str(refused.value)
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------------
+# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_file_becomes_a_typed_recipe():
@@ -57,8 +57,14 @@ def test_the_output_is_named_after_the_file_when_it_is_not_given():
 UNREADABLE = {
     "indentation": ("train:\n  epochs: 2\n lr: 1\n", "r.yaml, line 3: not valid YAML: "),
     "a tab": ("train:\n\tepochs: 2\n", "r.yaml, line 2: not valid YAML: "),
-    "a key twice": ("train: {epochs: 2}\ntrain: {lr: 1}\n", "r.yaml, line 2: the key 'train' appears twice, first in line 1."),
-    "code": ("model: {name: !!python/object/apply:os.getcwd []}", "r.yaml, line 1: found the tag !!python/object/apply:os.getcwd."),
+    "a key twice": (
+        "train: {epochs: 2}\ntrain: {lr: 1}\n",
+        "r.yaml, line 2: the key 'train' appears twice, first in line 1.",
+    ),
+    "code": (
+        "model: {name: !!python/object/apply:os.getcwd []}",
+        "r.yaml, line 1: found the tag !!python/object/apply:os.getcwd.",
+    ),
     "nothing": ("", "r.yaml: expected a mapping with the sections model, data, train, plugins, output."),
     "a list": ("- train", "r.yaml: expected a mapping with the sections"),
     "a number": ("3", "r.yaml: expected a mapping with the sections"),
@@ -83,20 +89,35 @@ WRONG = {
     "model as a name": ("model: small", "r.yaml: model: found 'small', expected a mapping such as {name: ...}."),
     "train as a list": ("train: [1]", "r.yaml: train: found [1] (list), expected a mapping of options."),
     "unknown key": ("train: {epoch: 1}", "r.yaml: train.epoch: no such option. Did you mean 'epochs'?"),
-    "output as a mapping": ("output: {a: 1}", "r.yaml: output: found {'a': 1}, expected the path of a folder on this machine."),
-    "output as a URL": ("output: s3://a/b", "r.yaml: output: found 's3://a/b', expected the path of a folder on this machine."),
+    "output as a mapping": (
+        "output: {a: 1}",
+        "r.yaml: output: found {'a': 1}, expected the path of a folder on this machine.",
+    ),
+    "output as a URL": (
+        "output: s3://a/b",
+        "r.yaml: output: found 's3://a/b', expected the path of a folder on this machine.",
+    ),
     "plugins as a word": ("plugins: amp", "r.yaml: plugins: found 'amp', expected a list of names."),
-    "a plugin twice": ("plugins: [amp, ema, {amp: {dtype: bf16}}]", "r.yaml: plugins: 'amp' is listed twice. Remove one."),
+    "a plugin twice": (
+        "plugins: [amp, ema, {amp: {dtype: bf16}}]",
+        "r.yaml: plugins: 'amp' is listed twice. Remove one.",
+    ),
     "a plugin as a number": (
         "plugins: [amp, 3]",
         "r.yaml: plugins[1]: found 3, expected a name or one {name: {option: value}}.",
     ),
-    "two plugins in one entry": ("plugins: [{amp: {}, ema: {}}]", "r.yaml: plugins[0]: found {'amp': {}, 'ema': {}}, expected a name"),
+    "two plugins in one entry": (
+        "plugins: [{amp: {}, ema: {}}]",
+        "r.yaml: plugins[0]: found {'amp': {}, 'ema': {}}, expected a name",
+    ),
     "options as a word": (
         "plugins: [{amp: bf16}]",
         "r.yaml: plugins.amp: found 'bf16', expected a mapping of options, or false to leave it out.",
     ),
-    "a value to fill in": ("model: {name: '???'}", "r.yaml: model.name: found '???', which stands for a value to fill in. Set it."),
+    "a value to fill in": (
+        "model: {name: '???'}",
+        "r.yaml: model.name: found '???', which stands for a value to fill in. Set it.",
+    ),
 }
 
 
@@ -105,19 +126,24 @@ def test_invalid_value_error_has_file_and_key(text, said):
     assert refusal(write(text)).startswith(said)
 
 
-# -- interpolation -----------------------------------------------------------------------------------------------------------
+# -- interpolation -----------------------------------------------------------------------------------------------------
 
 
 def test_a_key_may_stand_for_another_keys_value():
     recipe = load_recipe(
-        write("train: {seed: 7}\nplugins: [{progress: {every: '${train.seed}'}}]\noutput: runs/${train.seed}-${train.lr}\n"),
+        write(
+            "train: {seed: 7}\nplugins: [{progress: {every: '${train.seed}'}}]\noutput: "
+            "runs/${train.seed}-${train.lr}\n"
+        ),
         ["train.lr=0.5"],
     )
     assert recipe.output == "runs/7-0.5"
     assert recipe.plugins["progress"] == {"every": 7}
 
 
-@pytest.mark.parametrize("text", ["${oc.env:HOME}", "a/${oc.env:HOME}/b", "${ oc.env : HOME }", "${${data.r}:HOME}", "${oc.decode:1}"])
+@pytest.mark.parametrize(
+    "text", ["${oc.env:HOME}", "a/${oc.env:HOME}/b", "${ oc.env : HOME }", "${${data.r}:HOME}", "${oc.decode:1}"]
+)
 def test_a_recipe_reads_nothing_but_itself(text, monkeypatch):
     monkeypatch.setenv("HOME", "/secret")
     name = write(yaml.safe_dump({"data": {"r": "oc.env", "deep": [{"path": text}]}}))
@@ -141,24 +167,36 @@ def test_interpolations_that_grow_without_bound_are_refused():
     for level in ("${data.a.a%d}", "${.a%d}", "${ ..a.a%d }", "${data[a].a%d}", "${[data][a][a%d]}"):
         message = refusal(bomb("x" * 10, lambda one: one * 10, level))
         assert message.startswith("r.yaml: data.a.a4: more than 1,000,000 characters, with expanded ${...}.")
-    assert "data.a.a4: more than" in refusal(bomb({"k": "v"}, lambda one: {str(j): one for j in range(10)}, "${data.a.a%d}"))
+    assert "data.a.a4: more than" in refusal(
+        bomb({"k": "v"}, lambda one: {str(j): one for j in range(10)}, "${data.a.a%d}")
+    )
     assert "more than" in refusal(bomb(["v"], lambda one: {"z": one, "l": [one] * 9}, "${data.a.a%d}"))
-    deep = {f"m{i + 1}": {"z": f"${{data.m{i}}}", "k": f"${{data.m{i + 1}.z.k}}" * 10} for i in range(8)}  # through another one
+    # through another one
+    deep = {f"m{i + 1}": {"z": f"${{data.m{i}}}", "k": f"${{data.m{i + 1}.z.k}}" * 10} for i in range(8)}
     assert "more than" in refusal(write(yaml.safe_dump({"data": {"m0": {"k": "x" * 10}} | deep})))
     numbers = {0: "x" * 10} | {i + 1: f"${{data.0{i}}}" * 10 for i in range(8)}
     assert "data[4]: more than" in refusal(write(yaml.safe_dump({"data": numbers})))
-    assert "data.b: more than" in refusal(write(yaml.safe_dump({"data": {"a": "x" * 1000, "b": ["y${data.a}"] * 1000}})))
+    assert "data.b: more than" in refusal(
+        write(yaml.safe_dump({"data": {"a": "x" * 1000, "b": ["y${data.a}"] * 1000}}))
+    )
     chain = {f"a{i}": f"${{data.a{i + 1}}}" for i in range(3000)}
     assert "recursion" in refusal(write(yaml.safe_dump({"data": chain}))).lower()
 
 
 def test_interpolations_of_interpolations_are_resolved():
-    data = {"a": "x", "b": "${data.a}${.a}", "m": {"k": "${..b}-${data[b]}"}, "n": "${data.m}", "o": "${data.n.k}", "l": ["${data.o}"]}
+    data = {
+        "a": "x",
+        "b": "${data.a}${.a}",
+        "m": {"k": "${..b}-${data[b]}"},
+        "n": "${data.m}",
+        "o": "${data.n.k}",
+        "l": ["${data.o}"],
+    }
     found = load_recipe(write(yaml.safe_dump({"data": data})), ["data.a=y"]).data
     assert found == {"a": "y", "b": "yy", "m": {"k": "yy-yy"}, "n": {"k": "yy-yy"}, "o": "yy-yy", "l": ["yy-yy"]}
 
 
-# -- extends -----------------------------------------------------------------------------------------------------------------
+# -- extends -----------------------------------------------------------------------------------------------------------
 
 
 def test_extends_merges_deep_and_keeps_the_bases_order():
@@ -216,17 +254,26 @@ def test_cyclic_extends_is_rejected():
 
 
 def test_invalid_extends_is_rejected():
-    assert refusal(write("extends: [a.yaml]")) == "r.yaml: extends: found ['a.yaml'], expected one recipe's path or name."
+    assert (
+        refusal(write("extends: [a.yaml]")) == "r.yaml: extends: found ['a.yaml'], expected one recipe's path or name."
+    )
     assert refusal(write("extends: nothing.yaml")).startswith("nothing.yaml: no such file")
 
 
-# -- overrides, --with, --without --------------------------------------------------------------------------------------------
+# -- overrides, --with, --without --------------------------------------------------------------------------------------
 
 
 def test_overrides_set_keys_of_every_section():
     recipe = load_recipe(
         write(BASE),
-        ["train.lr=1e-4", "model.config.width=16", "data.files.train=a=b.csv", "plugins.amp.dtype=fp16", "plugins.ema=false", "output=x"],
+        [
+            "train.lr=1e-4",
+            "model.config.width=16",
+            "data.files.train=a=b.csv",
+            "plugins.amp.dtype=fp16",
+            "plugins.ema=false",
+            "output=x",
+        ],
     )
     assert recipe.train.lr == 1e-4
     assert recipe.model["config"] == {"layers": 2, "width": 16}
@@ -245,7 +292,8 @@ OVERRIDES = {
     "train.lr=[": "train.lr=[: cannot be applied to r.yaml: ",
     "train.epochs.x=1": "r.yaml: train.epochs: found {'x': 1} (dict).",
     "train=5": "r.yaml: train: found 5 (int), expected a mapping",
-    "plugins.am.dtype=fp16": "plugins.am.dtype=fp16: the recipe r.yaml does not list 'am'. Did you mean 'amp'? Add it with --with am.",
+    "plugins.am.dtype=fp16": "plugins.am.dtype=fp16: the recipe r.yaml does not list 'am'. Did you mean 'amp'? Add it "
+    "with --with am.",
     "plugins.log.on_error=disable": "plugins.log.on_error=disable: the recipe r.yaml does not list 'log'.",
     "plugins=[ema]": "plugins=[ema]: expected plugins.NAME.OPTION=value. Plugins are added by --with",
     "plugins.amp=fp16": "r.yaml: plugins.amp: found 'fp16', expected a mapping of options",
@@ -258,7 +306,9 @@ def test_invalid_override_is_rejected(override, said):
 
 
 def test_with_adds_without_removes_and_an_added_plugin_takes_overrides():
-    recipe = load_recipe(write(BASE), ["plugins.early-stopping.patience=3"], ["early-stopping", "amp", "log"], ["ema", "progress"])
+    recipe = load_recipe(
+        write(BASE), ["plugins.early-stopping.patience=3"], ["early-stopping", "amp", "log"], ["ema", "progress"]
+    )
     assert recipe.plugins["early-stopping"] == {"patience": 3}
     assert recipe.plugins["amp"] == {"dtype": "bf16"}  # as it was
     assert recipe.plugins["log"] == {}  # on again
@@ -266,7 +316,7 @@ def test_with_adds_without_removes_and_an_added_plugin_takes_overrides():
     assert recipe.plugins["progress"] is False
 
 
-# -- finding and writing -----------------------------------------------------------------------------------------------------
+# -- finding and writing -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["quickstart", "quickstart.yaml", "recipes/quickstart.yaml"])
@@ -280,7 +330,10 @@ def test_a_file_comes_before_a_shipped_recipe_of_its_name():
 
 
 def test_missing_recipe_is_rejected_with_closest_name():
-    assert refusal("quikstart") == "quikstart: no such file, and no shipped recipe has this name. Did you mean 'quickstart'?"
+    assert (
+        refusal("quikstart")
+        == "quikstart: no such file, and no shipped recipe has this name. Did you mean 'quickstart'?"
+    )
     Path("folder").mkdir()
     assert refusal("folder").startswith("folder: a folder, and no shipped recipe has this name.")
     assert refusal("/nowhere/quickstart.yaml").startswith("/nowhere/quickstart.yaml: no such file")
@@ -297,7 +350,12 @@ def test_every_shipped_recipe_loads_and_survives_being_written():
 def test_a_recipe_written_as_yaml_reads_the_same():
     recipe = load_recipe(write(BASE), ["train.evaluate_every=5", "train.max_grad_norm=1"])
     again = load_recipe(write(yaml.safe_dump(recipe.to_dict(), sort_keys=False), "again.yaml"))
-    assert (again.train, again.plugins, again.model, again.data) == (recipe.train, recipe.plugins, recipe.model, recipe.data)
+    assert (again.train, again.plugins, again.model, again.data) == (
+        recipe.train,
+        recipe.plugins,
+        recipe.model,
+        recipe.data,
+    )
 
 
 def test_error_of_python_recipe_says_recipe_instead_of_file():

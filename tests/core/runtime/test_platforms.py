@@ -1,4 +1,4 @@
-"""fastloop on a platform that lacks what Windows and macOS lack: a process in which it is hidden before fastloop is imported."""
+"""fastloop without what Windows and macOS lack: a process in which it is hidden before fastloop is imported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from fastloop.checkpoint.folder import Lock
 FORGET = """
 import os, signal, sys
 
-for name in [name for name in sys.modules if name.partition(".")[0] in ("fastloop", "fastloop_plugins", "fastloop_tools")]:
+ours = ("fastloop", "fastloop_plugins", "fastloop_tools")
+for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
     del sys.modules[name]  # other packages stay imported: they support each platform themselves
 """
 HIDE = """

@@ -22,7 +22,19 @@ from fastloop import UsageError
 from fastloop.lifecycle import build
 from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
-from fastloop.testing import IMAGES, LANGUAGE, TEXTS, VECTORS, Call, Conformance, HookCalls, start, train, with_dropout, write_texts
+from fastloop.testing import (
+    IMAGES,
+    LANGUAGE,
+    TEXTS,
+    VECTORS,
+    Call,
+    Conformance,
+    HookCalls,
+    start,
+    train,
+    with_dropout,
+    write_texts,
+)
 from fastloop.testing.studies import strategies
 
 # -- fixtures ----------------------------------------------------------------------------------------------------------
@@ -34,7 +46,12 @@ def test_hook_calls_are_listed_in_order_with_their_arguments(tiny_run, hook_call
     assert hook_calls[0] == Call("check_recipe", ("recipe",))
     assert Call("after_step", ("run", "loss")) in hook_calls
     assert fired.count("after_step") == 9
-    assert fired.index("before_fit") < fired.index("before_epoch") < fired.index("before_step") < fired.index("compute_loss")
+    assert (
+        fired.index("before_fit")
+        < fired.index("before_epoch")
+        < fired.index("before_step")
+        < fired.index("compute_loss")
+    )
     assert fired[-1] == "teardown"
 
 
@@ -91,14 +108,19 @@ def kills_itself() -> None:
 def test_processes_train_a_recipe_together(processes, tmp_path):
     recipe = VECTORS | {"train": {"epochs": 1, "batch_size": 8, "lr": 3e-3, "device": "cpu"}, "output": "run"}
     plain = processes(1, train, recipe, folder=tmp_path)[0].result
-    first, second = (ended.result for ended in processes(2, train, recipe | {"plugins": [*VECTORS["plugins"], "ddp"]}, folder=tmp_path))
+    first, second = (
+        ended.result
+        for ended in processes(2, train, recipe | {"plugins": [*VECTORS["plugins"], "ddp"]}, folder=tmp_path)
+    )
     assert len(first.losses) == 5
     assert first.losses == second.losses
     assert first.summary["world_size"] == 2
     assert first.replicas == second.replicas
     assert (bool(first.weights), bool(second.weights)) == (True, False)
     assert plain.summary["world_size"] == 1
-    assert [ended.result for ended in processes(2, world, folder=tmp_path)] == [(str(rank), "2", 1, str(tmp_path)) for rank in (0, 1)]
+    assert [ended.result for ended in processes(2, world, folder=tmp_path)] == [
+        (str(rank), "2", 1, str(tmp_path)) for rank in (0, 1)
+    ]
 
 
 def test_failing_process_fails_test_with_its_output(processes):
@@ -127,7 +149,9 @@ def test_processes_make_their_folder(processes, tmp_path):
 
 
 def test_function_or_result_that_cannot_be_pickled_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(UsageError, match=r"<lambda> and its arguments cannot be sent to a process: .* Define the function"):
+    with pytest.raises(
+        UsageError, match=r"<lambda> and its arguments cannot be sent to a process: .* Define the function"
+    ):
         start(1, lambda: None, folder=tmp_path)
     (ended,) = start(1, returns_a_generator, folder=tmp_path)
     assert "returns_a_generator returned a generator that pickle cannot write" in ended.output
@@ -161,7 +185,9 @@ def test_timeout_ends_all_processes(tmp_path):
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     assert len(pids) == 2
     patience = time.monotonic() + 120
-    while alive := [pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()]:
+    while alive := [
+        pid for pid in pids if Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text()
+    ]:
         assert time.monotonic() < patience, alive
 
 
@@ -184,7 +210,8 @@ def test_import_without_pytest_names_extra():
     code = "import sys; sys.modules['pytest'] = None; import fastloop.testing"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: fastloop.testing needs pytest, which is not installed. Install it: pip install 'fastloop-train[testing]'"
+        "ModuleNotFoundError: fastloop.testing needs pytest, which is not installed. Install it: pip install "
+        "'fastloop-train[testing]'"
     )
 
 
@@ -308,35 +335,62 @@ UNSURE = """
 numerics = "about right"
 """
 BAD = {
-    "scales": (SCALES, "numerics", "promises numerics 'bitwise': the losses that there are without it, to the bit. Found: from step"),
-    "draws": (DRAWS, "numerics", "promises numerics 'bitwise': the losses that there are without it, to the bit. Found: from step 1 on"),
+    "scales": (
+        SCALES,
+        "numerics",
+        "promises numerics 'bitwise': the losses that there are without it, to the bit. Found: from step",
+    ),
+    "draws": (
+        DRAWS,
+        "numerics",
+        "promises numerics 'bitwise': the losses that there are without it, to the bit. Found: from step 1 on",
+    ),
     "diverges": (DIVERGES, "numerics", "promises a training that learns. Found: the losses"),
     "forgets": (
         FORGETS,
         "saved_and_loaded",
         "promises the same result from a run that was interrupted after step 9 and resumed",
     ),
-    "leaks": (LEAKS, "off", "promises to leave nothing behind when it is off. Found: torch.get_num_threads(): 1 before, 3 after"),
-    "raises": (RAISES, "numerics", "the training 'ours' failed: PluginCrash: plugin 'raises' (raises 1.0) failed in after_step"),
+    "leaks": (
+        LEAKS,
+        "off",
+        "promises to leave nothing behind when it is off. Found: torch.get_num_threads(): 1 before, 3 after",
+    ),
+    "raises": (
+        RAISES,
+        "numerics",
+        "the training 'ours' failed: PluginCrash: plugin 'raises' (raises 1.0) failed in after_step",
+    ),
     "scales-a-little": (
         'numerics = "reassociated"\n' + SCALES,
         "numerics",
-        "the first step's gradients as they are without it. Found: a relative difference of 1.00e-03, and 1e-05 is allowed",
+        "the first step's gradients as they are without it. Found: a relative difference of 1.00e-03, and 1e-05 "
+        "is allowed",
     ),
     "undocumented": (UNDOCUMENTED, "options", "promises to document its option 'strength'. Found: no help"),
-    "takes-anything": (TAKES_ANYTHING, "options", "promises to refuse an object() for its option 'strength'. Found: that it is taken"),
+    "takes-anything": (
+        TAKES_ANYTHING,
+        "options",
+        "promises to refuse an object() for its option 'strength'. Found: that it is taken",
+    ),
     "by-rank": (
         BY_RANK,
         "processes[ddp]",
         "metrics on all processes on two processes with 'ddp'. Found: other weights",
     ),
-    "unsure": (UNSURE, "declared", "promises a numerics class. Found: 'about right'. Expected one of: bitwise, reassociated"),
+    "unsure": (
+        UNSURE,
+        "declared",
+        "promises a numerics class. Found: 'about right'. Expected one of: bitwise, reassociated",
+    ),
     "unsaid": (GOOD, "documented", "promises a recipe to copy. Found: none in the docstring of unsaid"),
     "unshown": (GOOD, "documented", "promises a table of its options in the README. Found: no row for every"),
 }
 """Plugin -> what it does, the check that finds it, and the words of it."""
 ONLY = {
-    **dict.fromkeys(("undocumented", "takes-anything", "unsure", "unsaid", "unshown"), ("declared", "options", "documented")),
+    **dict.fromkeys(
+        ("undocumented", "takes-anything", "unsure", "unsaid", "unshown"), ("declared", "options", "documented")
+    ),
     "raises": ("numerics",),
     "scales-a-little": ("numerics",),
     "by-rank": ("processes[ddp]",),
@@ -349,7 +403,9 @@ FINE = {"good": GOOD, "alone": GOOD + ALONE, "needy": GOOD + 'requirements = (Pa
 
 def install(site: Path, name: str, body: str) -> None:
     """A plugin package of somebody else's, as pip would leave it in a folder."""
-    head = HEAD.format(name=name).replace(f"    plugins:\n      - {name}\n", "" if name == "unsaid" else f"    plugins:\n      - {name}\n")
+    head = HEAD.format(name=name).replace(
+        f"    plugins:\n      - {name}\n", "" if name == "unsaid" else f"    plugins:\n      - {name}\n"
+    )
     body += ALONE * (name not in ("by-rank", *FINE))  # the others need no second process to be found out
     module = name.replace("-", "_")
     (site / f"{module}.py").write_text(head + "".join(f"    {line}\n" for line in body.splitlines()))
@@ -370,18 +426,34 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
         install(folder / "site", name, body)
         cls = f"Test_{name.replace('-', '_')}"
         lines.append(f"class {cls}(Conformance):\n    plugin, slow = {name!r}, {SLOW.get(name, ())}")
-        selected += [f"test_authors.py::{cls}::test_{check}" for check in ONLY[name]] if name in ONLY else [f"test_authors.py::{cls}"]
+        selected += (
+            [f"test_authors.py::{cls}::test_{check}" for check in ONLY[name]]
+            if name in ONLY
+            else [f"test_authors.py::{cls}"]
+        )
     (folder / "test_authors.py").write_text("\n\n".join(lines) + "\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
-    done = forked.run(*forked.PYTEST, "--strict-markers", "-m", "not slow", "--junitxml=report.xml", *selected, cwd=folder, timeout=900)
+    done = forked.run(
+        *forked.PYTEST,
+        "--strict-markers",
+        "-m",
+        "not slow",
+        "--junitxml=report.xml",
+        *selected,
+        cwd=folder,
+        timeout=900,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     found: dict[str, dict[str, tuple[str, str]]] = {}
     for case in ElementTree.parse(folder / "report.xml").iter("testcase"):
         name = case.get("classname", "").rpartition("Test_")[2].replace("_", "-")
         result = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         words = "" if result is None else " ".join(f"{result.get('message')} {result.text}".split())
-        found.setdefault(name, {})[case.get("name", "").removeprefix("test_")] = ("passed" if result is None else result.tag, words)
+        found.setdefault(name, {})[case.get("name", "").removeprefix("test_")] = (
+            "passed" if result is None else result.tag,
+            words,
+        )
     return found
 
 
@@ -392,11 +464,23 @@ def by_outcome(found: dict[str, tuple[str, str]], wanted: str) -> set[str]:
 @pytest.mark.slow
 class TestConformanceItself:
     def test_a_good_plugin_passes_all(self, outcomes):
-        assert by_outcome(outcomes["good"], "failure") == by_outcome(outcomes["good"], "error") == set(), outcomes["good"]
-        assert {"declared", "options", "documented", "numerics", "batch_norm", "saved_and_loaded", "killed", "off", "cost"} < by_outcome(
+        assert by_outcome(outcomes["good"], "failure") == by_outcome(outcomes["good"], "error") == set(), outcomes[
+            "good"
+        ]
+        assert {
+            "declared",
+            "options",
+            "documented",
+            "numerics",
+            "batch_norm",
+            "saved_and_loaded",
+            "killed",
+            "off",
+            "cost",
+        } < by_outcome(outcomes["good"], "passed")
+        assert {f"processes[{name}]" for name in strategies() if name != "deepspeed"} < by_outcome(
             outcomes["good"], "passed"
         )
-        assert {f"processes[{name}]" for name in strategies() if name != "deepspeed"} < by_outcome(outcomes["good"], "passed")
 
     @pytest.mark.parametrize("name", BAD)
     def test_a_bad_plugin_fails_with_what_it_promised(self, outcomes, name):

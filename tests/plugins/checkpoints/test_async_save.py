@@ -1,4 +1,4 @@
-"""The copies of ``async-save``: once a tensor, into memory that later saves use again, without waiting for the device."""
+"""The copies of ``async-save``: once a tensor, into memory that later saves reuse, without waiting for the device."""
 
 from __future__ import annotations
 

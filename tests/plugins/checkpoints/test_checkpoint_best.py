@@ -55,7 +55,9 @@ def test_the_test_split_is_evaluated_with_the_best_weights(tiny_run):
 
 
 def test_keep_holds_that_many_and_rotation_never_removes_the_best(tiny_run):
-    result = tiny_run([best(keep_checkpoints=2), ScriptedScore(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1)
+    result = tiny_run(
+        [best(keep_checkpoints=2), ScriptedScore(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1
+    )
     names = sorted(path.name for path in (result.trainer.run.folder / "checkpoints").iterdir())
     assert names == ["best-00000009", "best-00000027", "step-00000045"]
     assert all(checkpoint.verify(result.trainer.run.folder / "checkpoints" / name) is None for name in names)
@@ -99,7 +101,8 @@ def test_a_run_resumed_after_a_newer_best_ends_with_the_same_best(tiny_run):
 
 
 def test_a_run_that_stopped_between_evaluations_resumes_with_the_best_of_its_checkpoint(tiny_run):
-    """The evaluation at the stop found a better best, after the last checkpoint: the folder that the checkpoint names must stay."""
+    """The evaluation at the stop found a better best, after the last checkpoint: the folder that the checkpoint names
+    must stay."""
     whole = tiny_run([best(), ScriptedScore(0.6, 0.5, 0.4)], epochs=3)
     stopped = tiny_run([best(), ScriptedScore(0.6, 0.9)], epochs=3, output="run", max_steps=13, save_every=13)
     assert (stopped.summary["best"]["step"], whole.summary["best"]["step"]) == (13, 9)
@@ -118,7 +121,14 @@ def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
         child = os.fork()
         if child == 0:
             scores = (index / 1000 for index in range(1000))
-            tiny_run([best(), ScriptedScore(*scores)], epochs=100, output=output, evaluate_every=1, save_every=1, model=nn.Linear(8, 3))
+            tiny_run(
+                [best(), ScriptedScore(*scores)],
+                epochs=100,
+                output=output,
+                evaluate_every=1,
+                save_every=1,
+                model=nn.Linear(8, 3),
+            )
         deadline = time.monotonic() + 120
         while not list(output.glob("checkpoints/step-*")) and time.monotonic() < deadline:
             time.sleep(0.005)
@@ -132,11 +142,15 @@ def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
 
 
 def test_unknown_metric_error_lists_available_metrics(tiny_run):
-    with pytest.raises(UsageError, match=r"plugins\.checkpoint-best\.monitor: .* no metric 'acuracy'\. Expected one of: loss"):
+    with pytest.raises(
+        UsageError, match=r"plugins\.checkpoint-best\.monitor: .* no metric 'acuracy'\. Expected one of: loss"
+    ):
         tiny_run([{"checkpoint-best": {"monitor": "acuracy"}}])
 
 
 def test_without_an_evaluation_split_it_is_refused():
-    trainer = Trainer(tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["checkpoint-best"])
+    trainer = Trainer(
+        tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["checkpoint-best"]
+    )
     with pytest.raises(UsageError, match=r"plugins\.checkpoint-best\.monitor: there is no validation split"):
         trainer.fit()

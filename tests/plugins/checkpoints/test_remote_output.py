@@ -1,4 +1,4 @@
-"""The plugin ``remote-output``, on file systems of fsspec that are here: local, in memory, and one that fails and kills."""
+"""The plugin ``remote-output``, on local file systems of fsspec: on disk, in memory, and one that fails and kills."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from fastloop_plugins.checkpoints._uploader import Uploader
 
 
 class Faulty(LocalFileSystem):
-    """Local files, at ``faulty://``. The first ``FAILS`` uploads raise. Upload number ``KILLS`` is cut and kills the process."""
+    """Local files, at ``faulty://``. The first ``FAILS`` uploads raise. Upload number ``KILLS`` is cut and kills the
+    process."""
 
     protocol = "faulty"
     uploads: list[str] = []
@@ -63,7 +64,11 @@ def remote(url: str = "far", **options: Any) -> dict[str, Any]:
 def tree(folder: Path) -> dict[str, bytes]:
     """The files of a folder, without hidden ones."""
     names = {path.relative_to(folder): path for path in folder.rglob("*") if path.is_file()}
-    return {str(name): path.read_bytes() for name, path in names.items() if not any(part.startswith(".") for part in name.parts)}
+    return {
+        str(name): path.read_bytes()
+        for name, path in names.items()
+        if not any(part.startswith(".") for part in name.parts)
+    }
 
 
 def test_the_folder_at_the_url_equals_the_run_folder(tiny_run, tmp_path):
@@ -87,7 +92,9 @@ def test_a_checkpoint_is_complete_only_when_all_its_files_are_there(tiny_run):
         files = [Path(name).name for name in names if Path(name).parent == folder]
         uploads = len(files) // 4
         assert files == ["model.safetensors", "state.json", "state.safetensors", "manifest.json"] * uploads
-    assert "metrics.jsonl" in names[: names.index(f"{found[0]}/manifest.json")], "the log, in which a checkpoint has a position, is there"
+    assert "metrics.jsonl" in names[: names.index(f"{found[0]}/manifest.json")], (
+        "the log, in which a checkpoint has a position, is there"
+    )
     assert names[-1] == "summary.json"
 
 
@@ -101,7 +108,9 @@ def test_a_new_machine_resumes_from_the_url(tiny_run):
     result = tiny_run(plugins, **options, resume=True)
     assert result.losses == whole.losses[9:]
     assert all(result.weights[name].equal(weight) for name, weight in whole.weights.items())
-    lines = [[json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("run", "whole")]
+    lines = [
+        [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()] for run in ("run", "whole")
+    ]
     assert [line["loss"] for line in lines[0]] == [line["loss"] for line in lines[1]]
     found = RemoteFolder("memory://store/run").results()
     assert (found[0], found[-1]) == ("checkpoints/step-00000018", "model")
@@ -124,7 +133,8 @@ def test_the_newer_of_both_folders_counts(tiny_run):
 def test_a_damaged_checkpoint_at_the_url_is_not_used(tiny_run, caplog):
     tiny_run([remote()], output="run", save_every=4, keep_checkpoints=3)
     shutil.rmtree("far/run/checkpoints")
-    shutil.copytree("run/checkpoints", "far/run/checkpoints")  # the upload may have skipped some, and kept earlier ones instead
+    # the upload may have skipped some, and kept earlier ones instead
+    shutil.copytree("run/checkpoints", "far/run/checkpoints")
     assert steps("far/run") == [12, 16, 18]
     folder = Path("far/run/checkpoints/step-00000018")
     (folder / "state.json").write_bytes((folder / "state.json").read_bytes() + b" ")
@@ -152,7 +162,10 @@ def test_without_an_intact_checkpoint_a_resumed_run_stops(tmp_path):
 def test_a_new_run_does_not_overwrite_another(tiny_run):
     tiny_run([remote()], output="run", save_every=4)
     shutil.rmtree("run")
-    with pytest.raises(UsageError, match=r"remote-output\.url: far/run holds a run already, with checkpoints/step-00000018\. Continue it"):
+    with pytest.raises(
+        UsageError,
+        match=r"remote-output\.url: far/run holds a run already, with checkpoints/step-00000018\. Continue it",
+    ):
         tiny_run([remote()], output="run", save_every=4)
     assert not Path("run").exists()
     assert steps("far/run")[-1] == 18
@@ -171,7 +184,9 @@ def test_failed_uploads_are_repeated(tiny_run, monkeypatch, caplog):
 def test_a_url_that_takes_nothing_fails_the_run_at_its_end(tiny_run, monkeypatch, caplog):
     """Training is not disturbed: the run folder has all results."""
     monkeypatch.setenv("FAILS", "1000000")
-    with pytest.raises(FastloopError, match=r"far/run is not complete: ConnectionError: no route to host\. run is\. Repeat the command"):
+    with pytest.raises(
+        FastloopError, match=r"far/run is not complete: ConnectionError: no route to host\. run is\. Repeat the command"
+    ):
         tiny_run([remote("faulty://far", retries=0)], output="run", save_every=4)
     assert "faulty://far/run: an upload failed: ConnectionError: no route to host. Training continues" in caplog.text
     summary = json.loads(Path("run/summary.json").read_text())
@@ -245,10 +260,16 @@ def test_quick_checks_upload_nothing(cli):
 
 
 def test_wrong_urls_are_refused(tiny_run, cli, monkeypatch):
-    with pytest.raises(PluginError, match=r"remote-output\.url: found 'nowhere://x': Protocol not known: nowhere\. Expected a URL such as"):
+    with pytest.raises(
+        PluginError,
+        match=r"remote-output\.url: found 'nowhere://x': Protocol not known: nowhere\. Expected a URL such as",
+    ):
         tiny_run([remote("nowhere://x")])
     monkeypatch.setenv("UNREADABLE", "1")
-    message = r"far/run\d+ cannot be read: PermissionError: access denied\. Expected a URL that this machine can reach, and credentials"
+    message = (
+        r"far/run\d+ cannot be read: PermissionError: access denied\. Expected a URL that this machine can "
+        r"reach, and credentials"
+    )
     with pytest.raises(UsageError, match=message):
         tiny_run([remote("faulty://far")])
     write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}, remote("gs://bucket/runs")])
@@ -274,7 +295,8 @@ def test_s3_names_the_command_that_installs_its_package(cli, monkeypatch):
 
 @pytest.mark.slow
 def test_killed_while_uploading(record_property):
-    """A run is killed by SIGKILL in an upload, and its machine is gone: it continues from the URL to the same numbers."""
+    """A run is killed by SIGKILL in an upload, and its machine is gone: it continues from the URL to the same
+    numbers."""
     write_recipe()
     assert train("output=whole") == 0
     write_recipe(plugins=[*RECIPE["plugins"], remote("faulty://far")])

@@ -32,10 +32,17 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     port = free_port()
     address = f"http://127.0.0.1:{port}"
     with (tmp_path / "server.txt").open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log
+        )
     try:
         until(lambda: answers(address))
-        values = {"ENDPOINT_URL": address, "ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "DEFAULT_REGION": "us-east-1"}
+        values = {
+            "ENDPOINT_URL": address,
+            "ACCESS_KEY_ID": "test",
+            "SECRET_ACCESS_KEY": "test",
+            "DEFAULT_REGION": "us-east-1",
+        }
         for name, value in values.items():
             monkeypatch.setenv(f"AWS_{name}", value)
         s3fs.S3FileSystem(skip_instance_cache=True).mkdir("bucket")

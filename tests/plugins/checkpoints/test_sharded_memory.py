@@ -1,4 +1,4 @@
-"""Host memory of a save and a resume of sharded weights: each process needs its share of the checkpoint, also the main process."""
+"""Host memory of a save and a resume of sharded weights: each process, also the main one, needs its share only."""
 
 from __future__ import annotations
 
@@ -78,9 +78,19 @@ def save_and_load(plugins: list[Any]) -> dict[str, int]:
     for steps in (2, 3):
         peak = PeakMemory()
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
-        options = {"max_steps": steps, "epochs": 9, "batch_size": 8, "save_every": 2, "keep_checkpoints": 9, "lr": 1e-3, "device": "cpu"}
+        options = {
+            "max_steps": steps,
+            "epochs": 9,
+            "batch_size": 8,
+            "save_every": 2,
+            "keep_checkpoints": 9,
+            "lr": 1e-3,
+            "device": "cpu",
+        }
         given = [*plugins, {"log": False}, {"progress": False}, peak]
-        Trainer(model, data, plugins=given, loss=nn.functional.cross_entropy, resume=steps == 3, output="run", **options).fit()
+        Trainer(
+            model, data, plugins=given, loss=nn.functional.cross_entropy, resume=steps == 3, output="run", **options
+        ).fit()
         grown |= {name: value for name, value in peak.grown.items() if steps == 2 or name == "load"}
     return grown
 

@@ -17,7 +17,8 @@ from fastloop import Batch, CheckpointError, FastloopError, Plugin, hookimpl
 from fastloop.runtime import platform_support
 from fastloop.testing import tiny_data
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")  # a machine with fewer processors than workers
+# a machine with fewer processors than workers
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def workers(number: int, **options):

@@ -81,7 +81,9 @@ def test_texts_keep_their_lengths_and_classes_for_other_plugins():
     parts = Parts()
     tree = {key: value for key, value in TEXTS.items() if key in ("model", "data")}
     plugins = ["length-bucketing", {"folds": {"of": 3}}, {"log": False}, {"progress": False}]
-    recipe = make_recipe({**tree, "train": {"epochs": 1, "batch_size": 8, "device": "cpu"}, "plugins": plugins, "output": "run"})
+    recipe = make_recipe(
+        {**tree, "train": {"epochs": 1, "batch_size": 8, "device": "cpu"}, "plugins": plugins, "output": "run"}
+    )
     from executing import execute
 
     from fastloop.lifecycle import build
@@ -107,7 +109,13 @@ class Targets(Dataset[Any]):
 def test_classes_are_found_without_reading_samples():
     assert classes_of([Targets([0, 1, 1, 0]), Targets(torch.tensor([2, 2, 2, 2]))]).tolist() == [0, 1, 1, 0, 2, 2, 2, 2]
     assert classes_of([tiny_data(4)]).tolist() == tiny_data(4).tensors[1].tolist()
-    for without in (Targets([0.5, 1.0, 2.0, 0.1]), Targets([[0, 1]] * 4), Targets(None), TensorDataset(torch.zeros(4, 2)), [1, 2, 3, 4]):
+    for without in (
+        Targets([0.5, 1.0, 2.0, 0.1]),
+        Targets([[0, 1]] * 4),
+        Targets(None),
+        TensorDataset(torch.zeros(4, 2)),
+        [1, 2, 3, 4],
+    ):
         assert classes_of([tiny_data(4), without]) is None
 
 
@@ -117,7 +125,11 @@ def test_a_part_hashes_its_samples():
     assert len(part) == 2
     assert torch.equal(part[1][0], data[3][0])
     assert not hasattr(part, "lengths")
-    assert part.fingerprint() == Part([data], np.array([1, 3])).fingerprint() != Part([data], np.array([1, 4])).fingerprint()
+    assert (
+        part.fingerprint()
+        == Part([data], np.array([1, 3])).fingerprint()
+        != Part([data], np.array([1, 4])).fingerprint()
+    )
 
 
 class Stream(IterableDataset[Any]):

@@ -86,7 +86,14 @@ def train(*plugins: Any, output: str = "run", **arguments: Any) -> tuple[Shapes,
     loader = torch.utils.data.DataLoader(arguments.pop("data", Rows()), batch_size=8, collate_fn=collate)
     evaluate = torch.utils.data.DataLoader(Rows(50), batch_size=8, collate_fn=collate)
     trainer = Trainer(
-        Model(), loader, evaluate, plugins=[*plugins, shapes], loss=nn.functional.mse_loss, output=output, lr=1e-3, **arguments
+        Model(),
+        loader,
+        evaluate,
+        plugins=[*plugins, shapes],
+        loss=nn.functional.mse_loss,
+        output=output,
+        lr=1e-3,
+        **arguments,
     )
     return shapes, trainer.fit()
 
@@ -122,7 +129,10 @@ def test_a_step_has_the_same_samples_on_any_number_of_processes(world_size):
         def arrange(*arguments: Any) -> list[int]:
             return plugin.arrange(rows, *arguments)
 
-        readers = [list(StepSampler(len(rows), 24, 24 // processes, rank, processes, 0, True, arrange)) for rank in range(processes)]
+        readers = [
+            list(StepSampler(len(rows), 24, 24 // processes, rank, processes, 0, True, arrange))
+            for rank in range(processes)
+        ]
         return [set().union(*(draw for draw in draws if not draw.is_filler)) for draws in zip(*readers, strict=True)]
 
     assert steps(world_size) == steps(1)
@@ -135,11 +145,15 @@ def test_a_run_goes_on_inside_an_epoch():
     assert first.ids + second.ids == whole.ids
 
 
-@pytest.mark.parametrize(("before", "after"), [(None, 2), (2, None), (2, 5)], ids=["added", "removed", "another-window"])
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, 2), (2, None), (2, 5)], ids=["added", "removed", "another-window"]
+)
 def test_a_run_does_not_resume_in_another_order(before, after):
     Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 20)},{i % 2}\n" for i in range(64)))
     train_texts(before, None, max_steps=3, save_every=3)
-    with pytest.raises(CheckpointError, match=r"other data \(train: .* 64 drawn in the order .* Resume with the same data"):
+    with pytest.raises(
+        CheckpointError, match=r"other data \(train: .* 64 drawn in the order .* Resume with the same data"
+    ):
         train_texts(after, Path("run"))
 
 
@@ -178,7 +192,9 @@ def test_length_bucketing_logs_equal_lengths(caplog):
 def test_dataset_without_lengths_is_rejected():
     rows = Rows()
     rows.lengths, found = None, rows.lengths
-    rows.__class__ = type("Plain", (Rows,), {"__len__": lambda self: 10, "__getitem__": lambda self, index: torch.zeros(found[index])})
+    rows.__class__ = type(
+        "Plain", (Rows,), {"__len__": lambda self: 10, "__getitem__": lambda self, index: torch.zeros(found[index])}
+    )
     with pytest.raises(PluginError, match="Plain has no lengths"):
         train(LengthBucketing(), data=rows)
 
@@ -195,13 +211,15 @@ def test_an_iterable_dataset_is_refused():
 def test_texts_bring_their_lengths():
     Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 20)},{i % 2}\n" for i in range(64)))
     data = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 32}
-    run = make_run("text-classification", {"config": TINY, "tokenizer": {"kind": "word"}}, data, objects=[LengthBucketing()])
+    run = make_run(
+        "text-classification", {"config": TINY, "tokenizer": {"kind": "word"}}, data, objects=[LengthBucketing()]
+    )
     widths = [batch.inputs["input_ids"].shape[1] for batch in run.train_loader.batches()]
     assert len(set(widths)) > 3
     assert sum(batch.tokens for batch in run.train_loader.batches()) > 0.85 * sum(8 * width for width in widths)
 
 
-# -- max_tokens --------------------------------------------------------------------------------------------------------------------
+# -- max_tokens --------------------------------------------------------------------------------------------------------
 
 
 def test_no_batch_has_more_tokens_than_allowed_and_steps_train_the_same():
@@ -243,10 +261,15 @@ def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
     still = {"max_steps": 1, "optimizer": "SGD", "weight_decay": 0.0, "max_grad_norm": 1e-12, "batch_size": 24}
     (_, limited), (_, plain) = train(LengthBucketing(max_tokens=48), **still), train(output="plain", **still)
     assert limited["validation"]["loss"] == pytest.approx(plain["validation"]["loss"], rel=1e-5)
-    trainer = Trainer(Model(), Rows(), Rows(50), plugins=[LengthBucketing(max_tokens=48)], loss=nn.functional.mse_loss, batch_size=24)
+    trainer = Trainer(
+        Model(), Rows(), Rows(50), plugins=[LengthBucketing(max_tokens=48)], loss=nn.functional.mse_loss, batch_size=24
+    )
     run = build(trainer.resolved)
     run.train_loader.loader.collate_fn.collator = run.eval_loaders["validation"].loader.collate_fn.collator = collate
-    assert max(batch.inputs[0].shape[0] * batch.inputs[0].shape[1] for batch in run.eval_loaders["validation"].batches()) <= 48
+    assert (
+        max(batch.inputs[0].shape[0] * batch.inputs[0].shape[1] for batch in run.eval_loaders["validation"].batches())
+        <= 48
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,14 +278,19 @@ def test_evaluation_keeps_to_max_tokens_and_has_the_same_metrics():
         (
             {"max_tokens": 29},
             {},
-            r"sample \d+ of the train split has 30 tokens, and 29 are allowed\. Set it to 30 or more, or cut samples to 29",
+            r"sample \d+ of the train split has 30 tokens, and 29 are allowed\. Set it to 30 or more, or cut "
+            r"samples to 29",
         ),
         (
             {"max_tokens": 30},
             {"pad_to_multiple_of": 16},
             r"has 30 tokens, padded to 32, and 30 are allowed\. Set it to 32 or more, or cut samples to 16",
         ),
-        ({"max_tokens": 64}, {"micro_batch_size": 4}, r"max_tokens: train\.micro_batch_size is set too.*Remove one of them"),
+        (
+            {"max_tokens": 64},
+            {"micro_batch_size": 4},
+            r"max_tokens: train\.micro_batch_size is set too.*Remove one of them",
+        ),
     ],
 )
 def test_sample_above_max_tokens_is_rejected_with_repair(options, train_options, said):
@@ -295,7 +323,9 @@ def test_texts_keep_to_max_tokens_when_padded_to_a_multiple():
     assert {width for _, width in sizes} == {8, 16, 24}
     assert 64 < max(samples * width for samples, width in sizes) <= 96
     with pytest.raises(PluginError, match=r"data\.padding: max_length all batches have the same width"):
-        make_run("text-classification", model, data | {"padding": "max_length"}, objects=[LengthBucketing(max_tokens=96)])
+        make_run(
+            "text-classification", model, data | {"padding": "max_length"}, objects=[LengthBucketing(max_tokens=96)]
+        )
 
 
 @pytest.mark.parametrize(
@@ -314,4 +344,6 @@ def test_shapes_are_few_on_cuda_unless_the_recipe_sets_a_multiple(device, plugin
     recipe = make_recipe({"plugins": plugins, "train": {"epochs": 1}})
     resolution = resolve(recipe, any_machine=True).plugins
     resolution.hooks.check_recipe(recipe=recipe)
-    assert resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=key)).pad_to_multiple_of == multiple
+    assert (
+        resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=key)).pad_to_multiple_of == multiple
+    )

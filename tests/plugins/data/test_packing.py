@@ -31,9 +31,22 @@ from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 48}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 48,
+}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DISTILBERT = {"model_type": "distilbert", "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 48}
+DISTILBERT = {
+    "model_type": "distilbert",
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 48,
+}
 ENCODERS = {
     "bert": {"model_type": "bert", **SIZES, **STILL},
     "distilbert": DISTILBERT | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0},
@@ -50,9 +63,14 @@ DECODERS = {
 DATA = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32}
 
 
-def run(config: dict[str, Any], *objects: Plugin, output: str = "run", multiple: int | None = None, **train: Any) -> Any:
+def run(
+    config: dict[str, Any], *objects: Plugin, output: str = "run", multiple: int | None = None, **train: Any
+) -> Any:
     """A run on texts of 1 to 25 words, of which the label is the first; ``multiple`` is ``data.pad_to_multiple_of``."""
-    lines = [f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n" for i in range(40)]
+    lines = [
+        f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n"
+        for i in range(40)
+    ]
     Path("a.csv").write_text("text,label\n" + "".join(lines))
     decoder = config in DECODERS.values()
     task, data = ("causal-lm", {}) if decoder else ("text-classification", {"label": "label"})
@@ -70,7 +88,10 @@ class Uneven(Plugin):
         from fastloop_plugins.tasks._text_batches import Sequences
 
         datasets = yield
-        cut = {split: [dataset[i]["input_ids"][: 2 + i * 7 % 30] for i in range(len(dataset))] for split, dataset in datasets.items()}
+        cut = {
+            split: [dataset[i]["input_ids"][: 2 + i * 7 % 30] for i in range(len(dataset))]
+            for split, dataset in datasets.items()
+        }
         return {split: Sequences(np.concatenate(ids), np.array(list(map(len, ids)))) for split, ids in cut.items()}
 
 
@@ -84,14 +105,21 @@ def computed(run: Any, batch: Batch) -> tuple[float, torch.Tensor | None, dict[s
     output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
     run.model.zero_grad()
     output.loss.backward()
-    gradients = {name: parameter.grad for name, parameter in run.unwrap_model().named_parameters() if parameter.grad is not None}
+    gradients = {
+        name: parameter.grad for name, parameter in run.unwrap_model().named_parameters() if parameter.grad is not None
+    }
     return output.loss.item(), output.predictions, gradients
 
 
 def assert_same(packed: Any, plain: Any, batches: int | None = None, **tolerance: float) -> None:
     tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
     for one, other in islice(zip(packed.train_loader.batches(), plain.train_loader.batches(), strict=True), batches):
-        assert (one.ids, one.loss_weight, one.tokens, one.samples) == (other.ids, other.loss_weight, other.tokens, other.samples)
+        assert (one.ids, one.loss_weight, one.tokens, one.samples) == (
+            other.ids,
+            other.loss_weight,
+            other.tokens,
+            other.samples,
+        )
         (loss, predictions, gradients), (expected, wanted, others) = computed(packed, one), computed(plain, other)
         assert loss == pytest.approx(expected, rel=max(1e-5, tolerance["rtol"]))
         if wanted is not None:
@@ -112,7 +140,9 @@ def test_every_sample_has_the_loss_and_the_gradient_that_it_has_padded(config):
 def test_no_padding_is_computed(config):
     packed = made(config, Packing())
     seen: list[int] = []
-    packed.model.get_input_embeddings().register_forward_hook(lambda module, args, output: seen.append(output[..., 0].numel()))
+    packed.model.get_input_embeddings().register_forward_hook(
+        lambda module, args, output: seen.append(output[..., 0].numel())
+    )
     for batch in packed.train_loader.batches():
         computed(packed, batch)
         assert seen.pop() == batch.tokens
@@ -144,7 +174,9 @@ def test_attention_as_chosen_is_asked_for_each_sequence(implementation):
 
 
 @pytest.mark.parametrize("more", [[], [Multiple()]], ids=["alone", "to a multiple"])
-@pytest.mark.parametrize("config", [ENCODERS["bert"], ENCODERS["distilbert"], ENCODERS["roberta"]], ids=["bert", "distilbert", "roberta"])
+@pytest.mark.parametrize(
+    "config", [ENCODERS["bert"], ENCODERS["distilbert"], ENCODERS["roberta"]], ids=["bert", "distilbert", "roberta"]
+)
 def test_the_last_layer_may_be_computed_at_first_tokens_alone(config, more):
     assert_same(made(config, ClsLastLayer(), Packing(), *more), made(config))
 
@@ -156,7 +188,14 @@ def test_flash_attention_gets_first_tokens():
         told.update(kwargs, shapes=(hidden_states.shape, everything.shape))
 
     ends = torch.tensor([0, 3, 7, 8], dtype=torch.int32)  # the last is a row's end
-    at_first(forward, torch.ones(1, 8, 4), first_tokens=torch.tensor([0, 3]), cu_seq_lens_q=ends, cu_seq_lens_k=ends, max_length_q=4)
+    at_first(
+        forward,
+        torch.ones(1, 8, 4),
+        first_tokens=torch.tensor([0, 3]),
+        cu_seq_lens_q=ends,
+        cu_seq_lens_k=ends,
+        max_length_q=4,
+    )
     assert told["shapes"] == ((1, 2, 4), (1, 8, 4))
     assert told["cu_seq_lens_q"].tolist() == [0, 1, 2, 2]
     assert (told["cu_seq_lens_q"].dtype, told["max_length_q"]) == (torch.int32, 1)
@@ -239,7 +278,9 @@ def test_fast_dropout_attention_runs_for_each_sequence():
 
 
 def test_evaluation_has_the_same_metrics():
-    metrics = [execute(run(ENCODERS["distilbert"], *plugins, max_steps=2))["validation"] for plugins in ([Packing()], [])]
+    metrics = [
+        execute(run(ENCODERS["distilbert"], *plugins, max_steps=2))["validation"] for plugins in ([Packing()], [])
+    ]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
 
 
@@ -257,7 +298,8 @@ def test_a_run_goes_on_inside_an_epoch():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
+# within torch's compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_compiled_it_computes_the_same():
     packed = made(ENCODERS["one layer"], Packing(), Compile(backend="eager", cache=False))
     assert_same(packed, made(ENCODERS["one layer"]), batches=2, rtol=1e-4, atol=1e-5)
@@ -298,9 +340,18 @@ def test_packing_logs_little_padding(caplog):
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({"model_type": "modernbert", **SIZES, "num_hidden_layers": 3, "local_attention": 8}, "tokens, and sequences have"),
-        ({"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 48}, "it does not classify by the first token"),
-        ({"model_type": "deberta-v2", **SIZES}, "DebertaV2ForSequenceClassification cannot be packed: it has no selectable attention. Rem"),
+        (
+            {"model_type": "modernbert", **SIZES, "num_hidden_layers": 3, "local_attention": 8},
+            "tokens, and sequences have",
+        ),
+        (
+            {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 48},
+            "it does not classify by the first token",
+        ),
+        (
+            {"model_type": "deberta-v2", **SIZES},
+            "DebertaV2ForSequenceClassification cannot be packed: it has no selectable attention. Rem",
+        ),
     ],
     ids=["sliding window", "pools elsewhere", "own attention"],
 )

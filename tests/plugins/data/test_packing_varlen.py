@@ -1,4 +1,4 @@
-"""packing with one varlen kernel a layer: arguments, gradients, shapes and graphs, on CPU kernels in the place of CUDA's."""
+"""packing with one varlen kernel a layer: arguments, gradients, shapes and graphs, with CPU kernels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,9 @@ def test_attention_stays_inside_each_sequence(causal):
     found = torch.autograd.grad(output, (query, key, value), gradient)
     expected = torch.cat(
         [
-            torch.nn.functional.scaled_dot_product_attention(*part, scale=0.3, is_causal=causal, enable_gqa=True).transpose(1, 2)
+            torch.nn.functional.scaled_dot_product_attention(
+                *part, scale=0.3, is_causal=causal, enable_gqa=True
+            ).transpose(1, 2)
             for part in zip(*(tensor.split([5, 4, 3], 2) for tensor in (query, key, value)), strict=True)
         ],
         dim=1,
@@ -119,7 +121,10 @@ def test_rows_differ_in_their_number_of_tokens_alone():
     batches = [batch.inputs for batch in packed.train_loader.batches()]
     assert len(batches) == 5
     assert {inputs["input_ids"].shape[1] % 32 for inputs in batches} == {0}
-    constant = [{name: getattr(value, "shape", value) for name, value in inputs.items() if name not in PER_TOKEN} for inputs in batches]
+    constant = [
+        {name: getattr(value, "shape", value) for name, value in inputs.items() if name not in PER_TOKEN}
+        for inputs in batches
+    ]
     assert all(one == constant[0] for one in constant)
     assert constant[0]["cu_seq_lens_q"] == (8 + 2,)
     assert constant[0]["max_length_q"] == constant[0]["max_length_k"] == 32
@@ -128,7 +133,8 @@ def test_rows_differ_in_their_number_of_tokens_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
+# within torch's compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("config", [ENCODERS["one layer"], *([DISTILBERT | {"n_layers": 1}] if LONG else [])])
 def test_compiled_it_has_no_graph_break_and_a_graph_a_shape(config):
@@ -171,13 +177,14 @@ class NoHostReads(TorchDispatchMode):
 
 
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("config", [ENCODERS["bert"], ENCODERS["distilbert"], DECODERS["llama"]], ids=["bert", "distilbert", "llama"])
+@pytest.mark.parametrize(
+    "config", [ENCODERS["bert"], ENCODERS["distilbert"], DECODERS["llama"]], ids=["bert", "distilbert", "llama"]
+)
 def test_a_step_reads_nothing_from_the_device(config, monkeypatch):
     packed = made(config, *([ClsLastLayer()] if config in ENCODERS.values() else []), Packing(), multiple=16)
     batch = next(packed.train_loader.batches())
-    monkeypatch.setattr(
-        _varlen.torch.ops.aten, "_flash_attention_forward", stands_in
-    )  # a CPU kernel of Python's reads where a GPU's does not
+    # The CPU kernel of Python reads where that of a GPU does not.
+    monkeypatch.setattr(_varlen.torch.ops.aten, "_flash_attention_forward", stands_in)
     packed.model.train()
     with NoHostReads():
         output = packed.hooks.compute_loss(run=packed, model=packed.model, batch=batch.inputs)
@@ -192,7 +199,12 @@ def stands_in(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: A
 @pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 def test_torchs_own_shapes_and_gradient_formulas_accept_the_calls(config, monkeypatch):
     monkeypatch.setattr(_varlen, "missing", lambda device, dtype, head_size: None)
-    packed = made(config, *([ClsLastLayer()] if config in ENCODERS.values() and "n_layers" in config else []), Packing(), multiple=16)
+    packed = made(
+        config,
+        *([ClsLastLayer()] if config in ENCODERS.values() and "n_layers" in config else []),
+        Packing(),
+        multiple=16,
+    )
     batch = next(packed.train_loader.batches())
     model = packed.model.to("meta", torch.bfloat16)
     model.config.pad_token_id = None  # GPT-2 looks for padding among the ids
@@ -292,10 +304,19 @@ class TestOnCuda:
     def test_dropout_drops_its_share_and_backward_drops_the_same(self):
         rate, tokens = 0.25, 64
         query = torch.zeros(1, 8, 3 * tokens, tokens, device="cuda", dtype=torch.bfloat16)
-        value = torch.eye(tokens, device="cuda", dtype=torch.bfloat16).repeat(3, 1).expand(1, 8, -1, -1).clone().requires_grad_()
+        value = (
+            torch.eye(tokens, device="cuda", dtype=torch.bfloat16)
+            .repeat(3, 1)
+            .expand(1, 8, -1, -1)
+            .clone()
+            .requires_grad_()
+        )
         ends = torch.arange(4, device="cuda", dtype=torch.int32) * tokens
         lengths = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": tokens, "max_length_k": tokens}
-        found = [_varlen.attention(None, query, query, value, None, dropout=rate, is_causal=False, **lengths)[0] for _ in range(2)]
+        found = [
+            _varlen.attention(None, query, query, value, None, dropout=rate, is_causal=False, **lengths)[0]
+            for _ in range(2)
+        ]
         assert (found[0] == 0).float().mean().item() == pytest.approx(rate, abs=0.02)
         assert found[0].float().sum(-1).mean().item() == pytest.approx(1, abs=0.02)
         assert not torch.equal(*found)
@@ -326,7 +347,11 @@ class TestOnCuda:
         compiling.teardown()
         assert summary["compile"]["graph_breaks"] == summary["compile"]["cuda_graphs_skipped"] == 0
         dropping, batches = self.made(
-            self.BERT | {"attention_probs_dropout_prob": 0.5}, ClsLastLayer(), Packing(), Amp(dtype="bf16"), Compile(mode="reduce-overhead")
+            self.BERT | {"attention_probs_dropout_prob": 0.5},
+            ClsLastLayer(),
+            Packing(),
+            Amp(dtype="bf16"),
+            Compile(mode="reduce-overhead"),
         )
         losses = [computed(dropping, batches[0])[0] for _ in range(6)]
         assert len(set(losses[3:])) > 1

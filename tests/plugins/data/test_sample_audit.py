@@ -1,6 +1,7 @@
-"""sample-audit: the record has the samples of each process and worker, and an epoch without every sample once is reported.
+"""sample-audit: records the samples of each process and worker, and reports an epoch without every sample once.
 
-The faults are real ones: an order drawn with replacement, processes that do not share out, a dataset whose length is not true.
+The faults are real ones: an order drawn with replacement, processes that do not share out, a dataset whose length is
+not true.
 """
 
 from __future__ import annotations
@@ -83,7 +84,11 @@ def ids(folder: Path, epoch: int) -> list[int]:
 @pytest.mark.parametrize("data", [tiny_data, Stream], ids=["map-style", "iterable"])
 def test_it_records_every_sample_once_an_epoch_with_the_worker_that_read_it(tiny_run, data, workers):
     result = tiny_run(
-        [SampleAudit(), {"dataloader-workers": {"num_workers": workers}}], data=data(), micro_batch_size=3, batch_size=12, epochs=2
+        [SampleAudit(), {"dataloader-workers": {"num_workers": workers}}],
+        data=data(),
+        micro_batch_size=3,
+        batch_size=12,
+        epochs=2,
     )
     folder = result.trainer.run.folder
     assert [(line["step"], line["epoch"]) for line in lines(folder)] == [(step, step // 6) for step in range(12)]
@@ -96,7 +101,8 @@ def test_it_records_every_sample_once_an_epoch_with_the_worker_that_read_it(tiny
         for batch in line["batches"]:
             by_worker[str(batch["worker"])] += len(batch["ids"])
     assert result.summary["sample-audit"] == {
-        "samples": 134, "epochs": 2, "missing": 0, "repeated": 0, "unknown": 0, "by_rank": [134], "by_worker": [by_worker]
+        "samples": 134, "epochs": 2, "missing": 0, "repeated": 0, "unknown": 0, "by_rank": [134],
+        "by_worker": [by_worker]
     }  # fmt: skip
 
 
@@ -149,7 +155,12 @@ def test_a_run_that_goes_on_in_another_folder_takes_its_record_along(tiny_run):
 def test_an_epoch_that_began_without_it_is_checked_for_repeats_only(tiny_run, caplog):
     tiny_run(output="run", max_steps=12)
     tiny_run([SampleAudit()], output="run", epochs=3, max_steps=15, resume=True)
-    assert caplog.text.count("sample-audit: the beginning of epoch 1 is not recorded: it is only checked for repeated samples") == 1
+    assert (
+        caplog.text.count(
+            "sample-audit: the beginning of epoch 1 is not recorded: it is only checked for repeated samples"
+        )
+        == 1
+    )
     result = tiny_run([SampleAudit()], output="run", epochs=3, resume=True)
     assert result.summary["sample-audit"]["samples"] == 67 - 24 + 67
     assert result.summary["sample-audit"]["epochs"] == 2
@@ -170,7 +181,10 @@ def test_samples_drawn_with_replacement_end_the_run(tiny_run, monkeypatch):
     said = str(error.value)
     assert f"epoch 0: {len(missing)} of 67 samples are missing ({', '.join(map(str, missing[:5]))}, ...)" in said
     steps = [int(place) // 8 for place in (drawn == repeated[0]).nonzero().flatten()]
-    assert f"{len(repeated)} came more than once ({repeated[0]}: rank 0 at step {steps[0]} and rank 0 at step {steps[1]}" in said
+    assert (
+        f"{len(repeated)} came more than once ({repeated[0]}: rank 0 at step {steps[0]} and rank 0 at step {steps[1]}"
+        in said
+    )
     assert "The records are in run/sample-audit." in said
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["status"] == "failed"
@@ -189,7 +203,9 @@ def test_on_violation_warn_continues_and_counts(tiny_run, monkeypatch, caplog):
 
 def test_an_epoch_cut_short_is_checked_for_repeats(tiny_run, monkeypatch):
     monkeypatch.setattr(StepSampler, "order", lambda sampler: [7] * 67)
-    with pytest.raises(AuditError, match=r"epoch 0: 1 came more than once \(7: rank 0 at step 0 and .*step 1\)\. Every"):
+    with pytest.raises(
+        AuditError, match=r"epoch 0: 1 came more than once \(7: rank 0 at step 0 and .*step 1\)\. Every"
+    ):
         tiny_run([SampleAudit()], max_steps=2, batch_size=2)
 
 
@@ -225,4 +241,7 @@ def test_memory_holds_counts_only(tiny_run):
     tiny_run([audit], epochs=1)
     size = len(json.dumps([audit.totals, list(audit.readers.items()), [*map(str, audit.files.read_until.items())]]))
     tiny_run([audit], epochs=5, data=tiny_data(200))
-    assert len(json.dumps([audit.totals, list(audit.readers.items()), [*map(str, audit.files.read_until.items())]])) < size + 20
+    assert (
+        len(json.dumps([audit.totals, list(audit.readers.items()), [*map(str, audit.files.read_until.items())]]))
+        < size + 20
+    )

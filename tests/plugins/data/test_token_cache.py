@@ -31,11 +31,19 @@ def run(task: str, cache: str | None = "cache", text: str = "fine", **data: Any)
     model, options = TASKS[task]
     rows = "".join(f"{text} film number {index} {'indeed ' * (index % 7)},{index % 2}\n" for index in range(40))
     Path("a.csv").write_text("text,label\n" + rows)
-    return make_run(task, model, {"files": {"train": "a.csv"}, **options, **data}, objects=[TokenCache(folder=cache)] if cache else [])
+    return make_run(
+        task,
+        model,
+        {"files": {"train": "a.csv"}, **options, **data},
+        objects=[TokenCache(folder=cache)] if cache else [],
+    )
 
 
 def samples(run: Any) -> dict[str, list[list[int]]]:
-    return {split: [dataset[index]["input_ids"].tolist() for index in range(len(dataset))] for split, dataset in run.datasets.items()}
+    return {
+        split: [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
+        for split, dataset in run.datasets.items()
+    }
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -190,7 +198,9 @@ def test_hash_depends_on_text_boundaries():
 
 def test_invalid_cache_folder_is_rejected():
     Path("file").write_text("")
-    with pytest.raises(PluginError, match=r"plugins\.token-cache\.folder: file/cache: Not a directory\. Give another folder\."):
+    with pytest.raises(
+        PluginError, match=r"plugins\.token-cache\.folder: file/cache: Not a directory\. Give another folder\."
+    ):
         run("text-classification", cache="file/cache")
 
 

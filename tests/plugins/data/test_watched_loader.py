@@ -11,7 +11,8 @@ from fastloop_plugins.data._watched_loader import CHECKED_WITH, PRIVATE, PRIVATE
 
 def gone(name: str) -> str:
     return (
-        f"torch {torch.__version__} has no {name}, which fastloop uses since torch {CHECKED_WITH}. Adapt _watched_loader.py or seeding.py."
+        f"torch {torch.__version__} has no {name}, which fastloop uses since torch {CHECKED_WITH}. Adapt "
+        "_watched_loader.py or seeding.py."
     )
 
 
@@ -29,5 +30,6 @@ def test_torch_has_the_private_names_that_watch_workers():
 
 def test_the_checked_release_is_the_one_that_tests_run_with():
     assert torch.__version__.startswith(f"{CHECKED_WITH}."), (
-        f"these tests run with torch {torch.__version__}: read torch/utils/data/dataloader.py of it, and then set CHECKED_WITH"
+        f"these tests run with torch {torch.__version__}: read torch/utils/data/dataloader.py of it, and then set "
+        "CHECKED_WITH"
     )

@@ -41,7 +41,8 @@ def test_another_seed_gives_other_rows(splits):
 
 def test_rows_do_not_depend_on_the_process_or_its_hash_seed(splits):
     script = (
-        "import hashlib; from fastloop_plugins.datasets.reviews import reviews; print(hashlib.sha256(repr(reviews()).encode()).hexdigest())"
+        "import hashlib; from fastloop_plugins.datasets.reviews import reviews; "
+        "print(hashlib.sha256(repr(reviews()).encode()).hexdigest())"
     )
     expected = hashlib.sha256(repr(splits).encode()).hexdigest()
     for hash_seed in ("1", "2"):

@@ -1,4 +1,4 @@
-"""optimizer-check: the optimizer steps the parameters that the model trains, or the run is refused with the plugin that broke it."""
+"""optimizer-check: the optimizer steps the parameters that the model trains, or the error names the plugin to blame."""
 
 from __future__ import annotations
 
@@ -108,7 +108,11 @@ ORPHANED = "In the optimizer, but no longer in the model"
     [
         (Replaces(), f"{CHANGED}. {UNTRAINED}: 0 (weight). {ORPHANED}: 0 (weight). "),
         (ReplacesInPrepare(), f"{PREPARED}. {UNTRAINED}: 3 (weight). {ORPHANED}: 3 (weight). "),
-        (Copies(), f"{PREPARED}. {UNTRAINED}: 0 (weight, bias), 3 (weight, bias). {ORPHANED}: 0 (weight, bias), 3 (weight, bias). "),
+        (
+            Copies(),
+            f"{PREPARED}. {UNTRAINED}: 0 (weight, bias), 3 (weight, bias). {ORPHANED}: 0 (weight, bias), 3 "
+            "(weight, bias). ",
+        ),
         (Around(), f"{PREPARED}. {UNTRAINED}: 0 (weight). {ORPHANED}: 0 (weight). "),
         (Adds(known=False), f"{CHANGED}. {UNTRAINED}: 1 (weight, bias). Change"),
         (Removes(), f"{CHANGED}. {ORPHANED}: 3 (weight, bias). "),
@@ -124,7 +128,9 @@ def test_a_plugin_that_takes_parameters_from_the_optimizer_is_refused_by_name(ti
 
 
 def test_all_plugins_that_implement_the_hook_are_named(tiny_run):
-    with pytest.raises(PluginError, match="one of the plugins 'replaces', 'innocent' changed the model's parameters in after_prepare"):
+    with pytest.raises(
+        PluginError, match="one of the plugins 'replaces', 'innocent' changed the model's parameters in after_prepare"
+    ):
         tiny_run([Replaces(), Innocent()])
     with pytest.raises(PluginError, match="recipe: plugin 'around' changed the model's parameters in prepare"):
         tiny_run([Innocent(), Around()])
@@ -165,8 +171,8 @@ def test_a_build_optimizer_that_leaves_out_layers_is_one_warning(tiny_run, caplo
     result = tiny_run([Builds(skip=2)])
     (warning,) = warnings_of(caplog)
     assert (
-        "plugin 'builds' left trained parameters out of the optimizer in build_optimizer, so they will not change: 0 (weight, bias)"
-        in warning
+        "plugin 'builds' left trained parameters out of the optimizer in build_optimizer, so they will not change: 0 "
+        "(weight, bias)" in warning
     )
     assert torch.equal(result.weights["0.weight"], tiny_model().state_dict()["0.weight"])
 
@@ -174,7 +180,9 @@ def test_a_build_optimizer_that_leaves_out_layers_is_one_warning(tiny_run, caplo
 def test_an_optimizer_with_parameters_that_the_model_lacks_is_one_warning(tiny_run, caplog):
     tiny_run([Builds(nn.Parameter(torch.zeros(3)))])
     (warning,) = warnings_of(caplog)
-    assert "plugin 'builds' put parameters into the optimizer that the model does not have, of the shapes (3,)" in warning
+    assert (
+        "plugin 'builds' put parameters into the optimizer that the model does not have, of the shapes (3,)" in warning
+    )
 
 
 def test_a_layer_left_out_on_purpose_does_not_excuse_one_that_is_replaced(tiny_run):
@@ -201,7 +209,9 @@ class Flat:
     def step(self) -> None:
         self.flat.grad = torch.cat([parameter.grad.flatten() for parameter in self.parameters])
         self.inner.step()
-        for parameter, part in zip(self.parameters, self.flat.detach().split([p.numel() for p in self.parameters]), strict=True):
+        for parameter, part in zip(
+            self.parameters, self.flat.detach().split([p.numel() for p in self.parameters]), strict=True
+        ):
             parameter.data.copy_(part.view_as(parameter))
 
     def zero_grad(self) -> None:
@@ -223,7 +233,9 @@ def test_an_optimizer_of_other_tensors_lists_the_parameters_that_it_steps(tiny_r
             return model, kind(optimizer, list(model.parameters()))
 
     if kind is Flat:
-        with pytest.raises(PluginError, match=r"'strategy' changed .* in prepare, .* needs a method model_parameters\(\)"):
+        with pytest.raises(
+            PluginError, match=r"'strategy' changed .* in prepare, .* needs a method model_parameters\(\)"
+        ):
             tiny_run([Flattens()])
     else:
         assert tiny_run([Flattens()], save_every=None).losses == pytest.approx(tiny_run().losses, rel=1e-5)
@@ -248,5 +260,7 @@ def test_what_before_fit_replaces_is_an_error_that_names_the_plugin(tiny_run, re
             else:
                 replace_weight(run.unwrap_model()[3])
 
-    with pytest.raises(PluginError, match=re.escape(f"plugin 'late' replaced {replaced} in before_fit, after the optimizer was built")):
+    with pytest.raises(
+        PluginError, match=re.escape(f"plugin 'late' replaced {replaced} in before_fit, after the optimizer was built")
+    ):
         tiny_run([Late()], epochs=1)

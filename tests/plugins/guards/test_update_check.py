@@ -1,4 +1,4 @@
-"""optimizer-check examines the first optimizer steps: a trained parameter that got a gradient changes, or one warning names it."""
+"""optimizer-check examines the first optimizer steps: a parameter with a gradient changes, or one warning names it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ class Detached(torch.optim.AdamW):
 
     def __init__(self, parameters: Any, **options: Any) -> None:
         super().__init__(parameters, **options)
-        self.masters = {id(parameter): parameter.detach().clone() for group in self.param_groups for parameter in group["params"]}
+        self.masters = {
+            id(parameter): parameter.detach().clone() for group in self.param_groups for parameter in group["params"]
+        }
 
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
@@ -112,7 +114,9 @@ def test_parameters_that_the_optimizer_skips_are_one_warning_after_the_first_ste
     assert torch.equal(result.weights["0.bias"], tiny_model().state_dict()["0.bias"])
 
 
-@pytest.mark.parametrize(("cls", "lr"), [(Detached, 1e-2), (torch.optim.AdamW, 1e-12)], ids=["detached", "tiny learning rate"])
+@pytest.mark.parametrize(
+    ("cls", "lr"), [(Detached, 1e-2), (torch.optim.AdamW, 1e-12)], ids=["detached", "tiny learning rate"]
+)
 def test_a_model_that_does_not_change_at_all_is_one_warning_after_eight_steps(tiny_run, caplog, cls, lr):
     result = tiny_run([Optimizer(cls)], lr=lr)
     (warning,) = warnings_of(caplog)
@@ -195,7 +199,8 @@ def test_parameters_without_a_gradient_are_not_reported(tiny_run, caplog):
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_steps_that_a_plugin_skips_decide_nothing(tiny_run, caplog, fused):
-    """The first batch is NaN, and `nan-guard` skips its step: on the device with a fused optimizer, else by dropping the gradients."""
+    """The first batch is NaN, and `nan-guard` skips its step: on the device with a fused optimizer, else by dropping
+    the gradients."""
 
     class Spoils(Plugin):
         name = "spoils"

@@ -21,7 +21,9 @@ STILL = TINY | {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout":
 
 def run(*objects, output="run"):
     Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 9)},{i % 2}\n" for i in range(32)))
-    return make_run("text-classification", {"config": STILL, "tokenizer": {"kind": "word"}}, DATA, objects=list(objects))
+    return make_run(
+        "text-classification", {"config": STILL, "tokenizer": {"kind": "word"}}, DATA, objects=list(objects)
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "auto", "blocked"])
@@ -36,7 +38,9 @@ def test_every_implementation_gives_the_same_loss_and_gradient(implementation):
     for loss in losses:
         loss.backward()
     for (name, one), (_, other) in zip(made.model.named_parameters(), plain.model.named_parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            one.grad, other.grad, rtol=1e-4, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def test_blocked_leaves_torchs_dropout_and_long_sequences_to_torch(monkeypatch):
@@ -54,7 +58,8 @@ def test_attention_logs_choice_and_reason(caplog):
     assert "attention: blocked, since the device is cpu" in caplog.text
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # on loading torch's compiler
+# on loading torch's compiler
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_with_compile_it_is_torchs(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     run(Attention(), Compile())

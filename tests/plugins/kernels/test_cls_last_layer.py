@@ -18,9 +18,22 @@ from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 40}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-DISTILBERT = {"model_type": "distilbert", "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+DISTILBERT = {
+    "model_type": "distilbert",
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 32,
+}
 DISTILBERT |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
 MODELS: dict[str, dict[str, Any]] = {
     "bert": SIZES | OFF | {"model_type": "bert"},
@@ -76,7 +89,9 @@ def test_losses_gradients_and_metrics_are_those_of_the_whole_layer(kind, attenti
     for before, after in zip(plain.gradients, short.gradients, strict=True):
         assert before.keys() == after.keys()
         for name, gradient in before.items():
-            torch.testing.assert_close(after[name], gradient, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                after[name], gradient, rtol=1e-3, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+            )
     assert found["validation"]["loss"] == pytest.approx(expected["validation"]["loss"], rel=1e-5)
 
 
@@ -88,7 +103,9 @@ def test_the_last_layer_sees_one_position_and_the_others_all():
         def before_prepare(self, model) -> None:
             self.seen: dict[int, set[int]] = {}
             for number, layer in enumerate(model.bert.encoder.layer):
-                layer.intermediate.register_forward_hook(lambda _m, given, _o, number=number: self.see(number, given[0].shape[1]))
+                layer.intermediate.register_forward_hook(
+                    lambda _m, given, _o, number=number: self.see(number, given[0].shape[1])
+                )
 
         def see(self, number: int, width: int) -> None:
             self.seen.setdefault(number, set()).add(width)
@@ -131,7 +148,8 @@ def test_a_model_with_the_names_of_bert_that_computes_otherwise_is_refused(kind,
     xlm = {"model_type": "xlm", "emb_dim": 16, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 40}
     model = xlm if kind == "xlm" else SIZES | OFF | {"model_type": kind} | more.get(kind, {})
     with pytest.raises(
-        PluginError, match=rf"plugins.cls-last-layer: \w+ is not built like BERT or DistilBERT \({reason}.*\). Leave it out"
+        PluginError,
+        match=rf"plugins.cls-last-layer: \w+ is not built like BERT or DistilBERT \({reason}.*\). Leave it out",
     ):
         make_run("text-classification", {"config": model}, DATA, [ClsLastLayer()])
 

@@ -1,4 +1,6 @@
-"""The plugin ``compile``. Most tests use cheap backends of torch, because they test the plugin's own work around a backend."""
+"""The plugin ``compile``.
+
+Most tests use cheap backends of torch, because they test the plugin's own work around a backend."""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from fastloop_plugins.kernels.compile import Compile
 
 pytestmark = [  # torch's own, inside inductor
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning"),  # on CUDA
+    # on CUDA
+    pytest.mark.filterwarnings(
+        "ignore:TensorFloat32 tensor cores for float32 matrix multiplication available:UserWarning"
+    ),
 ]
 
 
@@ -130,7 +135,9 @@ class Reads(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("reads", "options", "breaks"), [(False, {}, False), (True, {}, True), (True, {"capture_scalars": True}, False)])
+@pytest.mark.parametrize(
+    ("reads", "options", "breaks"), [(False, {}, False), (True, {}, True), (True, {"capture_scalars": True}, False)]
+)
 def test_printing_cuts_no_graph_and_reading_a_number_need_not(tiny_run, reads, options, breaks):
     torch.manual_seed(1)
     plain = tiny_run(model=Reads(reads), epochs=1)
@@ -163,7 +170,9 @@ def test_a_model_that_cannot_be_compiled_runs_eagerly_after_one_warning(tiny_run
 
 
 def test_on_failure_error_refuses_it(tiny_run):
-    with pytest.raises(PluginError, match=r"plugin 'compile': Sequential cannot be compiled: .*this backend knows no such operation"):
+    with pytest.raises(
+        PluginError, match=r"plugin 'compile': Sequential cannot be compiled: .*this backend knows no such operation"
+    ):
         tiny_run([eager(backend="fastloop_test_broken", on_failure="error")])
 
 
@@ -217,13 +226,16 @@ def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
     assert tiny_run([eager()], epochs=1, pad_to_multiple_of=8).trainer.run.loader_settings.pad_to_multiple_of == 8
 
 
-# -- CUDA graphs -------------------------------------------------------------------------------------------------------------------
+# -- CUDA graphs -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_unavailable_cuda_graphs_are_logged(tiny_run, caplog):
     report = tiny_run([eager(mode="reduce-overhead")], epochs=1).summary["compile"]
-    assert "compile: mode reduce-overhead: CUDA graphs need the inductor backend and a CUDA device: none is recorded" in caplog.text
+    assert (
+        "compile: mode reduce-overhead: CUDA graphs need the inductor backend and a CUDA device: none is recorded"
+        in caplog.text
+    )
     assert report["cuda_graphs_skipped"] is None
 
 

@@ -29,7 +29,13 @@ from fastloop_plugins.precision.amp import Amp
 REASON = unavailable()
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"cpu-attention: {REASON}")
 
-SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 48}
+SIZES = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 48,
+}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BERT = {"model_type": "bert", **SIZES, **STILL}
 GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 48}
@@ -42,19 +48,27 @@ def ends_of(lengths: list[int]) -> torch.Tensor:
     return torch.tensor(list(accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
-def kept(ends: tuple[torch.Tensor, torch.Tensor], heads: int, key_heads: int, size: int, p: float, seed: int) -> list[torch.Tensor]:
-    """The dropout mask of each sequence. Equal scores give equal weights, and values that are one-hot show which of them are kept."""
+def kept(
+    ends: tuple[torch.Tensor, torch.Tensor], heads: int, key_heads: int, size: int, p: float, seed: int
+) -> list[torch.Tensor]:
+    """The dropout mask of each sequence. Equal scores give equal weights, and values that are one-hot show which of
+    them are kept."""
     queries, keys = int(ends[0][-1]), int(ends[1][-1])
     spans = [(int(first), int(last)) for first, last in zip(ends[1], ends[1][1:], strict=False)]
     rows = [(int(first), int(last)) for first, last in zip(ends[0], ends[0][1:], strict=False)]
-    masks = [torch.zeros(heads, last - first, stop - start) for (first, last), (start, stop) in zip(rows, spans, strict=True)]
+    masks = [
+        torch.zeros(heads, last - first, stop - start) for (first, last), (start, stop) in zip(rows, spans, strict=True)
+    ]
     for window in range(0, max(stop - start for start, stop in spans), size):
         value = torch.zeros(keys, key_heads, size, dtype=torch.bfloat16)
         for start, stop in spans:
             count = max(min(size, stop - start - window), 0)
             value[start + window : start + window + count] = torch.eye(count, size)[:, None]
         torch.manual_seed(seed)
-        zeros = torch.zeros(queries, heads, size, dtype=torch.bfloat16), torch.zeros(keys, key_heads, size, dtype=torch.bfloat16)
+        zeros = (
+            torch.zeros(queries, heads, size, dtype=torch.bfloat16),
+            torch.zeros(keys, key_heads, size, dtype=torch.bfloat16),
+        )
         output = RowAttention.apply(*zeros, value, ends, 1.0, p, False)
         for mask, (first, last) in zip(masks, rows, strict=True):
             part = mask[:, :, window : window + size]
@@ -63,12 +77,22 @@ def kept(ends: tuple[torch.Tensor, torch.Tensor], heads: int, key_heads: int, si
 
 
 def expected(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: Any, scale: float, p: float, causal: bool, masks: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: Any,
+    scale: float,
+    p: float,
+    causal: bool,
+    masks: Any,
 ) -> torch.Tensor:
     """The same in plain operations of the inputs' dtype."""
     outputs, group = [], query.shape[1] // key.shape[1]
     for index, mask in enumerate(masks):
-        rows, columns = slice(int(ends[0][index]), int(ends[0][index + 1])), slice(int(ends[1][index]), int(ends[1][index + 1]))
+        rows, columns = (
+            slice(int(ends[0][index]), int(ends[0][index + 1])),
+            slice(int(ends[1][index]), int(ends[1][index + 1])),
+        )
         keys, values = (tensor[columns].transpose(0, 1).repeat_interleave(group, 0) for tensor in (key, value))
         scores = query[rows].transpose(0, 1) @ keys.transpose(1, 2) * scale
         if causal:
@@ -173,7 +197,9 @@ def test_values_of_another_size_keep_the_models_attention(size):
     ],
 )
 def test_shapes_that_leave_a_tensor_are_refused_before_the_kernel_runs(change, reason, monkeypatch):
-    monkeypatch.setattr("fastloop_plugins.kernels._cpu_attention.load", lambda source: pytest.fail("the kernel was called"))
+    monkeypatch.setattr(
+        "fastloop_plugins.kernels._cpu_attention.load", lambda source: pytest.fail("the kernel was called")
+    )
     shapes = {"query": (20, 4, 32), "key": (20, 2, 32), "value": (20, 2, 32)}
     given = {name: change.get(name, torch.zeros(shape)) for name, shape in shapes.items()}
     tensors = [tensor.bfloat16() if tensor.dtype == torch.float32 else tensor for tensor in given.values()]
@@ -198,18 +224,28 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
 
 def run(config: dict[str, Any], *objects: Any, task: str | None = None, **train: Any) -> Any:
     """A run on texts of 1 to 25 words."""
-    lines = [f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n" for i in range(40)]
+    lines = [
+        f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n"
+        for i in range(40)
+    ]
     Path("a.csv").write_text("text,label\n" + "".join(lines))
     task = task or ("text-classification" if config["model_type"] == "bert" else "causal-lm")
-    data = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32} | ({"label": "label"} if "class" in task else {})
+    data = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32} | (
+        {"label": "label"} if "class" in task else {}
+    )
     return make_run(task, {"config": config, "tokenizer": {"kind": "word"}}, data, objects, **train)
 
 
 def results(config: dict[str, Any], *objects: Any) -> list[float]:
-    """The loss of an evaluation after training, and the norms of all weights. Biases of keys have no gradient but rounding."""
+    """The loss of an evaluation after training, and the norms of all weights. Biases of keys have no gradient but
+    rounding."""
     made = run(config, *objects)
     summary = execute(made)
-    weights = [weight for name, weight in made.unwrap_model().named_parameters() if not name.endswith(("key.bias", "c_attn.bias"))]
+    weights = [
+        weight
+        for name, weight in made.unwrap_model().named_parameters()
+        if not name.endswith(("key.bias", "c_attn.bias"))
+    ]
     return [summary["validation"]["loss"], *(float(weight.detach().norm()) for weight in weights)]
 
 
@@ -229,7 +265,9 @@ def results(config: dict[str, Any], *objects: Any) -> list[float]:
 def test_a_model_trains_to_the_numbers_that_it_has_without_the_kernel(config, others, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     calls = []
-    monkeypatch.setattr(RowAttention, "apply", lambda *given, apply=RowAttention.apply: calls.append(given) or apply(*given))
+    monkeypatch.setattr(
+        RowAttention, "apply", lambda *given, apply=RowAttention.apply: calls.append(given) or apply(*given)
+    )
     plain = results(config, Amp(dtype="bf16"), *(other() for other in others))
     assert not calls
     fast = results(config, Amp(dtype="bf16"), CpuAttention(), *(other() for other in others))
@@ -253,11 +291,21 @@ def test_a_model_with_heads_of_several_sizes_keeps_its_attention(kind, tmp_path,
     monkeypatch.chdir(tmp_path)
     stages = {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 2, "patch_size": 2}
     if kind == "segformer":
-        stages = {"num_encoder_blocks": 1, "depths": [1], "sr_ratios": [1], "hidden_sizes": [16], "patch_sizes": [3], "strides": [2]}
+        stages = {
+            "num_encoder_blocks": 1,
+            "depths": [1],
+            "sr_ratios": [1],
+            "hidden_sizes": [16],
+            "patch_sizes": [3],
+            "strides": [2],
+        }
         stages |= {"num_attention_heads": [2], "mlp_ratios": [2]}
     with caplog.at_level(logging.WARNING):
         made = image_run(model={"config": {"model_type": kind, **stages}}, objects=[Amp(dtype="bf16"), CpuAttention()])
-    assert "cpu-attention: the model's config gives no single head size (of 32, 64, 128): attention stays as it is" in caplog.text
+    assert (
+        "cpu-attention: the model's config gives no single head size (of 32, 64, 128): attention stays as it is"
+        in caplog.text
+    )
     assert made.unwrap_model().config._attn_implementation == "sdpa"
 
 
@@ -311,7 +359,9 @@ def test_a_compiler_that_is_absent_or_fails_is_a_reason(script, reason, tmp_path
 @pytest.mark.slow
 @needs_kernel
 def test_several_processes_compile_at_once_and_the_library_is_kept(tmp_path):
-    Path("compile.py").write_text("from fastloop_plugins.kernels._cpu_attention import unavailable; print(unavailable())")
+    Path("compile.py").write_text(
+        "from fastloop_plugins.kernels._cpu_attention import unavailable; print(unavailable())"
+    )
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     commands = [forked.Command("compile.py", env=environment) for _ in range(3)]
     assert [command.wait(300) for command in commands] == [0, 0, 0]

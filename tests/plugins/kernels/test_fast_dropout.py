@@ -16,7 +16,13 @@ from fastloop_plugins.kernels._fast_dropout import Attention, dropout, keep_mask
 from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 
-BERT = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+}
 BERT |= {"max_position_embeddings": 32}
 DATA = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 32}
 
@@ -126,11 +132,25 @@ def test_a_trained_bias_of_attention_is_added_and_gets_gradients(kind, drops):
 
     torch.manual_seed(0)
     if kind == "t5":
-        sizes = {"vocab_size": 20, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+        sizes = {
+            "vocab_size": 20,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "dropout_rate": 0.0,
+        }
         model: Any = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
         inputs = {"input_ids": torch.arange(2, 12)[None], "labels": torch.arange(4, 10)[None]}
     else:
-        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "image_size": 8}
+        sizes = {
+            "hidden_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "intermediate_size": 16,
+            "image_size": 8,
+        }
         config = transformers.BeitConfig(**sizes, patch_size=4, use_relative_position_bias=True, drop_path_rate=0.0)
         model, inputs = transformers.BeitForImageClassification(config), {"pixel_values": torch.randn(1, 3, 8, 8)}
     name = "relative_attention_bias" if kind == "t5" else "relative_position_bias_table"
@@ -174,7 +194,9 @@ def test_fast_dropout_logs_model_without_dropout(tiny_run, caplog):
 def text_run(*objects: Any, amp: bool = False, **model: Any) -> Any:
     from fastloop_plugins.precision.amp import Amp
 
-    Path("a.csv").write_text("text,label\n" + "".join(f"{('fine ', 'dull ')[i % 2] * (1 + i % 9)},{i % 2}\n" for i in range(64)))
+    Path("a.csv").write_text(
+        "text,label\n" + "".join(f"{('fine ', 'dull ')[i % 2] * (1 + i % 9)},{i % 2}\n" for i in range(64))
+    )
     precision = [Amp(dtype="bf16")] if amp else []
     section = {"config": BERT | model, "tokenizer": {"kind": "word"}}
     return make_run("text-classification", section, DATA, objects=[*objects, *precision], epochs=3, lr=5e-3)
@@ -194,7 +216,9 @@ def test_a_transformer_evaluates_as_without_it():
     ours, plain = text_run(FastDropout()), text_run()
     batch = next(ours.train_loader.batches()).inputs
     with torch.no_grad():
-        losses = [run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch).loss.item() for run in (ours, plain)]
+        losses = [
+            run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch).loss.item() for run in (ours, plain)
+        ]
     assert losses[0] == losses[1]
 
 
@@ -207,7 +231,9 @@ def test_padding_is_not_attended_to():
     means = []
     for inputs in (batch, longer):
         torch.manual_seed(0)
-        logits = torch.stack([model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits for _ in range(300)])
+        logits = torch.stack(
+            [model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits for _ in range(300)]
+        )
         means.append(logits.detach().mean(0))
     torch.testing.assert_close(means[0], means[1], atol=0.02, rtol=0.1)
 
@@ -225,7 +251,8 @@ def test_fast_dropout_repeats_masks_on_recomputation():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")  # within torch's compiler
+# within torch's compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
 def test_compiled_it_still_draws_every_mask():
     torch._dynamo.reset()
 

@@ -26,7 +26,13 @@ from fastloop_plugins.kernels.compile import Compile
 from fastloop_plugins.kernels.fused_loss import FusedLoss
 from fastloop_plugins.precision.amp import Amp
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 48}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 48,
+}
 KEYS = SIZES | {"num_key_value_heads": 1}
 WIDE = {"initializer_range": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -89,7 +95,9 @@ def check_same(plain: Keep, fused: Keep, rtol: float, atol: float) -> None:
     for before, after in zip(plain.gradients, fused.gradients, strict=True):
         assert before.keys() == after.keys()
         for name, gradient in before.items():
-            torch.testing.assert_close(after[name], gradient, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                after[name], gradient, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            )
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -107,22 +115,30 @@ def test_losses_gradients_and_metrics_are_those_of_all_logits(kind):
 )
 def test_with(plugins, train):
     def others() -> list[Plugin]:
-        return [plugin(**({"backend": "aot_eager", "fullgraph": True} if plugin is Compile else {})) for plugin in plugins]
+        return [
+            plugin(**({"backend": "aot_eager", "fullgraph": True} if plugin is Compile else {})) for plugin in plugins
+        ]
 
-    (plain, expected), (fused, found) = (trained(MODELS["tied"], *others(), *more, **train) for more in ((), (FusedLoss(chunk_tokens=64),)))
+    (plain, expected), (fused, found) = (
+        trained(MODELS["tied"], *others(), *more, **train) for more in ((), (FusedLoss(chunk_tokens=64),))
+    )
     check_same(plain, fused, 1e-4, 1e-6)
     assert found == pytest.approx(expected, rel=1e-5)
 
 
 def test_under_bf16_autocast():
-    (plain, expected), (fused, found) = (trained(MODELS["tied"], Amp(dtype="bf16"), *more) for more in ((), (FusedLoss(chunk_tokens=64),)))
+    (plain, expected), (fused, found) = (
+        trained(MODELS["tied"], Amp(dtype="bf16"), *more) for more in ((), (FusedLoss(chunk_tokens=64),))
+    )
     assert fused.losses == pytest.approx(plain.losses, rel=2e-3)
     for name, gradient in plain.gradients[0].items():
         assert (fused.gradients[0][name] - gradient).norm() <= 0.02 * gradient.norm(), name
     assert found["loss"] == pytest.approx(expected["loss"], rel=2e-3)
 
 
-def losses(head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, rows: int, dtype: torch.dtype, chunk: int | None) -> Any:
+def losses(
+    head: nn.Linear, hidden: torch.Tensor, targets: torch.Tensor, rows: int, dtype: torch.dtype, chunk: int | None
+) -> Any:
     """Loss, and gradients of hidden states, weight and bias; ``chunk`` None: from all logits."""
     hidden = hidden.clone().requires_grad_()
     head.zero_grad()
@@ -161,7 +177,11 @@ class LiveBytes(TorchDispatchMode):
         self.live, self.peak, self.known = 0, 0, set[int]()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        views = {tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor)}
+        views = {
+            tensor.untyped_storage()._cdata
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        }
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
@@ -201,12 +221,18 @@ def test_the_logits_of_all_tokens_never_exist():
     [
         ({"model_type": "cohere", "logit_scale": 0.25}, r"loss differs by 75% \(its options: logit_scale: 0.25\)"),
         ({"model_type": "granite", "logits_scaling": 8.0}, r"loss differs by 87% \(its options: logits_scaling: 8.0\)"),
-        ({"model_type": "gemma2", "head_dim": 8}, r"loss differs by \S+% \(its options: final_logit_softcapping: 30.0, attn_logit"),
+        (
+            {"model_type": "gemma2", "head_dim": 8},
+            r"loss differs by \S+% \(its options: final_logit_softcapping: 30.0, attn_logit",
+        ),
     ],
     ids=["cohere", "granite", "gemma2"],
 )
 def test_a_model_that_changes_its_logits_is_refused(config, reason):
-    with pytest.raises(PluginError, match=rf"recipe.yaml: plugins.fused-loss: \w+ changes its logits after the head: its {reason}.*Leave"):
+    with pytest.raises(
+        PluginError,
+        match=rf"recipe.yaml: plugins.fused-loss: \w+ changes its logits after the head: its {reason}.*Leave",
+    ):
         made(KEYS | config, FusedLoss())
 
 
@@ -243,19 +269,28 @@ def test_a_model_that_reads_its_logits_is_refused():
 
             model.forward.__func__.__wrapped__ = forward
 
-    with pytest.raises(PluginError, match=r"GPT2LMHeadModel computes with its logits after the head \(IndexError: .*\)\. Leave"):
+    with pytest.raises(
+        PluginError, match=r"GPT2LMHeadModel computes with its logits after the head \(IndexError: .*\)\. Leave"
+    ):
         made(MODELS["tied"], FusedLoss(), Reads())
 
 
 def test_it_needs_the_task():
     with pytest.raises(PluginError, match="fused-loss' requires the task 'causal-lm'"):
-        make_run("text-classification", {"config": TINY_GPT}, {"files": {"train": "a.csv"}, "label": "label"}, [FusedLoss()])
+        make_run(
+            "text-classification", {"config": TINY_GPT}, {"files": {"train": "a.csv"}, "label": "label"}, [FusedLoss()]
+        )
 
 
 def test_a_run_resumes_predicts_and_evaluates(cli):
     recipe = {
         "model": {"config": MODELS["tied"], "tokenizer": TOKENIZER},
-        "data": {"files": {"train": "a.jsonl", "validation": "a.jsonl"}, "prompt": "q", "completion": "a", "max_length": 40},
+        "data": {
+            "files": {"train": "a.jsonl", "validation": "a.jsonl"},
+            "prompt": "q",
+            "completion": "a",
+            "max_length": 40,
+        },
         "train": {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2},
         "plugins": [{"fused-loss": {"chunk_tokens": 20}}],
     }
@@ -283,6 +318,8 @@ def test_a_run_resumes_predicts_and_evaluates(cli):
     ],
 )
 def test_auto_selects_it_on_cuda_for_large_logits(device, model, train, chosen):
-    recipe = make_recipe({"model": model, "data": {"files": {"train": "a.txt"}, "max_length": 1024}, "train": train, "plugins": []})
+    recipe = make_recipe(
+        {"model": model, "data": {"files": {"train": "a.txt"}, "max_length": 1024}, "train": train, "plugins": []}
+    )
     machine = Machine(device, device, ("fp32", "bf16"), ("bf16",))
     assert (FusedLoss.recommend(recipe, machine) is not None) == chosen

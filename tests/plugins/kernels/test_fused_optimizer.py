@@ -49,7 +49,9 @@ def test_a_weight_may_get_its_first_gradient_late(tiny_run):
     sgd = {"name": "SGD", "momentum": 0.9, "nesterov": True}
     plain, ours = (tiny_run(plugins, model=LateLayer(), optimizer=sgd) for plugins in ([], [FusedOptimizer()]))
     assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
-    with pytest.raises(PluginError, match=r"2 weights get their first gradient in step 3, .* with dampening. Set .*: foreach"):
+    with pytest.raises(
+        PluginError, match=r"2 weights get their first gradient in step 3, .* with dampening. Set .*: foreach"
+    ):
         tiny_run([FusedOptimizer()], model=LateLayer(), optimizer={"name": "SGD", "momentum": 0.9, "dampening": 0.1})
 
 
@@ -61,15 +63,19 @@ def test_a_run_goes_on_with_it(tiny_run, tmp_path):
     assert all(torch.equal(rest.weights[name], whole.weights[name]) for name in whole.weights)
 
 
-@pytest.mark.parametrize(("optimizer", "repair"), [("RMSprop", "implementation: foreach"), ("LBFGS", "--without fused-optimizer")])
+@pytest.mark.parametrize(
+    ("optimizer", "repair"), [("RMSprop", "implementation: foreach"), ("LBFGS", "--without fused-optimizer")]
+)
 def test_an_optimizer_without_it_is_refused_with_the_repair(tiny_run, optimizer, repair):
     with pytest.raises(PluginError, match=f"torch's {optimizer} has no fused implementation.*{repair}"):
         tiny_run([FusedOptimizer()], optimizer=optimizer)
 
 
-# -- 8 bits ------------------------------------------------------------------------------------------------------------------------
+# -- 8 bits ------------------------------------------------------------------------------------------------------------
 
-installed = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="the extra optim8bit is not installed")
+installed = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="the extra optim8bit is not installed"
+)
 
 
 def wide_model() -> nn.Module:
@@ -108,18 +114,26 @@ def test_8_bits_promise_less_and_need_an_extra(tiny_run):
     needs = [need.missing(plugin, Machine("mps", "", ("fp32",))) for need in plugin.requirements]
     assert needs[0] == "needs a device of type cuda or xpu or cpu; this run is on mps."
     if importlib.util.find_spec("bitsandbytes") is None:
-        with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\..*'fastloop-train\[optim8bit\]'"):
+        with pytest.raises(
+            PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\..*'fastloop-train\[optim8bit\]'"
+        ):
             tiny_run([plugin])
 
 
 def test_an_optimizer_that_has_no_8_bits_is_refused_with_those_that_have():
     recipe = make_recipe({"train": {"optimizer": "NAdam"}})
-    with pytest.raises(PluginError, match=r"NAdam has no 8bit implementation\. Set train\.optimizer to one of: AdamW, Adam, SGD"):
+    with pytest.raises(
+        PluginError, match=r"NAdam has no 8bit implementation\. Set train\.optimizer to one of: AdamW, Adam, SGD"
+    ):
         FusedOptimizer(implementation="8bit").check_recipe(recipe)
 
 
 def test_fused_names_are_torchs_optimizers_with_a_fused_kernel():
-    optimizers = {name: cls for name, cls in vars(torch.optim).items() if isinstance(cls, type) and cls is not torch.optim.Optimizer}
+    optimizers = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and cls is not torch.optim.Optimizer
+    }
     assert {name for name, cls in optimizers.items() if "fused" in inspect.signature(cls).parameters} == set(FUSED)
     for name in optimizers:
         assert has_fused_kernel(make_recipe({"train": {"optimizer": name}})) == (name in FUSED)

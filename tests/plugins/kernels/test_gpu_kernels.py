@@ -31,7 +31,10 @@ def test_a_cpu_is_refused(tiny_run, plugin):
 def test_missing_kernel_package_error_has_install_command():
     plugin = Liger()
     said = [need.missing(plugin, A100) for need in plugin.requirements]
-    assert said == [None, "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop-train[liger]'"]
+    assert said == [
+        None,
+        "needs liger-kernel>=0.5, which is not installed. Install it: pip install 'fastloop-train[liger]'",
+    ]
 
 
 def test_a_device_without_fp8_units_is_refused():
@@ -67,7 +70,9 @@ def test_layers_of_suitable_sizes_train_in_fp8_and_keep_the_names_of_their_weigh
 @with_torchao
 @pytest.mark.filterwarnings("ignore")
 def test_fp8_logs_model_without_suitable_layers(tiny_run, caplog):
-    assert not {type(module).__name__ for module in tiny_run([Anywhere()], model=wide_model(), epochs=1).model} & {"Float8Linear"}
+    assert not {type(module).__name__ for module in tiny_run([Anywhere()], model=wide_model(), epochs=1).model} & {
+        "Float8Linear"
+    }
     assert "no linear layer has sizes that are multiples of 16, of 1024 or more" in caplog.text
 
 
@@ -79,7 +84,9 @@ def test_layers_can_be_left_out_by_name(tiny_run):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA or importlib.util.find_spec("torchao") is None, reason="needs CUDA with fp8 and the extra fp8")
+@pytest.mark.skipif(
+    not CUDA or importlib.util.find_spec("torchao") is None, reason="needs CUDA with fp8 and the extra fp8"
+)
 @pytest.mark.filterwarnings("ignore")
 def test_fp8_trains_on_its_device(tiny_run):
     if torch.cuda.get_device_capability() < (8, 9):
@@ -90,7 +97,13 @@ def test_fp8_trains_on_its_device(tiny_run):
 
 
 SIZES = {
-    "llama": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100},
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "vocab_size": 100,
+    },
     "gpt2": {key: value for key, value in TINY_GPT.items() if key != "model_type"} | {"vocab_size": 100},
 }
 
@@ -117,7 +130,9 @@ def test_the_decoders_that_liger_is_tried_on_train_without_it(tmp_path, kind):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA or importlib.util.find_spec("liger_kernel") is None, reason="needs CUDA and the extra liger")
+@pytest.mark.skipif(
+    not CUDA or importlib.util.find_spec("liger_kernel") is None, reason="needs CUDA and the extra liger"
+)
 def test_liger_computes_what_transformers_does_and_leaves_other_models(tmp_path, caplog):
     plain = train_decoder("llama", tmp_path / "plain")
     assert train_decoder("llama", tmp_path / "liger", "liger") == pytest.approx(plain, rel=1e-3)

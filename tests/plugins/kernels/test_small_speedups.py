@@ -36,7 +36,9 @@ def images() -> torch.utils.data.TensorDataset:
 
 def convolutions() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3)
+    )
 
 
 def test_convolutions_run_channels_last_with_the_same_numbers():
@@ -114,9 +116,17 @@ def test_processes_of_a_machine_share_its_processors(tiny_run, monkeypatch):
 
 @pytest.mark.parametrize(
     ("wait", "others", "expected"),
-    [("auto", 1.0, "passive"), ("auto", 0.1, None), ("passive", 0.1, "passive"), ("active", 1.0, "active"), (None, 1.0, None)],
+    [
+        ("auto", 1.0, "passive"),
+        ("auto", 0.1, None),
+        ("passive", 0.1, "passive"),
+        ("active", 1.0, "active"),
+        (None, 1.0, None),
+    ],
 )
-def test_waiting_threads_sleep_if_the_recipe_or_the_load_of_other_programs_asks_for_it(wait, others, expected, monkeypatch):
+def test_waiting_threads_sleep_if_the_recipe_or_the_load_of_other_programs_asks_for_it(
+    wait, others, expected, monkeypatch
+):
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(ForeignLoad, "cores", lambda _: others)  # no test can make sure that a machine is idle
     recipe = make_recipe({"plugins": [{"cpu-affinity": {"wait": wait}}]})
@@ -133,10 +143,15 @@ def test_a_policy_of_the_users_environment_is_kept(monkeypatch):
 def test_programs_of_others_are_load_and_the_runs_own_processes_are_not():
     busy = f"{shlex.quote(sys.executable)} -c 'while True: pass'"
     load = ForeignLoad()
-    orphan = int(subprocess.run(["sh", "-c", f"{busy} >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True).stdout)
+    orphan = int(
+        subprocess.run(
+            ["sh", "-c", f"{busy} >/dev/null 2>&1 & echo $!"], capture_output=True, text=True, check=True
+        ).stdout
+    )
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        while load.cores() < 0.3 or foreign_load._own_seconds().get(child.pid, 0.0) < 0.1:  # ends by the test's timeout otherwise
+        # ends by the test's timeout otherwise
+        while load.cores() < 0.3 or foreign_load._own_seconds().get(child.pid, 0.0) < 0.1:
             time.sleep(0.05)
         assert orphan not in foreign_load._own_seconds()
     finally:
@@ -154,18 +169,24 @@ def test_a_busy_machine_makes_it_worth_a_line(monkeypatch):
     assert CpuAffinity.estimate_speedup(dataclasses.replace(profile, foreign_cores=0.1), make_recipe({})) is None
     assert CpuAffinity.estimate_speedup(dataclasses.replace(profile, seconds=0.02), make_recipe({})) is None
     single = dataclasses.replace(profile, threads=1)
-    assert CpuAffinity.estimate_speedup(single, make_recipe({})) is None, "one thread waits for no other, and the second core is busy"
+    assert CpuAffinity.estimate_speedup(single, make_recipe({})) is None, (
+        "one thread waits for no other, and the second core is busy"
+    )
     assert CpuAffinity.estimate_speedup(dataclasses.replace(single, foreign_cores=0.0), make_recipe({})) is not None
 
 
 @pytest.mark.slow
 def test_waiting_threads_of_a_training_process_sleep(tmp_path):
-    """libgomp shows its settings when it is loaded. It reads them only then, so the variable must be set before torch is imported."""
+    """libgomp shows its settings when it is loaded. It reads them only then, so the variable must be set before torch
+    is imported."""
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\nplugins: [{cpu-affinity: {wait: passive}}]\n"
+        "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\nplugins: [{cpu-affinity: "
+        "{wait: passive}}]\n"
     )
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {"OMP_DISPLAY_ENV": "true"}
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | {
+        "OMP_DISPLAY_ENV": "true"
+    }
     command = [sys.executable, "-m", "fastloop", "train", str(recipe)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     if "OPENMP DISPLAY ENVIRONMENT" not in done.stderr:

@@ -97,7 +97,9 @@ def pair(tiny_run):
 
 
 def equal(one, other) -> bool:
-    same = one.weights.keys() == other.weights.keys() and all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)
+    same = one.weights.keys() == other.weights.keys() and all(
+        torch.equal(one.weights[name], other.weights[name]) for name in one.weights
+    )
     return same and one.losses == other.losses and one.recorder.metrics == other.recorder.metrics
 
 
@@ -121,7 +123,9 @@ def test_every_second_block(pair):
     (plain, half), (_, every) = pair(options={"every": 2}), pair()
     assert equal(plain, half)
     assert every.kept < half.kept < plain.kept
-    assert [block.forwards - other.forwards for block, other in zip(half.model.blocks, plain.model.blocks, strict=True)] == [18, 0] * 3
+    assert [
+        block.forwards - other.forwards for block, other in zip(half.model.blocks, plain.model.blocks, strict=True)
+    ] == [18, 0] * 3
 
 
 def test_evaluation_computes_nothing_twice(pair):
@@ -153,13 +157,19 @@ def test_blocks_are_named_by_class(pair):
 
 
 def test_a_class_that_is_not_there_is_refused(tiny_run):
-    with pytest.raises(PluginError, match=r"plugins\.activation-checkpointing\.blocks: the model has no module of class 'Blok'.*'Block'"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugins\.activation-checkpointing\.blocks: the model has no module of class 'Blok'.*'Block'",
+    ):
         tiny_run([ActivationCheckpointing(blocks=["Blok"])], model=Deep())
 
 
 def test_checkpointing_logs_model_without_repeated_blocks(tiny_run, caplog):
     tiny_run([ActivationCheckpointing()], epochs=1)
-    assert "activation-checkpointing: Sequential has no list of repeated blocks: nothing is recomputed. Set blocks." in caplog.text
+    assert (
+        "activation-checkpointing: Sequential has no list of repeated blocks: nothing is recomputed. Set blocks."
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize(
@@ -175,7 +185,10 @@ def test_blocks_that_change_themselves_as_they_compute_are_left_alone(pair, capl
 
     plain, ours = pair(model=model)
     assert equal(plain, ours)
-    assert "1 of 3 blocks (Block) have batch or spectral norm, which must not see a batch twice: they are not recomputed" in caplog.text
+    assert (
+        "1 of 3 blocks (Block) have batch or spectral norm, which must not see a batch twice: they are not recomputed"
+        in caplog.text
+    )
     assert [block.forwards for block in ours.model.blocks][1] == plain.model.blocks[1].forwards
     assert ours.kept < plain.kept
 
@@ -206,17 +219,28 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(tiny_run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "regional"), [("aot_eager", False), ("inductor", True), *([("inductor", False)] if LONG else [])])
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's own, inside inductor
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # the compiler asks, and looks away
+@pytest.mark.parametrize(
+    ("backend", "regional"), [("aot_eager", False), ("inductor", True), *([("inductor", False)] if LONG else [])]
+)
+# torch's own, inside inductor
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+# the compiler asks, and looks away
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_it_is_compiled_along(pair, backend, regional):
-    options = {"backend": backend, "regional": regional, "fullgraph": not regional, "cache": False, "on_failure": "error"}
+    options = {
+        "backend": backend,
+        "regional": regional,
+        "fullgraph": not regional,
+        "cache": False,
+        "on_failure": "error",
+    }
 
     class Plain(Block):
         def forward(self, hidden):
             return hidden + self.dropout(self.narrow(self.wide(self.norm(hidden)).relu()))
 
-    arguments = {"data": tiny_data(64), "batch_size": 64, "epochs": 3, "evaluate_every": None}  # few graphs: one shape, no evaluation
+    # few graphs: one shape, no evaluation
+    arguments = {"data": tiny_data(64), "batch_size": 64, "epochs": 3, "evaluate_every": None}
     plain, ours = pair([{"compile": options}], model=lambda: Deep(Plain, 3), **arguments)
     assert ours.losses == pytest.approx(plain.losses, rel=1e-6)
     assert ours.summary["compile"]["graphs"] > 0
@@ -227,7 +251,8 @@ def test_it_is_compiled_along(pair, backend, regional):
 
 def test_a_backend_that_would_draw_other_dropout_is_refused(tiny_run):
     with pytest.raises(
-        PluginError, match=r"plugins\.compile\.backend: 'eager' does not support activation checkpointing.* Use 'aot_eager'"
+        PluginError,
+        match=r"plugins\.compile\.backend: 'eager' does not support activation checkpointing.* Use 'aot_eager'",
     ):
         tiny_run([ActivationCheckpointing(), {"compile": {"backend": "eager"}}], model=Deep())
 
@@ -246,7 +271,13 @@ def test_a_language_model_trains_the_same_and_is_exported(text):
     for objects in ([], [ActivationCheckpointing()]):
         kept = Kept()
         run = make_run("causal-lm", model, text, [*objects, kept], micro_batch_size=4)
-        results.append((execute(run)["validation"], {name: value.clone() for name, value in run.model.state_dict().items()}, kept.bytes))
+        results.append(
+            (
+                execute(run)["validation"],
+                {name: value.clone() for name, value in run.model.state_dict().items()},
+                kept.bytes,
+            )
+        )
     (metrics, weights, plain), (ours, same, less) = results
     assert metrics == ours
     assert weights.keys() == same.keys()
@@ -257,7 +288,9 @@ def test_a_language_model_trains_the_same_and_is_exported(text):
     ids = torch.arange(6)[None]
     with torch.no_grad():
         assert torch.equal(exported(ids).logits, run.model.eval()(ids).logits)
-    assert exported.generate(ids, max_new_tokens=3, do_sample=False).equal(run.model.generate(ids, max_new_tokens=3, do_sample=False))
+    assert exported.generate(ids, max_new_tokens=3, do_sample=False).equal(
+        run.model.generate(ids, max_new_tokens=3, do_sample=False)
+    )
 
 
 @pytest.mark.slow
@@ -266,8 +299,14 @@ def test_a_model_of_transformers_keeps_no_cache_while_it_trains(kind):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     configs = {
-        "gpt2": (AutoModelForCausalLM, {**TINY_GPT, "n_layer": 2, "vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0}),
-        "t5": (AutoModelForSeq2SeqLM, {"d_model": 16, "d_ff": 32, "num_layers": 3, "num_heads": 2, "d_kv": 8, "vocab_size": 20}),
+        "gpt2": (
+            AutoModelForCausalLM,
+            {**TINY_GPT, "n_layer": 2, "vocab_size": 20, "bos_token_id": 0, "eos_token_id": 0},
+        ),
+        "t5": (
+            AutoModelForSeq2SeqLM,
+            {"d_model": 16, "d_ff": 32, "num_layers": 3, "num_heads": 2, "d_kv": 8, "vocab_size": 20},
+        ),
     }
     cls, options = configs[kind]
     options = options | {"model_type": kind} | ({"decoder_start_token_id": 0} if kind == "t5" else {})
@@ -283,7 +322,10 @@ def test_a_model_of_transformers_keeps_no_cache_while_it_trains(kind):
 
 def language_model(build: Callable[[], nn.Module], *plugins: Any) -> TinyResult:
     """A run of a model of transformers that its user calls as ``model(input_ids=..., labels=...)``."""
-    data = [{"input_ids": row, "labels": row} for row in torch.randint(1, 20, (32, 8), generator=torch.Generator().manual_seed(0))]
+    data = [
+        {"input_ids": row, "labels": row}
+        for row in torch.randint(1, 20, (32, 8), generator=torch.Generator().manual_seed(0))
+    ]
     torch.manual_seed(1)
     model, recorder, kept = build(), Recorder(), Kept()
     trainer = Trainer(model, data, plugins=[*plugins, recorder, kept], batch_size=8, epochs=2, lr=1e-2)
@@ -293,8 +335,11 @@ def language_model(build: Callable[[], nn.Module], *plugins: Any) -> TinyResult:
 
 
 def test_a_model_that_makes_a_cache_for_each_forward_trains_the_same():
-    """XLM gives the cache to its blocks, without an option to leave it out. Recomputed, they would add each key and value again."""
-    Path("a.csv").write_text("text,label\n" + "".join(f"{('bad', 'good')[i % 2]} film {i},{i % 2}\n" for i in range(24)))
+    """XLM gives the cache to its blocks, without an option to leave it out. Recomputed, they would add each key and
+    value again."""
+    Path("a.csv").write_text(
+        "text,label\n" + "".join(f"{('bad', 'good')[i % 2]} film {i},{i % 2}\n" for i in range(24))
+    )
     model = {"config": {"model_type": "xlm", "emb_dim": 16, "n_layers": 3, "n_heads": 2, "max_position_embeddings": 40}}
     data = {"files": {"train": "a.csv", "validation": "a.csv"}, "label": "label", "max_length": 16}
     results = []
@@ -312,12 +357,20 @@ def test_adapters_train_the_same():
     pytest.importorskip("peft")
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = {"model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 32}
+    config = {
+        "model_type": "llama",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+    }
     config |= {"vocab_size": 20, "use_cache": False, "attention_dropout": 0.1}
 
     def train(*plugins: Plugin):
         return language_model(
-            lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)), *plugins, {"lora": {"dropout": 0.1}}
+            lambda: AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)),
+            *plugins,
+            {"lora": {"dropout": 0.1}},
         )
 
     plain, ours = train(), train(ActivationCheckpointing())

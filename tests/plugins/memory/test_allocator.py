@@ -32,21 +32,23 @@ rows = torch.randn(1024, 64, generator=torch.Generator().manual_seed(1))
 losses, faults = [], []
 
 class Counts(Plugin):
-    "Page faults up to each step: those of the start, hundreds of megabytes of libraries, differ from machine to machine."
+    "Page faults up to each step: those of the start differ from machine to machine."
     name = "counts"
 
     @hookimpl
     def after_step(self):
         faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
 
-plugins = [{"log": False}, {"progress": False}, Counts(), *([Allocator(allocator="glibc")] if sys.argv[1] == "with" else [])]
+added = [Allocator(allocator="glibc")] if sys.argv[1] == "with" else []
+plugins = [{"log": False}, {"progress": False}, Counts(), *added]
 def loss(predictions, targets):
     losses.append(nn.functional.cross_entropy(predictions, targets))
     return losses[-1]
-trainer = Trainer(model, torch.utils.data.TensorDataset(rows, rows[:, :3].argmax(1)), plugins=plugins, loss=loss, batch_size=512,
-                  epochs=12, save_every=None, output=sys.argv[1], device="cpu")
+trainer = Trainer(model, torch.utils.data.TensorDataset(rows, rows[:, :3].argmax(1)), plugins=plugins, loss=loss,
+                  batch_size=512, epochs=12, save_every=None, output=sys.argv[1], device="cpu")
 summary = trainer.fit()
-made = {"losses": [value.item() for value in losses], "faults": faults[-1] - faults[9], "allocator": summary.get("allocator")}
+made = {"losses": [value.item() for value in losses]}
+made |= {"faults": faults[-1] - faults[9], "allocator": summary.get("allocator")}
 print(json.dumps(made))
 """
 
@@ -58,7 +60,9 @@ def test_pages_are_kept_from_step_to_step_and_numbers_are_the_same():
     variables = Allocator(allocator="glibc").environment(make_recipe({"train": {"device": "cpu"}}))
     for name in ("with", "without"):
         environment = os.environ | (variables if name == "with" else {})
-        done = subprocess.run([sys.executable, "-c", STEPS, name], capture_output=True, text=True, check=False, env=environment)
+        done = subprocess.run(
+            [sys.executable, "-c", STEPS, name], capture_output=True, text=True, check=False, env=environment
+        )
         assert done.returncode == 0, done.stderr
         found[name] = json.loads(done.stdout.splitlines()[-1])
         found.setdefault("said", done.stderr)
@@ -98,7 +102,8 @@ class Model(torch.nn.Linear):
         kept = {name: os.environ.get(name) for name in ("LD_PRELOAD", "GLIBC_TUNABLES")}
         maps = pathlib.Path("/proc/self/maps").read_text()
         kept |= {name: name in maps for name in ("tcmalloc", "jemalloc")}
-        kept["start"] = pathlib.Path("/proc/self/environ").read_text().strip("\\0").split("\\0")  # as it was when the process began
+        # as it was when the process began
+        kept["start"] = pathlib.Path("/proc/self/environ").read_text().strip("\\0").split("\\0")
         pathlib.Path("seen.json").write_text(json.dumps(kept | {"pid": os.getpid()}))
         if os.environ.get("END_HERE"):  # the test needs no training
             os._exit(0)
@@ -126,7 +131,11 @@ def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_
     environment = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "GLIBC_TUNABLES")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     process = subprocess.Popen(
-        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     _, said = process.communicate()
     if allocator in names and allocator not in installed:
@@ -146,7 +155,9 @@ def test_the_command_line_starts_itself_again_with_the_allocator(allocator, tmp_
 def test_an_allocator_that_is_not_installed_is_refused(allocator, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("glibc", "2.36"))
     monkeypatch.setattr(ctypes.util, "find_library", lambda name: None)
-    with pytest.raises(PluginError, match=rf"plugins\.allocator\.allocator: {allocator} is not installed\. Install it, or use auto"):
+    with pytest.raises(
+        PluginError, match=rf"plugins\.allocator\.allocator: {allocator} is not installed\. Install it, or use auto"
+    ):
         Allocator(allocator=allocator).environment(make_recipe({"train": {"device": "cpu"}}))
 
 
@@ -157,7 +168,11 @@ def test_user_environment_is_kept(tmp_path):
     environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=2", "END_HERE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     subprocess.run(
-        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, check=True, capture_output=True
+        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
     )
     assert json.loads((tmp_path / "seen.json").read_text())["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=2"
 
@@ -187,22 +202,34 @@ def test_on_cuda_the_command_line_starts_itself_again_with_growing_segments(give
     environment = {key: value for key, value in os.environ.items() if key not in CUDA_SETTINGS}
     environment |= {"PYTHONPATH": os.pathsep.join(filter(None, [str(tmp_path), *sys.path])), "END_HERE": "1"} | given
     subprocess.run(
-        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], cwd=tmp_path, env=environment, check=True, capture_output=True
+        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
     )
     start = dict(line.split("=", 1) for line in json.loads((tmp_path / "seen.json").read_text())["start"])
     assert {name: start[name] for name in CUDA_SETTINGS if name in start} == seen
 
 
-@pytest.mark.skipif(not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch cannot read its settings back")
+@pytest.mark.skipif(
+    not hasattr(torch._C, "_accelerator_getAllocatorSettings"), reason="this torch cannot read its settings back"
+)
 @pytest.mark.parametrize(
     ("given", "settings"),
     [
         ({}, "expandable_segments:True"),
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_ALLOC_CONF": ""}, "max_split_size_mb:32,expandable_segments:True"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:32", "PYTORCH_ALLOC_CONF": ""},
+            "max_split_size_mb:32,expandable_segments:True",
+        ),
         ({"PYTORCH_ALLOC_CONF": "backend:native"}, "backend:native,expandable_segments:True"),
         ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:32,backend:cudaMallocAsync"}, "max_split_size_mb:32,backend:cudaMallocAsync"),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:32,backend:cudaMallocAsync"},
+            "max_split_size_mb:32,backend:cudaMallocAsync",
+        ),
     ],
 )
 def test_in_a_process_that_runs_growing_segments_join_the_users_settings(given, settings, monkeypatch):

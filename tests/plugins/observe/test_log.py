@@ -75,7 +75,10 @@ def test_a_log_point_has_the_norm_of_its_step_before_clipping(tiny_run, max_norm
 def test_evaluations_are_log_points_with_their_split(tiny_run):
     result = tiny_run(["log"])
     evaluations = [line for line in lines(result.trainer.run.folder) if "split" in line]
-    assert [(line["step"], line["epoch"], line["split"]) for line in evaluations] == [(9, 1, "validation"), (18, 2, "validation")]
+    assert [(line["step"], line["epoch"], line["split"]) for line in evaluations] == [
+        (9, 1, "validation"),
+        (18, 2, "validation"),
+    ]
     assert [line["loss"] for line in evaluations] == [metrics["loss"] for _, metrics in result.recorder.metrics]
 
 

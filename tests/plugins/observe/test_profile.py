@@ -99,4 +99,6 @@ def test_a_region_without_a_profiler_is_an_empty_context():
     assert list(regions.each("data", iter([1, 2]))) == [1, 2]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         assert list(regions.each("data", [1, 2])) == [1, 2]
-    assert {event.key: event.count for event in profiler.key_averages()}["fastloop/data"] == 3, "and the one that finds the end"
+    assert {event.key: event.count for event in profiler.key_averages()}["fastloop/data"] == 3, (
+        "and the one that finds the end"
+    )

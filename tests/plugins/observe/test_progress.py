@@ -27,12 +27,21 @@ class Slow(Plugin):
 
 
 def train_slowly(terminal: str | None = None) -> float:
-    """Train in a process of its own, with output to a file, or to the terminal with this path. Returns the seconds that it took."""
+    """Train in a process of its own, with output to a file, or to the terminal with this path. Returns the seconds that
+    it took."""
     if terminal is not None:
         for number in (1, 2):
             os.dup2(os.open(terminal, os.O_WRONLY | os.O_NOCTTY), number)
     plugins = [{"progress": {"every": 0.2, "refresh": 0.1}}, Slow()]
-    trainer = Trainer(tiny_model(), tiny_data(), tiny_data(32), plugins=plugins, loss=nn.functional.cross_entropy, epochs=2, batch_size=8)
+    trainer = Trainer(
+        tiny_model(),
+        tiny_data(),
+        tiny_data(32),
+        plugins=plugins,
+        loss=nn.functional.cross_entropy,
+        epochs=2,
+        batch_size=8,
+    )
     began = time.monotonic()
     trainer.fit()
     return time.monotonic() - began

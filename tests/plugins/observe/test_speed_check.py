@@ -36,7 +36,13 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def make(*plugins: object, **train: object):
         train = {"epochs": 1, "batch_size": 8, "device": "cpu", "evaluate_every": None, "save_every": None} | train
         model = {"config": TINY | {"max_position_embeddings": 128}, "tokenizer": {"kind": "word"}}
-        data = {"files": {"train": "train.csv"}, "text": "text", "label": "label", "max_length": 128, "validation_fraction": 0.0}
+        data = {
+            "files": {"train": "train.csv"},
+            "text": "text",
+            "label": "label",
+            "max_length": 128,
+            "validation_fraction": 0.0,
+        }
         return make_recipe({"model": model, "data": data, "train": train, "plugins": list(plugins), "output": "run"})
 
     return make
@@ -100,7 +106,10 @@ def test_its_hook_is_not_called_after_the_window(recipe):
     ],
 )
 def test_estimates_are_those_of_plugins_that_could_run(recipe, figures, expected):
-    found = {name: estimate.seconds for name, estimate in estimates(StepProfile(device="cpu", seconds=1.0, **figures), recipe())}
+    found = {
+        name: estimate.seconds
+        for name, estimate in estimates(StepProfile(device="cpu", seconds=1.0, **figures), recipe())
+    }
     assert {name: found.get(name) for name in expected} == pytest.approx(expected)
     assert "length-bucketing" not in found, "it changes which samples a step trains on"
 
@@ -115,7 +124,9 @@ def test_weights_of_linear_layers_are_multiplied_three_times():
 @pytest.mark.slow
 def test_the_line_is_a_warning_of_the_fastloop_log(recipe, caplog):
     fit(recipe(max_steps=28))
-    assert [record.levelno for record in caplog.records if record.getMessage().startswith("speed-check")] == [logging.WARNING]
+    assert [record.levelno for record in caplog.records if record.getMessage().startswith("speed-check")] == [
+        logging.WARNING
+    ]
 
 
 class FakeEvent:

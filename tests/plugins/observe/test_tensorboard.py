@@ -46,5 +46,7 @@ def test_a_missing_extra_is_an_error_that_names_the_install_command(tiny_run, mo
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(PluginError, match=r"'tensorboard' needs tensorboard>=2\.18, .*pip install 'fastloop-train\[tensorboard\]'"):
+    with pytest.raises(
+        PluginError, match=r"'tensorboard' needs tensorboard>=2\.18, .*pip install 'fastloop-train\[tensorboard\]'"
+    ):
         tiny_run(["tensorboard"])

@@ -12,7 +12,9 @@ import pytest
 
 from fastloop import Plugin, PluginError, hookimpl
 
-CURVES = {f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")}
+CURVES = {
+    f"train/{name}" for name in ("loss", "grad_norm", "lr", "samples_per_second", "tokens_per_second", "memory_bytes")
+}
 TRACKERS_OWN_WARNINGS = pytest.mark.filterwarnings("ignore")
 
 
@@ -31,7 +33,11 @@ def test_mlflow_reads_the_run_back_from_sqlite(tiny_run, tmp_path, monkeypatch):
     pytest.importorskip("sqlalchemy")
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/runs.db")
-    result = tiny_run([Logs(), {"trackers": {"trackers": ["mlflow"], "project": "tiny"}}, "ema"], log_every=6, output=tmp_path / "first")
+    result = tiny_run(
+        [Logs(), {"trackers": {"trackers": ["mlflow"], "project": "tiny"}}, "ema"],
+        log_every=6,
+        output=tmp_path / "first",
+    )
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/runs.db")
     experiment = client.get_experiment_by_name("tiny")
     (run,) = client.search_runs([experiment.experiment_id])
@@ -46,7 +52,9 @@ def test_mlflow_reads_the_run_back_from_sqlite(tiny_run, tmp_path, monkeypatch):
     assert run.data.metrics["summary/steps"] == 18
     points = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "train/loss")]
     assert [step for step, _ in points] == [6, 12, 18]
-    assert [value for _, value in points] == pytest.approx([sum(result.losses[step - 6 : step]) / 6 for step in (6, 12, 18)])
+    assert [value for _, value in points] == pytest.approx(
+        [sum(result.losses[step - 6 : step]) / 6 for step in (6, 12, 18)]
+    )
     evaluations = [(point.step, point.value) for point in client.get_metric_history(run.info.run_id, "validation/loss")]
     assert evaluations == [(9, result.recorder.metrics[0][1]["loss"]), (18, result.recorder.metrics[1][1]["loss"])]
     assert mlflow.active_run() is None, "the run is closed"
@@ -80,7 +88,8 @@ def test_wandb_offline_reads_the_run_back(tiny_run, tmp_path, monkeypatch):
     names, config = set(), set()
     deadline = time.monotonic() + 300
     records: list[Any] = []
-    while not any(record.HasField("exit") for record in records) and time.monotonic() < deadline:  # written by W&B's own process
+    # written by W&B's own process
+    while not any(record.HasField("exit") for record in records) and time.monotonic() < deadline:
         records = [wandb_internal_pb2.Record.FromString(data) for data in wandb_records(file.read_bytes())]
     for record in records:
         for item in record.history.item:
@@ -103,7 +112,9 @@ def test_wandb_offline_reads_the_run_back(tiny_run, tmp_path, monkeypatch):
         ("comet_ml", "comet_ml is not installed. Install it: pip install comet_ml"),
     ],
 )
-def test_a_tracker_that_cannot_be_used_is_refused_before_data_is_loaded(tiny_run, hook_calls, monkeypatch, name, message):
+def test_a_tracker_that_cannot_be_used_is_refused_before_data_is_loaded(
+    tiny_run, hook_calls, monkeypatch, name, message
+):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PluginError, match=message):
         tiny_run([{"trackers": {"trackers": [name]}}])

@@ -69,17 +69,26 @@ def test_the_model_saved_is_fp32(tiny_run):
     from safetensors.torch import load_file
 
     result = tiny_run(["amp"], epochs=1)
-    assert {tensor.dtype for tensor in load_file(result.trainer.run.folder / "model" / "model.safetensors").values()} == {torch.float32}
+    assert {
+        tensor.dtype for tensor in load_file(result.trainer.run.folder / "model" / "model.safetensors").values()
+    } == {torch.float32}
 
 
 @pytest.mark.skipif(this_machine().device != "cpu", reason="about machines without an accelerator")
 def test_a_dtype_that_the_device_lacks_is_refused_with_those_it_has():
     with pytest.raises(PluginError, match=r"plugin 'amp' needs fp16, .*It has: fp32.* --without amp"):
-        Trainer(nn.Linear(8, 3), tiny_data(), batch_size=8, loss=nn.functional.cross_entropy, plugins=[{"amp": {"dtype": "fp16"}}])
+        Trainer(
+            nn.Linear(8, 3),
+            tiny_data(),
+            batch_size=8,
+            loss=nn.functional.cross_entropy,
+            plugins=[{"amp": {"dtype": "fp16"}}],
+        )
 
 
 class AddsByIndex(nn.Module):
-    """Adds the outputs of a layer to a fp32 tensor by index, which torch refuses in two dtypes. DBRX adds its experts so."""
+    """Adds the outputs of a layer to a fp32 tensor by index, which torch refuses in two dtypes. DBRX adds its experts
+    so."""
 
     def __init__(self, broken: bool) -> None:
         super().__init__()
@@ -92,7 +101,9 @@ class AddsByIndex(nn.Module):
 
 
 def test_a_model_that_fails_under_autocast_only_is_refused_in_the_first_step(tiny_run):
-    with pytest.raises(PluginError, match=r"plugins.amp: AddsByIndex computes in fp32 and fails in bf16: RuntimeError: .* Remove amp."):
+    with pytest.raises(
+        PluginError, match=r"plugins.amp: AddsByIndex computes in fp32 and fails in bf16: RuntimeError: .* Remove amp."
+    ):
         tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndex(broken=False))
     with pytest.raises(Exception, match="it never computes") as raised:
         tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndex(broken=True))
@@ -111,14 +122,17 @@ class AddsByIndexLater(AddsByIndex):
 
 def test_a_model_that_fails_under_autocast_in_eval_mode_is_refused_in_the_first_evaluation(tiny_run):
     with pytest.raises(
-        PluginError, match=r"plugins.amp: AddsByIndexLater computes in fp32 and fails in bf16: RuntimeError: .* Remove amp."
+        PluginError,
+        match=r"plugins.amp: AddsByIndexLater computes in fp32 and fails in bf16: RuntimeError: .* Remove amp.",
     ):
         tiny_run([{"amp": {"dtype": "bf16"}}], model=AddsByIndexLater())
     assert tiny_run([], model=AddsByIndexLater()).summary["status"] == "completed"
 
 
 def test_fp8_is_refused_with_the_plugin_that_replaces_it(tiny_run):
-    with pytest.raises(RecipeError, match=r"plugins\.amp\.dtype: fp8 is .*List 'torchao-fp8', and set dtype: bf16 here"):
+    with pytest.raises(
+        RecipeError, match=r"plugins\.amp\.dtype: fp8 is .*List 'torchao-fp8', and set dtype: bf16 here"
+    ):
         tiny_run([{"amp": {"dtype": "fp8"}}])
     with pytest.raises(RecipeError, match=r"^amp\.dtype: fp8 is .*List 'torchao-fp8'"):
         Amp(dtype="fp8")
@@ -132,7 +146,10 @@ def test_a_precision_that_replaces_parameters_is_refused_with_the_plugin_that_se
         def configure_accelerator(self, draft) -> None:
             draft.mixed_precision = "fp8"
 
-    with pytest.raises(PluginError, match=r"plugin 'fp8' set AcceleratorDraft\.mixed_precision to 'fp8'\. Expected one of: no, bf16, fp16"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugin 'fp8' set AcceleratorDraft\.mixed_precision to 'fp8'\. Expected one of: no, bf16, fp16",
+    ):
         tiny_run([Fp8()])
 
 
@@ -200,7 +217,10 @@ def test_a_strategy_cannot_turn_autocast_off(tiny_run, strategy):
 
 
 def test_a_strategy_that_sets_the_precision_and_leaves_out_autocast_is_refused_in_the_first_step(tiny_run):
-    message = r"plugins\.amp: the first step computed in fp32, because prepare of the strategy 'own-precision' applied no autocast"
+    message = (
+        r"plugins\.amp: the first step computed in fp32, because prepare of the strategy 'own-precision' "
+        r"applied no autocast"
+    )
     with pytest.raises(PluginError, match=message):
         tiny_run([{"amp": {"dtype": "bf16"}}, OwnPrecision()], epochs=1)
 

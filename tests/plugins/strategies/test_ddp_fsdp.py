@@ -86,7 +86,12 @@ FOUR = [
     run("hsdp 4", HSDP),
     run("hsdp 4 uneven", HSDP, train={"micro_batch_size": 1}, data="uneven"),
     run("hsdp 4 accumulated", HSDP, train={"micro_batch_size": 1}, exchanges=True),
-    run("hsdp 4 held", {"fsdp": {"shard_within": 2, "hold_gradients": True}}, train={"micro_batch_size": 1}, exchanges=True),
+    run(
+        "hsdp 4 held",
+        {"fsdp": {"shard_within": 2, "hold_gradients": True}},
+        train={"micro_batch_size": 1},
+        exchanges=True,
+    ),
     run("fsdp 4 of one group", {"fsdp": {"shard_within": 4}}),
     run("hsdp 4 meta", {"fsdp": {"shard_within": 2, "meta_device": True}}),
     run("hsdp 4 async", HSDP, "async-save"),
@@ -107,7 +112,14 @@ AFTER = [
     run("one fsdp", "fsdp"),
 ]
 
-LONG_ONLY = {"ddp compressed fp16", "ddp 2 eval", "fsdp classes", "ddp 4 uneven", "fsdp 4 uneven", "fsdp 4 of one group"}
+LONG_ONLY = {
+    "ddp compressed fp16",
+    "ddp 2 eval",
+    "fsdp classes",
+    "ddp 4 uneven",
+    "fsdp 4 uneven",
+    "fsdp 4 of one group",
+}
 LONG_ONLY |= {"ddp 2 to ddp 4", "fsdp 2 to fsdp 4", "hsdp 4 held", "hsdp 4 meta"}
 """Runs of the long form: another one has the same option, the other strategy or more."""
 
@@ -159,13 +171,13 @@ def test_numbers_are_those_of_one_process(results, folder, name):
     ("name", "plain"),
     chosen([
         *((f"{name} 2 {what}", plain) for name in ("ddp", "fsdp") for what, plain in [
-            ("accumulated", "plain"), ("uneven", "plain uneven"), ("stream", "plain stream"), ("weighted", "plain weighted"),
-            ("ema", "plain ema"), ("compiled", "plain"),
+            ("accumulated", "plain"), ("uneven", "plain uneven"), ("stream", "plain stream"),
+            ("weighted", "plain weighted"), ("ema", "plain ema"), ("compiled", "plain"),
             ("eval", "plain"), ("best", "plain"),
         ]),
         *((f"{name} 4 uneven", "plain uneven") for name in ("ddp", "fsdp", "hsdp")),
-        ("hsdp 4 accumulated", "plain"), ("hsdp 4 held", "plain"), ("hsdp 4 meta", "plain"), ("fsdp 4 of one group", "plain"),
-        ("ddp options", "plain"), ("ddp static", "plain"),
+        ("hsdp 4 accumulated", "plain"), ("hsdp 4 held", "plain"), ("hsdp 4 meta", "plain"),
+        ("fsdp 4 of one group", "plain"), ("ddp options", "plain"), ("ddp static", "plain"),
         ("fsdp held", "plain"), ("fsdp kept", "plain"), ("fsdp classes", "plain"), ("fsdp meta", "plain"),
         ("fsdp regional", "plain"),
     ]),
@@ -206,7 +218,14 @@ def test_half_precision_is_near_fp32_and_is_not_it(results, name):
         [
             *(f"{name} to plain" for name in ("ddp 2", "fsdp 2", "ddp 4", "fsdp 4", "hsdp 4")),
             *("hsdp 4 to hsdp 4", "hsdp 4 to fsdp 2", "fsdp 2 to hsdp 4", "hsdp 4 to ddp 2"),
-            *("plain to fsdp 2", "fsdp 2 to fsdp 2", "fsdp 2 to ddp 2", "ddp 2 to fsdp 2", "fsdp 2 to fsdp 4", "ddp 2 to ddp 4"),
+            *(
+                "plain to fsdp 2",
+                "fsdp 2 to fsdp 2",
+                "fsdp 2 to ddp 2",
+                "ddp 2 to fsdp 2",
+                "fsdp 2 to fsdp 4",
+                "ddp 2 to ddp 4",
+            ),
             *("fsdp 2 async to fsdp 4", "fsdp 2 async to plain"),
         ]
     ),
@@ -246,17 +265,20 @@ def test_in_one_process_a_strategy_changes_nothing(results, name):
 
 
 def test_gradients_are_exchanged_once_a_step(results):
-    """16 steps of two micro-steps: ddp exchanges once per step, and fsdp by default at each micro-step (three blocks and the rest)."""
+    """16 steps of two micro-steps: ddp exchanges once per step, and fsdp by default at each micro-step (three blocks
+    and the rest)."""
     names = chosen(["ddp 2 accumulated", "fsdp 2 accumulated", "fsdp held", "hsdp 4 accumulated", "hsdp 4 held"])
     sums = {name: results[name]["exchanges"]["gloo:all_reduce"] for name in names}
-    # The loss and requests of each step, the latter with the next one's weight; weights of epochs' first steps and after saves; of
-    # evaluations; before and after saves; of the end.
+    # The loss and requests of each step, the latter with the next one's weight; weights of epochs' first steps and
+    # after saves; of evaluations; before and after saves; of the end.
     numbers = 2 * 16 + 4 + 3 * 2 + 2 * 5 + 1
     assert sums["ddp 2 accumulated"] == 16 + numbers
-    norms, numbers = 16, numbers + 2 * 4  # fsdp agrees on the order of the blocks, and their end, in the first step and evaluation
+    # fsdp agrees on the order of the blocks, and their end, in the first step and evaluation
+    norms, numbers = 16, numbers + 2 * 4
     assert sums["fsdp held"] == 16 * 4 + norms + numbers  # gloo has no reduce-scatter of its own
     assert sums["fsdp 2 accumulated"] == 2 * 16 * 4 + norms + numbers
-    assert sums["hsdp 4 accumulated"] == 2 * 16 * 4 + 16 * 4 + norms + numbers  # within a group each time, between groups once a step
+    # within a group each time, between groups once a step
+    assert sums["hsdp 4 accumulated"] == 2 * 16 * 4 + 16 * 4 + norms + numbers
     assert not LONG or sums["hsdp 4 held"] == 16 * 4 + 16 * 4 + norms + numbers
 
 
@@ -266,12 +288,15 @@ def test_weights_that_are_not_used_are_named_or_found(results):
 
 
 def test_a_graph_that_is_static_cannot_be_accumulated_over(results):
-    assert "plugins.ddp.static_graph: torch cannot accumulate gradients with it" in results["ddp static refused"]["error"]
+    assert (
+        "plugins.ddp.static_graph: torch cannot accumulate gradients with it" in results["ddp static refused"]["error"]
+    )
 
 
 def test_a_class_that_the_model_lacks_is_refused(results):
     assert (
-        "plugins.fsdp.blocks: the model has no module of class 'Linaer'. Did you mean 'Linear'?" in results["fsdp no such class"]["error"]
+        "plugins.fsdp.blocks: the model has no module of class 'Linaer'. Did you mean 'Linear'?"
+        in results["fsdp no such class"]["error"]
     )
 
 
@@ -281,7 +306,9 @@ def test_processes_that_groups_cannot_share_are_refused(results):
 
 
 def test_offload_to_the_host_is_refused_on_a_cpu(cli):
-    code, _, err = cli("plan", "quickstart", "train.device=cpu", "plugins.fsdp.cpu_offload=true", "--with", "fsdp", "--nproc", "2")
+    code, _, err = cli(
+        "plan", "quickstart", "train.device=cpu", "plugins.fsdp.cpu_offload=true", "--with", "fsdp", "--nproc", "2"
+    )
     assert code == 2
     assert "plugin 'fsdp' needs a device of type cuda or xpu; this run is on cpu." in err
 
@@ -318,4 +345,6 @@ def test_shards_saved_in_the_background_are_those_saved_in_the_foreground(result
 def test_nothing_is_said_that_the_user_need_not_know(ended):
     said = [line for process in ended[1:3] for line in process.output.splitlines()]
     (warning,) = [line for line in said if "profiler_st" not in line]
-    assert warning == "batch norm uses only the samples of its own process, so results depend on the number of processes"
+    assert (
+        warning == "batch norm uses only the samples of its own process, so results depend on the number of processes"
+    )

@@ -1,4 +1,4 @@
-"""deepspeed: ZeRO on two real processes computes what one process computes, and its checkpoints are those of a run without it."""
+"""deepspeed: ZeRO on two real processes computes what one process computes, and its checkpoints are like any run's."""
 
 from __future__ import annotations
 
@@ -35,10 +35,17 @@ HALF = '{"bf16": {"enabled": true}, "train_batch_size": "auto"}'
 TOO_HIGH = '{"fp16": {"initial_scale_power": 19}}'
 
 
-def deepspeed(name: str, stage: int, resume: str | None = None, train: dict[str, Any] = MICRO, **more: Any) -> dict[str, Any]:
+def deepspeed(
+    name: str, stage: int, resume: str | None = None, train: dict[str, Any] = MICRO, **more: Any
+) -> dict[str, Any]:
     """A run for ``strategy_runs.py``; ``resume`` names the run that it resumes from, at step 4."""
     options = {"stage": stage, **more.pop("options", {})}
-    run = {"name": name, "train": train, **more, "plugins": [*more.get("plugins", ["lr-scheduler"]), {"deepspeed": options}]}
+    run = {
+        "name": name,
+        "train": train,
+        **more,
+        "plugins": [*more.get("plugins", ["lr-scheduler"]), {"deepspeed": options}],
+    }
     return run | ({"resume": f"{resume}/checkpoints/step-00000004"} if resume else {})
 
 
@@ -47,13 +54,20 @@ RUNS = [
     *(deepspeed(f"plain to {stage}", stage, "plain") for stage in STAGES),
     *(deepspeed(f"unclipped {stage}", stage, **UNCLIPPED) for stage in STAGES),
     *(deepspeed(f"twice {stage}", stage, twice="replace") for stage in STAGES),
-    *(deepspeed(f"twice offloaded {stage}", stage, twice="replace", options={"offload_optimizer": True}) for stage in (1, 2, 3)),
+    *(
+        deepspeed(f"twice offloaded {stage}", stage, twice="replace", options={"offload_optimizer": True})
+        for stage in (1, 2, 3)
+    ),
     *(deepspeed(f"added {stage}", stage, twice="add") for stage in STAGES),
     *(deepspeed(f"own loss {stage}", stage, model="own loss", data="named") for stage in STAGES),
     deepspeed("1 to 3", 3, "stage 1"),
     deepspeed("3 to 2", 2, "stage 3"),
     *(
-        {"name": f"{stage} to fsdp", "plugins": ["lr-scheduler", FSDP], "resume": f"stage {stage}/checkpoints/step-00000004"}
+        {
+            "name": f"{stage} to fsdp",
+            "plugins": ["lr-scheduler", FSDP],
+            "resume": f"stage {stage}/checkpoints/step-00000004",
+        }
         for stage in (1, 3)
     ),
     {"name": "fsdp", "plugins": ["lr-scheduler", FSDP]},
@@ -99,8 +113,16 @@ def ended(processes: Callable[..., list[ProcessResult]], folder: Path) -> list[P
     unclipped = {"name": "plain unclipped", "train": {"max_grad_norm": None}, **plain}
     added = {"name": "plain added", "twice": "add", **plain}
     own_loss = {"name": "plain own loss", "model": "own loss", "data": "named", **plain}
-    before = [{"name": "plain", "train": {"micro_batch_size": 4}, **plain}, unclipped, {"name": "plain ema", **ema}, own_loss, added]
-    after = [{"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES]
+    before = [
+        {"name": "plain", "train": {"micro_batch_size": 4}, **plain},
+        unclipped,
+        {"name": "plain ema", **ema},
+        own_loss,
+        added,
+    ]
+    after = [
+        {"name": f"{stage} to plain", "resume": f"stage {stage}/checkpoints/step-00000004", **plain} for stage in STAGES
+    ]
     return [processes(count, all_of, runs, folder=folder)[0] for count, runs in ((1, before), (2, RUNS), (1, after))]
 
 
@@ -137,7 +159,9 @@ def test_a_loss_that_the_model_returns_is_not_divided_by_deepspeed(result, stage
     same(result(f"own loss {stage}"), result("plain own loss"), 1e-6)
 
 
-@pytest.mark.parametrize("name", [*(f"twice {stage}" for stage in STAGES), *(f"twice offloaded {stage}" for stage in (1, 2, 3))])
+@pytest.mark.parametrize(
+    "name", [*(f"twice {stage}" for stage in STAGES), *(f"twice offloaded {stage}" for stage in (1, 2, 3))]
+)
 def test_a_second_pass_replaces_the_gradients_that_zero_grad_dropped(result, name):
     same(result(name), result("plain"), 1e-6)
 
@@ -199,7 +223,9 @@ def test_resume_under_another_stage_or_none(result, name):
     same(result(name), result("plain"), 1e-6)
 
 
-@pytest.mark.parametrize("name", ["offloaded 2", "offloaded 3", "async 3", "async 3 to 1", "tuned 2", "from eval mode", "compiled 2"])
+@pytest.mark.parametrize(
+    "name", ["offloaded 2", "offloaded 3", "async 3", "async 3 to 1", "tuned 2", "from eval mode", "compiled 2"]
+)
 def test_options_change_no_numbers(result, name):
     same(result(name), result("plain"), 1e-6)
 
@@ -214,7 +240,9 @@ def test_the_model_is_compiled_in_one_piece(result):
     assert counts["graphs"] == 2  # one to train, one to evaluate
 
 
-@pytest.mark.parametrize("name", [*(f"bf16 {stage}" for stage in AUTOCAST), *(f"half {stage}" for stage in HALF_STAGES)])
+@pytest.mark.parametrize(
+    "name", [*(f"bf16 {stage}" for stage in AUTOCAST), *(f"half {stage}" for stage in HALF_STAGES)]
+)
 def test_bf16_is_near_fp32_and_is_not_it(result, name):
     same(result(name), result("plain"), 3e-2)
     assert result(name)["losses"] != pytest.approx(result("plain")["losses"], rel=1e-5)

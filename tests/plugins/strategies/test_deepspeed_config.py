@@ -15,7 +15,9 @@ from fastloop.testing import tiny_data
 from fastloop_plugins.strategies.deepspeed import DeepSpeed
 
 
-def check(config: Any = None, train: dict[str, Any] | None = None, plugins: dict[str, Any] | None = None, **options: Any) -> DeepSpeed:
+def check(
+    config: Any = None, train: dict[str, Any] | None = None, plugins: dict[str, Any] | None = None, **options: Any
+) -> DeepSpeed:
     """The plugin after ``check_recipe``; ``config`` goes into ds.json."""
     if config is not None:
         Path("ds.json").write_text(config if isinstance(config, str) else json.dumps(config))
@@ -35,7 +37,10 @@ def check(config: Any = None, train: dict[str, Any] | None = None, plugins: dict
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type: is 'Lamb', and train.optimizer is 'AdamW'"),
         ({"optimizer": {"params": {"lr": 0.1}}}, "optimizer.params.lr: is 0.1, and train.lr is 0.01"),
         ({"optimizer": {"params": {"betas": [0.8, 0.9]}}}, "optimizer.params.betas: is [0.8, 0.9]"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler.params.warmup_num_steps: is 9"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}},
+            "scheduler.params.warmup_num_steps: is 9",
+        ),
         ({"zero_optimisation": {}}, "no key 'zero_optimisation'. Did you mean 'zero_optimization'?"),
         ("{", "ds.json cannot be read"),
         ("[]", "ds.json holds a list"),
@@ -51,14 +56,44 @@ def test_a_json_that_contradicts_the_recipe_is_refused_with_file_key_and_both_va
 @pytest.mark.parametrize(
     ("config", "options", "plugins", "said"),
     [
-        ({"zero_optimization": {"offload_optimizer": {"device": "none"}}}, {"offload_optimizer": True}, {}, "is 'none', and"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, {"offload_optimizer": True}, {}, "is 'nvme', and"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": False}, {}, "is 'cpu', and"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, {"offload_parameters": False}, {}, "is 'cpu', and"),
-        ({"zero_optimization": {"offload_param": {"device": "cpu"}}}, {}, {}, "offload_param: needs stage 3 or more; the stage is 2"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "none"}}},
+            {"offload_optimizer": True},
+            {},
+            "is 'none', and",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            {"offload_optimizer": True},
+            {},
+            "is 'nvme', and",
+        ),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            {"offload_optimizer": False},
+            {},
+            "is 'cpu', and",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+            {"offload_parameters": False},
+            {},
+            "is 'cpu', and",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            {},
+            {},
+            "offload_param: needs stage 3 or more; the stage is 2",
+        ),
         ({"zero_optimization": {"overlap_comm": True}}, {"overlap_comm": False}, {}, "overlap_comm: is True, and"),
         ({"zero_optimization": {"reduce_bucket_size": 5}}, {"bucket_size": 6}, {}, "reduce_bucket_size: is 5, and"),
-        ({"zero_optimization": {"allgather_bucket_size": 5}}, {"bucket_size": 6}, {}, "allgather_bucket_size: is 5, and"),
+        (
+            {"zero_optimization": {"allgather_bucket_size": 5}},
+            {"bucket_size": 6},
+            {},
+            "allgather_bucket_size: is 5, and",
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, {}, {}, "scheduler.type: is 'WarmupLR', and the recipe's schedule"),
         ({"fp16": {"initial_scale_power": 8}}, {}, {"amp": {"init_scale": 65536.0}}, "initial_scale_power: is 8, and"),
         ({"fp16": {"loss_scale_window": 9}}, {}, {"amp": {"growth_interval": 8}}, "loss_scale_window: is 9, and"),
@@ -75,13 +110,24 @@ def test_a_json_and_options_that_agree_are_taken():
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False, "reduce_bucket_size": 6}
     fp16 = {"initial_scale_power": 8}
     options = {"offload_optimizer": True, "overlap_comm": False, "bucket_size": 6}
-    assert check({"zero_optimization": zero, "fp16": fp16}, plugins={"amp": {"init_scale": 256.0}}, **options).configuration.stage == 2
+    assert (
+        check(
+            {"zero_optimization": zero, "fp16": fp16}, plugins={"amp": {"init_scale": 256.0}}, **options
+        ).configuration.stage
+        == 2
+    )
     assert check({"zero_optimization": zero, "fp16": fp16}, plugins={"amp": {}}).configuration.stage == 2
 
 
 def test_a_json_that_says_auto_or_the_same_is_taken():
     auto = {"params": {"lr": "auto", "betas": "auto"}}
-    config = {"train_batch_size": 16, "gradient_clipping": "auto", "zero_optimization": {"stage": 3}, "optimizer": auto, "scheduler": auto}
+    config = {
+        "train_batch_size": 16,
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": 3},
+        "optimizer": auto,
+        "scheduler": auto,
+    }
     assert check(config).configuration.stage == 3
     assert check({"train_batch_size": "auto"}).configuration.stage == 2
 
@@ -115,6 +161,7 @@ def test_steps_that_another_plugin_splits_are_refused(tiny_run):
     data: Any = tiny_data()
     data.lengths = [1 + index % 9 for index in range(len(data))]
     with pytest.raises(
-        PluginError, match=r"plugins\.deepspeed: needs the same number of micro-steps in each step, and 'length-bucketing' splits"
+        PluginError,
+        match=r"plugins\.deepspeed: needs the same number of micro-steps in each step, and 'length-bucketing' splits",
     ):
         tiny_run(["deepspeed", {"length-bucketing": {"max_tokens": 20}}], data=data, device="cpu")

@@ -44,7 +44,9 @@ def require_deepspeed() -> None:
         pytest.skip("deepspeed is not installed")
 
 
-def checked(monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, str], *others: Any, **options: Any) -> Recipe:
+def checked(
+    monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, str], *others: Any, **options: Any
+) -> Recipe:
     """The recipe after ``check_recipe`` of a strategy under the launcher's variables."""
     train = options.pop("train", {})
     for variable, value in environment.items():
@@ -53,7 +55,9 @@ def checked(monkeypatch: pytest.MonkeyPatch, name: str, environment: dict[str, s
     for _ in range(2):  # the second check finds its own changes
         plugin = {"deepspeed": DeepSpeed, "fsdp": FSDP}[name](**(recipe.plugins[name] or {}))
         plugin.check_recipe(recipe)
-    assert recipe.plugins[name] == {key: value for key, value in vars(plugin.config).items() if key in (recipe.plugins[name] or {})}
+    assert recipe.plugins[name] == {
+        key: value for key, value in vars(plugin.config).items() if key in (recipe.plugins[name] or {})
+    }
     return recipe
 
 
@@ -95,14 +99,18 @@ def test_clipping_is_taken_over(monkeypatch):
 def test_a_json_file_of_the_launcher_is_read(monkeypatch):
     require_deepspeed()
     Path("ds.json").write_text('{"zero_optimization": {"stage": 1}}')
-    assert checked(monkeypatch, "deepspeed", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}).plugins["deepspeed"] == {"config": "ds.json"}
+    assert checked(monkeypatch, "deepspeed", {"ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}).plugins["deepspeed"] == {
+        "config": "ds.json"
+    }
     with pytest.raises(PluginError, match=r"zero_optimization.stage: is 1, and plugins.deepspeed.stage is 2"):
         checked(monkeypatch, "deepspeed", {}, stage=2)
 
 
 def test_offload_is_taken_over_on_a_device_that_has_it(monkeypatch):
     environment = FSDP_2 | DEFAULTS | {"FSDP_OFFLOAD_PARAMS": "true"}
-    with pytest.raises(PluginError, match=r"'true' \(FSDP_OFFLOAD_PARAMS\), and plugins\.fsdp\.cpu_offload needs a device of type cuda"):
+    with pytest.raises(
+        PluginError, match=r"'true' \(FSDP_OFFLOAD_PARAMS\), and plugins\.fsdp\.cpu_offload needs a device of type cuda"
+    ):
         checked(monkeypatch, "fsdp", environment, train={"device": "cpu"})
     machine = hardware.this_machine("cpu")
     monkeypatch.setattr(hardware, "this_machine", lambda device: type(machine)(**{**vars(machine), "device": "cuda"}))
@@ -111,21 +119,51 @@ def test_offload_is_taken_over_on_a_device_that_has_it(monkeypatch):
 
 REFUSED: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("deepspeed", {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}, {"stage": 2}, "and plugins.deepspeed.stage is 2"),
-    ("deepspeed", {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none"}, {"offload_optimizer": True}, "offload_optimizer is True"),
+    (
+        "deepspeed",
+        {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none"},
+        {"offload_optimizer": True},
+        "offload_optimizer is True",
+    ),
     (
         "deepspeed",
         {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "nvme"},
         {},
         "zero_optimization.offload_optimizer in plugins.deepspeed",
     ),
-    ("deepspeed", {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"}, {}, "zero_optimization.offload_param in plugins.deepspeed.config"),
-    ("deepspeed", {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, {"train": {"max_grad_norm": 0.5}}, "and train.max_grad_norm is 0.5"),
-    ("deepspeed", {"ACCELERATE_GRADIENT_CLIPPING": "0"}, {"train": {"max_grad_norm": 0.5}}, "and train.max_grad_norm is 0.5"),
+    (
+        "deepspeed",
+        {"ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"},
+        {},
+        "zero_optimization.offload_param in plugins.deepspeed.config",
+    ),
+    (
+        "deepspeed",
+        {"ACCELERATE_GRADIENT_CLIPPING": "1.0"},
+        {"train": {"max_grad_norm": 0.5}},
+        "and train.max_grad_norm is 0.5",
+    ),
+    (
+        "deepspeed",
+        {"ACCELERATE_GRADIENT_CLIPPING": "0"},
+        {"train": {"max_grad_norm": 0.5}},
+        "and train.max_grad_norm is 0.5",
+    ),
     ("deepspeed", {"ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "Block"}, {}, "Take it out there"),
     ("deepspeed", {"ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, {"stage": 3}, "Set zero3_init_flag: false there"),
-    ("fsdp", FSDP_2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"}, {"reshard_after_forward": True}, "reshard_after_forward is True"),
+    (
+        "fsdp",
+        FSDP_2 | {"FSDP_RESHARD_AFTER_FORWARD": "false"},
+        {"reshard_after_forward": True},
+        "reshard_after_forward is True",
+    ),
     ("fsdp", FSDP_2 | {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {}, "List the plugin 'activation-checkpointing'"),
-    ("fsdp", FSDP_2 | {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"}, {}, "Set fsdp_activation_checkpointing_offload: false"),
+    (
+        "fsdp",
+        FSDP_2 | {"FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "true"},
+        {},
+        "Set fsdp_activation_checkpointing_offload: false",
+    ),
     ("fsdp", FSDP_2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, "plugins.fsdp.blocks"),
     ("fsdp", FSDP_2 | {"FSDP_IGNORED_MODULES": "head"}, {}, "Take fsdp_ignored_modules out there"),
     ("fsdp", FSDP_2 | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "or fsdp with shard_within"),
@@ -170,10 +208,29 @@ def test_a_configuration_file_trains_what_the_recipe_would():
     train = {"batch_size": 8, "lr": 0.1, "optimizer": "SGD", "epochs": 1, "device": "cpu", "save_every": None}
     tree = {"model": {"module": "net.py:Net"}, "data": {"module": "net.py:data"}, "train": train}
     Path("r.yaml").write_text(yaml.safe_dump(tree | {"plugins": [{"module": {"loss": "cross_entropy"}}, "deepspeed"]}))
-    settings = {"gradient_clipping": 0.01, "zero_stage": 1, "offload_optimizer_device": "none", "gradient_accumulation_steps": 1}
-    file = {"distributed_type": "DEEPSPEED", "num_processes": 2, "num_machines": 1, "use_cpu": True, "mixed_precision": "no"}
-    Path("accelerate.yaml").write_text(yaml.safe_dump(file | {"compute_environment": "LOCAL_MACHINE", "deepspeed_config": settings}))
-    launcher = ["accelerate.commands.launch", "--config_file", "accelerate.yaml", "--main_process_port", str(launch.free_port())]
+    settings = {
+        "gradient_clipping": 0.01,
+        "zero_stage": 1,
+        "offload_optimizer_device": "none",
+        "gradient_accumulation_steps": 1,
+    }
+    file = {
+        "distributed_type": "DEEPSPEED",
+        "num_processes": 2,
+        "num_machines": 1,
+        "use_cpu": True,
+        "mixed_precision": "no",
+    }
+    Path("accelerate.yaml").write_text(
+        yaml.safe_dump(file | {"compute_environment": "LOCAL_MACHINE", "deepspeed_config": settings})
+    )
+    launcher = [
+        "accelerate.commands.launch",
+        "--config_file",
+        "accelerate.yaml",
+        "--main_process_port",
+        str(launch.free_port()),
+    ]
     recipe = ["r.yaml", "plugins.deepspeed.stage=1"]
     starts = {
         "launched": [*launcher, "-m", "fastloop", "train", "r.yaml"],
@@ -182,7 +239,9 @@ def test_a_configuration_file_trains_what_the_recipe_would():
     }
     weights = {}
     for name, command in starts.items():
-        ended = subprocess.run([sys.executable, "-m", *command, f"output={name}"], capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-m", *command, f"output={name}"], capture_output=True, text=True, check=False
+        )
         assert ended.returncode == 0, ended.stderr
         weights[name] = load_file(Path(name, "model", "model.safetensors"))
     assert yaml.safe_load(Path("launched/recipe.yaml").read_text())["train"]["max_grad_norm"] == 0.01

@@ -48,7 +48,8 @@ def group() -> Iterator[None]:
 
 
 def watched(strict: bool = False) -> tuple[Chosen, ModuleOrder, list[str]]:
-    """A model, its order, and the hooks that run: modules before their forward, ``-`` and the module before its backward."""
+    """A model, its order, and the hooks that run: modules before their forward, ``-`` and the module before its
+    backward."""
     model, seen = Chosen(), []  # type: ignore[var-annotated]
     run: Any = SimpleNamespace(processes=Processes(), device=torch.device("cpu"), updates=0, rank=0, world_size=1)
     run.recipe = SimpleNamespace(where="recipe.yaml")
@@ -81,7 +82,21 @@ def layer(index: int) -> list[str]:
 
 
 FORWARD = [*layer(0), *layer(1), *layer(2), *layer(3), "head"]
-BACKWARD = ["-head", "-3", "-3.linear", "-3.norm", "-2", "-2.linear", "-2.norm", "-1", "-1.linear", "-1.norm", "-0", "-0.linear", "-0.norm"]
+BACKWARD = [
+    "-head",
+    "-3",
+    "-3.linear",
+    "-3.norm",
+    "-2",
+    "-2.linear",
+    "-2.norm",
+    "-1",
+    "-1.linear",
+    "-1.norm",
+    "-0",
+    "-0.linear",
+    "-0.norm",
+]
 
 
 @pytest.mark.parametrize("use", [(0, 1, 2, 3), (0, 3), (1, 2), (2,)])
@@ -112,7 +127,9 @@ def test_another_order_is_refused_with_the_module_before_its_hooks_run():
     seen.clear()
     with pytest.raises(PluginError) as error:
         step(model, order, (1, 0))
-    assert str(error.value).startswith("recipe.yaml: process 0 of 1 called 'layers.0' where no process did in its first forward pass.")
+    assert str(error.value).startswith(
+        "recipe.yaml: process 0 of 1 called 'layers.0' where no process did in its first forward pass."
+    )
     assert str(error.value).endswith("Use ddp.")
     assert seen == [*layer(0), *layer(1)]
 

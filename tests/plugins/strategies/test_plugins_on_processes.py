@@ -1,4 +1,4 @@
-"""sample-audit, length-bucketing and activation-checkpointing on real processes: runs of two, gone on with on three, and then on one."""
+"""sample-audit, length-bucketing and activation-checkpointing on two real processes, resumed on three, then on one."""
 
 from __future__ import annotations
 
@@ -75,11 +75,19 @@ def test_every_sample_is_on_record_once_an_epoch_on_two_then_three_then_one_proc
         audit = results[count][name]["sample-audit"]
         assert audit["samples"] == samples
         assert (audit["epochs"], audit["missing"], audit["repeated"], audit["unknown"]) == (epochs, 0, 0, 0)
-    assert [len(by_rank) for by_rank in (results[count][name]["sample-audit"]["by_rank"] for count in (2, 3, 1))] == [2, 3, 3]
+    assert [len(by_rank) for by_rank in (results[count][name]["sample-audit"]["by_rank"] for count in (2, 3, 1))] == [
+        2,
+        3,
+        3,
+    ]
     workers = {"0", "1"} if "workers" in name else {"-1"}
     assert all(set(by_worker) <= workers for by_worker in audit["by_worker"])
     lines = recorded(folder / name)
-    assert {rank: [line["step"] for line in found] for rank, found in lines.items()} == {0: [*range(12)], 1: [*range(10)], 2: [8, 9]}
+    assert {rank: [line["step"] for line in found] for rank, found in lines.items()} == {
+        0: [*range(12)],
+        1: [*range(10)],
+        2: [8, 9],
+    }
     for epoch in (0, 1):
         ids = [
             number
@@ -140,4 +148,7 @@ def test_steps_that_are_split_by_length_train_the_same_on_two_then_three_then_on
 
 
 def test_a_static_graph_and_split_steps_are_refused_together(results):
-    assert "'length-bucketing' splits each step by the lengths of its samples" in results[2]["split, static graph"]["error"]
+    assert (
+        "'length-bucketing' splits each step by the lengths of its samples"
+        in results[2]["split, static graph"]["error"]
+    )

@@ -1,4 +1,5 @@
-"""The exchanges of strategies on two real processes: how many a step needs, over which group, and how long a process waits."""
+"""The exchanges of strategies on two real processes: how many a step needs, over which group, and how long a process
+waits."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Scaled(nn.Linear):
 
 
 class Watch(Plugin):
-    """Counts the calls of ``torch.distributed.all_reduce`` in each step, and of functions over the default group in saves and loads."""
+    """Counts the calls of ``torch.distributed.all_reduce`` in each step, and of functions over the default group in
+    saves and loads."""
 
     name = "reductions"
 
@@ -77,7 +79,8 @@ class Watch(Plugin):
 
 
 class HostGroup(Plugin):
-    """Gives the run a host group of its own, as on a GPU, and counts the exchanges of objects over the default group."""
+    """Gives the run a host group of its own, as on a GPU, and counts the exchanges of objects over the default
+    group."""
 
     name = "host-group"
     over = Counter[str]()
@@ -103,7 +106,9 @@ class HostGroup(Plugin):
         """The function, counted by its group."""
 
         def call(*arguments: Any, **options: Any) -> Any:
-            group = options.get("group", next((value for value in arguments if isinstance(value, torch.distributed.ProcessGroup)), None))
+            group = options.get(
+                "group", next((value for value in arguments if isinstance(value, torch.distributed.ProcessGroup)), None)
+            )
             self.over["default" if group in (None, torch.distributed.group.WORLD) else "host"] += 1
             return function(*arguments, **options)
 
@@ -125,7 +130,9 @@ def recipe(strategy: Any, model: str | None = None, **settings: Any) -> dict[str
     """A recipe of the tiny task without metrics, which exchange objects too, and with a model of this file."""
     tree: dict[str, Any] = {**VECTORS, "plugins": [{"module": {"loss": "cross_entropy"}}, strategy], "output": "run"}
     tree["model"] = {"module": f"test_process_group:{model}"} if model else VECTORS["model"]
-    return tree | {"train": {"batch_size": 4, "lr": 1e-2, "device": "cpu", "max_steps": 4, "save_every": None} | settings}
+    return tree | {
+        "train": {"batch_size": 4, "lr": 1e-2, "device": "cpu", "max_steps": 4, "save_every": None} | settings
+    }
 
 
 def watched(strategy: Any, model: str | None) -> tuple[list[int], bool]:
@@ -181,4 +188,6 @@ def test_a_process_that_hangs_is_noticed_within_the_timeout(tmp_path):
     first, _ = starting.start(2, hangs, {"ddp": {"timeout": f"{TIMEOUT}s"}}, folder=tmp_path)
     assert time.monotonic() - started < HANGS
     assert first.code not in (0, None)
-    assert re.search(r"process 0 of 2 lost the connection to another, which did not respond in time", first.output), first.output
+    assert re.search(r"process 0 of 2 lost the connection to another, which did not respond in time", first.output), (
+        first.output
+    )

@@ -1,4 +1,4 @@
-"""fsdp and tensor-parallel refuse what torch cannot divide, before training. Torch's fake process group stands for two."""
+"""fsdp and tensor-parallel refuse indivisible parameters, before training. A fake process group stands for two."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def run_of(precision: str = "no") -> Any:
     accelerator = SimpleNamespace(mixed_precision=precision, prepare_model=lambda model, evaluation_mode: model)
     recipe = SimpleNamespace(where="r.yaml")
     shared = {"processes": Processes(), "updates": 0, "rank": 0}
-    return SimpleNamespace(recipe=recipe, accelerator=accelerator, device=torch.device("cpu"), world_size=2, is_main=True, **shared)
+    return SimpleNamespace(
+        recipe=recipe, accelerator=accelerator, device=torch.device("cpu"), world_size=2, is_main=True, **shared
+    )
 
 
 def sharded(model: nn.Module, precision: str = "no") -> nn.Module:
@@ -50,7 +52,9 @@ def test_an_optimizer_that_cannot_step_shards_is_refused(name):
     model = sharded(net())
     optimizer = getattr(torch.optim, name)(model.parameters())
     with pytest.raises(
-        PluginError, match=rf"r\.yaml: train\.optimizer: {name} cannot step divided weights: .*aten\..*[^.]\. Use another, such as AdamW"
+        PluginError,
+        match=rf"r\.yaml: train\.optimizer: {name} cannot step divided weights: .*aten\..*[^.]\. Use another, such "
+        r"as AdamW",
     ):
         FSDP().prepare(run=run_of(), model=model, optimizer=optimizer)
     with pytest.raises(PluginError, match=f"{name} cannot step"):
@@ -86,7 +90,8 @@ def test_parameters_without_dimensions_are_refused():
     model = net()
     model.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(
-        PluginError, match=r"r\.yaml: plugins\.fsdp: cannot shard parameters without dimensions: scale\. Give them the shape"
+        PluginError,
+        match=r"r\.yaml: plugins\.fsdp: cannot shard parameters without dimensions: scale\. Give them the shape",
     ):
         sharded(model)
 

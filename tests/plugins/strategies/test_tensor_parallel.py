@@ -30,7 +30,9 @@ LLAMA: dict[str, Any] = {
 TRAIN = {"batch_size": 8, "epochs": 3, "save_every": 4}
 
 
-def run(name: str, *plugins: Any, resume: str | None = None, step: int = 4, config: Any = None, **more: Any) -> dict[str, Any]:
+def run(
+    name: str, *plugins: Any, resume: str | None = None, step: int = 4, config: Any = None, **more: Any
+) -> dict[str, Any]:
     """A run for ``strategy_runs.py``; ``resume`` names the run that it resumes from, at ``step``."""
     recipe = {"model": {"config": LLAMA | (config or {}), "tokenizer": {"kind": "word"}}, "data": LANGUAGE["data"]}
     found = {"name": name, "recipe": recipe, "plugins": ["causal-lm", "lr-scheduler", *plugins], "train": TRAIN, **more}
@@ -41,7 +43,9 @@ QWEN = {"model_type": "qwen3", "head_dim": 4}
 """A model with norms of queries and keys, which each process applies to its heads."""
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
 TIED = {"tie_word_embeddings": True}
-EVEN = {"recipe": {"model": {"config": LLAMA, "tokenizer": {"kind": "bpe", "vocab_size": 300}}, "data": LANGUAGE["data"]}}
+EVEN = {
+    "recipe": {"model": {"config": LLAMA, "tokenizer": {"kind": "bpe", "vocab_size": 300}}, "data": LANGUAGE["data"]}
+}
 """A vocabulary that two processes can divide."""
 PLAIN = [
     run("plain"),
@@ -156,8 +160,15 @@ def test_in_one_process_the_strategy_changes_nothing(results):
     ("name", "message"),
     [
         ("tp heads", "num_attention_heads of the model is 3, not a multiple of the 2 processes. Use fsdp or ddp."),
-        ("tp features", "model.layers.0.mlp.gate_proj has 31 features, not a multiple of the 2 processes. Use fsdp or ddp."),
-        ("tp mixture", "the plan of the model has 'moe_tp_experts' for model.layers.0.mlp.experts, a Qwen3MoeExperts. Use fsdp or ddp."),
+        (
+            "tp features",
+            "model.layers.0.mlp.gate_proj has 31 features, not a multiple of the 2 processes. Use fsdp or ddp.",
+        ),
+        (
+            "tp mixture",
+            "the plan of the model has 'moe_tp_experts' for model.layers.0.mlp.experts, a Qwen3MoeExperts. Use fsdp "
+            "or ddp.",
+        ),
         ("tp no plan", "plugins.tensor-parallel: Deep has no plan (tp_plan of a transformers model). Use fsdp or ddp."),
     ],
 )

@@ -1,4 +1,4 @@
-"""Transformers under every strategy: unequal lengths on unequal processes, adapters, and a folder that from_pretrained reads."""
+"""Transformers under every strategy: unequal lengths per process, adapters, and a folder that from_pretrained reads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,19 @@ from fastloop.testing import ProcessResult
 
 pytestmark = pytest.mark.slow
 
-STRATEGIES = ["ddp", "fsdp", *({"deepspeed": {"stage": stage}} for stage in (2, 3) if importlib.util.find_spec("deepspeed"))]
-BERT = {"model_type": "distilbert", "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 32}
+STRATEGIES = [
+    "ddp",
+    "fsdp",
+    *({"deepspeed": {"stage": stage}} for stage in (2, 3) if importlib.util.find_spec("deepspeed")),
+]
+BERT = {
+    "model_type": "distilbert",
+    "dim": 16,
+    "n_layers": 2,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 32,
+}
 BERT |= {"dropout": 0.0, "attention_dropout": 0.0, "seq_classif_dropout": 0.0}
 GPT = {
     "model_type": "gpt2",
@@ -58,8 +69,18 @@ def runs(strategy: Any = None) -> list[dict[str, Any]]:
     return [
         {"name": f"{name} classify", "recipe": CLASSIFY, "plugins": ["text-classification", *plugins], "train": TRAIN},
         {"name": f"{name} generate", "recipe": GENERATE, "plugins": ["causal-lm", *plugins], "train": TRAIN},
-        {"name": f"{name} lora", "recipe": CLASSIFY, "plugins": ["text-classification", LORA, *plugins], "train": TRAIN},
-        {"name": f"{name} packed", "recipe": CLASSIFY, "plugins": ["text-classification", "packing", *plugins], "train": TRAIN},
+        {
+            "name": f"{name} lora",
+            "recipe": CLASSIFY,
+            "plugins": ["text-classification", LORA, *plugins],
+            "train": TRAIN,
+        },
+        {
+            "name": f"{name} packed",
+            "recipe": CLASSIFY,
+            "plugins": ["text-classification", "packing", *plugins],
+            "train": TRAIN,
+        },
     ]
 
 
@@ -67,8 +88,12 @@ def runs(strategy: Any = None) -> list[dict[str, Any]]:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where all runs are. Rows are of 3 to 23 words: processes meet other lengths."""
     folder = tmp_path_factory.mktemp("text")
-    texts = [("lovely fine", "dull dreadful")[i % 2] + f" film {i % 7}" + " indeed so" * (i * i % 11) for i in range(37)]
-    (folder / "train.jsonl").write_text("".join(json.dumps({"text": text, "label": i % 2}) + "\n" for i, text in enumerate(texts)))
+    texts = [
+        ("lovely fine", "dull dreadful")[i % 2] + f" film {i % 7}" + " indeed so" * (i * i % 11) for i in range(37)
+    ]
+    (folder / "train.jsonl").write_text(
+        "".join(json.dumps({"text": text, "label": i % 2}) + "\n" for i, text in enumerate(texts))
+    )
     return folder
 
 
@@ -90,7 +115,12 @@ def pretrained() -> list[dict[str, Any]]:
     return [
         *found,
         {"name": "scratch True", "recipe": CLASSIFY, "plugins": ["text-classification", meta], "train": TRAIN},
-        {"name": "packed True", "recipe": CLASSIFY, "plugins": ["text-classification", "packing", meta], "train": TRAIN},
+        {
+            "name": "packed True",
+            "recipe": CLASSIFY,
+            "plugins": ["text-classification", "packing", meta],
+            "train": TRAIN,
+        },
     ]
 
 
@@ -126,7 +156,8 @@ def test_the_exported_model_is_whole(results, folder, strategy, task):
 @pytest.mark.skipif({"deepspeed": {"stage": 3}} not in STRATEGIES, reason="deepspeed is not installed")
 def test_adapters_cannot_be_merged_into_what_is_sharded(results):
     assert (
-        "'deepspeed' and 'lora': stage 3 shards the weights that the adapters would be merged into" in results["deepspeed 3 lora"]["error"]
+        "'deepspeed' and 'lora': stage 3 shards the weights that the adapters would be merged into"
+        in results["deepspeed 3 lora"]["error"]
     )
 
 

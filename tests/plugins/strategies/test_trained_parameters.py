@@ -1,4 +1,4 @@
-"""Under every strategy the optimizer steps the model's parameters, and a plugin that replaces them too late is refused by name."""
+"""Under every strategy the optimizer steps the model's parameters; an error names a plugin that replaces them late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameter groups, frozen parameters, Muon and class weights on two processes, under each strategy, against one process."""
+"""Parameter groups, frozen parameters, Muon and class weights on two processes, under each strategy, against one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ MUON: dict[str, Any] = {"optimizer": "Muon", "weight_decay": 0.1, "decay_biases_
 """One step changes elements by about 0.01. Muon computes in bfloat16, so more steps amplify its rounding."""
 SETTINGS = {"groups": GROUPS, "muon": MUON}
 STRATEGIES = ["ddp", "fsdp", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])]
-CASES = [(strategy, name) for strategy in STRATEGIES for name in SETTINGS if (strategy, name) in (("ddp", "muon"), (strategy, "groups"))]
+CASES = [
+    (strategy, name)
+    for strategy in STRATEGIES
+    for name in SETTINGS
+    if (strategy, name) in (("ddp", "muon"), (strategy, "groups"))
+]
 
 
 def weights(strategy: str, name: str) -> tuple[dict[str, torch.Tensor], list[tuple[float, float]]]:

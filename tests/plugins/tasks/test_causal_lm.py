@@ -95,7 +95,12 @@ def test_compile_includes_the_loss_in_its_graph():
 def test_accumulated_micro_batches_of_unequal_length_give_the_loss_of_the_whole():
     def run(**train):
         made = make_run(
-            "causal-lm", {"config": TINY_GPT | NO_DROPOUT, "tokenizer": MODEL["tokenizer"]}, DATA, optimizer="SGD", lr=0.1, **train
+            "causal-lm",
+            {"config": TINY_GPT | NO_DROPOUT, "tokenizer": MODEL["tokenizer"]},
+            DATA,
+            optimizer="SGD",
+            lr=0.1,
+            **train,
         )
         dataset = made.datasets["train"]
         dataset.lengths[:-1:2] -= 9  # each sample keeps its end: every second one is shorter
@@ -104,7 +109,9 @@ def test_accumulated_micro_batches_of_unequal_length_give_the_loss_of_the_whole(
 
     whole, split = run(), run(micro_batch_size=1)
     assert whole.state.step == split.state.step > 1
-    assert whole.state.metrics["validation"]["loss"] == pytest.approx(split.state.metrics["validation"]["loss"], rel=1e-6)
+    assert whole.state.metrics["validation"]["loss"] == pytest.approx(
+        split.state.metrics["validation"]["loss"], rel=1e-6
+    )
     for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 

@@ -1,4 +1,4 @@
-"""Chat data: the tokens that have a loss, rows that are cut or dropped, and the loss of a batch, however it is computed."""
+"""Chat data: the tokens that have a loss, rows that are cut or dropped, and the loss of a batch by every path."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ UNMARKED = CHATML.replace("{% generation %}", "").replace("{% endgeneration %}",
 
 def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
     """Messages of user and assistant in turn."""
-    messages = [{"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)]
+    messages = [
+        {"role": ("user", "assistant")[index % 2], "content": content} for index, content in enumerate(contents)
+    ]
     return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 def write(*chats: Any) -> None:
-    Path("chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chats), encoding="utf-8")
+    Path("chats.jsonl").write_text(
+        "".join(json.dumps({"messages": messages}) + "\n" for messages in chats), encoding="utf-8"
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +56,9 @@ def byte_tokenizer(template: str | None, marks: list[str]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
+    tokenizer = Tokenizer(
+        models.BPE({letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, [])
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|endoftext|>", *marks])
     end = "<|endoftext|>"
@@ -82,14 +88,17 @@ def test_the_mask_is_that_of_trl(name):
 def test_prefixes_give_the_mask_of_the_markers():
     marked, unmarked = (byte_tokenizer(template, ["<|im_start|>", "<|im_end|>"]) for template in (CHATML, UNMARKED))
     for row in TRL["chatml"]["rows"]:
-        assert chat_ids(unmarked, row["messages"], "assistant", str) == chat_ids(marked, row["messages"], "assistant", str)
+        assert chat_ids(unmarked, row["messages"], "assistant", str) == chat_ids(
+            marked, row["messages"], "assistant", str
+        )
         assert set(chat_ids(unmarked, row["messages"], "all", str)[1]) == {1}
 
 
 def test_a_template_that_rewrites_earlier_answers_needs_markers():
     first = "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else '...') }}{% endfor %}"
     with pytest.raises(
-        RecipeError, match=r"row 3: the chat template renders message 2 differently .* Mark its answers by {% generation %}"
+        RecipeError,
+        match=r"row 3: the chat template renders message 2 differently .* Mark its answers by {% generation %}",
     ):
         chat_ids(byte_tokenizer(first, []), chat("a", "b", "c", "d"), "assistant", lambda: "row 3")
     with pytest.raises(RecipeError, match="row 1: the first message is from the assistant"):
@@ -144,7 +153,9 @@ def test_one_step_is_that_of_torch_on_the_whole_batch_however_it_is_split():
     model.zero_grad()
     total, count = torch.zeros(()), 0
     for index in range(len(dataset)):  # by torch alone, one row at a time without padding
-        ids, targets = (torch.from_numpy(np.asarray(dataset[index][key], dtype=np.int64)) for key in ("input_ids", "targets"))
+        ids, targets = (
+            torch.from_numpy(np.asarray(dataset[index][key], dtype=np.int64)) for key in ("input_ids", "targets")
+        )
         total = total + cross_entropy(model(ids[None]).logits[0], targets, ignore_index=-100, reduction="sum")
         count += int((targets >= 0).sum())
     (total / count).backward()
@@ -156,7 +167,9 @@ def test_one_step_is_that_of_torch_on_the_whole_batch_however_it_is_split():
     assert whole.state.step == split.state.step == 1
     for name, value in split.model.state_dict().items():
         torch.testing.assert_close(value, after[name], rtol=1e-4, atol=1e-6)
-    assert split.state.metrics["validation"]["loss"] == pytest.approx(whole.state.metrics["validation"]["loss"], rel=1e-6)
+    assert split.state.metrics["validation"]["loss"] == pytest.approx(
+        whole.state.metrics["validation"]["loss"], rel=1e-6
+    )
 
 
 def test_packed_rows_are_the_same_training_and_conversations_do_not_see_each_other():
@@ -209,7 +222,9 @@ def test_conversations_come_from_parquet_and_from_a_function():
 
     chats = [chat("a", "b", system="s"), chat("c", "d")]
     parquet.write_table(pyarrow.table({"messages": chats}), "chats.parquet")
-    Path("chats.py").write_text(f"def chats():\n    return {{'train': [{{'messages': messages}} for messages in {chats!r}]}}\n")
+    Path("chats.py").write_text(
+        f"def chats():\n    return {{'train': [{{'messages': messages}} for messages in {chats!r}]}}\n"
+    )
     rest = {"messages": "messages", "chat_template": "chatml", "validation_fraction": 0, "max_length": 64}
     expected = make_run("causal-lm", MODEL, rest | {"module": "chats.py:chats"}).datasets["train"]
     found = make_run("causal-lm", MODEL, rest | {"files": {"train": "chats.parquet"}}).datasets["train"]
@@ -220,7 +235,11 @@ def test_conversations_come_from_parquet_and_from_a_function():
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ("hello", r"chats.jsonl, row 2: column 'messages' \(data.messages\) holds 'hello' \(str\), expected a list of messages"),
+        (
+            "hello",
+            r"chats.jsonl, row 2: column 'messages' \(data.messages\) holds 'hello' \(str\), expected a list of "
+            r"messages",
+        ),
         ([], r"row 2: .* holds \[\] \(list\)"),
         ([{"name": "human", "value": "a"}], "row 2: .* has as message 1 .* expected a mapping with role and content"),
         ([{"role": "user", "content": 3}], "row 2: .* has as message 1 one whose content holds 3"),
@@ -238,9 +257,13 @@ def test_a_row_that_is_no_conversation_is_named(row, problem):
     [
         (
             DATA,
-            r"data.messages: the tokenizer has no chat template. Give one: data.chat_template=FILE.jinja, or a built-in name \(chatml\)",
+            r"data.messages: the tokenizer has no chat template. Give one: data.chat_template=FILE.jinja, or a "
+            r"built-in name \(chatml\)",
         ),
-        (DATA | {"chat_template": "chatlm"}, "data.chat_template: chatlm: no such file. Expected a Jinja file, or a built-in name: chatml"),
+        (
+            DATA | {"chat_template": "chatlm"},
+            "data.chat_template: chatlm: no such file. Expected a Jinja file, or a built-in name: chatml",
+        ),
         (CHATS | {"messages": "chats"}, "there is no column 'chats', which data.messages names. Its columns: messages"),
         (CHATS | {"text": "text"}, "data: found text and messages, expected one of them"),
         (CHATS | {"prompt": "a"}, "data: found messages and prompt, expected one of them"),
@@ -263,7 +286,10 @@ def test_a_template_of_a_file_and_a_cache_of_tokens_give_the_same_samples(tmp_pa
 
     byte_tokenizer(None, ["<|im_start|>", "<|im_end|>"]).save_pretrained("tokenizer")
     Path("own.jinja").write_text(UNMARKED)
-    model, data = {"config": GPT | {"n_positions": 128}, "tokenizer": "tokenizer"}, DATA | {"chat_template": "own.jinja", "max_length": 128}
+    model, data = (
+        {"config": GPT | {"n_positions": 128}, "tokenizer": "tokenizer"},
+        DATA | {"chat_template": "own.jinja", "max_length": 128},
+    )
     plain = make_run("causal-lm", model, data).datasets["train"].fingerprint()
     with tokens_kept_in(tmp_path / "cache"), caplog.at_level(logging.INFO, "fastloop"):
         assert [make_run("causal-lm", model, data).datasets["train"].fingerprint() for _ in range(2)] == [plain, plain]
@@ -297,9 +323,13 @@ def test_predictions_are_the_next_answers(cli):
     model, tokenizer = AutoModelForCausalLM.from_pretrained("run/model"), AutoTokenizer.from_pretrained("run/model")
     asked[6] = asked[6][:1]  # the answer at its end is left out
     for messages, text in zip(asked, found, strict=True):
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
         ends = [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
-        ids = model.generate(**prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
+        ids = model.generate(
+            **prompt, max_new_tokens=12, do_sample=False, eos_token_id=ends, pad_token_id=tokenizer.pad_token_id
+        )
         assert text == tokenizer.decode(ids[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
     code, out, err = cli("predict", "run", "colour 1", "plugins.causal-lm.max_new_tokens=12")
     assert (code, [json.loads(line)["text"] for line in out.splitlines()]) == (0, [found[1]]), err
@@ -325,7 +355,8 @@ def test_two_processes_with_accumulation_are_one_run(processes, tmp_path):
     one = processes(1, all_of, [base | {"name": "one", "plugins": ["causal-lm"]}], folder=tmp_path)[0].result["one"]
     split = base["train"] | {"micro_batch_size": 2}
     runs = [
-        base | {"name": name, "plugins": ["causal-lm", "ddp", *more], "train": split} for name, more in (("two", []), ("pack", ["packing"]))
+        base | {"name": name, "plugins": ["causal-lm", "ddp", *more], "train": split}
+        for name, more in (("two", []), ("pack", ["packing"]))
     ]
     results = processes(2, all_of, runs, folder=tmp_path)[0].result
     for name, tolerance in (("two", 2e-5), ("pack", 1e-4)):

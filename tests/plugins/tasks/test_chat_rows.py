@@ -1,4 +1,6 @@
-"""Forms of chat data: messages, ShareGPT and Alpaca rows, tools, weights and unknown keys. Memory, streams and predict read the same."""
+"""Forms of chat data: messages, ShareGPT and Alpaca rows, tools, weights and unknown keys.
+
+Memory, streams and predict read the same."""
 
 from __future__ import annotations
 
@@ -51,7 +53,12 @@ def call(arguments: Any) -> list[dict[str, Any]]:
 
 
 def tool_row(city: str = "Rome", said: str = "dry") -> dict[str, Any]:
-    messages = [user(f"Rain in {city}?"), answer(None, tool_calls=call({"city": city})), {"role": "tool", "content": said}, answer("No.")]
+    messages = [
+        user(f"Rain in {city}?"),
+        answer(None, tool_calls=call({"city": city})),
+        {"role": "tool", "content": said},
+        answer("No."),
+    ]
     return {"messages": messages, "tools": [WEATHER]}
 
 
@@ -84,7 +91,10 @@ def encoded(template: str, *messages: dict[str, Any], tools: Any = None, train_o
 
 def test_tool_calls_are_trained_and_tools_are_in_the_prompt():
     run = memory(tool_row(), {"messages": [user("Hi"), answer("Hello")]})
-    assert trained(run) == '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\nNo.<|im_end|>\n'
+    assert (
+        trained(run)
+        == '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call><|im_end|>\nNo.<|im_end|>\n'
+    )
     assert json.dumps(WEATHER) in text_of(run, run.datasets["train"][0]["input_ids"])
     assert "tools" not in text_of(run, run.datasets["train"][1]["input_ids"])
     assert execute(run)["steps"] == 1
@@ -99,7 +109,9 @@ def test_tool_calls_have_a_loss_with_and_without_markers(template):
 
 
 def test_a_template_that_does_not_read_tool_calls_is_refused():
-    with pytest.raises(RecipeError, match=r"row 1: message 2 has tool_calls, which the chat template does not read.*data.chat_template"):
+    with pytest.raises(
+        RecipeError, match=r"row 1: message 2 has tool_calls, which the chat template does not read.*data.chat_template"
+    ):
         encoded("{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}", *tool_row()["messages"])
 
 
@@ -107,7 +119,9 @@ def test_arguments_in_json_text_are_not_encoded_twice():
     messages = [user("a"), answer("", tool_calls=call('{"city": "Rome"}'))]
     for template in (QWEN, CHATML):  # which write arguments | tojson
         assert '"arguments": {"city": "Rome"}}' in encoded(template, *messages)
-    assert '"arguments": {"city":"K"}}' in encoded(TRL["qwen3"]["template"], user("a"), answer("", tool_calls=call('{"city":"K"}')))
+    assert '"arguments": {"city":"K"}}' in encoded(
+        TRL["qwen3"]["template"], user("a"), answer("", tool_calls=call('{"city":"K"}'))
+    )
 
 
 # -- keys of a message -------------------------------------------------------------------------------------------------
@@ -115,7 +129,14 @@ def test_arguments_in_json_text_are_not_encoded_twice():
 
 @pytest.mark.parametrize("template", [CHATML, UNMARKED, QWEN])
 def test_an_answer_of_weight_0_has_no_loss(template):
-    messages = [user("a"), answer("one", weight=0), user("b", weight=0), answer("two", weight=1), user("c"), answer("three", weight=0)]
+    messages = [
+        user("a"),
+        answer("one", weight=0),
+        user("b", weight=0),
+        answer("two", weight=1),
+        user("c"),
+        answer("three", weight=0),
+    ]
     kept = encoded(template, *messages)
     assert (kept.strip(), "weight" in kept) == ("two<|im_end|>", False)
     both = encoded(template, *messages, train_on="all")
@@ -128,7 +149,8 @@ def test_weight_0_with_several_blocks_of_an_answer_is_refused():
     template = CHATML.replace("{% generation %}", "{% generation %}>{% endgeneration %}{% generation %}")
     assert "one" in encoded(template, user("a"), answer("one"))
     with pytest.raises(
-        RecipeError, match=r"row 1: message 2 has weight 0, and the chat template has 4 blocks {% generation %} for 2 answers"
+        RecipeError,
+        match=r"row 1: message 2 has weight 0, and the chat template has 4 blocks {% generation %} for 2 answers",
     ):
         encoded(template, user("a"), answer("one", weight=0), user("b"), answer("two"))
 
@@ -141,20 +163,33 @@ def test_reasoning_is_trained_if_the_template_reads_it(caplog):
     assert "does not read" not in caplog.text
     run = memory(reasoned)
     assert trained(run) == "4<|im_end|>\n"
-    assert "data: train: keys that the chat template does not read, so they have no effect: reasoning_content (1)" in caplog.text
+    assert (
+        "data: train: keys that the chat template does not read, so they have no effect: reasoning_content (1)"
+        in caplog.text
+    )
 
 
 def test_keys_that_the_template_does_not_read_are_one_warning_with_counts(caplog):
     named = [user("a", id=1, weight=1), answer("b", id=2, score=None)]
-    Path("short.jinja").write_text(UNMARKED[UNMARKED.index("{% for message") :].replace("tools and", "").replace("loop.first", "false"))
-    memory({"messages": named}, {"messages": [user("c"), answer("d", id=3)], "tools": [WEATHER]}, chat_template="short.jinja")
+    Path("short.jinja").write_text(
+        UNMARKED[UNMARKED.index("{% for message") :].replace("tools and", "").replace("loop.first", "false")
+    )
+    memory(
+        {"messages": named},
+        {"messages": [user("c"), answer("d", id=3)], "tools": [WEATHER]},
+        chat_template="short.jinja",
+    )
     found = [record.getMessage() for record in caplog.records if "does not read" in record.getMessage()]
     assert found == [
-        "data: train: keys that the chat template does not read, so they have no effect: id (3), weight of role user (1), tools (1)"
+        "data: train: keys that the chat template does not read, so they have no effect: id (3), weight of role user "
+        "(1), tools (1)"
     ]
     write_lines("rows.jsonl", [{"messages": named}] * 64)
     make_run("causal-lm", MODEL, data_section("rows.jsonl", {"chat_template": "chatml", "max_length": 64}))
-    assert "train, its first 64 rows: keys that the chat template does not read, so they have no effect: id (128), weight" in caplog.text
+    assert (
+        "train, its first 64 rows: keys that the chat template does not read, so they have no effect: id (128), weight"
+        in caplog.text
+    )
 
 
 def test_parts_of_text_are_joined_unless_the_template_reads_them():
@@ -168,14 +203,26 @@ def test_parts_of_text_are_joined_unless_the_template_reads_them():
 # -- rows that are refused ---------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "weight": (answer("b", weight=0.5), r"message 2 one whose weight is 0.5 \(float\). Expected 1, or 0 for an answer without a loss"),
+    "weight": (
+        answer("b", weight=0.5),
+        r"message 2 one whose weight is 0.5 \(float\). Expected 1, or 0 for an answer without a loss",
+    ),
     "no content": (answer(None), "message 2 one whose content holds None"),
     "no calls": (answer(None, tool_calls=[]), "message 2 one whose content holds None"),
-    "an image": (answer([{"type": "image", "url": "a.png"}]), "message 2 one whose content has the part {'type': 'image'"),
-    "calls": (answer("b", tool_calls="weather()"), r"message 2 one whose tool_calls hold 'weather\(\)' \(str\). Expected such as"),
+    "an image": (
+        answer([{"type": "image", "url": "a.png"}]),
+        "message 2 one whose content has the part {'type': 'image'",
+    ),
+    "calls": (
+        answer("b", tool_calls="weather()"),
+        r"message 2 one whose tool_calls hold 'weather\(\)' \(str\). Expected such as",
+    ),
     "no name": (answer("b", tool_calls=[{"function": {"arguments": {}}}]), "message 2 one whose tool_calls hold"),
     "sender": ({"from": "bing", "value": "b"}, "message 2 one that is from 'bing'. Expected human, user, gpt"),
-    "call": ({"from": "function_call", "value": "weather()"}, r"message 2 one from function_call that holds 'weather\(\)'"),
+    "call": (
+        {"from": "function_call", "value": "weather()"},
+        r"message 2 one from function_call that holds 'weather\(\)'",
+    ),
     "surrogate": (answer("b", note="\ud800"), "half of a UTF-16 pair"),
 }
 
@@ -194,13 +241,23 @@ def test_tools_that_are_none_are_named(tools):
 
 
 def test_a_role_that_the_template_leaves_out_is_named():
-    rows = [{"messages": [user("a"), answer("b")]}, {"messages": [user("a"), {"role": "critic", "content": "no"}, answer("b")]}]
+    rows = [
+        {"messages": [user("a"), answer("b")]},
+        {"messages": [user("a"), {"role": "critic", "content": "no"}, answer("b")]},
+    ]
     Path("qwen.jinja").write_text(QWEN)
-    problem = "the chat template leaves out message 2, whose role is 'critic'. It names the roles user, assistant, tool, system. Rename"
+    problem = (
+        "the chat template leaves out message 2, whose role is 'critic'. It names the roles user, assistant, "
+        "tool, system. Rename"
+    )
     with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: {problem}"):
         memory(*rows, chat_template="qwen.jinja")
     assert trained(memory(*rows), 1) == "b<|im_end|>\n", "chatml writes every role"
-    run = make_run("causal-lm", MODEL, data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 64}))
+    run = make_run(
+        "causal-lm",
+        MODEL,
+        data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 64}),
+    )
     run.datasets["train"].encode.encode.renderer.tokenizer.chat_template = QWEN
     with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: {problem}"):
         run.datasets["train"][1]
@@ -269,11 +326,15 @@ def test_a_text_to_predict_is_a_message_in_every_file():
     write_lines("new.jsonl", [{"messages": "Hi"}, {"messages": "Ho"}])
     for source in (Path("new.txt"), Path("new.csv"), Path("new.jsonl"), ["Hi", "Ho"]):
         (chunk,) = chat_chunks(task.data, task.text_model.tokenizer, source, 0, 8)
-        assert text_of(run, chunk[0]["input_ids"]) + "Hello<|im_end|>\n" == text_of(run, run.datasets["train"][0]["input_ids"])
+        assert text_of(run, chunk[0]["input_ids"]) + "Hello<|im_end|>\n" == text_of(
+            run, run.datasets["train"][0]["input_ids"]
+        )
         assert len(chunk) == 2
     task = memory(SHARED["alpaca"][1]).plugins.plugins[0]
     Path("new.csv").write_text("instruction,input\nHi,you\n")
-    with pytest.raises(RecipeError, match=r"new.csv: instructions and inputs need a file of type .jsonl, .json or .parquet\."):
+    with pytest.raises(
+        RecipeError, match=r"new.csv: instructions and inputs need a file of type .jsonl, .json or .parquet\."
+    ):
         list(chat_chunks(task.data, task.text_model.tokenizer, Path("new.csv"), 0, 8))
 
 
@@ -297,25 +358,43 @@ def test_an_instruction_and_its_input_are_one_message():
 
 
 def test_several_forms_in_a_file_need_a_name_and_each_proposal_works():
-    row = {"messages": [user("a"), answer("b")], "conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]}
+    row = {
+        "messages": [user("a"), answer("b")],
+        "conversations": [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}],
+    }
     with pytest.raises(RecipeError, match="has several columns of conversations: ") as error:
         memory(row | SHARED["alpaca"][1])
     proposals = re.findall(r"data\.\S+?(?= or|\.$)", str(error.value))
-    expected = {"data.messages=messages": "b", "data.messages=conversations": "d", "data.messages=[instruction,input,output]": "No."}
+    expected = {
+        "data.messages=messages": "b",
+        "data.messages=conversations": "d",
+        "data.messages=[instruction,input,output]": "No.",
+    }
     assert proposals == list(expected)
-    Path("recipe.yaml").write_text(json.dumps({"model": MODEL, "data": CHATS, "train": {"device": "cpu"}, "plugins": ["causal-lm"]}))
+    Path("recipe.yaml").write_text(
+        json.dumps({"model": MODEL, "data": CHATS, "train": {"device": "cpu"}, "plugins": ["causal-lm"]})
+    )
     for proposal in proposals:
         recipe = load_recipe("recipe.yaml", [proposal])
         assert trained(build(resolve(recipe))) == expected[proposal] + "<|im_end|>\n"
-    assert memory(row | {"text": "words and words"}, chat_template=None).recipe.data.get("messages") is None, "text is read as ever"
+    assert memory(row | {"text": "words and words"}, chat_template=None).recipe.data.get("messages") is None, (
+        "text is read as ever"
+    )
 
 
 def test_a_function_that_returns_conversations_names_the_key():
     messages = [{"from": "human", "value": "c"}, {"from": "gpt", "value": "d"}]
     Path("rows.py").write_text(f"def rows():\n    return {{'train': [{{'conversations': {messages}}}]}}\n")
-    with pytest.raises(RecipeError, match=r"has no column 'text', but conversations: conversations. Give data.messages=conversations\."):
+    with pytest.raises(
+        RecipeError, match=r"has no column 'text', but conversations: conversations. Give data.messages=conversations\."
+    ):
         make_run("causal-lm", MODEL, {"module": "rows.py:rows", "validation_fraction": 0})
-    section = {"module": "rows.py:rows", "validation_fraction": 0, "messages": "conversations", "chat_template": "chatml"}
+    section = {
+        "module": "rows.py:rows",
+        "validation_fraction": 0,
+        "messages": "conversations",
+        "chat_template": "chatml",
+    }
     assert trained(make_run("causal-lm", MODEL, section)) == "d<|im_end|>\n"
 
 
@@ -330,10 +409,14 @@ def test_streamed_files_may_lack_tools_and_null_keys_of_parquet_are_no_keys(capl
         write_lines(f"{number}.jsonl", rows)
     found = {}
     for kind in ("parquet", "jsonl"):
-        section = data_section([f"0.{kind}", f"1.{kind}"], {"chat_template": "chatml", "max_length": 1024, "shuffle_buffer": 0})
+        section = data_section(
+            [f"0.{kind}", f"1.{kind}"], {"chat_template": "chatml", "max_length": 1024, "shuffle_buffer": 0}
+        )
         found[kind] = samples_of(make_run("causal-lm", MODEL, section).datasets["train"])
         write_lines("rows.jsonl", plain + tools)
-        section = data_section([f"0.{kind}", f"1.{kind}"], {"chat_template": "chatml", "max_length": 1024, "streaming": None})
+        section = data_section(
+            [f"0.{kind}", f"1.{kind}"], {"chat_template": "chatml", "max_length": 1024, "streaming": None}
+        )
         assert samples_of(make_run("causal-lm", MODEL, section).datasets["train"]) == found[kind]
     assert found["parquet"] == found["jsonl"]
     assert "does not read" not in caplog.text
@@ -344,7 +427,10 @@ def test_nulls_that_parquet_adds_to_arguments_are_a_warning(caplog):
     rows = [{"messages": [user("a"), answer(None, tool_calls=call({name: "x"}))]} for name in ("city", "town")]
     parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
     memory(files={"train": "rows.parquet"})
-    assert "train: 2 of 2 rows have null in their tools or in the arguments of a call. Parquet stores null for each key" in caplog.text
+    assert (
+        "train: 2 of 2 rows have null in their tools or in the arguments of a call. Parquet stores null for each key"
+        in caplog.text
+    )
     memory(*rows)
     assert caplog.text.count("have null") == 1
 
@@ -357,7 +443,11 @@ def test_a_bad_row_of_a_stream_is_named_and_skip_unreadable_leaves_out_bad_rows(
     run = make_run("causal-lm", MODEL, CHATS, [SkipUnreadable()])
     assert (len(run.datasets["train"]), run.state.unreadable) == (9, 1)
     write_lines("rows.jsonl", good * 8)
-    run = make_run("causal-lm", MODEL, data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 1024}))
+    run = make_run(
+        "causal-lm",
+        MODEL,
+        data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 1024}),
+    )
     with pytest.raises(DataError, match=r"row 5: .* one whose weight is 7"):
         run.datasets["train"].encode([([user("a"), answer("b", weight=7)], None)], ["row 5"])
 
@@ -379,7 +469,9 @@ def test_packed_rows_with_tools_are_the_same_training():
     write_lines("rows.jsonl", mixed(12))
     losses = []
     for objects in ([], [Packing()]):
-        run = make_run("causal-lm", MODEL, CHATS | {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}}, objects)
+        run = make_run(
+            "causal-lm", MODEL, CHATS | {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}}, objects
+        )
         losses.append(execute(run)["validation"]["loss"])
         assert sum(int((run.datasets["train"][index]["targets"] >= 0).sum()) for index in range(12)) == sum(
             len(run.plugins.plugins[0].text_model.tokenizer(trained(run, index))["input_ids"]) for index in range(12)
@@ -396,7 +488,9 @@ def test_a_run_resumes_predicts_and_evaluates_with_tools(cli, changes):
     write_lines("few.jsonl", mixed(8))
     data = CHATS | {"files": {"train": "rows.jsonl", "validation": "few.jsonl"}}
     train = {"device": "cpu", "epochs": 2, "batch_size": 8, "lr": 1e-2, "save_every": 4}
-    Path("recipe.yaml").write_text(json.dumps({"model": MODEL, "data": data, "train": train, "plugins": ["causal-lm", "packing"]}))
+    Path("recipe.yaml").write_text(
+        json.dumps({"model": MODEL, "data": data, "train": train, "plugins": ["causal-lm", "packing"]})
+    )
     for arguments in (["output=whole"], ["output=cut", "train.max_steps=8"], ["output=cut", "--resume"]):
         code, _, err = cli("train", "recipe.yaml", *arguments, *changes)
         assert code == 0, err

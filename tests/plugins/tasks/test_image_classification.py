@@ -1,4 +1,4 @@
-"""The task ``image-classification``: folders of images, random changes that depend on seed, epoch and image, and exported models."""
+"""The task ``image-classification``: image folders, random changes by seed, epoch and image, and exported models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,15 @@ from fastloop_plugins.tasks._image_format import InputFormat
 
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}
-RESNET = {"config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}}
+RESNET = {
+    "config": {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    }
+}
 SWIN = {
     "config": {
         "model_type": "swin",
@@ -87,15 +95,24 @@ def plain_loop(model: Any, train: Any, test: Any, lr: float) -> tuple[list[float
 def test_losses_equal_those_of_a_plain_loop():
     from transformers import AutoConfig, AutoModelForImageClassification
 
-    watch, summary = watched(model=RESNET, data={"image_size": 16, "crop_fraction": 0.5, "augment": OFF}, optimizer="SGD")
+    watch, summary = watched(
+        model=RESNET, data={"image_size": 16, "crop_fraction": 0.5, "augment": OFF}, optimizer="SGD"
+    )
 
     def samples(split: str) -> list[Any]:
         found = []
         for path in sorted(Path("images", split).rglob("*.png")):
             with Image.open(path) as file:
-                image = file.resize((32 * file.width // min(file.size), 32 * file.height // min(file.size)), Image.Resampling.BILINEAR)
+                image = file.resize(
+                    (32 * file.width // min(file.size), 32 * file.height // min(file.size)), Image.Resampling.BILINEAR
+                )
             left, top = (image.width - 16) // 2, (image.height - 16) // 2
-            pixels = torch.tensor(list(image.crop((left, top, left + 16, top + 16)).tobytes())).view(16, 16, 3).permute(2, 0, 1) / 255
+            pixels = (
+                torch.tensor(list(image.crop((left, top, left + 16, top + 16)).tobytes()))
+                .view(16, 16, 3)
+                .permute(2, 0, 1)
+                / 255
+            )
             mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
             found.append(((pixels - mean[:, None, None]) / std[:, None, None], list(COLORS).index(path.parent.name)))
         return found
@@ -113,12 +130,14 @@ def test_losses_equal_those_of_a_plain_torchvision_loop():
     from torchvision.datasets import ImageFolder
     from torchvision.transforms import v2
 
-    model = {
-        "name": "torchvision/squeezenet1_1",
-        "pretrained": False,
-        "arguments": {"dropout": 0.0},
-    }  # without batch norm, which adds noise
-    settings: dict[str, Any] = {"model": model, "data": {"image_size": 32, "augment": OFF}, "optimizer": "SGD", "lr": 1e-3}
+    # A model without batch norm, which adds noise.
+    model = {"name": "torchvision/squeezenet1_1", "pretrained": False, "arguments": {"dropout": 0.0}}
+    settings: dict[str, Any] = {
+        "model": model,
+        "data": {"image_size": 32, "augment": OFF},
+        "optimizer": "SGD",
+        "lr": 1e-3,
+    }
     watch, summary = watched(**settings)
     steps = [v2.Resize(37), v2.CenterCrop(32), v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True)]
     transform = v2.Compose([*steps, v2.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))])
@@ -133,7 +152,7 @@ def test_losses_equal_those_of_a_plain_torchvision_loop():
     assert summary["test"]["accuracy"] == pytest.approx(accuracy, abs=1e-6)
 
 
-# -- random changes -----------------------------------------------------------------------------------------------------------------
+# -- random changes ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -152,7 +171,9 @@ def test_augmentation_does_not_depend_on_the_workers():
     assert runs[1].losses == runs[2].losses == runs[0].losses
 
 
-@pytest.mark.parametrize("plugins", [[], pytest.param([WORKERS], marks=pytest.mark.slow)], ids=["no workers", "workers"])
+@pytest.mark.parametrize(
+    "plugins", [[], pytest.param([WORKERS], marks=pytest.mark.slow)], ids=["no workers", "workers"]
+)
 def test_a_resumed_run_sees_the_same_images(plugins):
     whole, _ = watched("train.epochs=3", plugins=plugins)
     watched("train.epochs=3", "train.max_steps=8", "output=cut", plugins=plugins)
@@ -195,7 +216,10 @@ def test_augmentation_can_be_turned_off():
 
 def test_parts_and_flips_are_those_computed_by_hand():
     pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
-    image, form = Image.fromarray(pixels), InputFormat(image_size=4, crop_fraction=1.0, mean=(0.0, 0.5, 0.0), std=(1.0, 1.0, 2.0))
+    image, form = (
+        Image.fromarray(pixels),
+        InputFormat(image_size=4, crop_fraction=1.0, mean=(0.0, 0.5, 0.0), std=(1.0, 1.0, 2.0)),
+    )
     center = torch.tensor(pixels[:, 1:5]).permute(2, 0, 1) / 255
     expected = torch.stack([center[0], center[1] - 0.5, center[2] / 2])
     random = torch.Generator().manual_seed(0)
@@ -235,7 +259,7 @@ def test_training_draws_the_same_numbers_with_and_without_augmentation():
     assert torch.equal(*states)
 
 
-# -- folders ------------------------------------------------------------------------------------------------------------------------
+# -- folders -----------------------------------------------------------------------------------------------------------
 
 
 def broken(name: str) -> None:
@@ -265,10 +289,20 @@ def broken(name: str) -> None:
     ("case", "message"),
     [
         ("no train", r"images: there is no folder 'train' to train on\. There are: test, training, validation"),
-        ("unknown split", r"images: unknown split 'val'\. Expected one of: test, train, validation\. .*data\.splits\.validation=val"),
-        ("empty class", r"images/train/yellow: the class 'yellow' has no images .*\. Found there: \.heic 2, \.txt 1\. Add or convert"),
+        (
+            "unknown split",
+            r"images: unknown split 'val'\. Expected one of: test, train, validation\. .*data\.splits\.validation=val",
+        ),
+        (
+            "empty class",
+            r"images/train/yellow: the class 'yellow' has no images .*\. Found there: \.heic 2, \.txt 1\. Add "
+            r"or convert",
+        ),
         ("class not in train", r"images/test/yellow: the class 'yellow' is not in train, which has: blue, green, red"),
-        ("image beside classes", r"images/train/1\.png: an image outside of the folders of classes\. Expected train/CLASS/1\.png"),
+        (
+            "image beside classes",
+            r"images/train/1\.png: an image outside of the folders of classes\. Expected train/CLASS/1\.png",
+        ),
         ("no classes", r"images/test: holds no folder of a class\. Expected test/CLASS/IMAGE"),
         ("one class", r"images/train: found one class, 'red'"),
     ],
@@ -287,7 +321,10 @@ def test_folder_error_names_the_place(case, message):
         (["data.images=nowhere"], r"data\.images: nowhere: no such folder"),
         (["data.images=r.yaml"], r"data\.images: r\.yaml: a file, expected a folder"),
         (["data.images=null"], r"data: found neither, expected one of: images .*, module"),
-        (["data.splits.test=exam"], r"data\.splits\.test: images: there is no folder 'exam'\. There are: test, train, validation"),
+        (
+            ["data.splits.test=exam"],
+            r"data\.splits\.test: images: there is no folder 'exam'\. There are: test, train, validation",
+        ),
         (["data.mean=[1,2]"], r"data\.mean: found \[1\.0, 2\.0\], expected three numbers"),
         (["data.std=[1,0,1]"], r"data\.std: found \[1\.0, 0\.0, 1\.0\], expected three numbers above 0"),
         (["data.augment.scale=[1]"], r"data\.augment: scale: found \[1\.0\], expected the smallest and the largest"),
@@ -298,14 +335,29 @@ def test_folder_error_names_the_place(case, message):
             ["model.name=null", "model.config={model_type: resnett}"],
             r"model\.config\.model_type: transformers has no 'resnett'\. Did you mean",
         ),
-        (["model.name=null", "model.config={model_type: resnet, deep: 1}"], r"model\.config\.deep: resnet has no such option"),
-        (["model.name=null", "model.config={model_type: gpt2}"], r"model\.config: transformers has no image classifier for 'gpt2'"),
+        (
+            ["model.name=null", "model.config={model_type: resnet, deep: 1}"],
+            r"model\.config\.deep: resnet has no such option",
+        ),
+        (
+            ["model.name=null", "model.config={model_type: gpt2}"],
+            r"model\.config: transformers has no image classifier for 'gpt2'",
+        ),
         (["model.name=vit/config.json"], r"model\.name: vit/config\.json: no such folder"),
         (["model.name=images"], r"model\.name: images holds no config\.json"),
         (["model.arguments={a: 1}"], r"model\.arguments: are for torchvision/NAME and timm/NAME"),
-        (["data.image_size=24"], r"model: ViTForImageClassification cannot compute logits .*another data\.image_size \(it is 24\)"),
-        (["plugins.image-classification.loss.class_weights=[1,2]"], r"expected a weight above 0 for each of the 3 classes"),
-        (["plugins.image-classification.metrics.recal={type: Recal}"], r"metrics\.recal\.type: torchmetrics has no 'Recal'"),
+        (
+            ["data.image_size=24"],
+            r"model: ViTForImageClassification cannot compute logits .*another data\.image_size \(it is 24\)",
+        ),
+        (
+            ["plugins.image-classification.loss.class_weights=[1,2]"],
+            r"expected a weight above 0 for each of the 3 classes",
+        ),
+        (
+            ["plugins.image-classification.metrics.recal={type: Recal}"],
+            r"metrics\.recal\.type: torchmetrics has no 'Recal'",
+        ),
     ],
 )
 def test_recipe_error_names_the_key(overrides, message):
@@ -321,7 +373,9 @@ def test_other_names_of_splits_and_a_limit(caplog):
         Path("images/train/red", name).write_text("no image")
     run = make_run("data.splits={validation: val, test: null}", "data.limit={train: 10}")
     assert {split: len(dataset) for split, dataset in run.datasets.items()} == {"train": 10, "validation": 15}
-    assert "2 files that are no images are ignored (.txt 1, hidden 1), such as images/train/red/.hidden.png" in caplog.text
+    assert (
+        "2 files that are no images are ignored (.txt 1, hidden 1), such as images/train/red/.hidden.png" in caplog.text
+    )
     assert "data: train 10, validation 15; images of each class in train: blue " in caplog.text
 
 
@@ -338,12 +392,19 @@ def test_a_folder_of_classes_is_split_by_share():
 
 def test_a_function_returns_the_folder():
     Path("code.py").write_text("def folder(name):\n    return name\n")
-    assert len(make_run("data.images=null", "data.module=code.py:folder", "data.arguments={name: images}").datasets["test"]) == 18
-    with pytest.raises(RecipeError, match=r"data\.module: code\.py:folder returned 'nowhere', expected an existing folder"):
+    assert (
+        len(
+            make_run("data.images=null", "data.module=code.py:folder", "data.arguments={name: images}").datasets["test"]
+        )
+        == 18
+    )
+    with pytest.raises(
+        RecipeError, match=r"data\.module: code\.py:folder returned 'nowhere', expected an existing folder"
+    ):
         make_run("data.images=null", "data.module=code.py:folder", "data.arguments={name: nowhere}")
 
 
-# -- images -------------------------------------------------------------------------------------------------------------------------
+# -- images ------------------------------------------------------------------------------------------------------------
 
 
 def damage(path: str) -> None:
@@ -358,7 +419,8 @@ def test_truncated_image_is_named(plugins, monkeypatch):
     write_images(Path("images"))
     damage("images/train/red/01.png")
     with pytest.raises(
-        DataError, match=r"reading a batch failed: ValueError: images/train/red/01\.png: cannot be read as an image: .*skip-un"
+        DataError,
+        match=r"reading a batch failed: ValueError: images/train/red/01\.png: cannot be read as an image: .*skip-un",
     ):
         watched(plugins=plugins)
 
@@ -427,7 +489,9 @@ def test_images_of_all_modes_are_red_green_and_blue():
     Image.fromarray(levels).save("gray.png")
     Image.fromarray(levels).save("gray.tiff")
     assert (np.asarray(read_image(Path("gray.png"))) == (levels >> 8)[..., None]).all()
-    with pytest.raises(ValueError, match=r"gray\.tiff: .*its pixels have mode I;16, expected 8 bits a channel: convert it"):
+    with pytest.raises(
+        ValueError, match=r"gray\.tiff: .*its pixels have mode I;16, expected 8 bits a channel: convert it"
+    ):
         read_image(Path("gray.tiff"))
     frames = [colored, Image.new("RGB", (3, 2), "blue")]
     frames[0].save("moving.gif", save_all=True, append_images=frames[1:])
@@ -437,7 +501,7 @@ def test_images_of_all_modes_are_red_green_and_blue():
         read_image(Path("float.tiff"))
 
 
-# -- models -------------------------------------------------------------------------------------------------------------------------
+# -- models ------------------------------------------------------------------------------------------------------------
 
 
 @needs_timm
@@ -468,7 +532,10 @@ WEIGHTS = r"model\.pretrained: the weights of {} cannot be loaded .*model\.weigh
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("google/vit-base-patch16-224", r"'google/vit-base-patch16-224' is not a local folder, .* cannot be reached .*model\.name=FOLDER"),
+        (
+            "google/vit-base-patch16-224",
+            r"'google/vit-base-patch16-224' is not a local folder, .* cannot be reached .*model\.name=FOLDER",
+        ),
         pytest.param("timm/resnet18.a1_in1k", WEIGHTS.format("timm/resnet18.a1_in1k"), marks=needs_timm),
         pytest.param("torchvision/resnet18", WEIGHTS.format("torchvision/resnet18"), marks=needs_torchvision),
     ],
@@ -519,8 +586,21 @@ def test_a_checkpoint_keeps_its_head_for_its_classes_only(caplog):
 
 def test_a_model_whose_config_counts_its_classes_itself(cli):
     """PVT's configuration has ``num_labels`` as an option, 1000 by default, and no ``id2label``."""
-    sizes = {"depths": [1, 1], "hidden_sizes": [16, 16], "patch_sizes": [4, 2], "strides": [4, 2], "mlp_ratios": [2, 2], "image_size": 16}
-    config = {"model_type": "pvt", "num_encoder_blocks": 2, "sequence_reduction_ratios": [2, 1], "num_attention_heads": [1, 2], **sizes}
+    sizes = {
+        "depths": [1, 1],
+        "hidden_sizes": [16, 16],
+        "patch_sizes": [4, 2],
+        "strides": [4, 2],
+        "mlp_ratios": [2, 2],
+        "image_size": 16,
+    }
+    config = {
+        "model_type": "pvt",
+        "num_encoder_blocks": 2,
+        "sequence_reduction_ratios": [2, 1],
+        "num_attention_heads": [1, 2],
+        **sizes,
+    }
     summary = execute(make_run(model={"config": config}, epochs=1))
     exported = json.loads(Path("out/model/config.json").read_text())
     assert exported["num_labels"] == 3
@@ -532,7 +612,10 @@ def test_a_model_whose_config_counts_its_classes_itself(cli):
 def test_micro_batches_of_one_image_are_refused_where_batch_norm_needs_two():
     """The last stage of this ResNet has one pixel."""
     small = {"data": {"image_size": 8}, "model": RESNET}
-    with pytest.raises(RecipeError, match=r"train\.micro_batch_size: found 1: ResNet.* more than 1 value per channel.* Use .* two samples"):
+    with pytest.raises(
+        RecipeError,
+        match=r"train\.micro_batch_size: found 1: ResNet.* more than 1 value per channel.* Use .* two samples",
+    ):
         make_run("train.micro_batch_size=1", **small)
     make_run("train.micro_batch_size=2", **small)
 
@@ -554,7 +637,10 @@ def test_missing_or_broken_torchvision_is_an_error_with_a_remedy(monkeypatch):
     Path("site/torchvision/__init__.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     monkeypatch.syspath_prepend("site")
     monkeypatch.delitem(sys.modules, "torchvision", raising=False)
-    message = r"torchvision cannot be imported: RuntimeError: operator torchvision::nms does not exist\. Install the build .* for torch 2\."
+    message = (
+        r"torchvision cannot be imported: RuntimeError: operator torchvision::nms does not exist\. Install the "
+        r"build .* for torch 2\."
+    )
     with pytest.raises(RecipeError, match=message):
         make_run(model=RESNET18)
 
@@ -568,11 +654,14 @@ def test_missing_pillow_is_an_error_with_the_command(monkeypatch):
         return installed(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(UsageError, match=r"needs pillow>=11, which is not installed\. Install it: pip install 'fastloop-train\[vision\]'"):
+    with pytest.raises(
+        UsageError,
+        match=r"needs pillow>=11, which is not installed\. Install it: pip install 'fastloop-train\[vision\]'",
+    ):
         make_run()
 
 
-# -- losses, metrics and other plugins ----------------------------------------------------------------------------------------------
+# -- losses, metrics and other plugins ---------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -634,7 +723,7 @@ def test_the_example_mixup_mixes_images(monkeypatch):
     sys.modules.pop("mixup")
 
 
-# -- exported models ----------------------------------------------------------------------------------------------------------------
+# -- exported models ---------------------------------------------------------------------------------------------------
 
 
 def predicted(cli: Any, *arguments: Any) -> list[dict[str, Any]]:
@@ -648,7 +737,11 @@ def trained(tmp_path_factory) -> Path:
     """A folder with images, a recipe and its run, whose images are resized by another method than the default."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = load_recipe(
-        str(write_recipe(folder, data={"interpolation": "bicubic", "mean": [0.5, 0.5, 0.5]}, plugins=[{"progress": False}]))
+        str(
+            write_recipe(
+                folder, data={"interpolation": "bicubic", "mean": [0.5, 0.5, 0.5]}, plugins=[{"progress": False}]
+            )
+        )
     )
     from fastloop.lifecycle import build
 
@@ -669,23 +762,35 @@ def test_evaluate_equals_training_with_the_names_of_the_classes(trained, cli):
 
 def test_classes_and_inputs_are_those_of_the_exported_model(trained, cli, monkeypatch):
     write_images(Path("new"), {"test": 4}, ["red"])
-    code, out, err = cli("evaluate", str(trained / "out"), "data.images=new", "data.mean=[0,0,0]", "--json", "found.json")
+    code, out, err = cli(
+        "evaluate", str(trained / "out"), "data.images=new", "data.mean=[0,0,0]", "--json", "found.json"
+    )
     assert code == 0, err
     monkeypatch.setenv("COLUMNS", "300")
-    assert "data.mean: the model was trained with [0.5, 0.5, 0.5], which is used instead of [0, 0, 0]" in " ".join(out.split())
+    assert "data.mean: the model was trained with [0.5, 0.5, 0.5], which is used instead of [0, 0, 0]" in " ".join(
+        out.split()
+    )
     confusion = json.loads(Path("found.json").read_text())["confusion"]
     assert [sum(row) for row in confusion] == [0, 0, 4]
     write_images(Path("new"), {"test": 4}, ["yellow"])
     code, _, err = cli("evaluate", str(trained / "out"), "data.images=new")
-    assert (code, "new/test/yellow: the class 'yellow' is not in the model, which has: blue, green, red" in err) == (2, True)
+    assert (code, "new/test/yellow: the class 'yellow' is not in the model, which has: blue, green, red" in err) == (
+        2,
+        True,
+    )
 
 
 def test_predictions_equal_those_of_transformers(trained, cli):
     from transformers import pipeline
 
     classify = pipeline("image-classification", model=str(trained / "out" / "model"), device="cpu", top_k=3)
-    names = sorted(path.relative_to(trained / "images" / "test").as_posix() for path in (trained / "images" / "test").rglob("*.png"))
-    expected = [{item["label"]: item["score"] for item in classify(str(trained / "images" / "test" / name))} for name in names]
+    names = sorted(
+        path.relative_to(trained / "images" / "test").as_posix()
+        for path in (trained / "images" / "test").rglob("*.png")
+    )
+    expected = [
+        {item["label"]: item["score"] for item in classify(str(trained / "images" / "test" / name))} for name in names
+    ]
     found = predicted(cli, trained / "out", trained / "images" / "test", "--chunk", 7)
     assert [row["file"] for row in found] == names
     for row, scores in zip(found, expected, strict=True):
@@ -705,8 +810,18 @@ def test_predict_images_by_path_and_from_an_exported_model(trained, cli, monkeyp
     import io
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(map(str, images[:2]))))
-    assert [row["probability"] for row in predicted(cli, trained / "out", "-")] == pytest.approx([row["probability"] for row in whole[:2]])
-    split = predicted(cli, trained / "out", "--split", "test", "--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=2")
+    assert [row["probability"] for row in predicted(cli, trained / "out", "-")] == pytest.approx(
+        [row["probability"] for row in whole[:2]]
+    )
+    split = predicted(
+        cli,
+        trained / "out",
+        "--split",
+        "test",
+        "--with",
+        "dataloader-workers",
+        "plugins.dataloader-workers.num_workers=2",
+    )
     assert split == whole
 
 
@@ -752,10 +867,13 @@ def test_a_model_of_torchvision_is_read_from_its_folder(cli):
     assert [row["name"] for row in found["classes"]] == list(COLORS)
     Path("out/model/image_classification.json").unlink()
     code, _, err = cli("evaluate", "out")
-    assert (code, "image_classification.json: no such file. Expected a model that fastloop exported" in err) == (2, True)
+    assert (code, "image_classification.json: no such file. Expected a model that fastloop exported" in err) == (
+        2,
+        True,
+    )
 
 
-# -- digits -------------------------------------------------------------------------------------------------------------------------
+# -- digits ------------------------------------------------------------------------------------------------------------
 
 
 def test_digits_are_written_once(tmp_path):
@@ -767,7 +885,9 @@ def test_digits_are_written_once(tmp_path):
     assert Path(digit_images(train=40, validation=10, test=10, folder=str(tmp_path))) == folder
     assert {path: path.stat().st_mtime_ns for path in files} == before
     larger = Path(digit_images(train=50, validation=10, test=10, folder=str(tmp_path)))
-    assert {path.name for path in (larger / "test").rglob("*.png")} == {path.name for path in (folder / "test").rglob("*.png")}
+    assert {path.name for path in (larger / "test").rglob("*.png")} == {
+        path.name for path in (folder / "test").rglob("*.png")
+    }
     with pytest.raises(ValueError, match="there are 1797 images, and the splits need 2020"):
         digit_images(train=2000, validation=10, test=10, folder=str(tmp_path))
     assert not list(tmp_path.glob(".*")), "nothing unfinished is left"

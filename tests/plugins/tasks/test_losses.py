@@ -1,4 +1,4 @@
-"""Losses and metrics by name, in ``module`` and ``text-classification``, against torch, torchmetrics and scikit-learn's formula."""
+"""Losses and metrics by name, in ``module`` and ``text-classification``, against torch, torchmetrics and sklearn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def balanced() -> Tensor:
 
 
 LOSSES: dict[str, tuple[Any, Any]] = {
-    "smoothing": ({"name": "cross_entropy", "label_smoothing": 0.1}, lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1)),
+    "smoothing": (
+        {"name": "cross_entropy", "label_smoothing": 0.1},
+        lambda x, y: functional.cross_entropy(x, y, label_smoothing=0.1),
+    ),
     "weights": (
         {"name": "cross_entropy", "class_weights": WEIGHTS},
         lambda x, y: functional.cross_entropy(x, y, torch.tensor(WEIGHTS)),
@@ -50,7 +53,10 @@ LOSSES: dict[str, tuple[Any, Any]] = {
         {"name": "cross_entropy", "class_weights": "balanced", "label_smoothing": 0.2},
         lambda x, y: functional.cross_entropy(x, y, balanced(), label_smoothing=0.2),
     ),
-    "multi margin": ({"name": "multi_margin_loss", "margin": 0.5}, lambda x, y: functional.multi_margin_loss(x, y, margin=0.5)),
+    "multi margin": (
+        {"name": "multi_margin_loss", "margin": 0.5},
+        lambda x, y: functional.multi_margin_loss(x, y, margin=0.5),
+    ),
 }
 
 
@@ -69,7 +75,9 @@ def test_focal_loss_follows_its_formula_and_is_cross_entropy_for_gamma_0():
         torch.testing.assert_close(tensor, plain[name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("loss", [{"name": "cross_entropy", "class_weights": WEIGHTS}, {"name": "focal", "class_weights": WEIGHTS}])
+@pytest.mark.parametrize(
+    "loss", [{"name": "cross_entropy", "class_weights": WEIGHTS}, {"name": "focal", "class_weights": WEIGHTS}]
+)
 @pytest.mark.parametrize("micro_batch", [1, 2])
 def test_micro_batches_give_the_weighted_loss_of_one_big_batch(loss, micro_batch):
     """Plain averages of micro-batch means would differ by several percent."""
@@ -82,7 +90,11 @@ def test_micro_batches_give_the_weighted_loss_of_one_big_batch(loss, micro_batch
 def weighted_on_processes(output: str) -> dict[str, Tensor]:
     """The weights after training on this process and others, with uneven shares."""
     run = make_run(
-        f"output={output}", loss={"name": "cross_entropy", "class_weights": WEIGHTS}, optimizer="SGD", micro_batch_size=2, plugins=["ddp"]
+        f"output={output}",
+        loss={"name": "cross_entropy", "class_weights": WEIGHTS},
+        optimizer="SGD",
+        micro_batch_size=2,
+        plugins=["ddp"],
     )
     execute(run)
     return run.unwrap_model().state_dict()
@@ -90,7 +102,8 @@ def weighted_on_processes(output: str) -> dict[str, Tensor]:
 
 def test_processes_give_the_weighted_loss_of_one_big_batch(processes, tmp_path):
     theirs = torch_loop(
-        lambda model: torch.optim.SGD(model.parameters(), lr=LR), lambda x, y: functional.cross_entropy(x, y, torch.tensor(WEIGHTS))
+        lambda model: torch.optim.SGD(model.parameters(), lr=LR),
+        lambda x, y: functional.cross_entropy(x, y, torch.tensor(WEIGHTS)),
     )
     for ended in processes(2, weighted_on_processes, "out", folder=tmp_path):
         for name, tensor in ended.result.items():
@@ -110,8 +123,14 @@ def test_processes_give_the_weighted_loss_of_one_big_batch(processes, tmp_path):
             {"name": "cross_entropy", "class_weights": [1.0, -1.0, 1.0]},
             r"loss\.class_weights: found \[1\.0, -1\.0, 1\.0\], expected a weight",
         ),
-        ({"name": "cross_entropy", "class_weights": {"a": 1.0}}, r"loss\.class_weights: no class 'a'\. The task has no names of classes"),
-        ({"name": "focal", "label_smoothing": 0.1}, r"loss: label_smoothing: is for cross_entropy, and the loss is focal"),
+        (
+            {"name": "cross_entropy", "class_weights": {"a": 1.0}},
+            r"loss\.class_weights: no class 'a'\. The task has no names of classes",
+        ),
+        (
+            {"name": "focal", "label_smoothing": 0.1},
+            r"loss: label_smoothing: is for cross_entropy, and the loss is focal",
+        ),
         ({"name": "cross_entropy", "weight": [1.0, 1.0, 1.0]}, r"module\.loss\.weight: set class_weights instead"),
         ({"name": "mse_loss", "class_weights": "balanced"}, r"loss\.name: found 'mse_loss'"),
         ("focl", r"loss: torch\.nn\.functional has no 'focl'"),
@@ -123,7 +142,7 @@ def test_errors_name_the_key(loss, message):
     assert not Path("out").exists()
 
 
-# -- text-classification -------------------------------------------------------------------------------------------------
+# -- text-classification -----------------------------------------------------------------------------------------------
 
 
 def text_run(*plugins: Any, output: str = "texts-run", **options: Any) -> Any:
@@ -131,7 +150,9 @@ def text_run(*plugins: Any, output: str = "texts-run", **options: Any) -> Any:
     write_texts(Path.cwd())
     file = Path("texts/train.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    file.write_text("".join(json.dumps(row) + "\n" for index, row in enumerate(rows) if row["label"] == 0 or index % 3 == 0))
+    file.write_text(
+        "".join(json.dumps(row) + "\n" for index, row in enumerate(rows) if row["label"] == 0 or index % 3 == 0)
+    )
     config = {**TEXTS["model"]["config"], "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     micro = {"micro_batch_size": options.pop("micro_batch_size")} if "micro_batch_size" in options else {}
     recipe = make_recipe(
@@ -181,7 +202,11 @@ def validation_logits(run: Any) -> tuple[Tensor, Tensor]:
 
 
 def test_metrics_and_a_threshold_beside_the_built_in_ones():
-    metrics = {"auroc": {"type": "BinaryAUROC"}, "recall": {"type": "MulticlassRecall", "average": "macro"}, "acc": {"type": "Accuracy"}}
+    metrics = {
+        "auroc": {"type": "BinaryAUROC"},
+        "recall": {"type": "MulticlassRecall", "average": "macro"},
+        "acc": {"type": "Accuracy"},
+    }
     run = text_run(metrics=metrics, threshold=0.4)
     execute(run)
     logits, labels = validation_logits(run)
@@ -199,8 +224,14 @@ def test_metrics_and_a_threshold_beside_the_built_in_ones():
     ("options", "message"),
     [
         ({"loss": "hinge"}, r"text-classification\.loss\.name: found 'hinge'"),
-        ({"loss": {"label_smothing": 0.1}}, r"text-classification\.loss\.label_smothing: no such option\. Did you mean 'label_smoothing'"),
-        ({"loss": {"class_weights": [1.0]}}, r"loss\.class_weights: found \[1\.0\], expected a weight above 0 for each of the 2 classes"),
+        (
+            {"loss": {"label_smothing": 0.1}},
+            r"text-classification\.loss\.label_smothing: no such option\. Did you mean 'label_smoothing'",
+        ),
+        (
+            {"loss": {"class_weights": [1.0]}},
+            r"loss\.class_weights: found \[1\.0\], expected a weight above 0 for each of the 2 classes",
+        ),
         ({"loss": {"class_weights": {"0": 1.0}}}, r"loss\.class_weights: no weight for '1'\. The classes: 0, 1"),
         (
             {"metrics": {"a": {"type": "BinaryAUC"}}},

@@ -55,7 +55,9 @@ GOOD: dict[str, Any] = {
     "model": {"module": "code.py:Net", "arguments": {"hidden": 16}},
     "data": {"module": "code.py:data"},
     "train": {"epochs": 2, "batch_size": 8, "lr": 0.01, "device": "cpu"},
-    "plugins": [{"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}}],
+    "plugins": [
+        {"module": {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}}
+    ],
     "output": "out",
 }
 
@@ -88,7 +90,13 @@ def test_the_file_is_found_beside_the_recipe_when_not_in_the_current_folder():
 
 
 def test_a_model_that_returns_its_loss_and_a_collator_of_your_own():
-    summary = train({"model.module": "code.py:WithLoss", "plugins.module.loss": None, "plugins.module.collate": "code.py:as_mapping"})
+    summary = train(
+        {
+            "model.module": "code.py:WithLoss",
+            "plugins.module.loss": None,
+            "plugins.module.collate": "code.py:as_mapping",
+        }
+    )
     assert summary["validation"]["accuracy"] > 0.3
 
 
@@ -102,18 +110,36 @@ def test_a_loss_of_your_own():
         ({"model.module": "code.py"}, r"model\.module: found 'code\.py', expected file\.py:name"),
         ({"model.module": "cod.py:Net"}, r"model\.module: no such file: cod\.py"),
         ({"model.module": "code.py:Nett"}, r"model\.module: code\.py has no 'Nett'\. Did you mean 'Net'\?"),
-        ({"model.module": "code.py:number"}, r"model\.module: code\.py:number is of type int, expected a class or function"),
-        ({"model.module": "code.py:data", "model.arguments": {}}, r"model\.module: made a dict, expected a torch\.nn\.Module"),
+        (
+            {"model.module": "code.py:number"},
+            r"model\.module: code\.py:number is of type int, expected a class or function",
+        ),
+        (
+            {"model.module": "code.py:data", "model.arguments": {}},
+            r"model\.module: made a dict, expected a torch\.nn\.Module",
+        ),
         ({"model.module": "no_such_package.x:Net"}, r"model\.module: no package 'no_such_package' is installed"),
         ({"model.arguments": {"hiden": 3}}, r"model\.arguments: .*hiden"),
         ({"model.argument": {}}, r"model\.argument: no such option\. Did you mean 'arguments'\?"),
-        ({"data.module": "code.py:Net"}, r"data\.module: returned a Net, expected a mapping of train, validation, test"),
+        (
+            {"data.module": "code.py:Net"},
+            r"data\.module: returned a Net, expected a mapping of train, validation, test",
+        ),
         ({"data.module": "code.py:needs_more"}, r"data\.module: .*pip install moon"),
         ({"data.arguments": {"extra": "evaluate"}}, r"data\.module: returned a split 'evaluate'"),
         ({"data.arguments": {"size": 0}}, r"data: the train split is empty"),
-        ({"plugins.module.loss": "cross_entrophy"}, r"plugins\.module\.loss: .*'cross_entrophy'\. Did you mean 'cross_entropy'\?"),
-        ({"plugins.module.metrics": {"a": {"type": "MulticlassAcuracy"}}}, r"metrics\.a\.type: .*Did you mean 'MulticlassAccuracy'\?"),
-        ({"plugins.module.metrics": {"a": {"type": "MulticlassAccuracy", "classes": 3}}}, r"plugins\.module\.metrics\.a: .*classes"),
+        (
+            {"plugins.module.loss": "cross_entrophy"},
+            r"plugins\.module\.loss: .*'cross_entrophy'\. Did you mean 'cross_entropy'\?",
+        ),
+        (
+            {"plugins.module.metrics": {"a": {"type": "MulticlassAcuracy"}}},
+            r"metrics\.a\.type: .*Did you mean 'MulticlassAccuracy'\?",
+        ),
+        (
+            {"plugins.module.metrics": {"a": {"type": "MulticlassAccuracy", "classes": 3}}},
+            r"plugins\.module\.metrics\.a: .*classes",
+        ),
     ],
 )
 def test_module_error_has_key_and_writes_nothing(changes, message):
@@ -125,7 +151,8 @@ def test_module_error_has_key_and_writes_nothing(changes, message):
 def test_an_error_inside_the_model_names_its_file_and_line():
     Path("bad.py").write_text(
         "from torch import nn\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
-        "        self.layer = nn.Linear(4, 3)\n\n    def forward(self, inputs):\n        return [self.layer(inputs)][1]\n"
+        "        self.layer = nn.Linear(4, 3)\n\n    def forward(self, inputs):\n        return "
+        "[self.layer(inputs)][1]\n"
     )
     with pytest.raises(UserCodeError, match=r"^bad\.py:9 in forward: IndexError: list index out of range$"):
         train({"model.module": "bad.py:Net", "model.arguments": {}})

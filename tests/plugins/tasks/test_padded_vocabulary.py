@@ -17,7 +17,13 @@ from fastloop.lifecycle import execute
 from fastloop_plugins.kernels.fused_loss import FusedLoss
 from fastloop_plugins.training.lora import LoRA
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 16,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "tied": TINY_GPT | {"initializer_range": 0.2, "resid_pdrop": 0.1},
     "own head": SIZES | {"model_type": "llama", "num_key_value_heads": 1},
@@ -34,7 +40,9 @@ def _files():
 
 def made(kind: str, pad: int | None, *plugins: Plugin, **train: Any) -> Any:
     model = {"config": MODELS[kind], "tokenizer": TOKENIZER, "pad_vocab_to": pad}
-    return make_run("causal-lm", model, DATA, plugins, **{"epochs": 2, "max_grad_norm": 1.0, "optimizer": "SGD", "lr": 0.1} | train)
+    return make_run(
+        "causal-lm", model, DATA, plugins, **{"epochs": 2, "max_grad_norm": 1.0, "optimizer": "SGD", "lr": 0.1} | train
+    )
 
 
 def weights(folder: str = "run") -> dict[str, torch.Tensor]:
@@ -55,7 +63,9 @@ def test_training_and_export_are_those_without_padding(kind, plugins):
     assert found["validation"] == pytest.approx(expected["validation"], rel=1e-5)
     assert before.keys() == after.keys()
     for name, weight in before.items():
-        torch.testing.assert_close(after[name], weight, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            after[name], weight, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
     assert json.loads(Path("run/model/config.json").read_text())["vocab_size"] == 300
 
 
@@ -118,7 +128,9 @@ def test_a_run_resumes_evaluates_predicts_and_exports_a_checkpoint(cli):
 
 @pytest.mark.parametrize("value", [0, -64])
 def test_a_multiple_below_one_is_refused(value):
-    with pytest.raises(RecipeError, match=rf"recipe.yaml: model.pad_vocab_to: found {value} .*greater than or equal to 1.*multiple"):
+    with pytest.raises(
+        RecipeError, match=rf"recipe.yaml: model.pad_vocab_to: found {value} .*greater than or equal to 1.*multiple"
+    ):
         made("tied", value)
 
 
@@ -130,7 +142,10 @@ def test_another_task_has_no_such_option():
 
 
 def test_a_model_that_cannot_be_resized_is_refused():
-    model = {"config": {"model_type": "xlstm", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2}, "tokenizer": TOKENIZER}
+    model = {
+        "config": {"model_type": "xlstm", "hidden_size": 16, "num_hidden_layers": 1, "num_heads": 2},
+        "tokenizer": TOKENIZER,
+    }
     reason = r"xLSTMForCausalLM cannot be resized: AttributeError: .*\. Leave pad_vocab_to out"
     with pytest.raises(RecipeError, match=rf"recipe.yaml: model.pad_vocab_to: {reason}"):
         make_run("causal-lm", model | {"pad_vocab_to": 64}, DATA)

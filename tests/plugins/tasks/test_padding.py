@@ -1,4 +1,6 @@
-"""Padding is where the model ignores it. Else, a warning gives its effect, and features that depend on equal results are refused."""
+"""Padding is where the model ignores it.
+
+Else, a warning gives its effect, and features that depend on equal results are refused."""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ from fastloop.recipe import Inference, make_recipe
 from fastloop.registry import resolve
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "max_position_embeddings": 64, "initializer_range": 0.2}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+}
 HEADS = {**SIZES, "num_attention_heads": 2}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 READING = {
@@ -38,7 +46,15 @@ READING = {
     "nystromformer": {"model_type": "nystromformer", **HEADS, **STILL, "num_landmarks": 8, "segment_means_seq_len": 8},
 }
 """Models of which padding changes each text."""
-XLNET = {"model_type": "xlnet", "d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64, "initializer_range": 0.2, "dropout": 0.0}
+XLNET = {
+    "model_type": "xlnet",
+    "d_model": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "d_inner": 64,
+    "initializer_range": 0.2,
+    "dropout": 0.0,
+}
 XLNET |= {"summary_last_dropout": 0.0}
 IGNORING = {
     "bert": {"model_type": "bert", **HEADS},
@@ -60,8 +76,12 @@ MESSAGE = "reads padding: beside a longer text, it changes the logits of a short
 def made(task: str, config: dict[str, Any], *plugins: Plugin, padding: str = "longest", **train: Any) -> Any:
     """A run on texts of different lengths; one label or tag a text or word."""
     table = rows(24)
-    Path("a.csv").write_text("text,label\n" + "".join(f"{row['text']}{' so' * (i % 7)},{row['label']}\n" for i, row in enumerate(table)))
-    sentences = ["".join(f"{word} {'OB'[index % 2]}\n" for index, word in enumerate(row["text"].split())) for row in table]
+    Path("a.csv").write_text(
+        "text,label\n" + "".join(f"{row['text']}{' so' * (i % 7)},{row['label']}\n" for i, row in enumerate(table))
+    )
+    sentences = [
+        "".join(f"{word} {'OB'[index % 2]}\n" for index, word in enumerate(row["text"].split())) for row in table
+    ]
     Path("a.conll").write_text("\n".join(sentences))
     file = "a.conll" if task == TAG else "a.csv"
     data = {"files": {"train": file, "validation": file}, "max_length": 24, "padding": padding} | (
@@ -71,14 +91,20 @@ def made(task: str, config: dict[str, Any], *plugins: Plugin, padding: str = "lo
 
 
 def reports(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if "padding" in record.getMessage() or "padded" in record.getMessage()]
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if "padding" in record.getMessage() or "padded" in record.getMessage()
+    ]
 
 
 def alone(run: Any, index: int) -> torch.Tensor:
     """The logits of one text by the model in eval mode, without padding and mask."""
     model = run.unwrap_model().eval()
     with torch.no_grad():
-        logits: torch.Tensor = model(input_ids=torch.tensor(run.datasets["train"][index]["input_ids"][None]).long()).logits
+        logits: torch.Tensor = model(
+            input_ids=torch.tensor(run.datasets["train"][index]["input_ids"][None]).long()
+        ).logits
     return logits
 
 
@@ -89,7 +115,9 @@ def test_a_model_that_reads_padding_is_reported_with_the_measured_change(caplog,
     (message,) = reports(caplog)
     assert MESSAGE in message
     assert float(message.split(MESSAGE)[1].split("%")[0]) > 0.001
-    assert message.endswith("Results depend on the texts that share a batch. To avoid it, pad all texts alike: data.padding=max_length")
+    assert message.endswith(
+        "Results depend on the texts that share a batch. To avoid it, pad all texts alike: data.padding=max_length"
+    )
 
 
 @pytest.mark.parametrize("task", [CLASSIFY, TAG])
@@ -103,7 +131,15 @@ def test_a_model_that_ignores_padding_is_not_reported(caplog, task, config):
 def test_encoder_decoders_that_ignore_padding_are_not_reported(caplog):
     Path("a.jsonl").write_text("".join(json.dumps({"q": f"what is {i}", "a": f"it is {i}"}) + "\n" for i in range(12)))
     data = {"files": {"train": "a.jsonl"}, "text": "q", "target": "a", "max_length": 16, "max_target_length": 16}
-    t5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "initializer_factor": 5.0}
+    t5 = {
+        "model_type": "t5",
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "initializer_factor": 5.0,
+    }
     make_run("seq2seq", {"config": t5, "tokenizer": {"kind": "word"}}, data, micro_batch_size=2)
     assert reports(caplog) == []
 
@@ -117,7 +153,11 @@ def test_xlnet_is_padded_on_the_left_and_each_text_has_the_logits_that_it_has_al
     for batch in run.train_loader.batches():
         assert (batch.inputs["attention_mask"][:, -1] == 1).all()
         with torch.no_grad():
-            logits = run.unwrap_model().eval()(**{name: value for name, value in batch.inputs.items() if name != "labels"}).logits
+            logits = (
+                run.unwrap_model()
+                .eval()(**{name: value for name, value in batch.inputs.items() if name != "labels"})
+                .logits
+            )
         for index, found in zip(batch.ids, logits, strict=True):
             torch.testing.assert_close(found, alone(run, index)[0], rtol=1e-4, atol=1e-4)
 
@@ -136,7 +176,11 @@ def test_micro_batches_of_xlnet_make_the_same_step():
 @pytest.mark.parametrize(
     ("plugins", "train", "message"),
     [
-        ([], {"micro_batch_size": 2}, "recipe.yaml: train.micro_batch_size: found 2. FNetForSequenceClassification reads padding"),
+        (
+            [],
+            {"micro_batch_size": 2},
+            "recipe.yaml: train.micro_batch_size: found 2. FNetForSequenceClassification reads padding",
+        ),
         ([LengthBucketing()], {}, "recipe.yaml: plugins.length-bucketing: FNetForSequenceClassification reads padding"),
     ],
     ids=["micro-batches", "length-bucketing"],
@@ -167,7 +211,8 @@ def test_a_text_that_a_model_cannot_compute_alone_needs_larger_micro_batches(tas
     data |= {"label": "label"} if task == CLASSIFY else {"words": "words", "tags": "tags"}
     model = {"config": READING["canine"], "tokenizer": {"kind": "word"}}
     message = (
-        "recipe.yaml: train.micro_batch_size: found 1: CanineFor.* cannot compute .* Use .* two samples or more, or pad all texts alike"
+        "recipe.yaml: train.micro_batch_size: found 1: CanineFor.* cannot compute .* Use .* two samples or "
+        "more, or pad all texts alike"
     )
     with pytest.raises(RecipeError, match=message):
         make_run(task, model, data, micro_batch_size=1)
@@ -180,13 +225,21 @@ def predicting(task: str, data: dict[str, Any], **train: Any) -> Any:
     tree = {"model": {"name": "unused"}, "data": {"files": {"train": "rows.jsonl"}, "max_length": 16} | data}
     tree |= {"train": {"device": "cpu", "batch_size": 8} | train, "plugins": [task, {"module": False}], "output": "run"}
     recipe = make_recipe(tree, Path("recipe.yaml"))
-    recipe.inference = Inference(Path("checkpoint").resolve(), "predict", ["a film", "a fine and lovely film so long", "dull"], chunk=8)
+    recipe.inference = Inference(
+        Path("checkpoint").resolve(), "predict", ["a film", "a fine and lovely film so long", "dull"], chunk=8
+    )
     return build(resolve(recipe))
 
 
 RWKV = {"model_type": "rwkv", "hidden_size": 16, "num_hidden_layers": 2, "context_length": 128}
 PREDICTED = {
-    "fnet": (CLASSIFY, AutoModelForSequenceClassification, READING["fnet"], {"label": "label"}, " or pad all texts alike"),
+    "fnet": (
+        CLASSIFY,
+        AutoModelForSequenceClassification,
+        READING["fnet"],
+        {"label": "label"},
+        " or pad all texts alike",
+    ),
     "rwkv": ("causal-lm", AutoModelForCausalLM, RWKV, {}, "train.eval_batch_size=1."),
 }
 
@@ -198,12 +251,17 @@ def test_batched_predictions_that_depend_on_the_batch_are_refused(task, auto, co
     with pytest.raises(RecipeError) as caught:
         predicting(task, data)
     assert str(caught.value).startswith("recipe.yaml: train.eval_batch_size: batches have up to 8 texts. ")
-    assert "a prediction depends on the other texts of its batch. Predict one text at a time: train.eval_batch_size=1" in str(caught.value)
+    assert (
+        "a prediction depends on the other texts of its batch. Predict one text at a time: train.eval_batch_size=1"
+        in str(caught.value)
+    )
     assert end in str(caught.value)
     predicting(task, data, eval_batch_size=1)
 
 
 def test_batched_predictions_of_a_model_that_ignores_padding_are_made():
     write_rows(["A", "B"])
-    save_checkpoint(AutoModelForCausalLM, {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "initializer_range": 0.2})
+    save_checkpoint(
+        AutoModelForCausalLM, {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "initializer_range": 0.2}
+    )
     predicting("causal-lm", {})

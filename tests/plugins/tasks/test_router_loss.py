@@ -1,4 +1,4 @@
-"""The auxiliary loss of a router, ``output_router_logits: true``: training adds it as transformers does, or refuses the model."""
+"""The auxiliary loss of a router, ``output_router_logits: true``: training adds it like transformers, or refuses."""
 
 from __future__ import annotations
 
@@ -14,16 +14,42 @@ from text_helpers import make_run
 from fastloop import Plugin, RecipeError
 from fastloop_plugins.data.packing import Packing
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 48}
-ROUTED = {**SIZES, "num_key_value_heads": 1, "initializer_range": 0.2, "output_router_logits": True, "num_experts_per_tok": 2}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 48,
+}
+ROUTED = {
+    **SIZES,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+    "output_router_logits": True,
+    "num_experts_per_tok": 2,
+}
 MODELS = {
     "qwen2_moe": ROUTED | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4},
     "mixtral": ROUTED | {"num_local_experts": 4, "router_aux_loss_coef": 0.1},
     "olmoe": ROUTED | {"num_experts": 4},
-    "jetmoe": {key: value for key, value in ROUTED.items() if key != "num_attention_heads"} | {"num_local_experts": 4, "kv_channels": 8},
+    "jetmoe": {key: value for key, value in ROUTED.items() if key != "num_attention_heads"}
+    | {"num_local_experts": 4, "kv_channels": 8},
 }
-NLLB = {"model_type": "nllb-moe", "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_sparse_step": 2, "num_experts": 4}
-NLLB |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "decoder_sparse_step": 2}
+NLLB = {
+    "model_type": "nllb-moe",
+    "d_model": 16,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_sparse_step": 2,
+    "num_experts": 4,
+}
+NLLB |= {
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "decoder_sparse_step": 2,
+}
 
 
 def made(kind: str, *plugins: Plugin, config: dict[str, Any] | None = None, **train: Any) -> Any:
@@ -83,7 +109,9 @@ def test_packed_rows_have_the_same_routers_loss():
 
 
 def test_evaluation_and_perplexity_are_of_cross_entropy_alone():
-    metrics = [execute(made("mixtral", config={"output_router_logits": on}, lr=1e-12))["validation"] for on in (True, False)]
+    metrics = [
+        execute(made("mixtral", config={"output_router_logits": on}, lr=1e-12))["validation"] for on in (True, False)
+    ]
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-6)
 
 

@@ -26,11 +26,23 @@ from fastloop.recipe import make_recipe
 from fastloop.registry import resolve
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
-BART = {"model_type": "bart", "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64, "dropout": 0.0}
+BART = {
+    "model_type": "bart",
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+}
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
 TOKENIZER = {"kind": "bpe", "vocab_size": 300}
 MODEL = {"config": T5, "tokenizer": TOKENIZER}
-DATA = {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}, "target": "short", "max_length": 32, "max_target_length": 12}
+DATA = {
+    "files": {"train": "rows.jsonl", "validation": "rows.jsonl"},
+    "target": "short",
+    "max_length": 32,
+    "max_target_length": 12,
+}
 ROOT = Path(__file__).parents[3]
 ROWS = [{"text": f"write number {i}" + " please" * (i * 7 % 4), "short": f"{i}" + " now" * (i % 3)} for i in range(20)]
 
@@ -60,13 +72,18 @@ def generated(folder: str, texts: list[str], **options: Any) -> list[str]:
 
 
 def plain_loop(folder: str) -> tuple[dict[str, torch.Tensor], float]:
-    """Train with SGD on the batches that fastloop documents, with transformers' loss. Returns the weights, and their loss on all rows."""
+    """Train with SGD on the batches that fastloop documents, with transformers' loss. Returns the weights, and their
+    loss on all rows."""
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, weight_decay=0.0)
 
     def loss(rows: list[dict[str, str]]) -> torch.Tensor:
-        inputs = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False)
-        labels = tokenizer(text_target=[row["short"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False)
+        inputs = tokenizer(
+            [row["text"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False
+        )
+        labels = tokenizer(
+            text_target=[row["short"] for row in rows], padding=True, return_tensors="pt", return_token_type_ids=False
+        )
         targets = labels["input_ids"].masked_fill(labels["attention_mask"] == 0, -100)
         found: torch.Tensor = model(**inputs, labels=targets).loss
         return found
@@ -103,7 +120,9 @@ def test_accumulated_micro_batches_give_the_step_of_the_whole_batch(plugins):
 
     whole, split = run(), run(micro_batch_size=2)
     assert whole.state.step == split.state.step == 2
-    assert whole.state.metrics["validation"]["loss"] == pytest.approx(split.state.metrics["validation"]["loss"], rel=1e-6)
+    assert whole.state.metrics["validation"]["loss"] == pytest.approx(
+        split.state.metrics["validation"]["loss"], rel=1e-6
+    )
     for one, other in zip(whole.model.parameters(), split.model.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
@@ -122,7 +141,9 @@ def test_two_processes_give_the_numbers_of_one(tmp_path, processes):
         same(results[name], one, 1e-5)
     metrics = one["summary"]["validation"]
     assert results["ddp"]["summary"]["validation"] == pytest.approx(metrics, rel=1e-5)
-    refused = processes(2, all_of, [base | {"name": "refused", "plugins": [task, "fsdp"]}], folder=tmp_path)[0].result["refused"]
+    refused = processes(2, all_of, [base | {"name": "refused", "plugins": [task, "fsdp"]}], folder=tmp_path)[0].result[
+        "refused"
+    ]
     assert "plugins.seq2seq.generate: 'fsdp' shards the weights" in refused["error"]
 
 
@@ -185,7 +206,9 @@ def test_every_format_gives_the_same_samples(suffix):
             writer = csv.DictWriter(file, ["short", "text"], delimiter="," if suffix == ".csv" else "\t")
             writer.writeheader()
             writer.writerows(ROWS)
-    datasets = [make_run("seq2seq", MODEL, DATA | {"files": {"train": name}}).datasets["train"] for name in ("rows.jsonl", path)]
+    datasets = [
+        make_run("seq2seq", MODEL, DATA | {"files": {"train": name}}).datasets["train"] for name in ("rows.jsonl", path)
+    ]
     assert datasets[0].fingerprint() == datasets[1].fingerprint()
 
 
@@ -214,10 +237,15 @@ def test_weights_are_target_tokens_and_each_side_is_padded_to_its_longest():
     empty = collate([{"input_ids": short["input_ids"][:0], "labels": short["labels"]}])
     assert empty.inputs["input_ids"].tolist() == [[0]]
 
-    padded = make_run("seq2seq", MODEL, DATA | {"padding": "max_length"}).loaders.collators["train"]([long, short]).inputs
+    padded = (
+        make_run("seq2seq", MODEL, DATA | {"padding": "max_length"}).loaders.collators["train"]([long, short]).inputs
+    )
     assert (padded["input_ids"].shape, padded["labels"].shape) == ((2, 32), (2, 12))
     with torch.no_grad():
-        losses = [run.hooks.compute_loss(run=run, model=run.model.eval(), batch=inputs).loss for inputs in (batch.inputs, padded)]
+        losses = [
+            run.hooks.compute_loss(run=run, model=run.model.eval(), batch=inputs).loss
+            for inputs in (batch.inputs, padded)
+        ]
     torch.testing.assert_close(*losses, rtol=1e-6, atol=0)
 
 
@@ -259,7 +287,9 @@ def test_the_token_cache_gives_the_same_samples(caplog):
 
 
 def test_a_tokenizer_that_adds_no_end_token_gets_one_for_targets():
-    folder = pretrained("causal-lm", TINY_GPT | {"n_positions": 64}, {"files": {"train": "rows.jsonl"}, "max_length": 32})
+    folder = pretrained(
+        "causal-lm", TINY_GPT | {"n_positions": 64}, {"files": {"train": "rows.jsonl"}, "max_length": 32}
+    )
     run = make_run("seq2seq", {"config": T5, "tokenizer": folder}, DATA | {"max_target_length": 4})
     tokenizer, dataset = task_of(run).text_model.tokenizer, run.datasets["train"]
     assert tokenizer("a")["input_ids"][-1] != tokenizer.eos_token_id
@@ -267,7 +297,9 @@ def test_a_tokenizer_that_adds_no_end_token_gets_one_for_targets():
     assert max(len(dataset[index]["labels"]) for index in range(20)) <= 4
 
 
-@pytest.mark.parametrize("plugin", ["activation-checkpointing", {"amp": {"dtype": "bf16"}}, {"length-bucketing": {"window": 2}}])
+@pytest.mark.parametrize(
+    "plugin", ["activation-checkpointing", {"amp": {"dtype": "bf16"}}, {"length-bucketing": {"window": 2}}]
+)
 def test_plugins_train_it(plugin):
     name = plugin if isinstance(plugin, str) else next(iter(plugin))
     plain, run = (trained(MODEL, DATA, ["seq2seq", *more], output=str(len(more))) for more in ([], [plugin]))
@@ -307,10 +339,15 @@ def test_the_target_column_selects_the_task():
 
 
 def test_wrong_recipes_are_refused():
-    assert refused(target=None) == "recipe.yaml: data.target: missing. Name the column of targets, such as data.target=summary."
+    assert (
+        refused(target=None)
+        == "recipe.yaml: data.target: missing. Name the column of targets, such as data.target=summary."
+    )
     assert "data.target: found 'text', the column of data.text too." in refused(target="text")
     assert "recipe.yaml: data.label: a language model has no labels" in refused(label="short")
-    assert "model.config: transformers has no encoder-decoder for 'gpt2'" in refused(model={"config": TINY_GPT, "tokenizer": TOKENIZER})
+    assert "model.config: transformers has no encoder-decoder for 'gpt2'" in refused(
+        model={"config": TINY_GPT, "tokenizer": TOKENIZER}
+    )
     message = refused(model={"config": BART, "tokenizer": TOKENIZER}, max_target_length=65)
     assert message == "recipe.yaml: data.max_target_length: found 65, and the model takes 64 tokens at most."
     message = refused(model={"config": BART, "tokenizer": TOKENIZER}, plugins=[{"seq2seq": {"max_new_tokens": 65}}])
@@ -321,26 +358,41 @@ def test_wrong_recipes_are_refused():
 def test_a_model_with_another_loss_is_refused_before_training():
     """ProphetNet's loss includes tokens further ahead."""
     sizes = {"hidden_size": 16, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 64}
-    heads = dict.fromkeys(("num_encoder_layers", "num_decoder_layers", "num_encoder_attention_heads", "num_decoder_attention_heads"), 1)
+    heads = dict.fromkeys(
+        ("num_encoder_layers", "num_decoder_layers", "num_encoder_attention_heads", "num_decoder_attention_heads"), 1
+    )
     message = refused(model={"config": {"model_type": "prophetnet"} | sizes | heads, "tokenizer": TOKENIZER})
-    pattern = r"recipe.yaml: model: ProphetNetForConditionalGeneration computes a loss of [\d.]+, expected [\d.]+, the mean cross entropy"
+    pattern = (
+        r"recipe.yaml: model: ProphetNetForConditionalGeneration computes a loss of [\d.]+, expected [\d.]+, "
+        r"the mean cross entropy"
+    )
     assert re.match(pattern, message), message
 
 
 def test_wrong_rows_are_refused_by_their_column():
-    assert "rows.jsonl: there is no column 'brief', which data.target names. Its columns: text, short." in refused(target="brief")
+    assert "rows.jsonl: there is no column 'brief', which data.target names. Its columns: text, short." in refused(
+        target="brief"
+    )
     Path("rows.csv").write_text("text,short\na,b\n")
     message = refused(files={"train": "rows.csv"}, target="brief")
     assert "rows.csv: there is no column 'brief', which data.target names." in message
     write([{"text": "a", "short": 3}])
     assert "row 1: column 'short' holds 3 (int), expected text (data.target)." in refused(files={"train": "rows.jsonl"})
     Path("rows.txt").write_text("a\nb\n")
-    assert "rows.txt: a .txt file has one column, and data.target needs another." in refused(files={"train": "rows.txt"})
+    assert "rows.txt: a .txt file has one column, and data.target needs another." in refused(
+        files={"train": "rows.txt"}
+    )
 
 
 def test_unreadable_targets_are_skipped_when_asked_for(caplog):
     write([*ROWS, {"text": "a", "short": 3}])
-    tree = {"model": MODEL, "data": DATA, "train": {"device": "cpu"}, "plugins": ["seq2seq", "skip-unreadable"], "output": "run"}
+    tree = {
+        "model": MODEL,
+        "data": DATA,
+        "train": {"device": "cpu"},
+        "plugins": ["seq2seq", "skip-unreadable"],
+        "output": "run",
+    }
     recipe = make_recipe(tree, Path("recipe.yaml"))
     with caplog.at_level(logging.WARNING, "fastloop"):
         run = build(resolve(recipe))
@@ -362,7 +414,9 @@ def test_the_page_leads_from_a_file_to_predictions(cli):
     Path("new.csv").write_text("\n".join([header, *[line] * 3]) + "\n")
     Path("news.yaml").write_text(recipe[1])
     blocks = re.findall(r"(?ms)^```sh\n(.*?)^```", page)
-    commands = [shlex.split(command)[1:] for block in blocks for command in block.splitlines() if "seq2seq_dates" not in command]
+    commands = [
+        shlex.split(command)[1:] for block in blocks for command in block.splitlines() if "seq2seq_dates" not in command
+    ]
     assert len(commands) == 8
     for command in commands:
         more = [f"model.name={folder}", "train.device=cpu"] if command[0] in ("plan", "train") else []

@@ -1,4 +1,4 @@
-"""``data.streaming``: every row once an epoch on any number of readers, resume without reading again, and refusals by name."""
+"""``data.streaming``: every row once an epoch on any number of readers, resume without a second read, and refusals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ import numpy as np
 import pytest
 import torch
 from checkpoint_helpers import tokenizer
-from streaming_helpers import NAMES, classify, generate, ids_by_step, loader, record_readers, write_lines, write_parquet, write_shards
+from streaming_helpers import (
+    NAMES,
+    classify,
+    generate,
+    ids_by_step,
+    loader,
+    record_readers,
+    write_lines,
+    write_parquet,
+    write_shards,
+)
 from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError, UsageError
@@ -70,7 +80,9 @@ def test_samples_equal_those_in_memory():
 @pytest.mark.slow
 def test_a_resumed_run_reads_only_what_its_windows_had_in_memory(readers):
     table = rows(6400, NAMES)
-    run = classify([write_parquet("a.parquet", table[:3200], group=50), write_parquet("b.parquet", table[3200:], group=50)])
+    run = classify(
+        [write_parquet("a.parquet", table[:3200], group=50), write_parquet("b.parquet", table[3200:], group=50)]
+    )
     dataset, start = run.datasets["train"], 4800
     readers.clear()
     before = dataset.read_ranges(0, [range(start, start + 16)])
@@ -207,14 +219,22 @@ def test_rows_without_a_token_to_predict_have_no_effect():
     run = generate(write_parquet("a.parquet", table, group=16), shuffle_buffer=1, lanes=1)
     weights = [sum(batch.loss_weight for batch in step) for step in loader(run, batch_size=4).steps()]
     assert len(weights) == 32
-    assert all(torch.isfinite(run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs).loss) for batch in loader(run).batches())
+    assert all(
+        torch.isfinite(run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs).loss)
+        for batch in loader(run).batches()
+    )
     assert min(weights) > 0
 
 
 @pytest.mark.slow
 def test_conversations_stream_with_their_loss_masks():
     chats = [
-        {"messages": [{"role": "user", "content": f"What is {number}?"}, {"role": "assistant", "content": f"It is {number}."}]}
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {number}?"},
+                {"role": "assistant", "content": f"It is {number}."},
+            ]
+        }
         for number in range(64)
     ]
     arguments = {"messages": "messages", "chat_template": "chatml", "max_length": 64}
@@ -236,10 +256,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "label_map": ({"label_map": {"-": None}}, "data.label_map: cannot hold with data.streaming: null leaves out rows"),
     "mix": ({"mix": [1.0, 2.0]}, r"data.mix: found \[1.0, 2.0\] for 1 entries of data.files.train"),
     "no files": ({"files": None, "name": "somewhere"}, "data.streaming: it reads data.files.train"),
-    "json": ({"files": {"train": "rows.json"}}, "rows.json: cannot be streamed. Expected files of type .parquet, .tar, .jsonl, .csv, .tsv"),
+    "json": (
+        {"files": {"train": "rows.json"}},
+        "rows.json: cannot be streamed. Expected files of type .parquet, .tar, .jsonl, .csv, .tsv",
+    ),
     "twice": ({"files": {"train": ["rows.jsonl", "row*.jsonl"]}}, "data.files.train: .*rows.jsonl is listed twice"),
     "no column": ({"text": "txt"}, "there is no column 'txt', which data.text names"),
-    "not streaming": ({"streaming": False, "shuffle_buffer": 5}, "data.shuffle_buffer: it is for data.streaming, which is not on"),
+    "not streaming": (
+        {"streaming": False, "shuffle_buffer": 5},
+        "data.shuffle_buffer: it is for data.streaming, which is not on",
+    ),
     "no such url": ({"files": {"train": "memory://nowhere/*.parquet"}}, "no file matches memory://nowhere"),
 }
 
@@ -258,12 +284,20 @@ def test_settings_that_cannot_hold_are_refused_by_name(case):
     [
         (["length-bucketing"], "plugins.length-bucketing: cannot hold with data.streaming"),
         ([{"folds": {"number": 0, "of": 3}}], "plugins.folds: cannot hold with data.streaming"),
-        ([{"text-classification": {"loss": {"name": "focal", "class_weights": "balanced"}}}], "class_weights: balanced cannot hold"),
+        (
+            [{"text-classification": {"loss": {"name": "focal", "class_weights": "balanced"}}}],
+            "class_weights: balanced cannot hold",
+        ),
     ],
     ids=["length-bucketing", "folds", "class-weights"],
 )
 def test_plugins_that_need_all_rows_are_refused(plugins, message):
-    data = {"files": {"train": write_lines("rows.jsonl", rows(8, NAMES))}, "streaming": True, "validation_fraction": 0, "label": "label"}
+    data = {
+        "files": {"train": write_lines("rows.jsonl", rows(8, NAMES))},
+        "streaming": True,
+        "validation_fraction": 0,
+        "label": "label",
+    }
     with pytest.raises(RecipeError, match=message):
         TextData(make_recipe({"data": data, "plugins": plugins}, Path("recipe.yaml")), labelled=True)
 

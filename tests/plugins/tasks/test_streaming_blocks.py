@@ -1,4 +1,4 @@
-"""Blocks of tokens across streamed texts: equal to those in memory for any row groups, resumed exactly, and counted once."""
+"""Blocks of tokens across streamed texts: equal to those in memory for any row groups, resumed exactly."""
 
 from __future__ import annotations
 
@@ -56,19 +56,24 @@ def stream(files: Any, **changes: Any) -> Run:
 def test_blocks_equal_those_in_memory_for_any_row_groups(group, size, monkeypatch):
     monkeypatch.setattr(_streaming_formats, "LINES", group)
     files = write(texts(120), group)
-    memory = make_run("causal-lm", MODEL, data_section(files, {"streaming": None, "max_length": size})).datasets["train"]
+    memory = make_run("causal-lm", MODEL, data_section(files, {"streaming": None, "max_length": size})).datasets[
+        "train"
+    ]
     run = stream(files, shuffle_buffer=0, max_length=size)
     assert samples_of(run.datasets["train"]) == samples_of(memory)
     shuffled = stream(files, max_length=size).datasets["train"]
     found = dict(chain.from_iterable(shuffled.read_ranges(0, [range(len(memory))])))
-    assert [found[number]["input_ids"].tolist() for number in range(len(memory))] == [row["input_ids"] for row in samples_of(memory)]
+    assert [found[number]["input_ids"].tolist() for number in range(len(memory))] == [
+        row["input_ids"] for row in samples_of(memory)
+    ]
 
 
 def test_a_group_without_a_block_of_its_own_is_skipped():
     index = Index(["a"], np.zeros(5, np.int64), np.arange(5), np.full(5, 3))
     assert index_blocks(index, np.array([5, 2, 1, 0, 26]), [0], 8, "data").rows.tolist() == [1, 0, 0, 0, 4]
     assert index_blocks(index, np.array([8, 8, 1, 9, 0]), [0, 2], 8, "data").rows.tolist() == [1, 1, 1, 1, 0]
-    assert index_blocks(index, np.array([8, 8, 1, 0, 0]), [0], 8, "data").rows.tolist() == [1, 1, 0, 0, 0]  # one token is no block
+    # one token is no block
+    assert index_blocks(index, np.array([8, 8, 1, 0, 0]), [0], 8, "data").rows.tolist() == [1, 1, 0, 0, 0]
     with pytest.raises(RecipeError, match="has no two tokens"):
         index_blocks(index, np.array([1, 0, 0, 0, 0]), [0], 8, "data")
 
@@ -90,7 +95,9 @@ def test_a_resumed_run_reads_a_part_of_the_texts(readers, monkeypatch):
     whole = dict(enumerate(chain.from_iterable(dataset.read_ranges(2, (range(n, n + 1) for n in range(size))))))
     readers.clear()
     start = size * 9 // 10
-    for position, (number, sample) in enumerate(chain.from_iterable(dataset.read_ranges(2, [range(start, size)])), start):
+    for position, (number, sample) in enumerate(
+        chain.from_iterable(dataset.read_ranges(2, [range(start, size)])), start
+    ):
         assert number == whole[position][0]
         assert sample["input_ids"].tolist() == whole[position][1]["input_ids"].tolist()
     (reader,) = readers
@@ -104,7 +111,9 @@ def test_a_mix_cuts_the_blocks_of_each_source_by_itself():
     memory = [
         {
             tuple(row["input_ids"])
-            for row in samples_of(make_run("causal-lm", MODEL, data_section(path, {"streaming": None})).datasets["train"])
+            for row in samples_of(
+                make_run("causal-lm", MODEL, data_section(path, {"streaming": None})).datasets["train"]
+            )
         }
         for path in files
     ]

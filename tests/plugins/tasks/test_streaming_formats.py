@@ -1,4 +1,4 @@
-"""The formats that ``data.streaming`` reads: each gives the rows of the data in memory, on any readers, and resumes exactly."""
+"""The formats that ``data.streaming`` reads: the rows of the data in memory, on any readers, and an exact resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ import pyarrow
 import pytest
 from checkpoint_helpers import tokenizer
 from pyarrow import parquet
-from streaming_helpers import NAMES, classify, ids_by_step, loader, record_readers, samples_of, write_lines, write_parquet
+from streaming_helpers import (
+    NAMES,
+    classify,
+    ids_by_step,
+    loader,
+    record_readers,
+    samples_of,
+    write_lines,
+    write_parquet,
+)
 from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError
@@ -47,7 +56,8 @@ def table(count: int = ROWS) -> list[dict[str, Any]]:
 
 
 def write(path: str, content: list[dict[str, Any]]) -> str:
-    """A file of the format and compression that its name shows. Lines of files of lines have gaps and no last line end."""
+    """A file of the format and compression that its name shows. Lines of files of lines have gaps and no last line
+    end."""
     inner = path
     codec = next((codec for suffix, codec in CODECS.items() if path.endswith(suffix)), None)
     if codec is not None:
@@ -60,7 +70,9 @@ def write(path: str, content: list[dict[str, Any]]) -> str:
         Path(inner).write_text("\n\n".join(json.dumps(row) for row in content))
     else:
         with Path(inner).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["label", "text"], delimiter="\t" if inner.endswith(".tsv") else ",", lineterminator="\r\n")
+            writer = csv.DictWriter(
+                file, ["label", "text"], delimiter="\t" if inner.endswith(".tsv") else ",", lineterminator="\r\n"
+            )
             writer.writeheader()
             for number, row in enumerate(content):
                 writer.writerow(row)
@@ -93,7 +105,9 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
 def test_a_format_gives_the_rows_of_memory_and_resumes_exactly(path):
     write(path, content := table())
     tokenizer(path=write_lines("all.jsonl", content)).save_pretrained("words")
-    memory = classify("all.jsonl" if path.endswith(".tar") else path, TOKENIZER="words", streaming=None).datasets["train"]
+    memory = classify("all.jsonl" if path.endswith(".tar") else path, TOKENIZER="words", streaming=None).datasets[
+        "train"
+    ]
     assert samples_of(classify(path, TOKENIZER="words", shuffle_buffer=0).datasets["train"]) == samples_of(memory)
     run = classify(path, TOKENIZER="words", shuffle_buffer=30)
     steps = ids_by_step(run, epoch=1)
@@ -173,7 +187,9 @@ def test_files_that_cannot_be_read_are_named_at_the_start():
 def damage(path: str, group: int = 5) -> None:
     """Change bytes in the page of texts of a row group."""
     columns = parquet.ParquetFile(path).metadata.row_group(group)
-    column = next(columns.column(index) for index in range(columns.num_columns) if columns.column(index).path_in_schema == "text")
+    column = next(
+        columns.column(index) for index in range(columns.num_columns) if columns.column(index).path_in_schema == "text"
+    )
     content = bytearray(Path(path).read_bytes())
     end = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size
     for place in range(end - 40, end):
@@ -185,7 +201,9 @@ def test_a_damaged_page_found_at_the_start_is_named():
     damage(path := write("a.parquet", table()))
     with pytest.raises(RecipeError, match=r"^a\.parquet: cannot be read as \.parquet: .*[^.]\.$"):
         classify(path, streaming=None)
-    with pytest.raises(DataError, match=r"^a\.parquet: row group at 5 cannot be read: .*[^.]\. The file is damaged") as caught:
+    with pytest.raises(
+        DataError, match=r"^a\.parquet: row group at 5 cannot be read: .*[^.]\. The file is damaged"
+    ) as caught:
         classify(path)
     assert caught.value.__cause__ is None  # else the command line prints its traceback
 
@@ -194,7 +212,9 @@ def test_a_damaged_page_found_at_the_start_is_named():
 def test_a_page_with_another_checksum_is_refused(streaming):
     """Without compression, a changed page is readable text."""
     names = pyarrow.Table.from_pylist(table())
-    parquet.write_table(names, "a.parquet", row_group_size=20, compression="none", write_page_checksum=True, use_dictionary=False)
+    parquet.write_table(
+        names, "a.parquet", row_group_size=20, compression="none", write_page_checksum=True, use_dictionary=False
+    )
     damage("a.parquet")
     with pytest.raises((DataError, RecipeError), match=r"a\.parquet: .*CRC checksum verification failed"):
         classify("a.parquet", streaming=streaming)
@@ -205,7 +225,9 @@ def test_a_page_that_is_damaged_while_training_is_named(workers):
     run = classify(path := write("a.parquet", table()))
     damage(path)
     read = loader(run, workers=workers)
-    with pytest.raises(DataError, match=r"^a\.parquet: row group at 5 cannot be read: .*[^.]\. The file is damaged[^\n]*$") as caught:
+    with pytest.raises(
+        DataError, match=r"^a\.parquet: row group at 5 cannot be read: .*[^.]\. The file is damaged[^\n]*$"
+    ) as caught:
         list(read.batches())
     read.close()
     assert caught.value.__cause__ is None

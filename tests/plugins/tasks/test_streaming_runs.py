@@ -1,4 +1,4 @@
-"""Whole runs with ``data.streaming``: audited on several processes and workers, killed and resumed, and in flat memory."""
+"""Whole runs with ``data.streaming``: audited on several processes and workers, killed and resumed, in flat memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,11 @@ class Kill(Plugin):
 """
 
 
-def write_recipe(*plugins: Any, model: Mapping[str, Any] = MODEL, data: Mapping[str, Any] | None = None, **train: Any) -> None:
-    """``recipe.yaml``, which streams three files of 403 rows, and a plugin that kills its process at the step KILL_AT."""
+def write_recipe(
+    *plugins: Any, model: Mapping[str, Any] = MODEL, data: Mapping[str, Any] | None = None, **train: Any
+) -> None:
+    """``recipe.yaml``, which streams three files of 403 rows, and a plugin that kills its process at the step
+    KILL_AT."""
     Path("kill.py").write_text(KILL)
     files = {"train": write_shards(ROWS), "validation": write_lines("validation.jsonl", rows(24, NAMES))}
     section = {"files": files, "label": "label", "streaming": True, "max_length": 16, "shuffle_buffer": 100, "lanes": 4}
@@ -64,13 +67,20 @@ def write_recipe(*plugins: Any, model: Mapping[str, Any] = MODEL, data: Mapping[
 
 def recorded(folder: str = "run") -> list[int]:
     """The ids of all samples of the last epoch, over all processes."""
-    lines = [json.loads(line) for path in Path(folder, "sample-audit").iterdir() for line in path.read_text().splitlines()]
-    return sorted(chain.from_iterable(batch["ids"] for line in lines if line["epoch"] == 1 for batch in line["batches"]))
+    lines = [
+        json.loads(line) for path in Path(folder, "sample-audit").iterdir() for line in path.read_text().splitlines()
+    ]
+    return sorted(
+        chain.from_iterable(batch["ids"] for line in lines if line["epoch"] == 1 for batch in line["batches"])
+    )
 
 
-@pytest.mark.parametrize(("processes", "workers"), [*product((1, 2, 4), (0, 1, 2))] if LONG else [(1, 2), (2, 0), (2, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("processes", "workers"), [*product((1, 2, 4), (0, 1, 2))] if LONG else [(1, 2), (2, 0), (2, 2), (4, 1)]
+)
 def test_the_audit_finds_every_row_once_an_epoch(processes, workers, monkeypatch):
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)  # the main process may use threads, which do not survive a fork
+    # the main process may use threads, which do not survive a fork
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
     write_recipe("ddp", {"dataloader-workers": {"num_workers": workers}})
     assert [run.wait() for run in together(count=processes)] == [0] * processes, said()
     audit = summary()["sample-audit"]
@@ -91,8 +101,8 @@ def test_a_killed_run_resumes_to_the_same_bits(task, plugins):
     changes: dict[str, Any] = {} if task == "classify" else {"model": LANGUAGE, "data": {"label": None}}
     monitor = {"monitor": "loss"}
     write_recipe(
-        {"dataloader-workers": {"num_workers": 2}}, {"checkpoint-best": monitor}, {"early-stopping": monitor | {"patience": 9}}, *plugins,
-        evaluate_every=8, **changes,
+        {"dataloader-workers": {"num_workers": 2}}, {"checkpoint-best": monitor},
+        {"early-stopping": monitor | {"patience": 9}}, *plugins, evaluate_every=8, **changes,
     )  # fmt: skip
     assert train("output=whole") == 0, said()
     assert train(environment={"KILL_AT": "37"}) == -9
@@ -120,7 +130,8 @@ TASKS: dict[str, tuple[Mapping[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("task", TASKS if "FASTLOOP_RELIABILITY" in os.environ else ["blocks", "seq2seq"])
 def test_a_killed_run_of_each_task_resumes_to_the_same_bits(task):
-    """Two processes, with two workers each before the kill and none after it. FASTLOOP_RELIABILITY=1 kills every task."""
+    """Two processes, with two workers each before the kill and none after it. FASTLOOP_RELIABILITY=1 kills every
+    task."""
     model, data = TASKS[task]
     table = every_column(200)
     files = {"train": [write_parquet("x.parquet", table[:120]), write_lines("y.jsonl", table[120:])]}
@@ -136,7 +147,10 @@ def test_a_killed_run_of_each_task_resumes_to_the_same_bits(task):
     )
     for end, changes in ((9, ["output=whole"]), (6, [])):
         environment = {"KILL_AT": "6"} if end == 6 else None
-        codes = [run.wait() for run in together("plugins.dataloader-workers.num_workers=2", *changes, environment=environment)]
+        codes = [
+            run.wait()
+            for run in together("plugins.dataloader-workers.num_workers=2", *changes, environment=environment)
+        ]
         assert (codes == [0, 0]) == (end == 9), said()
     assert steps()[-1] == 4
     assert [run.wait() for run in together("--resume")] == [0, 0], said()
@@ -156,7 +170,9 @@ def repeat_a_row_group() -> None:
 
 
 def test_the_audit_reports_a_row_group_that_comes_twice_and_one_that_never_comes():
-    write_recipe("ddp", data={"files": {"train": write_parquet("x.parquet", rows(320, NAMES))}, "validation_fraction": 0})
+    write_recipe(
+        "ddp", data={"files": {"train": write_parquet("x.parquet", rows(320, NAMES))}, "validation_fraction": 0}
+    )
     found = [Forked(environment=each, first=repeat_a_row_group) for each in ranks(2)]
     assert all(run.wait() for run in found)
     assert "plugin 'sample-audit': epoch 0: 32 of 320 samples are missing" in said()
@@ -232,7 +248,10 @@ def write_long_rows(path: str, count: int) -> None:
     with parquet.ParquetWriter(path, schema, use_dictionary=False, compression="none") as file:
         for first in range(0, count, 1000):
             starts = generator.integers(0, len(base) - 10_000, min(1000, count - first))
-            table = {"text": [base[start : start + 10_000] for start in starts], "label": [NAMES[start % 2] for start in starts]}
+            table = {
+                "text": [base[start : start + 10_000] for start in starts],
+                "label": [NAMES[start % 2] for start in starts],
+            }
             file.write_table(pyarrow.table(table, schema), row_group_size=1000)
 
 

@@ -1,4 +1,4 @@
-"""``data.streaming`` of every text task: with shuffling off, one pass gives the samples of the same data in memory, one by one."""
+"""``data.streaming`` of every text task: without shuffling, one pass gives the samples of the same data in memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,23 @@ GPT = TINY_GPT | {"n_positions": 64}
 BPE = {"kind": "bpe", "vocab_size": 300}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "text": ("text-classification", {"config": TINY, "tokenizer": "words"}, {"label": "label"}),
-    "pairs": ("text-classification", {"config": BERT, "tokenizer": "words"}, {"text": ["text", "other"], "label": "label"}),
-    "seq2seq": ("seq2seq", {"config": T5, "tokenizer": "words"}, {"target": "short", "prefix": "a ", "max_target_length": 3}),
+    "pairs": (
+        "text-classification",
+        {"config": BERT, "tokenizer": "words"},
+        {"text": ["text", "other"], "label": "label"},
+    ),
+    "seq2seq": (
+        "seq2seq",
+        {"config": T5, "tokenizer": "words"},
+        {"target": "short", "prefix": "a ", "max_target_length": 3},
+    ),
     "tags": ("token-classification", {"config": TINY, "tokenizer": "words"}, {"words": "words", "tags": "tags"}),
     "blocks": ("causal-lm", {"config": GPT, "tokenizer": "words"}, {"blocks": True}),
-    "chat": ("causal-lm", {"config": GPT, "tokenizer": BPE}, {"messages": "messages", "chat_template": "chatml", "max_length": 64}),
+    "chat": (
+        "causal-lm",
+        {"config": GPT, "tokenizer": BPE},
+        {"messages": "messages", "chat_template": "chatml", "max_length": 64},
+    ),
     "completions": ("causal-lm", {"config": GPT, "tokenizer": "words"}, {"prompt": "prompt", "completion": "short"}),
 }
 
@@ -78,12 +90,16 @@ def test_a_long_sentence_is_several_rows_of_its_batch():
 
 @pytest.mark.slow
 def test_sentences_without_words_have_no_effect():
-    table = [{"words": ["number"] * (number % 2), "tags": ["A" if number % 4 == 1 else "B"] * (number % 2)} for number in range(64)]
+    table = [
+        {"words": ["number"] * (number % 2), "tags": ["A" if number % 4 == 1 else "B"] * (number % 2)}
+        for number in range(64)
+    ]
     write_lines("gaps.jsonl", sorted(table, key=lambda row: len(row["words"])))
     task, model, section = CASES["tags"]
     run = make_run(task, model, data_section("gaps.jsonl", section | {"shuffle_buffer": 0}))
     batches = list(loader(run, batch_size=4).batches())
-    assert [batch.loss_weight for batch in batches] == [1] * 8 + [4] * 8  # micro-batches of empty sentences have a spare one
+    # micro-batches of empty sentences have a spare one
+    assert [batch.loss_weight for batch in batches] == [1] * 8 + [4] * 8
 
 
 @pytest.mark.slow
@@ -100,11 +116,19 @@ def test_tags_beyond_the_first_rows_are_known(monkeypatch):
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "blocks in memory": ("completions", {"prompt": None, "completion": None, "streaming": False, "blocks": True}, "data.blocks: it is for"),
+    "blocks in memory": (
+        "completions",
+        {"prompt": None, "completion": None, "streaming": False, "blocks": True},
+        "data.blocks: it is for",
+    ),
     "blocks of chats": ("chat", {"blocks": True}, "data.blocks: it is for texts"),
     "chats in csv": ("chat", {"files": {"train": "c.csv"}}, "data.messages needs a file of type .jsonl"),
     "tags in csv": ("tags", {"files": {"train": "c.csv"}}, "data.words needs a file of type"),
-    "conll": ("tags", {"files": {"train": "c.tsv"}, "format": "conll", "words": None, "tags": None}, "a CoNLL file cannot be streamed"),
+    "conll": (
+        "tags",
+        {"files": {"train": "c.tsv"}, "format": "conll", "words": None, "tags": None},
+        "a CoNLL file cannot be streamed",
+    ),
 }
 
 

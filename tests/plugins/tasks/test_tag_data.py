@@ -78,7 +78,9 @@ def test_a_word_that_begins_with_a_hash_is_no_comment(caplog):
         content = "\n".join("" if line is None else separator.join(line) for line in lines)
         assert load(write("a.conll", content)) == [(["#", "1"], ["O", "B-PER"]), (["#eu", "#"], ["B-ORG", "O"])]
     assert "comments" not in caplog.text
-    assert "a.conll, line 3: found 1 columns, expected 2, as in line 1." in refusal(write("a.conll", "EU B-ORG\n\n#eu\n"))
+    assert "a.conll, line 3: found 1 columns, expected 2, as in line 1." in refusal(
+        write("a.conll", "EU B-ORG\n\n#eu\n")
+    )
 
 
 def test_other_columns_of_a_conll_file():
@@ -130,18 +132,25 @@ CONLL = "a O\nb B-X\n"
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("a O\n\nb B-X extra\n", {}, "a.conll, line 3: found 3 columns, expected 2, as in line 1. Blank lines separate sentences."),
-        ("a\nb\n", {}, "a.conll, line 1: found one column, expected a word and its tag, separated by a tab or by spaces."),
-        ("a O\nb B-X\n", {"tags": 5}, "a.conll, line 1: there is no column 5, which data.tags names. The line has 2, counted from 0."),
+        ("a O\n\nb B-X extra\n", {}, "a.conll, line 3: found 3 columns, expected 2, as in line 1. Blank lines separate "
+                                     "sentences."),
+        ("a\nb\n", {}, "a.conll, line 1: found one column, expected a word and its tag, separated by a tab or "
+                       "by spaces."),
+        ("a O\nb B-X\n", {"tags": 5}, "a.conll, line 1: there is no column 5, which data.tags names. The line has 2, "
+                                      "counted from 0."),
         ("a\tO\nb\t\n", {}, "a.conll, line 2: column -1 (data.tags) is empty."),
         ("a O\nb O\n", {}, "a.conll: data.tags: found 'O', expected at least two different tags."),
         ("\n\n", {}, "a.conll: the train split is empty. Expected at least one sentence (data.files, data.splits)."),
-        (CONLL, {"tags": "ner"}, "data.tags: found 'ner' (str), and a.conll needs a number: the columns of CoNLL files have no"),
-        (CONLL, {"text": "text"}, "data.text: is for texts, and token-classification reads data.words and data.tags. Remove it."),
+        (CONLL, {"tags": "ner"}, "data.tags: found 'ner' (str), and a.conll needs a number: the columns of CoNLL "
+                                 "files have no"),
+        (CONLL, {"text": "text"}, "data.text: is for texts, and token-classification reads data.words and data.tags. "
+                                  "Remove it."),
         (CONLL, {"label_map": {"a": "b"}}, "data.label_map: is for texts"),
-        (CONLL, {"read": {"delimiter": ","}}, "data.read.delimiter: is for .csv files, which hold no lists of words. Remove it."),
+        (CONLL, {"read": {"delimiter": ","}}, "data.read.delimiter: is for .csv files, which hold no lists of words. "
+                                              "Remove it."),
         (CONLL, {"tag_names": ["O", "O"]}, "data.tag_names: found ['O', 'O'], expected at least two tags, each once."),
-        (CONLL, {"tag_names": ["O", "B-Y"]}, "line 2: found the tag 'B-X' (data.tags), which never occurs in data.tag_names."),
+        (CONLL, {"tag_names": ["O", "B-Y"]}, "line 2: found the tag 'B-X' (data.tags), which never occurs in "
+                                             "data.tag_names."),
     ],
 )  # fmt: skip
 def test_wrong_conll_files(content, options, message):
@@ -151,11 +160,16 @@ def test_wrong_conll_files(content, options, message):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"words": "a b", "tags": ["O"]}, "a.jsonl, row 2: column 'words' (data.words) holds 'a b' (str), expected a list of words."),
-        ({"words": ["a", 3], "tags": ["O", "O"]}, "column 'words' (data.words) has as word 2 one that holds 3 (int), expected text."),
-        ({"words": ["a", " "], "tags": ["O", "O"]}, "a.jsonl, row 2: column 'words' (data.words) has as word 2 one that is empty."),
-        ({"words": ["a"], "tags": ["O", "O"]}, "a.jsonl, row 2: found 1 words and 2 tags, expected a tag for each word."),
-        ({"words": ["a"], "tags": [None]}, "column 'tags' (data.tags) holds [None] (list), expected a list of tags: names, or"),
+        ({"words": "a b", "tags": ["O"]}, "a.jsonl, row 2: column 'words' (data.words) holds 'a b' (str), expected a "
+                                          "list of words."),
+        ({"words": ["a", 3], "tags": ["O", "O"]}, "column 'words' (data.words) has as word 2 one that holds 3 (int), "
+                                                  "expected text."),
+        ({"words": ["a", " "], "tags": ["O", "O"]}, "a.jsonl, row 2: column 'words' (data.words) has as word 2 one "
+                                                    "that is empty."),
+        ({"words": ["a"], "tags": ["O", "O"]}, "a.jsonl, row 2: found 1 words and 2 tags, expected a tag for "
+                                               "each word."),
+        ({"words": ["a"], "tags": [None]}, "column 'tags' (data.tags) holds [None] (list), expected a list of tags: "
+                                           "names, or"),
     ],
 )  # fmt: skip
 def test_wrong_lists(row, message):
@@ -164,25 +178,38 @@ def test_wrong_lists(row, message):
 
 
 def test_other_files_are_refused():
-    assert "a.csv: data.words needs a file of type .conll, .jsonl, .json or .parquet." in refusal(write("a.csv", "words,tags\n"))
-    assert "a.txt: data.words needs a file of type .conll, .jsonl, .json or .parquet. For a CoNLL file: data.format=conll." in refusal(
-        write("a.txt", CONLL)
+    assert "a.csv: data.words needs a file of type .conll, .jsonl, .json or .parquet." in refusal(
+        write("a.csv", "words,tags\n")
     )
-    assert "there is no column 'tags', which data.tags names. Its columns: words" in refusal(write_jsonl("a.jsonl", [{"words": ["a"]}]))
+    assert (
+        "a.txt: data.words needs a file of type .conll, .jsonl, .json or .parquet. For a CoNLL file: data.format=conll."
+        in refusal(write("a.txt", CONLL))
+    )
+    assert "there is no column 'tags', which data.tags names. Its columns: words" in refusal(
+        write_jsonl("a.jsonl", [{"words": ["a"]}])
+    )
     assert "a.jsonl needs the name of a column" in refusal("a.jsonl", tags=-1)
 
 
 def test_a_tag_that_training_lacks_is_named_by_its_line():
     files = {"train": write("a.conll", CONLL), "validation": write("b.conll", "-DOCSTART- O\n\na O\n\nb O\nc I-X\n")}
     message = refusal(files)
-    assert "b.conll, line 6: found the tag 'I-X' (data.tags), which never occurs in training. There: 'B-X', 'O'." in message
-    assert "To give the model this tag: data.tag_names=[B-X, O, I-X]. To leave this split out: data.splits.validation=null." in message
+    assert (
+        "b.conll, line 6: found the tag 'I-X' (data.tags), which never occurs in training. There: 'B-X', 'O'."
+        in message
+    )
+    assert (
+        "To give the model this tag: data.tag_names=[B-X, O, I-X]. To leave this split out: "
+        "data.splits.validation=null." in message
+    )
     assert load(files, role="validation", tag_names=["B-X", "O", "I-X"])[1] == (["b", "c"], ["O", "I-X"])
 
 
 def test_unreadable_sentences_are_skipped_on_request(caplog):
     write("a.conll", "a O\nb B-X\n\nbroken line here\n\nc O\n")
-    run = make({"files": {"train": "a.conll"}, "max_length": 16, "validation_fraction": 0.0}, plugins=["skip-unreadable"])
+    run = make(
+        {"files": {"train": "a.conll"}, "max_length": 16, "validation_fraction": 0.0}, plugins=["skip-unreadable"]
+    )
     assert len(run.datasets["train"]) == 2
     assert run.state.unreadable == 1
     assert "a.conll: 1 sentences cannot be read, and are skipped" in caplog.text
@@ -192,7 +219,9 @@ def test_cached_token_ids_give_the_same_samples():
     from tag_helpers import write_splits
 
     data = write_splits()
-    plain, *cached = (make(data, plugins=plugins, output=name) for name, plugins in (("a", ()), ("b", [CACHE]), ("c", [CACHE])))
+    plain, *cached = (
+        make(data, plugins=plugins, output=name) for name, plugins in (("a", ()), ("b", [CACHE]), ("c", [CACHE]))
+    )
     assert list(Path("tokens").iterdir())
     for run in cached:
         assert run.datasets["test"].fingerprint() == plain.datasets["test"].fingerprint()

@@ -63,7 +63,11 @@ def test_scores_equal_seqeval(scheme, data):
     assert found["accuracy"].item() == pytest.approx(accuracy_score(*words))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        report = report_of(*words, output_dict=True, zero_division=0, **strict) if any(set(tags) - {"O"} for tags in words[0]) else {}
+        report = (
+            report_of(*words, output_dict=True, zero_division=0, **strict)
+            if any(set(tags) - {"O"} for tags in words[0])
+            else {}
+        )
     for row in metrics["f1"].classes:
         theirs = report.get(row["name"], {"precision": 0, "recall": 0, "f1-score": 0, "support": 0})
         if report:
@@ -111,13 +115,16 @@ LOST = "tagged words belong to no entity of"
 
 
 @pytest.mark.parametrize(("rows", "scheme", "other"), [(IOB1, "IOB2", "IOB1"), (IOB2, "IOB1", "IOB2")])
-def test_tags_that_do_not_follow_the_scheme_are_counted_and_the_scheme_they_follow_is_named(rows, scheme, other, caplog):
+def test_tags_that_do_not_follow_the_scheme_are_counted_and_the_scheme_they_follow_is_named(
+    rows, scheme, other, caplog
+):
     data = {"files": {"train": write_jsonl("t.jsonl", rows)}, "max_length": 16, "validation_fraction": 0}
     make(data, task={"scheme": scheme})
     (line,) = [line for line in caplog.messages if LOST in line]
     example = rows[0]["tags"][0]
     assert line == (
-        f"data: train: 8 of 12 {LOST} {scheme}, and metrics leave them out, such as {example!r} after the beginning of a sentence. "
+        f"data: train: 8 of 12 {LOST} {scheme}, and metrics leave them out, such as {example!r} after the beginning of "
+        "a sentence. "
         f"The tags follow {other}: plugins.token-classification.scheme={other}"
     )
     caplog.clear()

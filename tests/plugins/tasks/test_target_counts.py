@@ -1,4 +1,4 @@
-"""Losses that are a mean over the targets which are not ignored: micro-batches and processes give the gradients of one batch."""
+"""Losses that are a mean over targets which are not ignored: micro-batches and processes give one batch's gradients."""
 
 from __future__ import annotations
 
@@ -34,7 +34,16 @@ MODELS: dict[str, Any] = {
     "masked": lambda: BertForMaskedLM(BertConfig(**TINY, **OFF)),
     "tags": lambda: BertForTokenClassification(BertConfig(**TINY, **OFF, num_labels=3)),
     "seq2seq": lambda: T5ForConditionalGeneration(
-        T5Config(vocab_size=WORDS, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, dropout_rate=0.0, decoder_start_token_id=0)
+        T5Config(
+            vocab_size=WORDS,
+            d_model=8,
+            d_kv=4,
+            d_ff=8,
+            num_layers=1,
+            num_heads=2,
+            dropout_rate=0.0,
+            decoder_start_token_id=0,
+        )
     ),
 }
 
@@ -134,8 +143,8 @@ def test_the_weight_that_a_collator_sets_is_kept():
     data = DataLoader(rows, batch_size=8, collate_fn=collate)  # type: ignore[arg-type] # rows are a map-style dataset
     model_of = copy.deepcopy(model)
     Trainer(
-        model_of, data, plugins=[{"log": False}, {"progress": False}], micro_batch_size=2, optimizer="SGD", lr=0.5, epochs=1, device="cpu",
-        output="run",
+        model_of, data, plugins=[{"log": False}, {"progress": False}], micro_batch_size=2, optimizer="SGD", lr=0.5,
+        epochs=1, device="cpu", output="run",
     ).fit()  # fmt: skip
     torch.testing.assert_close(model_of.state_dict(), raw(model, by_samples), rtol=1e-5, atol=1e-6)
 
@@ -167,7 +176,9 @@ def weights_on_a_process() -> dict[str, torch.Tensor]:
     pairs = [(row["input_ids"], row["labels"]) for row in samples(3)]
     model = Scores()
     options = {"batch_size": 8, "optimizer": "SGD", "lr": 0.5, "epochs": 1, "device": "cpu", "output": "run"}
-    Trainer(model, pairs, plugins=["ddp", {"log": False}, {"progress": False}], loss=functional.cross_entropy, **options).fit()
+    Trainer(
+        model, pairs, plugins=["ddp", {"log": False}, {"progress": False}], loss=functional.cross_entropy, **options
+    ).fit()
     return model.state_dict()
 
 
@@ -198,9 +209,18 @@ def test_a_recipes_module_counts_targets(tmp_path):
         found = []
         for micro in (8, 2):
             tree = {"model": {"module": f"{tmp_path}/own.py:{model}"}, "data": {"module": f"{tmp_path}/own.py:{data}"}}
-            train = {"optimizer": "SGD", "lr": 0.5, "batch_size": 8, "micro_batch_size": micro, "epochs": 1, "device": "cpu"}
+            train = {
+                "optimizer": "SGD",
+                "lr": 0.5,
+                "batch_size": 8,
+                "micro_batch_size": micro,
+                "epochs": 1,
+                "device": "cpu",
+            }
             plugins = [{"module": task}, {"log": False}, {"progress": False}]
-            recipe = make_recipe(tree | {"train": train, "plugins": plugins, "output": str(tmp_path / f"{model}-{micro}")})
+            recipe = make_recipe(
+                tree | {"train": train, "plugins": plugins, "output": str(tmp_path / f"{model}-{micro}")}
+            )
             run = build(resolve(recipe))
             execute(run)
             found.append(run.unwrap_model().state_dict())

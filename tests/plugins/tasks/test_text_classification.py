@@ -18,7 +18,11 @@ from fastloop_plugins.tasks.causal_lm import CausalLM
 from fastloop_plugins.tasks.text_classification import TextClassification
 
 TASK = "text-classification"
-DATA = {"files": {"train": "train.csv", "validation": "train.csv", "test": "test.csv"}, "label": "label", "max_length": 32}
+DATA = {
+    "files": {"train": "train.csv", "validation": "train.csv", "test": "test.csv"},
+    "label": "label",
+    "max_length": 32,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +100,16 @@ def test_batches_are_padded_to_the_longest_of_the_batch_and_count_real_tokens():
 
 
 def test_padding_to_max_length_changes_no_prediction():
-    longest, always = make_run(TASK, {"config": TINY}, DATA), make_run(TASK, {"config": TINY}, DATA | {"padding": "max_length"})
+    longest, always = (
+        make_run(TASK, {"config": TINY}, DATA),
+        make_run(TASK, {"config": TINY}, DATA | {"padding": "max_length"}),
+    )
     for short, long in zip(longest.eval_loaders["test"].batches(), always.eval_loaders["test"].batches(), strict=True):
         assert long.inputs["input_ids"].shape[1] == 32
         assert long.tokens == short.tokens
         outputs = [
-            run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch.inputs) for run, batch in ((longest, short), (always, long))
+            run.hooks.compute_loss(run=run, model=run.model.eval(), batch=batch.inputs)
+            for run, batch in ((longest, short), (always, long))
         ]
         torch.testing.assert_close(outputs[0].predictions, outputs[1].predictions)
 
@@ -158,19 +166,34 @@ def test_it_is_on_by_default_where_data_names_a_label():
         ({"name": "x", "config": TINY}, "recipe.yaml: model: found both"),
         ({"nmae": "x"}, "recipe.yaml: model.nmae: no such option. Did you mean 'name'?"),
         ({"config": {"dim": 4}}, "model.config.model_type: missing"),
-        ({"config": {"model_type": "distilbrt"}}, "model.config.model_type: transformers has no 'distilbrt'. Did you mean 'distilbert'?"),
-        ({"config": TINY | {"n_layer": 2}}, "model.config.n_layer: distilbert has no such option. Did you mean 'n_layers'?"),
+        (
+            {"config": {"model_type": "distilbrt"}},
+            "model.config.model_type: transformers has no 'distilbrt'. Did you mean 'distilbert'?",
+        ),
+        (
+            {"config": TINY | {"n_layer": 2}},
+            "model.config.n_layer: distilbert has no such option. Did you mean 'n_layers'?",
+        ),
         ({"config": TINY | {"dim": "wide"}}, "model.config: Validation error for field 'dim'"),
         ({"config": TINY | {"dim": 15}}, "model.config: config.n_heads 2 must divide config.dim 15 evenly"),
         ({"config": TINY | {"vocab_size": 9}}, "model.config.vocab_size: found 9, and the tokenizer has"),
-        ({"config": TINY | {"max_position_embeddings": 16}}, "data.max_length: found 32, and the model takes 16 tokens at most."),
+        (
+            {"config": TINY | {"max_position_embeddings": 16}},
+            "data.max_length: found 32, and the model takes 16 tokens at most.",
+        ),
         ({"config": {"model_type": "clap"}}, "model.config: transformers has no text classifier for 'clap'"),
         ({"config": TINY, "tokenizer": {"kind": "words"}}, "model.tokenizer.kind: found 'words'"),
-        ({"config": TINY, "tokenizer": {"kind": "bpe", "vocab_size": 100}}, "model.tokenizer.vocab_size: found 100, expected 300 or more"),
+        (
+            {"config": TINY, "tokenizer": {"kind": "bpe", "vocab_size": 100}},
+            "model.tokenizer.vocab_size: found 100, expected 300 or more",
+        ),
         ({"config": TINY, "attn_implementation": "fast"}, "model.config: "),
         ({"name": "no/such/folder"}, "model.name: no/such/folder: no such folder"),
         ({"name": "."}, "model.name: . holds no config.json. Expected a folder that save_pretrained wrote."),
-        ({"name": "x", "tokenizer": {"kind": "word"}}, "model.tokenizer: a tokenizer is trained only with model.config."),
+        (
+            {"name": "x", "tokenizer": {"kind": "word"}},
+            "model.tokenizer: a tokenizer is trained only with model.config.",
+        ),
     ],
 )
 def test_a_wrong_model_section_is_refused_with_its_key(model, message):
@@ -195,7 +218,9 @@ def test_a_decoder_without_a_padding_token_classifies_too():
         )
     )
     config = Path("run/model/tokenizer_config.json")
-    config.write_text(json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "pad_token"}))
+    config.write_text(
+        json.dumps({key: value for key, value in json.loads(config.read_text()).items() if key != "pad_token"})
+    )
     run = make_run(TASK, {"name": "run/model"}, DATA | {"max_length": 16}, epochs=15)
     assert run.model.config.pad_token_id is not None
     assert execute(run)["test"]["accuracy"] > 0.9
@@ -203,11 +228,19 @@ def test_a_decoder_without_a_padding_token_classifies_too():
 
 @pytest.mark.parametrize("kind", ["word", "bpe"])
 def test_a_tokenizer_that_transformers_reads_as_another_one_is_refused(kind):
-    """Transformers reads every saved tokenizer of a Qwen2 model as Qwen2Tokenizer: a text of known words had no token after the export."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    """Transformers reads every saved tokenizer of a Qwen2 model as Qwen2Tokenizer: a text of known words had no token
+    after the export."""
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
     tokenizer = {"kind": kind, "vocab_size": 400}
     with pytest.raises(
-        RecipeError, match=r"model\.tokenizer: transformers reads a saved tokenizer of qwen2 as Qwen2Tokenizer, which encodes"
+        RecipeError,
+        match=r"model\.tokenizer: transformers reads a saved tokenizer of qwen2 as Qwen2Tokenizer, which encodes",
     ):
         make_run(TASK, {"config": {"model_type": "qwen2", **sizes}, "tokenizer": tokenizer}, DATA)
     make_run(TASK, {"config": {"model_type": "qwen3", **sizes}, "tokenizer": tokenizer}, DATA)  # control

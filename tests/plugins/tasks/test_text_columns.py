@@ -23,7 +23,12 @@ TASK = "text-classification"
 PAIR = ["premise", "hypothesis"]
 SCRATCH = {"tokenizer": {"kind": "word"}}
 SPLITS = {"train": 40, "validation": 16, "test": 20}
-DATA: dict[str, Any] = {"files": {split: f"{split}.csv" for split in SPLITS}, "text": PAIR, "label": "label", "max_length": 24}
+DATA: dict[str, Any] = {
+    "files": {split: f"{split}.csv" for split in SPLITS},
+    "text": PAIR,
+    "label": "label",
+    "max_length": 24,
+}
 
 
 def rows(count: int, offset: int = 0) -> list[dict[str, str]]:
@@ -74,12 +79,21 @@ def test_the_longer_text_is_truncated_first_and_types_mark_the_second():
 
 def test_a_huge_text_of_a_pair_gives_the_tokens_of_the_whole_text():
     short, odd = "a film", "x" * 3000 + " film"
-    pairs = [(short, "film number " * 5000), ("a film " * 5000, "is good " * 3), (odd, short), (f"{odd} {odd} " * 3, "is bad " * 4000)]
-    content = [{"premise": one, "hypothesis": other, "label": f"{index % 2}"} for index, (one, other) in enumerate(pairs)]
+    pairs = [
+        (short, "film number " * 5000),
+        ("a film " * 5000, "is good " * 3),
+        (odd, short),
+        (f"{odd} {odd} " * 3, "is bad " * 4000),
+    ]
+    content = [
+        {"premise": one, "hypothesis": other, "label": f"{index % 2}"} for index, (one, other) in enumerate(pairs)
+    ]
     folder = pretrained(TASK, BERT, DATA)
     write_csv(Path("train.csv"), content)
     run = make_run(TASK, {"name": folder}, DATA | {"files": {"train": "train.csv"}, "validation_fraction": 0})
-    expected = AutoTokenizer.from_pretrained(folder)(*map(list, zip(*pairs, strict=True)), truncation=True, max_length=24)
+    expected = AutoTokenizer.from_pretrained(folder)(
+        *map(list, zip(*pairs, strict=True)), truncation=True, max_length=24
+    )
     assert [sample["input_ids"].tolist() for sample in run.datasets["train"]] == expected["input_ids"]
 
 
@@ -111,7 +125,9 @@ def test_a_tokenizer_without_a_separator_puts_its_end_token_between_texts():
 def test_every_source_gives_the_same_pairs(source):
     section = {key: value for key, value in DATA.items() if key != "files"}
     if source == "module":
-        Path("code.py").write_text(f"def load():\n    return {{'train': {rows(40)!r}, 'validation': {rows(16, 100)!r}}}\n")
+        Path("code.py").write_text(
+            f"def load():\n    return {{'train': {rows(40)!r}, 'validation': {rows(16, 100)!r}}}\n"
+        )
         section["module"] = "code.py:load"
     elif source == "folder":
         Path("set").mkdir()
@@ -130,7 +146,9 @@ def test_every_source_gives_the_same_pairs(source):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plugins", ["packing", "length-bucketing", "packing,length-bucketing,cls-last-layer", "cls-last-layer"])
+@pytest.mark.parametrize(
+    "plugins", ["packing", "length-bucketing", "packing,length-bucketing,cls-last-layer", "cls-last-layer"]
+)
 @pytest.mark.parametrize("config", [BERT, DISTILBERT], ids=["bert", "distilbert"])
 def test_plugins_give_the_same_loss(plugins, config):
     folder = pretrained(TASK, config, DATA)

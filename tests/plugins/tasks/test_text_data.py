@@ -100,18 +100,25 @@ def test_lists_and_patterns_of_files_are_read_together():
         write(f"part-{name}.csv", [{"text": f"{name} {row['text']}", "label": row["label"]} for row in rows(2)])
     by_pattern = read(files={"train": "part-*.csv"}, validation_fraction=0).load()["train"].texts
     assert [text[0] for text in by_pattern] == ["a", "a", "b", "b"]
-    assert read(files={"train": ["part-a.csv", "part-b.csv"]}, validation_fraction=0).load()["train"].texts == by_pattern
+    assert (
+        read(files={"train": ["part-a.csv", "part-b.csv"]}, validation_fraction=0).load()["train"].texts == by_pattern
+    )
     assert read(files={"train": f"{Path.cwd()}/part-*.csv"}, validation_fraction=0).load()["train"].texts == by_pattern
 
 
 def test_paths_are_also_looked_for_beside_the_recipe(monkeypatch):
     write("here/data/train.csv", rows(4))
-    recipe = make_recipe({"data": {"files": {"train": "data/*.csv"}, "label": "label", "validation_fraction": 0}}, Path("here/recipe.yaml"))
+    recipe = make_recipe(
+        {"data": {"files": {"train": "data/*.csv"}, "label": "label", "validation_fraction": 0}},
+        Path("here/recipe.yaml"),
+    )
     assert len(TextData(recipe, labelled=True).load()["train"].texts) == 4
 
 
 def test_a_python_function_gives_rows():
-    Path("mine.py").write_text("def make(n):\n    return {'train': [{'body': f'text {i}', 'y': 'ab'[i % 2]} for i in range(n)]}\n")
+    Path("mine.py").write_text(
+        "def make(n):\n    return {'train': [{'body': f'text {i}', 'y': 'ab'[i % 2]} for i in range(n)]}\n"
+    )
     found = read(module="mine.py:make", arguments={"n": 6}, text="body", label="y", validation_fraction=0)
     assert found.load()["train"].labels == [0, 1, 0, 1, 0, 1]
     assert found.classes == ["a", "b"]
@@ -163,7 +170,9 @@ def test_no_held_out_share_is_no_evaluation():
 
 def test_limit_draws_from_everywhere_so_sorted_files_keep_all_classes():
     write("train.csv", sorted(rows(100), key=lambda row: row["label"]))
-    found = read(files={"train": "train.csv", "test": "train.csv"}, limit={"train": 20, "validation": 4, "test": 1000}).load()
+    found = read(
+        files={"train": "train.csv", "test": "train.csv"}, limit={"train": 20, "validation": 4, "test": 1000}
+    ).load()
     assert [len(split.texts) for split in found.values()] == [20, 100, 4]
     assert set(found["train"].labels) == {0, 1}
 
@@ -191,7 +200,10 @@ def check(labelled: bool = True, **data) -> str:
         ({"files": {"train": "nix*.csv"}}, "recipe.yaml: data.files.train: no file matches nix*.csv."),
         ({"files": {"train": "."}}, "data.files.train: .: a folder, expected a file."),
         ({"files": {"train": []}}, "data.files.train: found an empty list"),
-        ({"files": {"train": "a.xlsx"}}, "data.files.train: a.xlsx: cannot read files of type '.xlsx'. Expected one of: .csv,"),
+        (
+            {"files": {"train": "a.xlsx"}},
+            "data.files.train: a.xlsx: cannot read files of type '.xlsx'. Expected one of: .csv,",
+        ),
         ({"files": {"trian": "a.csv"}}, "data.files.trian: no such option. Did you mean 'train'?"),
         ({"files": {"test": "a.csv"}}, "data.files.train: missing"),
         ({"files": {"train": "a.csv"}, "lable": "y"}, "data.lable: no such option. Did you mean 'label'?"),
@@ -199,7 +211,10 @@ def check(labelled: bool = True, **data) -> str:
         ({"files": {"train": "a.csv"}, "limit": {"train": 0}}, "data.limit.train: found 0"),
         ({"files": {"train": "a.csv"}, "splits": {"dev": "x"}}, "data.splits.dev: no such option."),
         ({"files": {"train": "a.csv"}, "validation_fraction": 1.0}, "data.validation_fraction: found 1.0"),
-        ({"files": {"train": "a.csv"}, "arguments": {"n": 1}}, "data.arguments: they are for the function of data.module"),
+        (
+            {"files": {"train": "a.csv"}, "arguments": {"n": 1}},
+            "data.arguments: they are for the function of data.module",
+        ),
         ({"files": {"train": "a.csv"}, "label": None}, "data.label: missing"),
         ({}, "recipe.yaml: data: found none, expected one of: name"),
         ({"files": {"train": "a.csv"}, "module": "m:f"}, "data: found files and module, expected one of"),
@@ -218,7 +233,9 @@ def test_a_wrong_data_section_is_refused_before_anything_is_loaded(data, message
 
 def test_a_language_model_refuses_labels():
     write("a.csv", rows(2))
-    assert "data.label: a language model has no labels" in check(labelled=False, files={"train": "a.csv"}, label="label")
+    assert "data.label: a language model has no labels" in check(
+        labelled=False, files={"train": "a.csv"}, label="label"
+    )
 
 
 # -- what is refused when it is read -----------------------------------------------------------------------------------
@@ -227,7 +244,11 @@ def test_a_language_model_refuses_labels():
 def test_missing_columns_are_named_with_those_there_are():
     write("train.csv", [{"texts": "a", "label": 0}])
     message = refusal(files={"train": "train.csv"})
-    assert message == "train.csv: there is no column 'text', which data.text names. Its columns: texts, label. Did you mean 'texts'?"
+    assert (
+        message
+        == "train.csv: there is no column 'text', which data.text names. Its columns: texts, label. Did you mean "
+        "'texts'?"
+    )
 
 
 def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
@@ -242,13 +263,18 @@ def test_a_label_column_that_only_test_lacks_is_named_with_the_file():
     ("labels", "message"),
     [
         ([0, None, 1], "train.jsonl, row 2: column 'label' (data.label) is empty."),
-        ([0, 0.5, 1], "train.jsonl, row 2: column 'label' (data.label) holds 0.5 (float), expected text, or whole numbers from 0."),
+        (
+            [0, 0.5, 1],
+            "train.jsonl, row 2: column 'label' (data.label) holds 0.5 (float), expected text, or whole numbers "
+            "from 0.",
+        ),
         ([1, 2, 1], "train.jsonl: column 'label' (data.label) holds the labels 1, 2, expected 0 to 1 without gaps."),
         ([-1, 0, 1], "holds the labels -1, 0, 1, expected 0 to 2 without gaps."),
         ([0, 2, 0], "holds the labels 0, 2, expected 0 to 1 without gaps."),
         (
             [0, "a", 1],
-            "train.jsonl, row 2: column 'label' (data.label) mixes text and numbers: it holds 'a', and train.jsonl, row 1 holds 0.",
+            "train.jsonl, row 2: column 'label' (data.label) mixes text and numbers: it holds 'a', and train.jsonl, "
+            "row 1 holds 0.",
         ),
         (["a", "a", "a"], "train.jsonl: column 'label' (data.label) holds only the label 'a', expected at least two."),
         ([["a"], "b", "c"], "train.jsonl, row 1: column 'label' (data.label) holds ['a'] (list)"),
@@ -263,7 +289,9 @@ def test_a_label_never_seen_in_training_is_refused_with_the_way_out():
     write("train.csv", rows(4))
     write("test.csv", [{"text": "a", "label": 1}, {"text": "b", "label": -1}])
     message = refusal(files={"train": "train.csv", "test": "test.csv"})
-    assert "test.csv, row 2: column 'label' (data.label) holds -1, which never occurs in training. There: 0, 1." in message
+    assert (
+        "test.csv, row 2: column 'label' (data.label) holds -1, which never occurs in training. There: 0, 1." in message
+    )
     assert "data.splits.test=null" in message
     assert "test" not in read(files={"train": "train.csv", "test": "test.csv"}, splits={"test": None}).load()
 
@@ -284,7 +312,9 @@ def test_empty_splits_are_rejected_and_few_empty_texts_logged(caplog):
 
 def test_non_string_texts_are_rejected():
     write("train.jsonl", [{"text": "a", "label": 0}, {"text": 3, "label": 1}])
-    assert "train.jsonl, row 2: column 'text' holds 3 (int), expected text (data.text)." in refusal(files={"train": "train.jsonl"})
+    assert "train.jsonl, row 2: column 'text' holds 3 (int), expected text (data.text)." in refusal(
+        files={"train": "train.jsonl"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,11 +335,15 @@ def test_a_file_that_is_not_what_its_suffix_says_is_refused(name, content, messa
 
 def test_a_function_called_or_answering_wrongly_is_refused():
     Path("mine.py").write_text("def one(n): ...\ndef two(): return [1]\ndef three(): return {'train': ['a']}\n")
-    assert "data.arguments: mine.py:one cannot take them: missing a required argument: 'n'" in refusal(module="mine.py:one")
+    assert "data.arguments: mine.py:one cannot take them: missing a required argument: 'n'" in refusal(
+        module="mine.py:one"
+    )
     assert "data.module: mine.py:two returned list, expected {split: rows}" in refusal(module="mine.py:two")
     assert "mine.py:three, split train, row 1: found 'a' (str)" in refusal(module="mine.py:three")
     assert "data.module: mine.py has no 'tow'. Did you mean 'two'?" in refusal(module="mine.py:tow")
-    assert "data.module: fastloop_plugins.nix cannot be imported: ModuleNotFoundError" in refusal(module="fastloop_plugins.nix:f")
+    assert "data.module: fastloop_plugins.nix cannot be imported: ModuleNotFoundError" in refusal(
+        module="fastloop_plugins.nix:f"
+    )
 
 
 def test_one_row_cannot_be_held_out_from():
@@ -325,14 +359,18 @@ def test_a_hub_model_is_refused_before_the_data_is_read():
     with pytest.raises(RecipeError) as caught:
         make_run("text-classification", {"name": "no-such-model"}, {"files": {"train": "train.csv"}, "label": "label"})
     message = str(caught.value)
-    assert "recipe.yaml: model.name: 'no-such-model' is not a local folder, and is not in the hub's local cache" in message
+    assert (
+        "recipe.yaml: model.name: 'no-such-model' is not a local folder, and is not in the hub's local cache" in message
+    )
     for way in ("model.name=FOLDER", "model.config", "HF_HOME", "HF_ENDPOINT"):
         assert way in message
 
 
 def test_a_hub_dataset_is_refused_with_what_to_do_instead():
     with pytest.raises(RecipeError) as caught:
-        make_run("text-classification", {"config": TINY}, {"name": "no-such-dataset", "label": "label", "max_length": 32})
+        make_run(
+            "text-classification", {"config": TINY}, {"name": "no-such-dataset", "label": "label", "max_length": 32}
+        )
     assert "recipe.yaml: data.name: 'no-such-dataset' is not a local folder" in str(caught.value)
     assert "data.files.train=FILE" in str(caught.value)
 
@@ -346,7 +384,9 @@ def test_unreachable_hub_fails_without_retry_messages(tmp_path, monkeypatch):
         "model: {name: no-such-model}\ndata: {name: imdb, label: label}\n"
         "plugins: [text-classification, {log: false}, {progress: false}, {module: false}]\n"
     )
-    result = subprocess.run([sys.executable, "-m", "fastloop", "train", "recipe.yaml"], capture_output=True, text=True, timeout=600)
+    result = subprocess.run(
+        [sys.executable, "-m", "fastloop", "train", "recipe.yaml"], capture_output=True, text=True, timeout=600
+    )
     assert result.returncode == 2, result.stderr
     assert result.stderr.startswith("error: recipe.yaml: model.name: 'no-such-model' is not a local folder")
     assert result.stderr.count("\n") == 1

@@ -16,7 +16,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fastloop_plugins.tasks._text_masks import forward
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 34}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 34,
+}
 MODELS = {
     "bert": {"model_type": "bert", **SMALL},
     "roberta": {"model_type": "roberta", **SMALL},
@@ -31,7 +37,9 @@ LENGTHS = {"padded": (12, 7), "not padded": (12, 12)}
 
 def model(name: str, attention: str, causal: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(**MODELS[name], vocab_size=50, pad_token_id=1, bos_token_id=2, eos_token_id=2, cls_token_id=2)
+    config = AutoConfig.for_model(
+        **MODELS[name], vocab_size=50, pad_token_id=1, bos_token_id=2, eos_token_id=2, cls_token_id=2
+    )
     kind: Any = AutoModelForCausalLM if causal else AutoModelForSequenceClassification
     return kind.from_config(config, attn_implementation=attention).eval()
 
@@ -71,7 +79,9 @@ def test_the_output_is_that_of_transformers_to_the_bit(name, lengths, attention)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_model_that_pads_rows_itself_masks_that_padding(lengths, monkeypatch):
     """Longformer pads rows of 12 tokens to 16, a multiple of its window."""
-    monkeypatch.setitem(MODELS, "longformer", {"model_type": "longformer", "attention_window": 8, **SMALL, "initializer_range": 0.2})
+    monkeypatch.setitem(
+        MODELS, "longformer", {"model_type": "longformer", "attention_window": 8, **SMALL, "initializer_range": 0.2}
+    )
     test_the_output_is_that_of_transformers_to_the_bit("longformer", lengths, "eager")
 
 
@@ -97,7 +107,10 @@ def test_attention_gets_the_mask_that_transformers_gives_it(name, lengths, masks
 def test_a_language_model_gets_no_padding_mask(name, attention):
     ids, _ = batch(LENGTHS["not padded"])
     net = model(name, attention, causal=True)
-    assert torch.equal(forward(net, {"input_ids": ids, "use_cache": False}, never=True).logits, net(input_ids=ids, use_cache=False).logits)
+    assert torch.equal(
+        forward(net, {"input_ids": ids, "use_cache": False}, never=True).logits,
+        net(input_ids=ids, use_cache=False).logits,
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -110,7 +123,8 @@ def test_padding_detection_reads_no_tensor(name, lengths, attention):
     with emulation(waits):
         net.to(DEVICE)
         ids, mask = ids.to(DEVICE), mask.to(DEVICE)
-        inputs = {"input_ids": ids} | ({"use_cache": False} if "mistral" in name else {})  # whose cache makes constants from host numbers
+        # whose cache makes constants from host numbers
+        inputs = {"input_ids": ids} | ({"use_cache": False} if "mistral" in name else {})
         waits.clear()
         forward(net, inputs | ({"attention_mask": mask} if lengths == "padded" else {}))
         assert not waits
@@ -190,10 +204,14 @@ def test_a_compiled_model_has_one_graph_for_batches_with_and_without_padding():
 
 def test_a_batch_has_a_mask_where_it_has_padding():
     write("train.csv", rows(32))
-    run = make_run("text-classification", {"config": TINY}, {"files": {"train": "train.csv"}, "label": "label", "max_length": 12})
+    run = make_run(
+        "text-classification", {"config": TINY}, {"files": {"train": "train.csv"}, "label": "label", "max_length": 12}
+    )
     samples = run.datasets["train"]
     long, short = max(samples.lengths), min(samples.lengths)
-    ids = {length: [index for index, found in enumerate(samples.lengths) if found == length] for length in (long, short)}
+    ids = {
+        length: [index for index, found in enumerate(samples.lengths) if found == length] for length in (long, short)
+    }
     assert "attention_mask" not in run.loaders.collators["train"]([samples[index] for index in ids[long][:3]]).inputs
     inputs = run.loaders.collators["train"]([samples[index] for index in (*ids[long][:2], ids[short][0])]).inputs
     assert inputs["attention_mask"].sum(1).tolist() == [long, long, short]

@@ -42,7 +42,9 @@ def write() -> None:
     for number, (split, count) in enumerate(SPLITS.items()):
         content = rows(count, 100 * number)
         Path(f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in content))
-        write_csv(Path(f"{split}.csv"), [{key: value for key, value in row.items() if key != "tags"} for row in content])
+        write_csv(
+            Path(f"{split}.csv"), [{key: value for key, value in row.items() if key != "tags"} for row in content]
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +98,10 @@ def test_a_regression_head_is_kept_under_any_name(cli):
     folder = Path(pretrained(TASK, BERT, NUMBERS))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "stars"}, "label2id": {"stars": 0}}))
-    before, run = AutoModelForSequenceClassification.from_pretrained(folder), trained({"name": str(folder)}, NUMBERS, max_steps=1, lr=1e-9)
+    before, run = (
+        AutoModelForSequenceClassification.from_pretrained(folder),
+        trained({"name": str(folder)}, NUMBERS, max_steps=1, lr=1e-9),
+    )
     torch.testing.assert_close(run.unwrap_model().classifier.weight, before.classifier.weight)
     result = evaluate(cli, str(run.folder), "--file", "test.csv")["metrics"]
     assert result == pytest.approx(json.loads((run.folder / "summary.json").read_text())["test"])
@@ -124,7 +129,10 @@ def test_a_run_resumes_bit_for_bit(section):
 def test_plugins_give_the_same_loss(section, plugins):
     options = [{"token-cache": {"folder": "cache"}} if name == "token-cache" else name for name in plugins.split(",")]
     plain = trained(SCRATCH, section).state.metrics["test"]["loss"]
-    again = [trained(SCRATCH, section, [TASK, *options], f"run-{number}").state.metrics["test"]["loss"] for number in range(2)]
+    again = [
+        trained(SCRATCH, section, [TASK, *options], f"run-{number}").state.metrics["test"]["loss"]
+        for number in range(2)
+    ]
     assert again[0] == again[1] == pytest.approx(plain, rel=0.05 if plugins == "length-bucketing" else 1e-4)
 
 
@@ -151,7 +159,12 @@ def test_regression_predicts_as_the_pipeline_and_evaluates_as_torchmetrics(cli):
     assert found.tolist() == pytest.approx(expected, abs=1e-5)
     targets = torch.tensor([row["score"] for row in rows(20, 200)])
     result = evaluate(cli, str(folder), "--file", "test.csv")
-    metrics = {"mse": mean_squared_error, "mae": mean_absolute_error, "pearson": pearson_corrcoef, "spearman": spearman_corrcoef}
+    metrics = {
+        "mse": mean_squared_error,
+        "mae": mean_absolute_error,
+        "pearson": pearson_corrcoef,
+        "spearman": spearman_corrcoef,
+    }
     assert {name: result["metrics"][name] for name in metrics} == pytest.approx(
         {name: function(found, targets).item() for name, function in metrics.items()}, abs=1e-4
     )
@@ -207,13 +220,25 @@ def test_metrics_of_the_recipe_get_their_arguments():
         ("csv", {"label": "score"}, "For regression: data.label_type=number."),
         ("jsonl", {"label": "score"}, "If these are labels: data.label_type=number."),
         ("jsonl", {"label": "tags"}, "If these are labels: data.label_type=classes."),
-        ("csv", {"label": "text", "label_type": "number"}, "expected a finite number (data.label_type=number). For classes: "),
+        (
+            "csv",
+            {"label": "text", "label_type": "number"},
+            "expected a finite number (data.label_type=number). For classes: ",
+        ),
         ("csv", {"label": "toxic", "label_type": "classes"}, "expected a list of names (data.label_type=classes)"),
         ("csv", {"label": ["toxic", "score"]}, "column 'score' (data.label) holds '-1.0' (str), expected 0 or 1."),
-        ("csv", {"label": ["toxic", "insult"], "label_type": "class"}, "expected one column, for data.label_type=class."),
+        (
+            "csv",
+            {"label": ["toxic", "insult"], "label_type": "class"},
+            "expected one column, for data.label_type=class.",
+        ),
         ("csv", {"label": ["toxic"]}, "expected two columns of 0 and 1 or more."),
         ("csv", {"label": ["toxic", "insults"]}, "there is no column 'insults', which data.label names."),
-        ("csv", {"label": "score", "label_type": "number", "label_map": {"a": 1}}, "data.label_map: is for data.label_type=class"),
+        (
+            "csv",
+            {"label": "score", "label_type": "number", "label_map": {"a": 1}},
+            "data.label_map: is for data.label_type=class",
+        ),
         ("csv", {"label": "score", "label_type": "float"}, "data.label_type: found 'float'"),
     ],
 )
@@ -223,8 +248,12 @@ def test_wrong_labels_are_refused_with_the_key(suffix, section, message):
 
 @pytest.mark.parametrize("value", ["nan", "inf", "", None, True])
 def test_a_number_that_is_none_is_refused_or_skipped(value):
-    Path("bad.jsonl").write_text("".join(json.dumps({"text": "a film", "score": score}) + "\n" for score in (0.5, value, 1)))
-    assert "bad.jsonl, row 2: column 'score' (data.label) holds" in refusal("bad.jsonl", label="score", label_type="number")
+    Path("bad.jsonl").write_text(
+        "".join(json.dumps({"text": "a film", "score": score}) + "\n" for score in (0.5, value, 1))
+    )
+    assert "bad.jsonl, row 2: column 'score' (data.label) holds" in refusal(
+        "bad.jsonl", label="score", label_type="number"
+    )
     section = text_data("bad.jsonl", label="score", label_type="number")
     section.skip_unreadable = True
     assert section.load()["train"].labels == [0.5, 1.0]
@@ -233,14 +262,25 @@ def test_a_number_that_is_none_is_refused_or_skipped(value):
 def test_a_class_that_training_lacks_is_refused():
     Path("validation.jsonl").write_text(json.dumps({"text": "a film", "tags": ["rude"]}) + "\n")
     message = refusal({"train": "train.jsonl", "validation": "validation.jsonl"}, label="tags", label_type="classes")
-    assert "validation.jsonl, row 1: data.label: the class 'rude' is none of training. Its classes: 'insult', 'spam', 'toxic'." in message
+    assert (
+        "validation.jsonl, row 1: data.label: the class 'rude' is none of training. Its classes: 'insult', 'spam', "
+        "'toxic'." in message
+    )
 
 
 @pytest.mark.parametrize(
     ("section", "options", "message"),
     [
-        (NUMBERS, {"loss": "focal"}, "loss: is for one class a text, and data.label_type is number, which uses mean squared error"),
-        (COLUMNS, {"loss": {"name": "cross_entropy", "class_weights": "balanced"}}, "which uses binary cross entropy. Remove it."),
+        (
+            NUMBERS,
+            {"loss": "focal"},
+            "loss: is for one class a text, and data.label_type is number, which uses mean squared error",
+        ),
+        (
+            COLUMNS,
+            {"loss": {"name": "cross_entropy", "class_weights": "balanced"}},
+            "which uses binary cross entropy. Remove it.",
+        ),
         (NUMBERS, {"threshold": 0.5}, "threshold: is for classes, and data.label_type is number. Remove it."),
     ],
 )

@@ -1,4 +1,4 @@
-"""Token classification: targets of words, loss, long sentences, and the tags and metrics that other libraries compute."""
+"""Token classification: targets of words, loss, long sentences, and tags and metrics of other libraries."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ from fastloop_plugins.tasks._tag_batches import IGNORED, cut_words, windows
 from fastloop_plugins.tasks._tag_tokens import pairs
 
 seqeval = pytest.importorskip("seqeval.metrics")
-accuracy_score, classification_report, f1_score = seqeval.accuracy_score, seqeval.classification_report, seqeval.f1_score
+accuracy_score, classification_report, f1_score = (
+    seqeval.accuracy_score,
+    seqeval.classification_report,
+    seqeval.f1_score,
+)
 
 
 def task_of(run: Any) -> Any:
@@ -36,7 +40,7 @@ def task_of(run: Any) -> Any:
     return next(plugin for plugin in run.plugins.plugins if plugin.name == TASK)
 
 
-# -- words and tokens ----------------------------------------------------------------------------------------------------
+# -- words and tokens --------------------------------------------------------------------------------------------------
 
 
 def test_targets_by_hand():
@@ -72,7 +76,9 @@ def test_batches_equal_the_alignment_by_word_ids(config, label_tokens):
 
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40), room=st.integers(1, 12))
 def test_rows_of_a_sentence_hold_whole_words(sizes, room):
-    found = np.array([(token, 1 if part == 0 else ~1) for word, size in enumerate(sizes) for part in range(size) for token in [word]])
+    found = np.array(
+        [(token, 1 if part == 0 else ~1) for word, size in enumerate(sizes) for part in range(size) for token in [word]]
+    )
     tokens, (count,), cut = cut_words(found, np.array([len(found)]), room)
     assert cut == sum(size > room for size in sizes)
     assert count == len(tokens) == sum(min(size, room) for size in sizes)
@@ -86,7 +92,9 @@ def test_rows_of_a_sentence_hold_whole_words(sizes, room):
 
 
 def test_no_word_of_a_long_sentence_is_left_out(cli, caplog):
-    long = {key: [value for row in dispatches(**SPLITS)["train"][:12] for value in row[key]] for key in ("words", "tags")}
+    long = {
+        key: [value for row in dispatches(**SPLITS)["train"][:12] for value in row[key]] for key in ("words", "tags")
+    }
     long["words"][3] = "".join(random.Random(0).choices(ascii_letters, k=200))
     data = write_splits() | {"max_length": 48}
     write_conll("train.conll", [long, *dispatches(**SPLITS)["train"]])
@@ -96,7 +104,9 @@ def test_no_word_of_a_long_sentence_is_left_out(cli, caplog):
     total = sum(len(row["words"]) for row in [long, *dispatches(**SPLITS)["train"]])
     assert sum(batch.loss_weight for batch in batches) == total
     assert max(batch.inputs["input_ids"].shape[1] for batch in batches) == 48
-    assert all(len(batch.inputs["input_ids"]) == batch.samples <= BATCH for batch in batches), "in training, each row is a sample"
+    assert all(len(batch.inputs["input_ids"]) == batch.samples <= BATCH for batch in batches), (
+        "in training, each row is a sample"
+    )
     assert "data: train: 1 of 41 sentences do not fit into data.max_length" in caplog.text
     assert "data: train: 1 words do not fit into data.max_length" in caplog.text
     code, out, err = cli("predict", "run", "test.conll", "--chunk", "8")
@@ -123,7 +133,7 @@ def test_words_without_tokens_keep_their_tags(cli):
     assert [len(json.loads(line)["tags"]) for line in out.splitlines()] == [4] * 8
 
 
-# -- the loss ------------------------------------------------------------------------------------------------------------
+# -- the loss ----------------------------------------------------------------------------------------------------------
 
 
 def pretrained(data: dict[str, Any]) -> str:
@@ -141,7 +151,9 @@ def plain_loop(folder: str, weights: torch.Tensor | None = None) -> dict[str, to
     for epoch in range(EPOCHS):
         for ids in torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED + epoch)).split(BATCH):
             chosen = [rows[index] for index in ids.tolist()]
-            inputs = tokenizer([row["words"] for row in chosen], is_split_into_words=True, padding=True, return_tensors="pt")
+            inputs = tokenizer(
+                [row["words"] for row in chosen], is_split_into_words=True, padding=True, return_tensors="pt"
+            )
             targets = torch.full_like(inputs["input_ids"], IGNORED)
             for index, row in enumerate(chosen):
                 words = inputs.word_ids(index)
@@ -160,12 +172,16 @@ def test_training_equals_a_plain_loop():
     assert_same(trained(data, {"name": folder}).unwrap_model().state_dict(), plain_loop(folder))
 
 
-@pytest.mark.parametrize(("plugins", "train"), [((), {"micro_batch_size": 2}), (("packing",), {})], ids=["micro-batches", "packing"])
+@pytest.mark.parametrize(
+    ("plugins", "train"), [((), {"micro_batch_size": 2}), (("packing",), {})], ids=["micro-batches", "packing"]
+)
 def test_class_weights_give_the_loss_of_one_big_batch(plugins, train):
     data = write_splits()
     folder = pretrained(data)
     weights = {tag: 1.0 + index for index, tag in enumerate(TAGS)}
-    run = trained(data, {"name": folder}, {"loss": {"name": "cross_entropy", "class_weights": weights}}, plugins, **train)
+    run = trained(
+        data, {"name": folder}, {"loss": {"name": "cross_entropy", "class_weights": weights}}, plugins, **train
+    )
     theirs = plain_loop(folder, torch.tensor(list(weights.values())))
     for name, tensor in run.unwrap_model().state_dict().items():
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
@@ -178,7 +194,7 @@ def test_balanced_weights_count_the_words_of_training():
     torch.testing.assert_close(task_of(run).loss.weights, expected)
 
 
-# -- tags ----------------------------------------------------------------------------------------------------------------
+# -- tags --------------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_keeps_its_order_of_tags_and_its_head():
@@ -206,7 +222,7 @@ def test_a_text_classifiers_head_is_replaced():
     assert not torch.equal(make(write_splits(), {"name": folder}).model.classifier.weight, before)
 
 
-# -- evaluate and predict ------------------------------------------------------------------------------------------------
+# -- evaluate and predict ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +256,13 @@ def test_predictions_equal_a_forward_pass_and_the_pipeline(folder, cli):
     assert [row["tags"] for row in found] == [tags for tags, _ in by_hand]
     for row, (_, probabilities) in zip(found, by_hand, strict=True):
         assert row["probabilities"] == pytest.approx(probabilities, abs=1e-5)
-    tagger = pipeline("token-classification", model=str(folder / "run/model"), device="cpu", aggregation_strategy="first", ignore_labels=[])
+    tagger = pipeline(
+        "token-classification",
+        model=str(folder / "run/model"),
+        device="cpu",
+        aggregation_strategy="first",
+        ignore_labels=[],
+    )
     for row in found[:5]:
         (groups,) = tagger(row["words"], is_split_into_words=True, aggregation_strategy="none")
         places = np.cumsum([0, *(len(word) + 1 for word in row["words"])])[:-1]
@@ -253,7 +275,9 @@ def test_predictions_equal_a_forward_pass_and_the_pipeline(folder, cli):
 def test_plugins_keep_predictions(folder, cli, plugins):
     options = ["plugins.dataloader-workers.num_workers=1"] if "workers" in plugins else []
     plain = rows_of(cli, folder / "run", folder / "test.conll")
-    for row, expected in zip(rows_of(cli, folder / "run", folder / "test.conll", *options, "--with", plugins), plain, strict=True):
+    for row, expected in zip(
+        rows_of(cli, folder / "run", folder / "test.conll", *options, "--with", plugins), plain, strict=True
+    ):
         assert row["tags"] == expected["tags"]
         assert row["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-5)
 
@@ -323,11 +347,13 @@ def test_a_missing_extra_is_an_error_with_the_command(monkeypatch):
         return real(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    with pytest.raises(PluginError, match=r"needs seqeval>=1.2.2.*pip install 'fastloop-train\[token-classification\]'"):
+    with pytest.raises(
+        PluginError, match=r"needs seqeval>=1.2.2.*pip install 'fastloop-train\[token-classification\]'"
+    ):
         make(write_splits())
 
 
-# -- when it is on -------------------------------------------------------------------------------------------------------
+# -- when it is on -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -341,7 +367,9 @@ def test_a_missing_extra_is_an_error_with_the_command(monkeypatch):
     ],
 )
 def test_the_data_section_selects_the_task(data, task):
-    recipe = make_recipe({"model": SCRATCH, "data": data, "train": {"device": "cpu"}, "output": "run"}, Path("recipe.yaml"))
+    recipe = make_recipe(
+        {"model": SCRATCH, "data": data, "train": {"device": "cpu"}, "output": "run"}, Path("recipe.yaml")
+    )
     assert resolve(recipe).plugins.in_slot("task") == task
 
 
@@ -352,7 +380,7 @@ def test_models_that_cannot_tag_are_refused():
         make(write_splits() | {"max_length": 2})
 
 
-# -- pretrained tokenizers -----------------------------------------------------------------------------------------------
+# -- pretrained tokenizers ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "RobertaTokenizer", "GPT2Tokenizer"])
@@ -373,6 +401,11 @@ def test_byte_level_tokenizers_get_a_space_before_each_word(kind, cli):
     ids = used(sentence, is_split_into_words=True, add_special_tokens=False)["input_ids"]
     assert ids == plain(" " + " ".join(sentence), add_special_tokens=False)["input_ids"]
     exported = AutoTokenizer.from_pretrained("run/model")
-    assert exported(sentence, is_split_into_words=True)["input_ids"] == used(sentence, is_split_into_words=True)["input_ids"]
+    assert (
+        exported(sentence, is_split_into_words=True)["input_ids"]
+        == used(sentence, is_split_into_words=True)["input_ids"]
+    )
     found = rows_of(cli, "run", "test.conll")
-    assert [row["tags"] for row in found] == [tags for tags, _ in tags_by_hand(Path("run/model"), [row["words"] for row in rows["test"]])]
+    assert [row["tags"] for row in found] == [
+        tags for tags, _ in tags_by_hand(Path("run/model"), [row["words"] for row in rows["test"]])
+    ]

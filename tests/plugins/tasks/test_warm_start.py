@@ -21,7 +21,10 @@ from fastloop.testing import LANGUAGE, write_texts
 def other_weights() -> dict[str, torch.Tensor]:
     """Weights of the shapes of ``Net``, with other values."""
     generator = torch.Generator().manual_seed(9)
-    return {name: torch.randn(tensor.shape, generator=generator) for name, tensor in user_code()["Net"]().state_dict().items()}
+    return {
+        name: torch.randn(tensor.shape, generator=generator)
+        for name, tensor in user_code()["Net"]().state_dict().items()
+    }
 
 
 def save(weights, path="weights.safetensors"):
@@ -49,7 +52,10 @@ def test_the_model_begins_with_the_weights_of_the_file(form, caplog):
 def test_a_run_folder_is_a_source():
     first = make_run()
     execute(first)
-    assert_same(make_run("output=second", model={"weights": "out"}).unwrap_model().state_dict(), first.unwrap_model().state_dict())
+    assert_same(
+        make_run("output=second", model={"weights": "out"}).unwrap_model().state_dict(),
+        first.unwrap_model().state_dict(),
+    )
 
 
 def test_mismatches_are_logged_and_keep_their_initial_values(caplog):
@@ -58,12 +64,17 @@ def test_mismatches_are_logged_and_keep_their_initial_values(caplog):
     weights["classifier.bias"] = weights.pop("head.bias")
     run = make_run(model={"weights": save(weights)})
     state, initial = run.unwrap_model().state_dict(), user_code()["Net"]().state_dict()
-    assert_same({name: state[name] for name in initial if "head" in name}, {name: initial[name] for name in initial if "head" in name})
     assert_same(
-        {name: state[name] for name in initial if "head" not in name}, {name: weights[name] for name in initial if "head" not in name}
+        {name: state[name] for name in initial if "head" in name},
+        {name: initial[name] for name in initial if "head" in name},
+    )
+    assert_same(
+        {name: state[name] for name in initial if "head" not in name},
+        {name: weights[name] for name in initial if "head" not in name},
     )
     assert (
-        "r.yaml: model.weights: weights.safetensors: 10 of 12 tensors loaded; 1 not in the file: head.bias; 1 of another shape: "
+        "r.yaml: model.weights: weights.safetensors: 10 of 12 tensors loaded; 1 not in the file: head.bias; 1 of "
+        "another shape: "
         "head.weight (3, 8), there (5, 8); 1 not in the model: classifier.bias"
     ) in caplog.messages
 
@@ -72,10 +83,17 @@ def test_tied_weights_are_saved_once_and_not_missing(caplog):
     caplog.set_level(logging.INFO, "fastloop")
     write_texts(Path.cwd())
     config = {**LANGUAGE["model"]["config"], "tie_word_embeddings": True}
-    tree = {**LANGUAGE, "model": {**LANGUAGE["model"], "config": config}, "train": {"device": "cpu", "epochs": 1}, "output": "first"}
+    tree = {
+        **LANGUAGE,
+        "model": {**LANGUAGE["model"], "config": config},
+        "train": {"device": "cpu", "epochs": 1},
+        "output": "first",
+    }
     first = build(resolve(make_recipe(tree)))
     execute(first)
-    warm = make_recipe({**tree, "model": {**tree["model"], "weights": "first", "weights_strict": True}, "output": "second"})
+    warm = make_recipe(
+        {**tree, "model": {**tree["model"], "weights": "first", "weights_strict": True}, "output": "second"}
+    )
     second = build(resolve(warm))
     assert_same(second.unwrap_model().state_dict(), first.unwrap_model().state_dict())
 
@@ -91,17 +109,30 @@ def broken() -> str:
 
 
 ERRORS = {
-    "missing": (lambda: "nowhere.pt", False, r"model\.weights: nowhere\.pt: no such file or folder\. Expected a \.safetensors"),
-    "empty folder": (lambda: str(Path("empty").mkdir() or "empty"), False, r"model\.weights: empty: holds no \.safetensors file"),
+    "missing": (
+        lambda: "nowhere.pt",
+        False,
+        r"model\.weights: nowhere\.pt: no such file or folder\. Expected a \.safetensors",
+    ),
+    "empty folder": (
+        lambda: str(Path("empty").mkdir() or "empty"),
+        False,
+        r"model\.weights: empty: holds no \.safetensors file",
+    ),
     "broken": (broken, False, r"broken\.safetensors cannot be read: .*header"),
     "code": (lambda: save({"head.bias": Evil()}, "evil.pt"), False, r"evil\.pt cannot be read: .*[Ww]eights.only"),
     "no tensors": (lambda: save({"epoch": 3}, "none.pt"), False, r"none\.pt holds no tensors by name"),
     "nothing matches": (
         lambda: save({"encoder.weight": torch.zeros(2)}),
         False,
-        r"no tensor matches one of the model\. The file has encoder\.weight; the model has embed\.weight, embed\.bias, .*\.\.\.",
+        r"no tensor matches one of the model\. The file has encoder\.weight; the model has embed\.weight, embed\.bias, "
+        r".*\.\.\.",
     ),
-    "strict": (lambda: save({"head.bias": torch.zeros(3)}), True, r"1 of 12 tensors match; 11 not in the file: .*Correct it, or set"),
+    "strict": (
+        lambda: save({"head.bias": torch.zeros(3)}),
+        True,
+        r"1 of 12 tensors match; 11 not in the file: .*Correct it, or set",
+    ),
 }
 
 

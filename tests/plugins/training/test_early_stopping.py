@@ -34,16 +34,22 @@ def test_patience_is_restored_on_resume(tiny_run):
     values = (0.5, 0.4, 0.3, 0.2, 0.1)
     first = tiny_run([{"early-stopping": {"monitor": "score"}}, ScriptedScore(*values[:2])], epochs=2, output="run")
     assert first.summary["status"] == "completed"
-    again = tiny_run([{"early-stopping": {"monitor": "score"}}, ScriptedScore(*values[2:])], epochs=5, output="run", resume=True)
+    again = tiny_run(
+        [{"early-stopping": {"monitor": "score"}}, ScriptedScore(*values[2:])], epochs=5, output="run", resume=True
+    )
     assert again.summary["epochs"] == 4, "three evaluations without improvement, one of them before the resume"
 
 
 def test_unknown_metric_error_lists_available_metrics(tiny_run):
-    with pytest.raises(UsageError, match=r"plugins\.early-stopping\.monitor: .* no metric 'los'\. Did you mean 'loss'\?"):
+    with pytest.raises(
+        UsageError, match=r"plugins\.early-stopping\.monitor: .* no metric 'los'\. Did you mean 'loss'\?"
+    ):
         tiny_run([{"early-stopping": {"monitor": "los"}}])
 
 
 def test_without_an_evaluation_split_it_is_refused():
-    trainer = Trainer(tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["early-stopping"])
+    trainer = Trainer(
+        tiny_model(), tiny_data(), loss=nn.functional.cross_entropy, batch_size=8, plugins=["early-stopping"]
+    )
     with pytest.raises(UsageError, match=r"plugins\.early-stopping\.monitor: there is no validation split"):
         trainer.fit()

@@ -12,7 +12,9 @@ from fastloop import Plugin, hookimpl
 from fastloop.testing import tiny_data, tiny_model
 
 
-def average(initial: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor]], decay: float, warmup: bool) -> dict[str, torch.Tensor]:
+def average(
+    initial: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor]], decay: float, warmup: bool
+) -> dict[str, torch.Tensor]:
     """The definition, written out."""
     kept = {name: weight.clone() for name, weight in initial.items()}
     for count, weights in enumerate(steps, start=1):

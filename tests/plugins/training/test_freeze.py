@@ -1,4 +1,4 @@
-"""The plugin ``freeze``: against a plain loop of torch, with lora, and refused where it would freeze nothing or everything."""
+"""The plugin ``freeze``: against a plain loop of torch, with lora, and refused where it would freeze nothing or all."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_with_lora_patterns_name_the_layers_of_the_model():
     assert all(".layer.1." in name and ".lora_" in name for name in names)
     before = {name: parameter.detach().clone() for name, parameter in run.unwrap_model().named_parameters()}
     execute(run)
-    assert {name for name, parameter in run.unwrap_model().named_parameters() if not torch.equal(parameter, before[name])} == set(names)
+    assert {
+        name for name, parameter in run.unwrap_model().named_parameters() if not torch.equal(parameter, before[name])
+    } == set(names)
 
 
 def test_with_lora_nothing_may_be_left():

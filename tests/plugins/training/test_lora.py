@@ -28,7 +28,12 @@ def tiny_bert():
 
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, max_position_embeddings=16
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=16,
     )
     return BertForSequenceClassification(config)
 
@@ -80,7 +85,9 @@ def test_a_model_that_comes_in_eval_mode_is_trained_in_train_mode(tmp_path):
         def after_backward(self, run):
             modes.append(all(module.training for module in run.model.modules()))
 
-    Trainer(tiny_bert().eval(), Sentences(), plugins=["lora", Watch()], max_steps=2, batch_size=8, output=tmp_path / "run").fit()
+    Trainer(
+        tiny_bert().eval(), Sentences(), plugins=["lora", Watch()], max_steps=2, batch_size=8, output=tmp_path / "run"
+    ).fit()
     assert modes == [True, True]
 
 
@@ -108,7 +115,9 @@ def test_a_resumed_run_has_the_same_adapters(bert_run):
 
 def test_a_run_does_not_resume_with_another_scale_of_the_adapters(bert_run):
     bert_run(epochs=1, merge=False, alpha=8)
-    with pytest.raises(CheckpointError, match=r"plugins\.lora\.alpha: the adapters were trained with 8, and 64 would scale them"):
+    with pytest.raises(
+        CheckpointError, match=r"plugins\.lora\.alpha: the adapters were trained with 8, and 64 would scale them"
+    ):
         bert_run(epochs=2, resume=True, merge=False, alpha=64)
 
 

@@ -26,7 +26,9 @@ def expected(schedule: str, step: int, warmup: int, minimum: float) -> float:
 @pytest.mark.parametrize(("warmup", "warmup_steps", "minimum"), [(0, 0, 0.0), (5, 5, 0.1), (0.25, 5, 0.0)])
 def test_the_rate_follows_the_formula_at_every_step(tiny_run, schedule, warmup, warmup_steps, minimum):
     result = tiny_run([{"lr-scheduler": {"schedule": schedule, "warmup": warmup, "min_ratio": minimum}}])
-    assert result.recorder.lrs == pytest.approx([expected(schedule, step, warmup_steps, minimum) for step in range(1, STEPS + 1)])
+    assert result.recorder.lrs == pytest.approx(
+        [expected(schedule, step, warmup_steps, minimum) for step in range(1, STEPS + 1)]
+    )
 
 
 def test_it_steps_once_an_optimizer_step_however_many_micro_steps(tiny_run):
@@ -49,7 +51,9 @@ def test_data_of_unknown_length_needs_max_steps(tiny_run):
     with pytest.raises(UsageError, match=r"plugin 'lr-scheduler': .*Set train\.max_steps"):
         tiny_run(["lr-scheduler"], data=Endless())
     assert len(tiny_run(["lr-scheduler"], data=Endless(), max_steps=4).recorder.lrs) == 4
-    assert tiny_run([{"lr-scheduler": {"schedule": "constant", "warmup": 2}}], data=Endless(), epochs=1).recorder.lrs[:3] == [
+    assert tiny_run([{"lr-scheduler": {"schedule": "constant", "warmup": 2}}], data=Endless(), epochs=1).recorder.lrs[
+        :3
+    ] == [
         LR / 2,
         LR,
         LR,

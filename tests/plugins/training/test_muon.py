@@ -30,7 +30,11 @@ def test_it_equals_two_optimizers_in_a_plain_loop():
 
 
 def test_arguments_are_muons_and_patterns_keep_adamw():
-    ours = trained(optimizer={"name": "Muon", "momentum": 0.8}, weight_decay=0.1, plugins=[{"muon-optimizer": {"adamw": ["head.*"]}}])
+    ours = trained(
+        optimizer={"name": "Muon", "momentum": 0.8},
+        weight_decay=0.1,
+        plugins=[{"muon-optimizer": {"adamw": ["head.*"]}}],
+    )
     assert_same(ours, torch_loop(lambda model: both(model, ["head.weight"], momentum=0.8)))
 
 
@@ -51,7 +55,11 @@ def test_another_optimizer_is_left_alone():
     [
         ({"name": "Muon", "betas": [0.9, 0.9]}, [], r"train\.optimizer\.betas: no such argument.*Muon\(params, lr="),
         ({"name": "Muon", "momentum": 0.9, "adjust_lr_fn": "x"}, [], r"Muon was called with .*"),
-        ("Muon", ["haed.*"], r"plugins\.muon-optimizer\.adamw: no parameter matches 'haed\.\*'\. Did you mean 'head\.\*'\?"),
+        (
+            "Muon",
+            ["haed.*"],
+            r"plugins\.muon-optimizer\.adamw: no parameter matches 'haed\.\*'\. Did you mean 'head\.\*'\?",
+        ),
         ("Muon", ["*"], r"no 2-D weight is left for Muon"),
     ],
 )
@@ -81,7 +89,9 @@ def gpt2_matrices(width=16, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"momentum": 0.5}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "momentum": 0.8}])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.5}, {"adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.3, "momentum": 0.8}]
+)
 def test_batches_equal_torchs_muon_within_rounding(options, dtype, monkeypatch):
     monkeypatch.setattr(_batched_muon, "STACKED", 5 * 16 * 48)  # stacks of several sizes
     ours, torchs = gpt2_matrices(dtype=dtype), gpt2_matrices(dtype=dtype)

@@ -14,12 +14,21 @@ from fastloop import CheckpointError, PluginError, RecipeError
 
 CASES: dict[str, tuple[Any, Any]] = {
     "name": ("SGD", lambda weights: SGD(weights, lr=LR)),
-    "arguments": ({"name": "SGD", "momentum": 0.9, "nesterov": True}, lambda weights: SGD(weights, lr=LR, momentum=0.9, nesterov=True)),
-    "list for a tuple": ({"name": "AdamW", "betas": [0.8, 0.9]}, lambda weights: AdamW(weights, lr=LR, betas=(0.8, 0.9), weight_decay=0)),
+    "arguments": (
+        {"name": "SGD", "momentum": 0.9, "nesterov": True},
+        lambda weights: SGD(weights, lr=LR, momentum=0.9, nesterov=True),
+    ),
+    "list for a tuple": (
+        {"name": "AdamW", "betas": [0.8, 0.9]},
+        lambda weights: AdamW(weights, lr=LR, betas=(0.8, 0.9), weight_decay=0),
+    ),
     "no weight decay": ("Rprop", lambda weights: Rprop(weights, lr=LR)),
     "class": ({"name": "code.py:Tripled", "factor": 2.0}, lambda weights: SGD(weights, lr=2.0 * LR)),
     "function": ("code.py:sgd", lambda weights: SGD(weights, lr=LR, momentum=0.5)),
-    "function with arguments": ({"name": "code.py:sgd", "momentum": 0.8}, lambda weights: SGD(weights, lr=LR, momentum=0.8)),
+    "function with arguments": (
+        {"name": "code.py:sgd", "momentum": 0.8},
+        lambda weights: SGD(weights, lr=LR, momentum=0.8),
+    ),
     "package": ({"name": "torch.optim:SGD", "momentum": 0.9}, lambda weights: SGD(weights, lr=LR, momentum=0.9)),
 }
 
@@ -39,15 +48,40 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "unknown argument": (
         {"name": "SGD", "momentun": 0.9},
         {},
-        r"optimizer\.momentun: no such argument\. Did you mean 'momentum'\? The signature: SGD\(params, lr=0\.001, momentum=0, damp",
+        r"optimizer\.momentun: no such argument\. Did you mean 'momentum'\? The signature: SGD\(params, lr=0\.001, "
+        r"momentum=0, damp",
     ),
-    "unknown argument of a function": ({"name": "code.py:sgd", "nesterov": True}, {}, r"optimizer\.nesterov: .*sgd\(params, lr, mom"),
-    "no name": ({"momentum": 0.9}, {}, r"train: optimizer: found \{'momentum': 0\.9\} without a name\. Expected such as \{name: SGD"),
+    "unknown argument of a function": (
+        {"name": "code.py:sgd", "nesterov": True},
+        {},
+        r"optimizer\.nesterov: .*sgd\(params, lr, mom",
+    ),
+    "no name": (
+        {"momentum": 0.9},
+        {},
+        r"train: optimizer: found \{'momentum': 0\.9\} without a name\. Expected such as \{name: SGD",
+    ),
     "lr": ({"name": "SGD", "lr": 0.9}, {}, r"train\.optimizer\.lr: train\.lr sets it\. Remove it here"),
-    "weight decay": ("Rprop", {"weight_decay": 0.1}, r"train\.optimizer\.weight_decay: no such argument\..* The signature: Rprop\("),
-    "invalid value": ({"name": "SGD", "momentum": -1}, {}, r"train\.optimizer: SGD was called with \{.*\}: Invalid momentum value: -1"),
-    "no optimizer": ("code.py:returns_nothing", {}, r"optimizer: code\.py:returns_nothing returned a NoneType, expected a torch\.optim"),
-    "not callable": ("code.py:number", {}, r"train\.optimizer: code\.py:number is no subclass of torch\.optim\.Optimizer, and no function"),
+    "weight decay": (
+        "Rprop",
+        {"weight_decay": 0.1},
+        r"train\.optimizer\.weight_decay: no such argument\..* The signature: Rprop\(",
+    ),
+    "invalid value": (
+        {"name": "SGD", "momentum": -1},
+        {},
+        r"train\.optimizer: SGD was called with \{.*\}: Invalid momentum value: -1",
+    ),
+    "no optimizer": (
+        "code.py:returns_nothing",
+        {},
+        r"optimizer: code\.py:returns_nothing returned a NoneType, expected a torch\.optim",
+    ),
+    "not callable": (
+        "code.py:number",
+        {},
+        r"train\.optimizer: code\.py:number is no subclass of torch\.optim\.Optimizer, and no function",
+    ),
     "another class": ("code.py:Net", {}, r"train\.optimizer: code\.py:Net is no subclass of torch\.optim\.Optimizer"),
     "unknown name": ({"name": "SDG"}, {}, r"train\.optimizer: torch\.optim has no 'SDG'\. Did you mean 'SGD'\?"),
 }
@@ -67,9 +101,13 @@ def test_unknown_arguments_are_found_before_the_data_is_read():
 
 
 def test_plugins_add_arguments_and_cannot_change_those_of_the_recipe():
-    run = make_run(optimizer={"name": "SGD", "momentum": 0.9}, plugins=[{"fused-optimizer": {"implementation": "foreach"}}])
+    run = make_run(
+        optimizer={"name": "SGD", "momentum": 0.9}, plugins=[{"fused-optimizer": {"implementation": "foreach"}}]
+    )
     assert (run.optimizer.param_groups[0]["momentum"], run.optimizer.param_groups[0]["foreach"]) == (0.9, True)
-    with pytest.raises(PluginError, match=r"'train\.optimizer' and 'fused-optimizer' both set OptimizerDraft\.arguments\['fused'\]"):
+    with pytest.raises(
+        PluginError, match=r"'train\.optimizer' and 'fused-optimizer' both set OptimizerDraft\.arguments\['fused'\]"
+    ):
         make_run(optimizer={"name": "SGD", "fused": False}, plugins=["fused-optimizer"])
 
 
@@ -77,7 +115,9 @@ def test_a_run_resumes_with_it_and_is_refused_with_another_argument():
     chosen = {"name": "SGD", "momentum": 0.9}
     whole = trained(optimizer=chosen)
     execute(make_run("output=cut", optimizer=chosen, max_steps=5, save_every=5))
-    with pytest.raises(CheckpointError, match=r"train\.optimizer = \{'momentum': 0\.9, 'name': 'SGD'\}, and this run has .*0\.8"):
+    with pytest.raises(
+        CheckpointError, match=r"train\.optimizer = \{'momentum': 0\.9, 'name': 'SGD'\}, and this run has .*0\.8"
+    ):
         execute(make_run("output=cut", optimizer={"name": "SGD", "momentum": 0.8}, resume=Path("cut")))
     rest = make_run("output=cut", optimizer=chosen, resume=Path("cut"))
     execute(rest)

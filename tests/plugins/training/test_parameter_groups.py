@@ -1,4 +1,4 @@
-"""``train.parameter_groups``, ``layer_lr_decay`` and ``decay_biases_and_norms``, against groups in a plain loop of torch."""
+"""``train.parameter_groups``, ``layer_lr_decay`` and ``decay_biases_and_norms``, against groups in a raw torch loop."""
 
 from __future__ import annotations
 
@@ -60,15 +60,28 @@ def test_a_rate_by_name_is_not_decayed_by_layers():
     run = make_run(layer_lr_decay=0.5, parameter_groups=[{"match": "blocks.0.*", "lr": 0.01}])
     rates = {id(parameter): group["lr"] for group in run.optimizer.param_groups for parameter in group["params"]}
     found = {name.rpartition(".")[0]: rates[id(parameter)] for name, parameter in run.model.named_parameters()}
-    assert found == {"embed": LR / 8, "blocks.0.0": 0.01, "blocks.0.1": 0.01, "blocks.1.0": LR / 2, "blocks.1.1": LR / 2, "head": LR}
+    assert found == {
+        "embed": LR / 8,
+        "blocks.0.0": 0.01,
+        "blocks.0.1": 0.01,
+        "blocks.1.0": LR / 2,
+        "blocks.1.1": LR / 2,
+        "head": LR,
+    }
     assert run.optimizer.param_groups[0]["lr"] == LR, "train/lr logs the first group"
 
 
 def test_optimizers_of_a_dict_are_regrouped():
     run = make_run(
-        optimizer="Muon", weight_decay=0.1, decay_biases_and_norms=False, parameter_groups=[{"match": "head.weight", "lr": 0.01}]
+        optimizer="Muon",
+        weight_decay=0.1,
+        decay_biases_and_norms=False,
+        parameter_groups=[{"match": "head.weight", "lr": 0.01}],
     )
-    found = {(group["optimizer"], group["lr"], group["weight_decay"], len(group["params"])) for group in run.optimizer.param_groups}
+    found = {
+        (group["optimizer"], group["lr"], group["weight_decay"], len(group["params"]))
+        for group in run.optimizer.param_groups
+    }
     assert found == {("muon", LR, 0.1, 3), ("muon", 0.01, 0.1, 1), ("adamw", LR, 0.0, 8)}
 
 
@@ -83,14 +96,23 @@ def test_a_schedule_multiplies_the_rate_of_each_group():
 def test_a_resumed_run_cannot_change_its_groups():
     chosen: dict[str, Any] = {"parameter_groups": [{"match": "head.*", "lr": 0.01}]}
     execute(make_run("output=cut", "train.max_steps=5", save_every=5, **chosen))
-    with pytest.raises(CheckpointError, match=r"was saved with train\.parameter_groups = .*0\.01.*and this run has .*0\.02"):
-        execute(make_run("output=cut", resume=Path("cut"), **{**chosen, "parameter_groups": [{"match": "head.*", "lr": 0.02}]}))
+    with pytest.raises(
+        CheckpointError, match=r"was saved with train\.parameter_groups = .*0\.01.*and this run has .*0\.02"
+    ):
+        execute(
+            make_run(
+                "output=cut", resume=Path("cut"), **{**chosen, "parameter_groups": [{"match": "head.*", "lr": 0.02}]}
+            )
+        )
     with pytest.raises(CheckpointError, match=r"was saved with train\.layer_lr_decay = None, and this run has 0\.5"):
         execute(make_run("output=cut", resume=Path("cut"), layer_lr_decay=0.5, **chosen))
 
 
 def test_a_resumed_run_has_the_weights_of_a_whole_one():
-    chosen: dict[str, Any] = {"parameter_groups": [{"match": "head.*", "lr": 0.01, "betas": [0.5, 0.9]}], "layer_lr_decay": 0.5}
+    chosen: dict[str, Any] = {
+        "parameter_groups": [{"match": "head.*", "lr": 0.01, "betas": [0.5, 0.9]}],
+        "layer_lr_decay": 0.5,
+    }
     whole = trained(**chosen)
     execute(make_run("output=cut", "train.max_steps=5", save_every=5, **chosen))
     rest = make_run("output=cut", resume=Path("cut"), **chosen)

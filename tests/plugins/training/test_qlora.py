@@ -66,7 +66,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with rows for every task, and a pretrained language model."""
     folder = tmp_path_factory.mktemp("qlora")
     rows = [
-        {"text": f"{('dull dreadful', 'lovely fine')[i % 2]} film {i}" + " indeed" * (i * 7 % 5), "label": i % 2, "short": f"{i} now"}
+        {
+            "text": f"{('dull dreadful', 'lovely fine')[i % 2]} film {i}" + " indeed" * (i * 7 % 5),
+            "label": i % 2,
+            "short": f"{i} now",
+        }
         for i in range(48)
     ]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,7 +117,8 @@ def live_bytes() -> int:
     gc.collect()
     sizes = {0: 0}
     for tensor in [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor)]:
-        # Earlier tests may leave fake and functional tensors. They have no memory, and raise when asked for its address.
+        # Earlier tests may leave fake and functional tensors. They have no memory, and raise when asked for its
+        # address.
         with contextlib.suppress(RuntimeError, UserWarning):
             storage = tensor.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()
@@ -146,7 +151,8 @@ def test_each_layer_has_the_weights_of_the_base_within_the_error_of_four_bits(tu
             base = weights[f"{name.removeprefix('base_model.model.').removesuffix('.base_layer')}.weight"]
             restored = module.dequantized()
             assert type(restored).__name__ == "Conv1D"
-            assert 0.05 < (restored.weight - base).norm() / base.norm() < 0.11, name  # rounding to NF4 of normal numbers: 0.09
+            # rounding to NF4 of normal numbers: 0.09
+            assert 0.05 < (restored.weight - base).norm() / base.norm() < 0.11, name
             found += 1
     assert found == 8
 
@@ -172,15 +178,44 @@ def test_the_exported_model_equals_the_trained_one_without_four_bits(tuned, fold
 def test_other_tasks_and_architectures(folder, task):
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
-    bert = {"model_type": "distilbert", "dim": 64, "n_layers": 1, "n_heads": 2, "hidden_dim": 128, "max_position_embeddings": 32}
-    t5 = {"model_type": "t5", "d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
-    bart = {"model_type": "bart", "d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "max_position_embeddings": 64, "dropout": 0.0}
+    bert = {
+        "model_type": "distilbert",
+        "dim": 64,
+        "n_layers": 1,
+        "n_heads": 2,
+        "hidden_dim": 128,
+        "max_position_embeddings": 32,
+    }
+    t5 = {
+        "model_type": "t5",
+        "d_model": 64,
+        "d_kv": 32,
+        "d_ff": 128,
+        "num_layers": 1,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
+    bart = {
+        "model_type": "bart",
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+    }
     bart |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
-    llama = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     pairs = TEXTS | {"target": "short", "max_target_length": 12}
     config, data, auto, layers = {
         "text-classification": (bert, TEXTS | {"label": "label"}, AutoModelForSequenceClassification, 6),
-        "seq2seq": (t5, pairs, AutoModelForSeq2SeqLM, 14),  # 3 attentions and 2 of `wi`; transformers keeps `wo` in float32
+        # 3 attentions and 2 of `wi`; transformers keeps `wo` in float32
+        "seq2seq": (t5, pairs, AutoModelForSeq2SeqLM, 14),
         "seq2seq bart": (bart, pairs, AutoModelForSeq2SeqLM, 16),
         "llama": (llama | {"max_position_embeddings": 64}, TEXTS, AutoModelForCausalLM, 7),
     }[task]
@@ -196,12 +231,27 @@ def test_other_tasks_and_architectures(folder, task):
 
 @pytest.mark.slow
 def test_it_learns_chats_as_lora_in_float32(folder):
-    data = {"module": "fastloop_plugins.datasets.chats:chats", "messages": "messages", "chat_template": "chatml", "max_length": 96}
+    data = {
+        "module": "fastloop_plugins.datasets.chats:chats",
+        "messages": "messages",
+        "chat_template": "chatml",
+        "max_length": 96,
+    }
     tree = {"data": data, "train": TRAIN | {"epochs": 1, "batch_size": 16, "lr": 4e-3}}
-    execute(built(recipe_of({"config": GPT | {"n_positions": 96}, "tokenizer": BYTES | {"vocab_size": 500}}, output="base", **tree)))
+    execute(
+        built(
+            recipe_of(
+                {"config": GPT | {"n_positions": 96}, "tokenizer": BYTES | {"vocab_size": 500}}, output="base", **tree
+            )
+        )
+    )
     losses = [json.loads(Path("base/summary.json").read_text())["validation"]["loss"]]
     for quantize in (None, "nf4"):
-        losses.append(execute(built(recipe_of({"name": "base/model"}, NF4 | {"r": 8, "quantize": quantize}, **tree)))["validation"]["loss"])
+        losses.append(
+            execute(built(recipe_of({"name": "base/model"}, NF4 | {"r": 8, "quantize": quantize}, **tree)))[
+                "validation"
+            ]["loss"]
+        )
         shutil.rmtree("run")
     base, plain, ours = losses
     assert plain < base - 0.05
@@ -209,7 +259,7 @@ def test_it_learns_chats_as_lora_in_float32(folder):
     assert ours == pytest.approx(plain, abs=0.02)
 
 
-# -- checkpoints and commands --------------------------------------------------------------------------------------------
+# -- checkpoints and commands ------------------------------------------------------------------------------------------
 
 
 def killed(recipe: dict[str, Any]) -> Trained:
@@ -225,10 +275,14 @@ def test_a_killed_run_resumes_from_its_own_weights(tuned, folder):
     (ended,) = start(1, killed, recipe, folder=Path.cwd())
     assert ended.code == -signal.SIGKILL
     weights = load_file("base/model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, "base/model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: tensor + 1 for name, tensor in weights.items()}, "base/model.safetensors", metadata={"format": "pt"}
+    )
     resumed = train(recipe, resume=Path("run"))
     saved = (DIES_AT - 1) // SAVES_EVERY * SAVES_EVERY
-    assert resumed.losses == whole.losses[saved:], "the checkpoint has the 4-bit weights: the base model is not read again"
+    assert resumed.losses == whole.losses[saved:], (
+        "the checkpoint has the 4-bit weights: the base model is not read again"
+    )
     assert resumed.weights.keys() == whole.weights.keys()
     assert all(torch.equal(resumed.weights[name], whole.weights[name]) for name in whole.weights)
     assert any(name.endswith("absmax") for name in whole.weights)
@@ -236,10 +290,14 @@ def test_a_killed_run_resumes_from_its_own_weights(tuned, folder):
 
 def test_layers_that_are_trained_in_full_stay_in_float32(tuned):
     run = built(tuned({"r": 4, "quantize": "nf4", "modules_to_save": ["1.mlp.c_proj"]}))
-    layers = {name: module for name, module in run.unwrap_model().named_modules() if type(module).__name__ == "FourBitLinear"}
+    layers = {
+        name: module for name, module in run.unwrap_model().named_modules() if type(module).__name__ == "FourBitLinear"
+    }
     assert len(layers) == 7
     assert "1.mlp.c_proj" not in " ".join(layers)
-    trained = [name for name, parameter in run.model.named_parameters() if parameter.requires_grad and "lora" not in name]
+    trained = [
+        name for name, parameter in run.model.named_parameters() if parameter.requires_grad and "lora" not in name
+    ]
     assert [name.partition("modules_to_save.")[2] for name in trained] == ["default.weight", "default.bias"]
     assert {layer.compute_dtype for layer in layers.values()} == {torch.float32}
 
@@ -291,14 +349,19 @@ def test_commands_on_a_run(tuned, cli):
     assert AutoModelForCausalLM.from_pretrained("remerged").config.model_type == "gpt2"
 
 
-# -- other plugins -------------------------------------------------------------------------------------------------------
+# -- other plugins -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_two_processes_are_one_run(tuned, processes: Callable[..., list[ProcessResult]]):
     recipe = {name: section for name, section in tuned().items() if name in ("model", "data")}
     runs = [
-        {"name": name, "recipe": recipe, "plugins": ["causal-lm", {"lora": NF4}, *strategy], "train": TRAIN | {"max_grad_norm": 0.5}}
+        {
+            "name": name,
+            "recipe": recipe,
+            "plugins": ["causal-lm", {"lora": NF4}, *strategy],
+            "train": TRAIN | {"max_grad_norm": 0.5},
+        }
         for name, strategy in (("plain", []), ("ddp", ["ddp"]))
     ]
     plain = processes(1, all_of, runs[:1], folder=Path.cwd())[0].result["plain"]
@@ -329,7 +392,9 @@ def test_bf16_computes_close_to_float32_and_keeps_biases(tuned):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:<class 'torch.autograd.function.Function'> should not be instantiated:DeprecationWarning"
+)
 def test_compile(tuned):
     plain = train(tuned(train=TRAIN | {"max_steps": 4}))
     ours = tuned(output="ours", train=TRAIN | {"max_steps": 4})
@@ -339,7 +404,7 @@ def test_compile(tuned):
     assert compiled.summary["compile"]["graphs"] > 0
 
 
-# -- refusals ------------------------------------------------------------------------------------------------------------
+# -- refusals ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "deepspeed"])
@@ -351,14 +416,18 @@ def test_strategies_that_shard_are_refused(tuned, strategy):
 
 
 def test_training_from_scratch_is_refused():
-    with pytest.raises(RecipeError, match=r"plugins\.lora\.quantize: found model\.config.*Set model\.name or model\.weights"):
+    with pytest.raises(
+        RecipeError, match=r"plugins\.lora\.quantize: found model\.config.*Set model\.name or model\.weights"
+    ):
         built(recipe_of({"config": GPT, "tokenizer": BYTES}, NF4))
 
 
 def test_a_model_without_a_suitable_layer_is_refused(folder):
     make(folder, "narrow", recipe_of({"config": GPT | {"n_embd": 12}, "tokenizer": BYTES}, train=TRAIN | {"epochs": 1}))
     narrow = recipe_of({"name": str(folder / "narrow/model")}, NF4, data=at(folder, TEXTS))
-    with pytest.raises(PluginError, match=r"GPT2LMHeadModel has 8 linear layers, and none whose number of inputs is a multiple of 64"):
+    with pytest.raises(
+        PluginError, match=r"GPT2LMHeadModel has 8 linear layers, and none whose number of inputs is a multiple of 64"
+    ):
         built(narrow)
 
 
@@ -371,7 +440,10 @@ def test_a_missing_extra_names_the_command(tuned, monkeypatch):
         return version(name)
 
     monkeypatch.setattr(metadata, "version", missing)
-    with pytest.raises(PluginError, match=r"needs bitsandbytes>=0\.50, which is not installed\. .*pip install 'fastloop-train\[qlora\]'"):
+    with pytest.raises(
+        PluginError,
+        match=r"needs bitsandbytes>=0\.50, which is not installed\. .*pip install 'fastloop-train\[qlora\]'",
+    ):
         built(tuned())
     needs = [need.missing(LoRA(quantize="nf4"), Machine("mps", "", ("fp32",))) for need in LoRA.requirements]
     assert needs[1] == "needs a device of type cpu or cuda or xpu; this run is on mps."

@@ -18,7 +18,10 @@ STEPS = 16
 
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "StepLR": ({"schedule": "StepLR", "arguments": {"step_size": 4}}, lambda opt: lr_scheduler.StepLR(opt, 4)),
-    "MultiStepLR": ({"schedule": "MultiStepLR", "arguments": {"milestones": [3, 9]}}, lambda opt: lr_scheduler.MultiStepLR(opt, [3, 9])),
+    "MultiStepLR": (
+        {"schedule": "MultiStepLR", "arguments": {"milestones": [3, 9]}},
+        lambda opt: lr_scheduler.MultiStepLR(opt, [3, 9]),
+    ),
     "OneCycleLR": ({"schedule": "OneCycleLR"}, lambda opt: lr_scheduler.OneCycleLR(opt, LR, total_steps=STEPS)),
     "CosineAnnealingLR": ({"schedule": "CosineAnnealingLR"}, lambda opt: lr_scheduler.CosineAnnealingLR(opt, STEPS)),
     "warm restarts": (
@@ -34,7 +37,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         {"schedule": "warmup_stable_decay", "warmup": 2, "arguments": {"num_decay_steps": 5}},
         lambda opt: get_scheduler("warmup_stable_decay", opt, 2, STEPS, {"num_decay_steps": 5}),
     ),
-    "file": ({"schedule": "code.py:halves", "arguments": {"every": 3}}, lambda opt: lr_scheduler.StepLR(opt, 3, gamma=0.5)),
+    "file": (
+        {"schedule": "code.py:halves", "arguments": {"every": 3}},
+        lambda opt: lr_scheduler.StepLR(opt, 3, gamma=0.5),
+    ),
 }
 
 
@@ -50,7 +56,8 @@ def test_a_resumed_run_has_the_weights_of_a_whole_one(case):
     plugins = [{"lr-scheduler": CASES[case][0]}, {"interrupt.py": {}}]
     Path("interrupt.py").write_text(
         "from fastloop import Plugin, hookimpl\n\nclass Interrupt(Plugin):\n    name = 'interrupt'\n\n"
-        "    @hookimpl\n    def after_step(self, run):\n        if run.state.step == 5 and run.folder.name == 'cut' and not "
+        "    @hookimpl\n    def after_step(self, run):\n        if run.state.step == 5 and run.folder.name == 'cut' "
+        "and not "
         "run.resume_point:\n            run.signals.record('SIGINT')\n"
     )
     whole = trained(plugins=plugins)
@@ -63,8 +70,12 @@ def test_a_resumed_run_has_the_weights_of_a_whole_one(case):
 @pytest.mark.parametrize("schedule", ["CosineAnnealingLR", "OneCycleLR"])
 def test_a_schedule_of_torch_does_not_resume_with_another_length(schedule):
     execute(make_run("output=cut", plugins=[{"lr-scheduler": {"schedule": schedule}}]))
-    longer = make_run("output=cut", "train.epochs=5", plugins=[{"lr-scheduler": {"schedule": schedule}}], resume=Path("cut"))
-    with pytest.raises(CheckpointError, match=rf"{schedule} was saved in a run of {STEPS} steps, and this run has 40.*={STEPS}"):
+    longer = make_run(
+        "output=cut", "train.epochs=5", plugins=[{"lr-scheduler": {"schedule": schedule}}], resume=Path("cut")
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"{schedule} was saved in a run of {STEPS} steps, and this run has 40.*={STEPS}"
+    ):
         execute(longer)
 
 
@@ -85,11 +96,23 @@ def test_a_schedule_of_a_given_length_resumes_in_a_longer_run():
         ),
         ({"schedule": "StepLR"}, r"plugins\.lr-scheduler: StepLR was called with \{\}: .*step_size"),
         ({"schedule": "ReduceLROnPlateau"}, r"schedule: ReduceLROnPlateau steps by a metric"),
-        ({"schedule": "StepLR", "warmup": 3, "arguments": {"step_size": 4}}, r"warmup: StepLR has no warm-up of its own"),
-        ({"schedule": "StepLR", "min_ratio": 0.1, "arguments": {"step_size": 4}}, r"min_ratio: is for linear and cosine"),
-        ({"schedule": "linear", "arguments": {"power": 2}}, r"arguments: linear has only warmup and min_ratio\. Remove 'power'"),
+        (
+            {"schedule": "StepLR", "warmup": 3, "arguments": {"step_size": 4}},
+            r"warmup: StepLR has no warm-up of its own",
+        ),
+        (
+            {"schedule": "StepLR", "min_ratio": 0.1, "arguments": {"step_size": 4}},
+            r"min_ratio: is for linear and cosine",
+        ),
+        (
+            {"schedule": "linear", "arguments": {"power": 2}},
+            r"arguments: linear has only warmup and min_ratio\. Remove 'power'",
+        ),
         ({"schedule": "code.py:number"}, r"schedule: code\.py:number is of type int, expected a class or function"),
-        ({"schedule": "code.py:returns_nothing", "arguments": {"lr": 1}}, r"returns_nothing returned a NoneType, expected a torch LRSch"),
+        (
+            {"schedule": "code.py:returns_nothing", "arguments": {"lr": 1}},
+            r"returns_nothing returned a NoneType, expected a torch LRSch",
+        ),
         ({"schedule": "code.py:nothing"}, r"lr-scheduler\.schedule: code\.py has no 'nothing'"),
     ],
 )
@@ -107,5 +130,9 @@ def test_data_of_unknown_length_needs_max_steps(tiny_run):
 
     with pytest.raises(UsageError, match=r"lr-scheduler: the data has no known length.*Set train\.max_steps"):
         tiny_run([{"lr-scheduler": {"schedule": "OneCycleLR"}}], data=Endless())
-    run = tiny_run([{"lr-scheduler": {"schedule": "StepLR", "arguments": {"step_size": 2, "gamma": 0.5}}}], data=Endless(), max_steps=4)
+    run = tiny_run(
+        [{"lr-scheduler": {"schedule": "StepLR", "arguments": {"step_size": 2, "gamma": 0.5}}}],
+        data=Endless(),
+        max_steps=4,
+    )
     assert run.recorder.lrs == [1e-2, 5e-3, 5e-3, 2.5e-3]

@@ -190,12 +190,16 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tiny_run, tmp_path):
             return dict(zip(("adam", "momentum"), super().build_optimizer(run, model).values(), strict=True))
 
     tiny_run([Two()], output=tmp_path / "run", epochs=1)
-    with pytest.raises(CheckpointError, match="its groups belong to the optimizers adam, sgd, and this run's to adam, momentum"):
+    with pytest.raises(
+        CheckpointError, match="its groups belong to the optimizers adam, sgd, and this run's to adam, momentum"
+    ):
         tiny_run([Renamed()], output=tmp_path / "run", resume=True)
     with pytest.raises(CheckpointError, match="not a checkpoint of this optimizer"):
         tiny_run(output=tmp_path / "run", resume=True)
     tiny_run(output=tmp_path / "one", epochs=1)
-    with pytest.raises(CheckpointError, match="its groups belong to the optimizers without a name, and this run's to adam, sgd"):
+    with pytest.raises(
+        CheckpointError, match="its groups belong to the optimizers without a name, and this run's to adam, sgd"
+    ):
         tiny_run([Two()], output=tmp_path / "one", resume=True)
 
 
@@ -245,7 +249,8 @@ def test_an_overflow_in_fp16_skips_all_optimizers_that_step_together(tiny_run, c
     result = tiny_run([Two(), SCHEDULE, fp16], max_grad_norm=clip)
     assert isinstance(result.trainer.run.optimizer, ScaledOptimizers)
     assert [step for step, skipped in enumerate(fp16.skipped) if skipped] == [3, 8]
-    assert [step for step, changed in enumerate(fp16.changed) if changed == (False, False)] == [0, 3, 8]  # the schedule starts at 0
+    # the schedule starts at 0
+    assert [step for step, changed in enumerate(fp16.changed) if changed == (False, False)] == [0, 3, 8]
     assert fp16.changed.count((True, True)) == 15
     assert result.trainer.run.scheduler.last_epoch == 16
     assert result.summary["steps"] == 18
@@ -270,7 +275,9 @@ def test_a_direct_step_with_scaled_gradients_is_refused(tiny_run):
             run.optimizer["adam"].step()
             return loss
 
-    with pytest.raises(PluginError, match=r"the optimizer 'adam' was stepped with scaled gradients \(fp16\). Call run.apply_gradients"):
+    with pytest.raises(
+        PluginError, match=r"the optimizer 'adam' was stepped with scaled gradients \(fp16\). Call run.apply_gradients"
+    ):
         tiny_run([Direct(), Fp16(scale=1.0)])
 
 
@@ -292,7 +299,9 @@ def test_what_plugins_see_of_several_optimizers(tiny_run, caplog):
             assert len(optimizer.state) == 4
             with pytest.raises(PluginError, match=r"run.optimizer has no optimizer 'adma'. Did you mean 'adam'"):
                 optimizer["adma"]
-            with pytest.raises(PluginError, match=r'Add the group to one of adam, sgd: run.optimizer\["NAME"\].add_param_group'):
+            with pytest.raises(
+                PluginError, match=r'Add the group to one of adam, sgd: run.optimizer\["NAME"\].add_param_group'
+            ):
                 optimizer.add_param_group({"params": []})
 
     look, guard = Look(), {"nan-guard": {"action": "skip"}}
@@ -377,8 +386,10 @@ WRONG = {
     Shared: r"build_optimizer returned 'a' and 'b', which both hold a parameter of shape \(16, 8\). Give it to one",
     NoGradient: "no parameter of the optimizer 'sgd' has a gradient. Call run.accumulate_gradients before each",
     OtherName: "run.optimizer has no optimizer 'adma'. Did you mean 'adam'.*build_optimizer returned: adam, sgd",
-    NoDict: "run.apply_gradients: found the name 'adma', but the run has one optimizer. Let build_optimizer return a dict",
-    OtherSchedule: "build_scheduler returned a scheduler for 'adma'. Did you mean 'adam'.*The run has the optimizers adam, sgd",
+    NoDict: "run.apply_gradients: found the name 'adma', but the run has one optimizer. Let build_optimizer return "
+    "a dict",
+    OtherSchedule: "build_scheduler returned a scheduler for 'adma'. Did you mean 'adam'.*The run has the optimizers "
+    "adam, sgd",
     ScheduleWithoutDict: "build_scheduler returned a scheduler for 'adam'. The run has one optimizer without a name",
 }
 
@@ -391,7 +402,10 @@ def test_errors_name_the_optimizer(tiny_run, plugin):
 
 def test_deepspeed_refuses_several(tiny_run):
     pytest.importorskip("deepspeed")
-    with pytest.raises(PluginError, match=r"plugins.deepspeed: build_optimizer returned several optimizers, 'adam', 'sgd', and DeepSpeed"):
+    with pytest.raises(
+        PluginError,
+        match=r"plugins.deepspeed: build_optimizer returned several optimizers, 'adam', 'sgd', and DeepSpeed",
+    ):
         tiny_run([Two(), "deepspeed"])
 
 
@@ -399,7 +413,9 @@ def test_deepspeed_refuses_several(tiny_run):
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("plugin", [Two, Alternates])
 def test_two_processes_compute_what_one_does(processes, tmp_path, plugin, strategy):
-    settings = {"train": {"epochs": 2, "batch_size": 8, "micro_batch_size": 2, "seed": 1, "device": "cpu", "max_grad_norm": 0.5}}
+    settings = {
+        "train": {"epochs": 2, "batch_size": 8, "micro_batch_size": 2, "seed": 1, "device": "cpu", "max_grad_norm": 0.5}
+    }
     plugins = [*VECTORS["plugins"], {"progress": False}, SCHEDULE]
     one = VECTORS | settings | {"plugins": plugins, "output": "one"}
     two = VECTORS | settings | {"plugins": [*plugins, strategy], "output": "two"}

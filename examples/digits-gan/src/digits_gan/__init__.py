@@ -3,9 +3,10 @@
     plugins:
       - gan: {beta1: 0.5}
 
-The model has the submodules ``generator`` and ``discriminator``. For a batch of real samples it returns the discriminator's scores of them
-and of as many generated ones, each (batch, 1). The generator learns first. The reported loss is the discriminator's. Method: Goodfellow et
-al., "Generative Adversarial Nets", 2014, with the non-saturating loss.
+The model has the submodules ``generator`` and ``discriminator``. For a batch of real samples it returns the
+discriminator's scores of them and of as many generated ones, each (batch, 1). The generator learns first. The reported
+loss is the discriminator's. Method: Goodfellow et al., "Generative Adversarial Nets", 2014, with the non-saturating
+loss.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class GAN(Plugin):
         from torch.optim import Adam
 
         arguments = {"lr": run.recipe.train.lr, "betas": (self.config.beta1, 0.999), **run.optimizer_arguments}
-        return {name: Adam(model.get_submodule(name).parameters(), **arguments) for name in ("discriminator", "generator")}
+        return {
+            name: Adam(model.get_submodule(name).parameters(), **arguments) for name in ("discriminator", "generator")
+        }
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:

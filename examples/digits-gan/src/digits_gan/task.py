@@ -21,7 +21,12 @@ class Networks(nn.Module):
             nn.Linear(LATENT, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64), nn.Sigmoid()
         )
         self.discriminator = nn.Sequential(
-            nn.Linear(64, width), nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Linear(width, width), nn.LeakyReLU(0.2), nn.Linear(width, 1)
+            nn.Linear(64, width),
+            nn.LeakyReLU(0.2),
+            nn.Dropout(0.3),
+            nn.Linear(width, width),
+            nn.LeakyReLU(0.2),
+            nn.Linear(width, 1),
         )
 
     def sample(self, count: int) -> Tensor:
@@ -36,7 +41,8 @@ class Networks(nn.Module):
 def digits(train: int = 1497, validation: int = 300) -> dict[str, Dataset]:
     """Images (64,) float32 and their labels, in random order. ``train``, ``validation``: how many to take."""
     images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))  # pixel values are 0 to 16
+    # pixel values are 0 to 16
+    data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
     parts = {"train": order[:train], "validation": order[-validation:]}
     return {split: TensorDataset(*data[ids]) for split, ids in parts.items()}

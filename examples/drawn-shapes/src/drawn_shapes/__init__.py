@@ -1,10 +1,13 @@
-"""A task that classifies shapes in images. The images are drawn with numpy when the run begins, so nothing is downloaded.
+"""A task that classifies shapes in images.
+
+The images are drawn with numpy when the run begins, so nothing is downloaded.
 
     plugins:
       - drawn-shapes: {size: 16, count: 2000, classes: 5}
 
-Each image shows one gray shape of random size, brightness and position, with noise. The classes are, in this order, disc, square, triangle,
-cross and ring. The model is a small convolutional network; another plugin's ``build_model`` replaces it.
+Each image shows one gray shape of random size, brightness and position, with noise. The classes are, in this order,
+disc, square, triangle, cross and ring. The model is a small convolutional network; another plugin's ``build_model``
+replaces it.
 """
 
 from __future__ import annotations
@@ -39,7 +42,9 @@ class DrawnShapes(Plugin):
         """Options."""
 
         size: Annotated[int, option("Height and width of an image in pixels.", ge=8)] = 16
-        count: Annotated[int, option("Training images. The validation and the test split have a quarter as many each.", ge=4)] = 2000
+        count: Annotated[
+            int, option("Training images. The validation and the test split have a quarter as many each.", ge=4)
+        ] = 2000
         classes: Annotated[int, option("Number of shapes to use.", ge=2, le=len(SHAPES))] = len(SHAPES)
         channels: Annotated[int, option("Channels of the first convolution; the second has twice as many.", ge=1)] = 16
         seed: Annotated[int, option("Seed of the images, independent of train.seed.", ge=0)] = 0
@@ -49,7 +54,8 @@ class DrawnShapes(Plugin):
         for section in ("model", "data"):
             if getattr(recipe, section):
                 raise RecipeError(
-                    f"{recipe.where}: {section}: 'drawn-shapes' has its own. Remove the section; see `fastloop plugins drawn-shapes`."
+                    f"{recipe.where}: {section}: 'drawn-shapes' has its own. "
+                    f"Remove the section; see `fastloop plugins drawn-shapes`."
                 )
 
     @hookimpl
@@ -100,7 +106,8 @@ class DrawnShapes(Plugin):
 
 
 def draw(labels: np.ndarray, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the shapes with indices ``labels``, of shape (n,): returns (n, 1, size, size) float32, black 0 and white 1."""
+    """Draw the shapes with indices ``labels``, of shape (n,): returns (n, 1, size, size) float32, black 0 and white
+    1."""
     import numpy as np
 
     def some(low: float, high: float) -> np.ndarray:

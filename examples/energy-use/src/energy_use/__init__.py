@@ -1,11 +1,12 @@
-"""Measures the energy and processor time of a run: joules if the machine has counters for them, and the utilization of the GPU.
+"""Measures the energy and processor time of a run: joules if the machine has counters for them, and the GPU's use.
 
     plugins:
       - energy-use: {every: 20}
 
-The processor's joules are those of the full machine, from Linux's powercap (RAPL), which only root may read on most machines. A GPU's
-joules come from NVML: ``pip install 'energy-use[nvidia]'``. The measurement covers the first step to the last, with evaluations and saving
-in between; with several processes, it covers the main process. The results are in the summary as ``energy-use``.
+The processor's joules are those of the full machine, from Linux's powercap (RAPL), which only root may read on most
+machines. A GPU's joules come from NVML: ``pip install 'energy-use[nvidia]'``. The measurement covers the first step to
+the last, with evaluations and saving in between; with several processes, it covers the main process. The results are in
+the summary as ``energy-use``.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class EnergyUse(Plugin):
     class Config:
         """Options."""
 
-        every: Annotated[int, option("Steps between reads of the counters, some of which wrap around within minutes.", ge=1)] = 20
+        every: Annotated[
+            int, option("Steps between reads of the counters, some of which wrap around within minutes.", ge=1)
+        ] = 20
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -126,7 +129,10 @@ class Gpu:
         try:
             import pynvml
         except ImportError:
-            logger.warning("energy-use: the GPU is not measured: pynvml is not installed. Install it: pip install 'energy-use[nvidia]'")
+            logger.warning(
+                "energy-use: the GPU is not measured: pynvml is not installed. "
+                "Install it: pip install 'energy-use[nvidia]'"
+            )
             return
         import torch
 

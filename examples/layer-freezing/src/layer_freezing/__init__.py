@@ -3,10 +3,10 @@
     plugins:
       - layer-freezing: {share: 0.5, start: 0.2, until: 0.6}
 
-The first layers of a network converge first. Between the fractions ``start`` and ``until`` of the run's steps, the plugin freezes a
-fraction ``share`` of the layers, one after another. With the first layer it also freezes everything before it, such as embeddings. Backward
-computes no gradients for a frozen layer, and the optimizer skips it. Method: Brock et al., "FreezeOut: Accelerate Training by Progressively
-Freezing Layers", 2017.
+The first layers of a network converge first. Between the fractions ``start`` and ``until`` of the run's steps, the
+plugin freezes a fraction ``share`` of the layers, one after another. With the first layer it also freezes everything
+before it, such as embeddings. Backward computes no gradients for a frozen layer, and the optimizer skips it. Method:
+Brock et al., "FreezeOut: Accelerate Training by Progressively Freezing Layers", 2017.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class LayerFreezing(Plugin):
 
         share: Annotated[float, option("Share of the layers that are frozen at the end.", gt=0, lt=1)] = 0.5
         start: Annotated[float, option("Share of the run's steps after which freezing begins.", ge=0, lt=1)] = 0.2
-        until: Annotated[float, option("Share of the run's steps after which all of them are frozen.", gt=0, le=1)] = 0.6
+        until: Annotated[float, option("Share of the run's steps after which all of them are frozen.", gt=0, le=1)] = (
+            0.6
+        )
         layers: Annotated[
             str | None,
             option("Name of the model's ModuleList or Sequential of layers; null: the longest outermost one."),
@@ -60,9 +62,13 @@ class LayerFreezing(Plugin):
     def check_run(self, run: Run) -> None:
         where = f"{run.recipe.where}: plugin 'layer-freezing'"
         if run.world_size > 1:
-            raise PluginError(f"{where} runs in one process: others would wait for gradients that frozen layers do not have.")
+            raise PluginError(
+                f"{where} runs in one process: others would wait for gradients that frozen layers do not have."
+            )
         if run.total_steps is None:
-            raise PluginError(f"{where} needs the length of the run, and the data has no known length. Set train.max_steps.")
+            raise PluginError(
+                f"{where} needs the length of the run, and the data has no known length. Set train.max_steps."
+            )
         self.layers = self.find_layers(run.unwrap_model(), where)
         self.most = int(self.config.share * len(self.layers) + 1e-9)  # 0.29 x 100 is a little less than 29
         if not self.most:
@@ -85,13 +91,17 @@ class LayerFreezing(Plugin):
             weight.requires_grad_(False)
             weight.grad = None
         self.frozen = due
-        logger.info("layer-freezing: step %d: the first %d of %d layers are frozen", run.state.step, due, len(self.layers))
+        logger.info(
+            "layer-freezing: step %d: the first %d of %d layers are frozen", run.state.step, due, len(self.layers)
+        )
 
     @hookimpl
     def after_backward(self, run: Run) -> None:
         if self.with_gradients and self.counted == self.frozen:
             return
-        self.with_gradients.append(sum(weight.numel() for weight in run.unwrap_model().parameters() if weight.grad is not None))
+        self.with_gradients.append(
+            sum(weight.numel() for weight in run.unwrap_model().parameters() if weight.grad is not None)
+        )
         self.counted = self.frozen
 
     @hookimpl
@@ -122,9 +132,13 @@ class LayerFreezing(Plugin):
         name = self.config.layers
         if name is None:
             return max(sequences(model), key=len, default=[])
-        named = {key: module for key, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)}
+        named = {
+            key: module for key, module in model.named_modules() if isinstance(module, nn.ModuleList | nn.Sequential)
+        }
         if name not in named:
-            raise PluginError(f"{where}: layers: the model has no ModuleList or Sequential {name!r}.{did_you_mean(name, named)}")
+            raise PluginError(
+                f"{where}: layers: the model has no ModuleList or Sequential {name!r}.{did_you_mean(name, named)}"
+            )
         return trained(named[name])
 
 

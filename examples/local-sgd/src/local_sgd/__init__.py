@@ -3,7 +3,8 @@
     plugins:
       - local-sgd: {every: 8}
 
-Evaluation, checkpoints and the export use averaged weights. Method: Stich, "Local SGD Converges Fast and Communicates Little", 2019.
+Evaluation, checkpoints and the export use averaged weights. Method: Stich, "Local SGD Converges Fast and Communicates
+Little", 2019.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,10 @@ class LocalSGD(Strategy):
 
     name = "local-sgd"
     numerics = "changes-training"
-    conflicts = {"ema": "it averages the weights of each process.", "nan-guard": "it expects equal gradients on all processes."}
+    conflicts = {
+        "ema": "it averages the weights of each process.",
+        "nan-guard": "it expects equal gradients on all processes.",
+    }
     description = "averages weights over the processes every few steps"
 
     @dataclass(kw_only=True)
@@ -28,7 +32,9 @@ class LocalSGD(Strategy):
 
     def prepare(self, run, model, optimizer):
         if run.accelerator.mixed_precision == "fp16":  # an overflow would skip the step of one process
-            raise PluginError(f"{run.recipe.where}: plugins.local-sgd: found 'amp' with fp16. Set plugins.amp.dtype to bf16.")
+            raise PluginError(
+                f"{run.recipe.where}: plugins.local-sgd: found 'amp' with fp16. Set plugins.amp.dtype to bf16."
+            )
         return model, optimizer  # on its device, with autocast, without DDP
 
     def model_state(self, run):

@@ -12,9 +12,13 @@ if TYPE_CHECKING:
 
 
 def mean(run: Run) -> dict[str, Tensor]:
-    """The mean of weights and float buffers over the processes, as new tensors. Other buffers are those of this process."""
+    """The mean of weights and float buffers over the processes, as new tensors. Other buffers are those of this
+    process."""
     own = {name: tensor.clone() for name, tensor in run.unwrap_model().state_dict().items()}
-    return {name: run.processes.all_reduce_mean(tensor) if tensor.is_floating_point() else tensor for name, tensor in own.items()}
+    return {
+        name: run.processes.all_reduce_mean(tensor) if tensor.is_floating_point() else tensor
+        for name, tensor in own.items()
+    }
 
 
 def average(run: Run) -> None:
@@ -37,12 +41,14 @@ def gather(run: Run) -> list[Any]:
     """Weights and optimizer state of each process, in order of rank, on the CPU."""
     from accelerate.utils import send_to_device
 
-    return run.processes.all_gather_object(send_to_device((run.unwrap_model().state_dict(), run.optimizer.state_dict()), "cpu"))
+    return run.processes.all_gather_object(
+        send_to_device((run.unwrap_model().state_dict(), run.optimizer.state_dict()), "cpu")
+    )
 
 
 def restore(run: Run, processes: list[Any]) -> None:
-    """Load the part of this process from the result of ``gather``. On another number of processes, all keep the averaged weights and the
-    main process's optimizer state, which the core has loaded."""
+    """Load the part of this process from the result of ``gather``. On another number of processes, all keep the
+    averaged weights and the main process's optimizer state, which the core has loaded."""
     if len(processes) == run.world_size:
         weights, optimizer = processes[run.rank]
         run.unwrap_model().load_state_dict(weights)

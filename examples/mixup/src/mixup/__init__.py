@@ -3,8 +3,9 @@
     plugins:
       - mixup: {alpha: 0.2}
 
-A micro-batch is mixed with a permutation of itself: ``share * inputs + (1 - share) * inputs[order]``. Its loss is the same mean of the
-task's losses against both targets. Method: Zhang et al., "mixup: Beyond Empirical Risk Minimization", 2018.
+A micro-batch is mixed with a permutation of itself: ``share * inputs + (1 - share) * inputs[order]``. Its loss is the
+same mean of the task's losses against both targets. Method: Zhang et al., "mixup: Beyond Empirical Risk Minimization",
+2018.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class Mixup(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        alpha: Annotated[float, option("Of Beta(alpha, alpha): small values leave most samples almost unmixed.", gt=0)] = 0.2
+        alpha: Annotated[
+            float, option("Of Beta(alpha, alpha): small values leave most samples almost unmixed.", gt=0)
+        ] = 0.2
 
     @hookimpl(wrapper=True)
     def build_collator(self, split: str) -> Generator[None, Any, Any]:

@@ -13,7 +13,10 @@ from typing import Annotated
 from fastloop import Plugin, hookimpl, option
 
 RUNS = "CREATE TABLE IF NOT EXISTS runs (id INTEGER PRIMARY KEY, folder TEXT)"
-SCALARS = "CREATE TABLE IF NOT EXISTS scalars (run INTEGER, step INTEGER, name TEXT, value REAL, PRIMARY KEY (run, step, name))"
+SCALARS = (
+    "CREATE TABLE IF NOT EXISTS scalars "
+    "(run INTEGER, step INTEGER, name TEXT, value REAL, PRIMARY KEY (run, step, name))"
+)
 WRITE = "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)"
 
 
@@ -28,18 +31,22 @@ class SQLiteLog(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        file: Annotated[str, option("Path of the database, relative to the folder that holds the run folder.")] = "runs.sqlite"
+        file: Annotated[str, option("Path of the database, relative to the folder that holds the run folder.")] = (
+            "runs.sqlite"
+        )
 
     @hookimpl
     def before_fit(self, run):
         if run.is_main:
-            self.database = sqlite3.connect(run.folder.parent / self.config.file, timeout=60)  # seconds to wait for other runs
+            # seconds to wait for other runs
+            self.database = sqlite3.connect(run.folder.parent / self.config.file, timeout=60)
             with self.database as database:  # a transaction
                 database.execute(RUNS)
                 database.execute(SCALARS)
                 if self.id is None:
                     self.id = database.execute("INSERT INTO runs (folder) VALUES (?)", (str(run.folder),)).lastrowid
-                database.execute("DELETE FROM scalars WHERE run = ? AND step > ?", (self.id, run.state.step))  # these steps are repeated
+                # these steps are repeated
+                database.execute("DELETE FROM scalars WHERE run = ? AND step > ?", (self.id, run.state.step))
 
     @hookimpl
     def log_scalars(self, scalars, step):

@@ -3,9 +3,10 @@
     plugins:
       - muon: {momentum: 0.95}
 
-Muon orthogonalizes the update of a 2-D weight. Embeddings, heads, biases and norms keep AdamW. Both use ``train.lr`` and
-``train.weight_decay``: Muon's updates are scaled to the size of AdamW's. Methods: Jordan et al., "Muon: An optimizer for hidden layers in
-neural networks", 2024; the scale is that of Liu et al., "Muon is Scalable for LLM Training", 2025.
+Muon orthogonalizes the update of a 2-D weight. Embeddings, heads, biases and norms keep AdamW. Both use ``train.lr``
+and ``train.weight_decay``: Muon's updates are scaled to the size of AdamW's. Methods: Jordan et al., "Muon: An
+optimizer for hidden layers in neural networks", 2024; the scale is that of Liu et al., "Muon is Scalable for LLM
+Training", 2025.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     plugins:
       - sam: {rho: 0.05}
 
-The first pass computes the gradient ``g`` and moves the weights by ``rho * g / ||g||``. The second pass computes the gradient there, with
-the same dropout, and the optimizer applies it to the original weights. A step takes twice the time. Method: Foret et al., "Sharpness-Aware
-Minimization for Efficiently Improving Generalization", 2021.
+The first pass computes the gradient ``g`` and moves the weights by ``rho * g / ||g||``. The second pass computes the
+gradient there, with the same dropout, and the optimizer applies it to the original weights. A step takes twice the
+time. Method: Foret et al., "Sharpness-Aware Minimization for Efficiently Improving Generalization", 2021.
 """
 
 from __future__ import annotations

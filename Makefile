@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all lint docs docs-sources api-snapshot matrix architectures conformance reliability security scale streaming hashes sbom dist audit clean
+.PHONY: quickstart test test-all test-slow lint docs docs-sources api-snapshot matrix architectures conformance reliability security scale streaming hashes sbom dist audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -16,7 +16,10 @@ test: $(VENV)/ready
 	$(PYTEST) -m "not slow"
 
 # Everything: the tests of `make test`, then those that are marked slow.
-test-all: test
+test-all: test test-slow
+
+# The tests that are marked slow.
+test-slow: $(VENV)/ready
 	$(PYTEST) -m slow
 
 lint: $(VENV)/ready

@@ -54,6 +54,13 @@ def pytest_configure(config: pytest.Config) -> None:
         use_server(worker["fork_server"])
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write the names of failed tests to the file that ``.ci/run`` names. Several processes may write a name."""
+    if report.failed and (file := os.environ.get("FASTLOOP_FAILED_TESTS")):
+        with Path(file).open("a") as names:
+            names.write(f"{report.nodeid}\n")
+
+
 @pytest.fixture(autouse=True)
 def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test runs in an empty folder, on one thread (so that sums have one order), and leaves no global state."""

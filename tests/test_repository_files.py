@@ -30,10 +30,9 @@ def test_workflows_call_the_projects_own_script():
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_ci_runs_every_test_once():
-    assert "make test test-all\n" in (ROOT / ".ci/run").read_text()
-    shown = subprocess.run(
-        ["make", "--dry-run", "test", "test-all"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
+    script = (ROOT / ".ci/run").read_text()
+    targets = [line.partition(" ")[2] for line in script.splitlines() if line.startswith("run_tests ")]
+    shown = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     marks = [line.rpartition(" -m ")[2] for line in shown.splitlines() if "-m pytest" in line]
     assert marks == ['"not slow"', "slow"]
 

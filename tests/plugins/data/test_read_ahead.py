@@ -28,6 +28,7 @@ from fastloop.registry import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.testing import tiny_data
 from fastloop_plugins.data._read_ahead import AHEAD, ReadAheadLoader
+from fastloop_plugins.data._sampler_order import SamplerOrder
 from fastloop_plugins.data.device_prefetch import DevicePrefetch
 from fastloop_plugins.data.folds import Folds
 from fastloop_plugins.data.length_bucketing import LengthBucketing
@@ -248,7 +249,9 @@ def test_a_users_sampler_draws_in_the_training_thread() -> None:
             return super().__iter__()
 
     data = Values()
-    loader = load(data, sampler=BatchSampler(Observed(data, replacement=True), 8, False))
+    order = SamplerOrder(Observed(data, replacement=True), "train", seed=0)
+    loader = load(data, sampler=BatchSampler(order, 8, False))
+    drawn.clear()
     assert sum(batch.samples for batch in loader.batches(epoch=1)) == 67
     assert drawn
     assert all(drawn)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from executing import execute
 from text_helpers import TINY_GPT, make_run
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.lifecycle import execute
 from fastloop.recipe import make_recipe
 from fastloop.runtime.hardware import Machine
 from fastloop_plugins.data.packing import Packing

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from executing import execute
 from safetensors.torch import load_file
 from text_helpers import TINY, TINY_GPT, make_run
 
 from fastloop import Plugin, RecipeError
-from fastloop.lifecycle import execute
 from fastloop_plugins.kernels.fused_loss import FusedLoss
 from fastloop_plugins.training.lora import LoRA
 

@@ -102,9 +102,8 @@ def load(found: Sequence[Mapping[str, Any]]) -> str:
     if not foreign:
         return "The load by other processes was not measured."
     return (
-        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an "
-        "arm ran, "
-        f"{max(foreign):.2f} at most."
+        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an arm "
+        f"ran, {max(foreign):.2f} at most."
     )
 
 

@@ -129,14 +129,12 @@ def report(results: dict[str, Any]) -> str:
         [
             table(["seed", "test accuracy", "seconds", "samples/s", "peak MiB"], lines, text_columns=1),
             f"The mean accuracy is {mean:.1%}. {show_machine(results['machine'])}",
-            f"Matrix products run at {reached / 1e9:,.0f} GFLOP/s over the step: {reached / peak:.0%} of the "
-            "measured peak "
-            f"({peaks}, in GFLOP/s).",
+            f"Matrix products run at {reached / 1e9:,.0f} GFLOP/s over the step: {reached / peak:.0%} of the measured "
+            f"peak ({peaks}, in GFLOP/s).",
             table(["seed", "accuracy without plugins", "with the plugins of `auto`"], pairs, text_columns=1),
             f"The plugins change the accuracy by {gap['mean']:+.2%} on average (95% interval {low:+.2%} to "
-            f"{high:+.2%}, Student's t, "
-            f"{len(pairs)} paired seeds) and the loss by {loss:+.3f}. The standard deviation over the seeds is "
-            f"{without['deviation']:.2%} without and {full['deviation']:.2%} with them.",
+            f"{high:+.2%}, Student's t, {len(pairs)} paired seeds) and the loss by {loss:+.3f}. The standard deviation "
+            f"over the seeds is {without['deviation']:.2%} without and {full['deviation']:.2%} with them.",
             (__doc__ or "").partition("resumes\n\n")[2].strip(),
             "Raw figures: `benchmarks/results/flagship.json`.",
         ]

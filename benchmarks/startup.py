@@ -121,11 +121,9 @@ def report(results: dict[str, Any]) -> str:
             f"{show_machine(results['machine'])} {load(results['samples'])}",
             f"* {method.strip()}",
             "Two costs of libraries are the largest. An optimizer of torch imports `torch._dynamo` when it is created. "
-            "transformers reads "
-            "the text of all its model files, twice, and imports `torch.distributed.tensor`, and sympy with it. Where "
-            "scipy is installed, "
-            "transformers and torchmetrics import it, too. `tests/core/test_startup.py` lists modules that a command "
-            "must not import.",
+            "transformers reads the text of all its model files, twice, and imports `torch.distributed.tensor`, and "
+            "sympy with it. Where scipy is installed, transformers and torchmetrics import it, too. "
+            "`tests/core/test_startup.py` lists modules that a command must not import.",
             "Raw figures: `benchmarks/results/startup.json`.",
         ]
     )

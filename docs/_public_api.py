@@ -38,8 +38,7 @@ from fastloop.recipe import Train
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
 ACCEPT = (
     "If the change is intended: run `make api-snapshot` and commit tests/core/public_api.txt, add a line to "
-    "CHANGELOG.md, and follow "
-    "docs/stability.md, which states how a name is deprecated before it changes or goes."
+    "CHANGELOG.md, and follow docs/stability.md, which states how a name is deprecated before it changes or goes."
 )
 NOTHING = "(none)"
 

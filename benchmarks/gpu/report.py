@@ -79,8 +79,8 @@ def show_ceilings(lines: Lines) -> str:
         text += f" (best window {line['copy_bytes_best'] / 1e9:.0f})."
         if line.get("nominal_flops"):
             text += (
-                f" NVIDIA's figures: {line['nominal_flops'] / 1e12:.0f} TFLOP/s and "
-                f"{line['nominal_bytes'] / 1e9:.0f} GB/s."
+                f" NVIDIA's figures: {line['nominal_flops'] / 1e12:.0f} TFLOP/s and {line['nominal_bytes'] / 1e9:.0f} "
+                "GB/s."
             )
         shown.append(text)
     return "\n".join(shown)

@@ -199,8 +199,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         if not hasattr(several, "select"):
             raise PluginError(
                 f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let "
-                "build_optimizer return a dict "
-                "of name -> optimizer."
+                "build_optimizer return a dict of name -> optimizer."
             )
         several.select(optimizer)
     run.hooks.after_backward(run=run, loss=loss)

@@ -355,9 +355,8 @@ def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.m
     for other in importlib.metadata.distributions(name="fastloop"):
         raise UsageError(
             "two distributions with the import name fastloop are installed, and their files overwrite each other: "
-            f"{DISTRIBUTION}, and "
-            f"fastloop {other.version}, which is another project. Remove both, then install this one: "
-            f"pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
+            f"{DISTRIBUTION}, and fastloop {other.version}, which is another project. Remove both, then install this "
+            f"one: pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
         )
     points = importlib.metadata.entry_points()
     return {

@@ -79,9 +79,8 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], reason
     for plugin in plugins:
         if plugin.numerics not in get_args(Numerics):
             raise PluginError(
-                f"{where}: plugin {plugin.name!r} declares the numerics {plugin.numerics!r}, which is no "
-                "numerics class."
-                f"{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
+                f"{where}: plugin {plugin.name!r} declares the numerics {plugin.numerics!r}, which is no numerics "
+                f"class.{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
             )
         for message in misspelled(plugin, names, slots):
             warn_once(f"{where}: {message}")
@@ -120,8 +119,7 @@ def check_declarations(plugin: Plugin, where: str) -> None:
             hint = f"It is now {meant!r}: rename it." if name in RENAMED else f"Did you mean {meant!r}?"
             raise PluginError(
                 f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. {hint} An "
-                "attribute of your own may "
-                "have any name that begins with an underscore."
+                "attribute of your own may have any name that begins with an underscore."
             )
 
 
@@ -226,8 +224,7 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         if hook not in implemented or (hook in known and hook not in first):
             raise PluginError(
                 f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin "
-                "implements."
-                f"{did_you_mean(hook, [name for name in implemented if name in first])}"
+                f"implements.{did_you_mean(hook, [name for name in implemented if name in first])}"
             )
 
 

@@ -51,8 +51,7 @@ def own_plugins() -> list[str]:
             )
             warn_once(
                 f"plugin {name!r}: {rivals} installs a plugin of this name, too. `auto` and the estimates of other "
-                "commands leave out "
-                f"fastloop's. Uninstall that package, or list {key!r} in the recipe."
+                f"commands leave out fastloop's. Uninstall that package, or list {key!r} in the recipe."
             )
     return [name for name, point in table.items() if is_own(point) and name == point.name]
 

@@ -55,9 +55,8 @@ class Scalars:
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith(("validation/", "test/")):
             raise PluginError(
                 f"run.log: found the name {name!r}, expected one of your own, such as 'my-plugin/noise'. The core logs "
-                f"{', '.join(CORE)}, "
-                "and names of evaluation metrics begin with validation/ or test/. A wrapper of the hook evaluate can "
-                "add metrics."
+                f"{', '.join(CORE)}, and names of evaluation metrics begin with validation/ or test/. A wrapper of the "
+                "hook evaluate can add metrics."
             )
         if self.reductions.setdefault(name, reduce) != reduce:
             raise PluginError(

@@ -628,6 +628,5 @@ def test_a_task_that_is_required_by_name_is_explained():
     message = refusal(make("a", requires=("module",)), make("my-task", slot="task"))
     assert message == (
         "recipe: plugin 'a' requires the task 'module', and the task of this run is 'my-task'. If any task will do, "
-        "its class requires "
-        "'slot:task'."
+        "its class requires 'slot:task'."
     )

@@ -408,8 +408,7 @@ def test_json_beyond_any_bound_is_refused():
         (
             {"files": "https://example.org/a/train.csv"},
             "data.files.train: https://example.org/a/train.csv is a URL, and fastloop downloads no files. Download the "
-            "file first, "
-            "and give its path.",
+            "file first, and give its path.",
         ),
         ({"files": "s3://bucket/train.csv"}, "data.files.train: s3://bucket/train.csv is a URL"),
         ({"files": "hf://datasets/o/n/train.csv"}, "For a dataset of the hub: data.name=OWNER/NAME."),

@@ -98,8 +98,8 @@ def test_rows_that_repeat_or_stand_in_two_splits_give_one_warning(caplog):
     splits = {"validation": [DIFFERENT[3], ("new", "neg")], "test": [*DIFFERENT[4:7], ("new", "neg")]}
     assert repeats(caplog, train, **splits) == [
         "data: 3 of 15 rows of train repeat an earlier one; 1 of 2 rows of validation are in train, too; 3 of 4 rows "
-        "of test are in "
-        "train, too, such as 'film 3'. Metrics of rows that the model trains on are too high: remove these rows"
+        "of test are in train, too, such as 'film 3'. Metrics of rows that the model trains on are too high: remove "
+        "these rows"
     ]
 
 

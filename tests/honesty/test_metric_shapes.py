@@ -84,8 +84,7 @@ def test_a_wrong_number_of_classes_is_refused_before_the_first_step():
     message = refused({"fine": MulticlassAccuracy(3), "top": MulticlassAccuracy(10)})
     assert message.startswith(
         "recipe: the metric 'top' (MulticlassAccuracy) cannot measure a batch of validation: predictions (8, 3) "
-        "float32, "
-        "targets (8,) int64. "
+        "float32, targets (8,) int64. "
     )
     assert message.endswith("The predictions have 3 columns and the metric has num_classes=10: set num_classes to 3.")
 

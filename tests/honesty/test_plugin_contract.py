@@ -57,8 +57,7 @@ def test_an_earlier_name_of_a_declaration_is_refused_with_the_new_name(old, valu
         resolved(make("a", **{old: value}))
     assert str(refused.value) == (
         f"recipe: plugin 'a': its class has the attribute {old!r}, which is no declaration of a plugin. It is now "
-        f"{RENAMED[old]!r}: rename "
-        "it. An attribute of your own may have any name that begins with an underscore."
+        f"{RENAMED[old]!r}: rename it. An attribute of your own may have any name that begins with an underscore."
     )
 
 
@@ -401,8 +400,7 @@ LOSS = "Return fastloop.Output(loss), whose loss is the mean over the micro-batc
 SAMPLER = "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last)."
 PLATEAU = (
     "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To step by a metric, "
-    "keep the scheduler in a "
-    "plugin whose after_evaluate calls its step(metrics['loss'])."
+    "keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss'])."
 )
 RESULTS: dict[str, tuple[str, Any, str]] = {
     "a tensor as loss": (

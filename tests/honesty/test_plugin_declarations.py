@@ -244,8 +244,7 @@ def test_a_hook_without_its_mark_is_refused_with_its_line():
         _ = resolve(load_recipe("r.yaml")).plugins.hooks
     assert str(refused.value) == (
         f"plugin 'silent': the method after_step ({Path('silent.py').resolve()}, line 7) has the name of a hook but no "
-        "@hookimpl, so it "
-        "would never be called. Mark it with @hookimpl, or rename it: _after_step."
+        "@hookimpl, so it would never be called. Mark it with @hookimpl, or rename it: _after_step."
     )
     code, _, err = fastloop("plan", "r.yaml")
     assert (code, err) == (2, f"error: {refused.value}\n")
@@ -417,8 +416,7 @@ def test_an_override_turns_no_other_task_on():
         load_recipe("r.yaml", ["plugins.text-classification.x=1"])
     assert str(refused.value) == (
         "r.yaml: plugins.text-classification: an override sets its options, but the recipe does not list it, and it is "
-        "not on by default "
-        "here. Add it with --with text-classification."
+        "not on by default here. Add it with --with text-classification."
     )
     with pytest.raises(RecipeError, match=r"does not list 'lgo'\. Did you mean 'log'\?"):
         load_recipe("r.yaml", ["plugins.lgo.every=1"])

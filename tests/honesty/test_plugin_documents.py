@@ -121,8 +121,7 @@ def test_unchanged_template_description_is_reported(project):
     project(code=DOUBLES, readme=README)
     assert verdict() == (
         "plugin 'night-watch' promises to describe what it does. Found: the text of `fastloop new plugin` in the "
-        "description in "
-        "pyproject.toml. Describe this plugin there."
+        "description in pyproject.toml. Describe this plugin there."
     )
 
 
@@ -143,8 +142,7 @@ def test_unchanged_template_docstrings_are_reported(project):
     project(code=code.replace("value < self.lowest", "value > self.lowest"))
     assert verdict().endswith(
         "the text of `fastloop new plugin` in the description in pyproject.toml, README.md, the docstring of "
-        "night_watch, `description`, "
-        "the docstring of NightWatch. Describe this plugin there."
+        "night_watch, `description`, the docstring of NightWatch. Describe this plugin there."
     )
 
 

@@ -224,8 +224,7 @@ T5 = {
 }
 MARKED = (
     "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{% "
-    "endgeneration %}"
-    "{% else %}{{ message.content }}{% endif %} {% endfor %}"
+    "endgeneration %}{% else %}{{ message.content }}{% endif %} {% endfor %}"
 )
 
 

@@ -163,8 +163,7 @@ def test_plugins_whose_hooks_raise_leave_with_their_reasons(caplog):
     assert messages == [
         "auto: leaves out cls-last-layer: BertForSequenceClassification reads more than the first token. Leave it out.",
         "auto: leaves out packing: BertForSequenceClassification cannot be packed: its results change when sequences "
-        "are packed in one "
-        "row. Remove packing.",
+        "are packed in one row. Remove packing.",
     ]
     assert {"amp", "fast-dropout", "reads-mean"} <= set(run.plugins.names())
     assert not {"packing", "cls-last-layer"} & {*run.plugins.names(), *run.recipe.plugins}

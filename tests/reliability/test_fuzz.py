@@ -90,9 +90,8 @@ def named_errors_only() -> Iterator[None]:
 
 WORDS = (
     "~ ~nobody/x - . .. / * [ { ??? null nowhere.py nowhere.py:Class : a:b .py :.py a.b.c:d ${train.lr} ${train} "
-    "${nothing} ${ "
-    "${oc.env:HOME} 1e400 -0 0x 1_0 = \\ é 🙂 true amp plugins %s{} (hidden) https://x/y a/b/c/d __class__ name "
-    "12345678901234567890"
+    "${nothing} ${ ${oc.env:HOME} 1e400 -0 0x 1_0 = \\ é 🙂 true amp plugins %s{} (hidden) https://x/y a/b/c/d "
+    "__class__ name 12345678901234567890"
 )
 NASTY = [*WORDS.split(), "", " ", "a\0b", "\x07", "\u202e", "x" * 5000, "x" * 5000 + ".py", "${train.lr}" * 50]
 scalars = st.one_of(

@@ -757,8 +757,7 @@ EVIL = (
 )
 KNOWN = (
     "html head meta title style body a main h1 h2 h3 h4 section div table thead tbody tr th td figure svg line text g "
-    "path circle rect "
-    "ul ol li i details summary span p small code footer"
+    "path circle rect ul ol li i details summary span p small code footer"
 )
 
 

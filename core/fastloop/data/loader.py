@@ -89,8 +89,8 @@ class Loader:
                 kind = "is iterable and only evaluated" if self.in_step else "shards itself"
                 raise UsageError(
                     f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples "
-                    "dropped would depend on "
-                    "the number of processes. Set drop_last=False, or let the dataset end earlier."
+                    "dropped would depend on the number of processes. Set drop_last=False, or let the dataset end "
+                    "earlier."
                 )
             self.stream = Stream(
                 dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0

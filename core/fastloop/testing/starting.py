@@ -108,8 +108,7 @@ def start(
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
             f"{name} and its arguments cannot be sent to a process: {error}. Define the function at the top level of a "
-            "module, and pass "
-            "arguments that pickle can write."
+            "module, and pass arguments that pickle can write."
         ) from error
     context, folder = _context(), Path(folder or Path.cwd())
     folder.mkdir(parents=True, exist_ok=True)

@@ -91,8 +91,7 @@ class RemoteOutput(Plugin):
         if is_new and (found := self.try_remote(run, self.remote.results)):
             raise UsageError(
                 f"{self.where}.url: {self.remote.url} holds a run already, with {found[0]}. Continue it with --resume, "
-                "or set another "
-                "output or url."
+                "or set another output or url."
             )
 
     @hookimpl
@@ -121,8 +120,7 @@ class RemoteOutput(Plugin):
         if uploader.error is not None:
             raise SaveError(
                 f"{self.remote.url} is not complete: {type(uploader.error).__name__}: {uploader.error}. {run.folder} "
-                "is. Repeat the "
-                "command with --resume to upload it."
+                "is. Repeat the command with --resume to upload it."
             )
 
     def try_remote(self, run: Run, function: Any) -> Any:

@@ -147,8 +147,7 @@ def shared_memory_advice() -> str:
         room = f": {usage.free / 2**20:,.1f} of {usage.total / 2**20:,.1f} MiB of /dev/shm are free"
     return (
         f"Workers send batches through shared memory{room}. Make it larger (docker run --shm-size=8g), use fewer "
-        "workers or a smaller "
-        "prefetch_factor, or read the data in the training process (num_workers: 0)."
+        "workers or a smaller prefetch_factor, or read the data in the training process (num_workers: 0)."
     )
 
 

@@ -60,8 +60,8 @@ class Folds(Plugin):
         if recipe.inference is not None and recipe.inference.split in POOLED:
             raise RecipeError(
                 f"{recipe.where}: plugins.folds: the run trained on parts of the splits train and validation, so their "
-                "metrics would "
-                "mislead. Its summary.json has the metrics of its fold. Evaluate another split: --split test."
+                "metrics would mislead. Its summary.json has the metrics of its fold. Evaluate another split: --split "
+                "test."
             )
 
     @hookimpl(wrapper=True)

@@ -121,10 +121,8 @@ class LengthBucketing(Plugin):
                 padded = f", padded to {width}" * (width > lengths[longest])
                 raise PluginError(
                     f"{where}.max_tokens: sample {longest} of the {split} split has {lengths[longest]} tokens{padded}, "
-                    f"and {limit} are "
-                    f"allowed. Set it to {width} or more, or cut samples to "
-                    f"{limit // self.width(1) * self.width(1) or limit} "
-                    "(texts: data.max_length)."
+                    f"and {limit} are allowed. Set it to {width} or more, or cut samples to "
+                    f"{limit // self.width(1) * self.width(1) or limit} (texts: data.max_length)."
                 )
         lengths = self.lengths(run.datasets["train"])
         if min(lengths) == max(lengths):

@@ -71,10 +71,8 @@ class SampleAudit(Plugin):
         if sampler is not None and sampler.fingerprint() and len(set(sampler.order())) < len(dataset):
             raise PluginError(
                 f"{run.recipe.where}: plugins.sample-audit: the training order leaves samples out or repeats some "
-                "(drop_last or "
-                "a sampler), and sample-audit checks that every sample occurs once an epoch. Remove it, or give a "
-                "loader that takes "
-                "each sample once."
+                "(drop_last or a sampler), and sample-audit checks that every sample occurs once an epoch. Remove it, "
+                "or give a loader that takes each sample once."
             )
 
     @hookimpl

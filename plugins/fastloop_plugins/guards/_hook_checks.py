@@ -53,8 +53,7 @@ COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")
 REMEDIES = {
     "build_sampler": "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last).",
     "build_scheduler": "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To "
-    "step by a "
-    "metric, keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss']).",
+    "step by a metric, keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss']).",
     "compute_loss": "Return fastloop.Output(loss), whose loss is the mean over the micro-batch: a tensor of shape ().",
     "stepped the optimizer": "Only run.apply_gradients may. A plugin that steps more often implements train_step.",
     "changed the batches": "Counters and resume depend on them. It may set `inputs` and `loss_weight` of a batch.",

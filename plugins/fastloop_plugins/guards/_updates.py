@@ -174,8 +174,8 @@ class UpdateCheck:
         if problems:
             log.warning(
                 "trained parameters do not change.%s Look for what replaces or shares weights after the optimizer was "
-                "built, and for an "
-                "optimizer that skips them. Set requires_grad to False on parameters that are not to be trained",
+                "built, and for an optimizer that skips them. Set requires_grad to False on parameters that are not to "
+                "be trained",
                 problems,
             )
         if problems or not self.pending:

@@ -90,10 +90,8 @@ class OptimizerCheck(Plugin):
                 ):
                     raise PluginError(
                         f"{run.recipe.where}: plugin {plugin.name!r} replaced {replaced} in before_fit, after the "
-                        "optimizer was built, so "
-                        "these weights would never train. Replace the model or its parameters in before_prepare, and "
-                        "the optimizer in "
-                        "build_optimizer."
+                        "optimizer was built, so these weights would never train. Replace the model or its parameters "
+                        "in before_prepare, and the optimizer in build_optimizer."
                     )
 
             return call if hook == "before_fit" and not is_wrapper else function
@@ -159,12 +157,9 @@ class OptimizerCheck(Plugin):
             problems += f" In the optimizer, but no longer in the model: {names}."
         raise PluginError(
             f"{run.recipe.where}: {format_plugins(self.others(run, hook))} changed the model's parameters in {hook}, "
-            "after the optimizer "
-            f"was built.{problems} Change parameters in before_prepare, or change the optimizer's param_groups along "
-            "with them. An "
-            "optimizer that holds other tensors, such as flat shards, needs a method model_parameters() that returns "
-            "the parameters that "
-            "it steps."
+            f"after the optimizer was built.{problems} Change parameters in before_prepare, or change the optimizer's "
+            "param_groups along with them. An optimizer that holds other tensors, such as flat shards, needs a method "
+            "model_parameters() that returns the parameters that it steps."
         )
 
     def others(self, run: Run, hook: str) -> list[str]:

@@ -180,8 +180,8 @@ def start_momentum(run: Run, group: Mapping[str, Any]) -> None:
     if group["dampening"]:
         raise PluginError(
             f"{run.recipe.where}: plugins.fused-optimizer: {len(new)} weights get their first gradient in step "
-            f"{run.state.step + 1}, which "
-            "torch's fused SGD does not support with dampening. Set plugins.fused-optimizer.implementation: foreach."
+            f"{run.state.step + 1}, which torch's fused SGD does not support with dampening. Set "
+            "plugins.fused-optimizer.implementation: foreach."
         )
     for weight in new:
         run.optimizer.state[weight]["momentum_buffer"] = zeros_like(weight)

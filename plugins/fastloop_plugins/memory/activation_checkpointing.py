@@ -90,8 +90,7 @@ class ActivationCheckpointing(Plugin):
             if "eager" in backend and "aot" not in backend:
                 raise PluginError(
                     f"{run.recipe.where}: plugins.compile.backend: {backend!r} does not support activation "
-                    "checkpointing: dropout would "
-                    "draw other numbers in backward. Use 'aot_eager' or 'inductor'."
+                    "checkpointing: dropout would draw other numbers in backward. Use 'aot_eager' or 'inductor'."
                 )
 
 

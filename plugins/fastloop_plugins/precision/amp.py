@@ -206,7 +206,6 @@ class Amp(Plugin):
         if not self.is_applied:
             raise PluginError(
                 f"{run.recipe.where}: plugins.{self.name}: the first step computed in fp32, because prepare of the "
-                "strategy "
-                f"{run.strategy.name!r} applied no autocast. Remove its sets_precision, so that fastloop applies it. "
-                f"Or remove {self.name}."
+                f"strategy {run.strategy.name!r} applied no autocast. Remove its sets_precision, so that fastloop "
+                f"applies it. Or remove {self.name}."
             )

@@ -162,9 +162,8 @@ class Configuration:
             splitter = run.loader_settings.writers["split"]
             raise PluginError(
                 f"{run.recipe.where}: plugins.deepspeed: needs the same number of micro-steps in each step, and "
-                f"{splitter!r} splits "
-                f"steps by the lengths of their samples. Use another strategy, or remove the option of {splitter!r} "
-                "that does so."
+                f"{splitter!r} splits steps by the lengths of their samples. Use another strategy, or remove the "
+                f"option of {splitter!r} that does so."
             )
         self._agree("train_micro_batch_size_per_gpu", "the batch of a device", run.loaders.micro_batch_size)
         self._agree("gradient_accumulation_steps", "the number of micro-steps", run.loaders.micro_steps)

@@ -80,7 +80,6 @@ class Launcher:
             remedy: The setting to use instead.
         """
         raise PluginError(
-            f"{self.recipe.where}: accelerate's configuration asks for {os.environ[variable]!r} ({variable}), and "
-            "the plugin "
-            f"{self.plugin.name!r} has no option for it. {remedy}"
+            f"{self.recipe.where}: accelerate's configuration asks for {os.environ[variable]!r} ({variable}), and the "
+            f"plugin {self.plugin.name!r} has no option for it. {remedy}"
         )

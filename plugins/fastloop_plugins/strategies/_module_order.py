@@ -126,10 +126,8 @@ class ModuleOrder:
         if not self.attached:
             raise PluginError(
                 f"{self.run.recipe.where}: process {self.run.rank} left out some modules, whose weights all processes "
-                "gather for backward, "
-                f"too. Found no tensor to attach them to in the {type(output).__name__} that the model returned: "
-                "return a tensor, or a "
-                "dict or tuple of them."
+                f"gather for backward, too. Found no tensor to attach them to in the {type(output).__name__} that the "
+                "model returned: return a tensor, or a dict or tuple of them."
             )
         self.tokens = []
         return output
@@ -171,8 +169,7 @@ class ModuleOrder:
         process = f"process {self.run.rank} of {self.run.world_size}"
         return PluginError(
             f"{self.run.recipe.where}: {process} {did} {name!r} {problem}. Processes gather the weights of a module "
-            "together, so each of "
-            f"them must call it. {self.remedy}"
+            f"together, so each of them must call it. {self.remedy}"
         )
 
     def _take_part(self, call: int) -> None:

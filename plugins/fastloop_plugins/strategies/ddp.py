@@ -121,15 +121,13 @@ class DDP(Strategy):
             splitter = run.loader_settings.writers["split"]
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and "
-                f"{splitter!r} splits each "
-                "step by the lengths of its samples. Set it to false."
+                f"{splitter!r} splits each step by the lengths of its samples. Set it to false."
             )
         elif self.config.static_graph and run.loaders.micro_steps > 1:  # else an assertion in torch's reducer fails
             fits = run.recipe.train.batch_size // run.world_size
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and each "
-                "step has "
-                f"{run.loaders.micro_steps} micro-steps. Set it to false, or train.micro_batch_size to {fits}."
+                f"step has {run.loaders.micro_steps} micro-steps. Set it to false, or train.micro_batch_size to {fits}."
             )
 
     @hookimpl(wrapper=True)

@@ -159,9 +159,8 @@ class DeepSpeed(Strategy):
         if self.sharded.has_gradients and self.configuration.stage in (1, 2):
             raise PluginError(
                 f"plugins.deepspeed.stage: {self.configuration.stage} keeps only the gradients of the last "
-                "run.accumulate_gradients, and a "
-                "plugin's train_step adds those of two. Use stage 0 or 3, or call run.optimizer.zero_grad() in between "
-                "to replace them."
+                "run.accumulate_gradients, and a plugin's train_step adds those of two. Use stage 0 or 3, or call "
+                "run.optimizer.zero_grad() in between to replace them."
             )
         # The loop has weighted the loss, and fp16 scaling is DeepSpeed's. Stage 0 would divide a tensor that the model
         # itself returned.

@@ -271,9 +271,8 @@ class LanguageTextData(TextData):
         ):
             line = (
                 f"data: {split}: {nulls} of {len(rows)} rows have null in their tools or in the arguments of a call. "
-                "Parquet stores null "
-                "for each key that only another row has, and the template writes it. Store the tools and arguments as "
-                "JSON text"
+                "Parquet stores null for each key that only another row has, and the template writes it. Store the "
+                "tools and arguments as JSON text"
             )
             self.messages.append((logging.WARNING, line))
 

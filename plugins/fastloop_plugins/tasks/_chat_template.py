@@ -202,9 +202,8 @@ class ChatRenderer:
             known = [role for role in dict.fromkeys((*ROLES.values(), "developer", "ipython")) if role in self.names()]
             raise RecipeError(
                 f"{where()}: the chat template leaves out message {number}, whose role is {message['role']!r}. It "
-                "names the roles "
-                f"{', '.join(known) or 'none'}. Rename the role in the data, or give a template that writes it: "
-                "data.chat_template=FILE."
+                f"names the roles {', '.join(known) or 'none'}. Rename the role in the data, or give a template that "
+                "writes it: data.chat_template=FILE."
             )
         self.roles.add(message["role"])
 
@@ -304,8 +303,7 @@ class ChatRenderer:
             if not (text.startswith(after) and after.startswith(before)):
                 raise RecipeError(
                     f"{where()}: the chat template renders message {index + 1} differently when other messages follow, "
-                    "or does not begin "
-                    f"it with its prompt for an answer. {REMEDY}"
+                    f"or does not begin it with its prompt for an answer. {REMEDY}"
                 )
             spans.append((len(before), len(after)))
         return text, spans
@@ -325,8 +323,7 @@ class ChatRenderer:
         if len(spans) != len(answers):
             raise RecipeError(
                 f"{where()}: message {wanted[0] + 1} has weight 0, and the chat template has {len(spans)} blocks {{% "
-                f"generation %}} for "
-                f"{len(answers)} answers. Expected one block for each answer. Give such a template: "
+                f"generation %}} for {len(answers)} answers. Expected one block for each answer. Give such a template: "
                 "data.chat_template=FILE."
             )
         return text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]

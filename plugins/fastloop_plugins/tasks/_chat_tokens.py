@@ -63,8 +63,7 @@ class ChatModel(DecoderModel):
         if not self.tokenizer.chat_template:
             raise RecipeError(
                 f"{self.recipe.where}: data.messages: the tokenizer has no chat template. Give one: "
-                "data.chat_template=FILE.jinja, "
-                f"or a built-in name ({', '.join(BUILT_IN)})."
+                f"data.chat_template=FILE.jinja, or a built-in name ({', '.join(BUILT_IN)})."
             )
 
 

@@ -32,8 +32,8 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         if batch_loss is None:
             raise UsageError(
                 "the model returned no loss for a batch with the keys "
-                f"{', '.join(map(str, batch))}.{_label_hint(batch)} "
-                "Put the labels into the batch, or return an object with .loss."
+                f"{', '.join(map(str, batch))}.{_label_hint(batch)} Put the labels into the batch, or return an object "
+                "with .loss."
             )
         return Output(batch_loss, read("logits"), batch.get("labels"))
     if isinstance(batch, Sequence) and len(batch) == 2 and loss is not None:

@@ -48,9 +48,8 @@ def hold_out(
     if not held:
         rows = f"{total} rows with a class each" if total > 1 else f"{total} row"
         raise RecipeError(
-            f"{where}.validation_fraction: {rows} cannot be split into train and validation. Give a validation "
-            "split, or "
-            "data.validation_fraction=0."
+            f"{where}.validation_fraction: {rows} cannot be split into train and validation. Give a validation split, "
+            "or data.validation_fraction=0."
         )
     return [index for index in range(total) if index not in held], sorted(held)
 

@@ -46,9 +46,8 @@ def explain(where: str, name: str, folder: Path, error: BaseException, instead: 
 
     return (
         f"{where}: {name!r} is not a local folder, and is not in the hub's local cache; the hub ({constants.ENDPOINT}) "
-        "cannot be reached "
-        f"from here, or HF_HUB_OFFLINE is set. Use a local copy: {instead}. Or set HF_HOME to a cache that has it, "
-        "or HF_ENDPOINT to a mirror that can be reached."
+        f"cannot be reached from here, or HF_HUB_OFFLINE is set. Use a local copy: {instead}. Or set HF_HOME to a "
+        "cache that has it, or HF_ENDPOINT to a mirror that can be reached."
     )
 
 

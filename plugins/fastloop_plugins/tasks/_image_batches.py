@@ -78,8 +78,7 @@ def check_size(size: tuple[int, int], max_pixels: int, resized: int) -> None:
         if pixels > max_pixels:
             raise TooLarge(
                 f"has {width} x {height} pixels{what}, expected at most {max_pixels} in all (data.max_pixels). Cut or "
-                "shrink the image, "
-                "remove it, or set the option higher."
+                "shrink the image, remove it, or set the option higher."
             )
 
 

@@ -284,8 +284,7 @@ class ImageData:
             if name not in {*names.values(), *SPLITS}:
                 raise RecipeError(
                     f"{root}: unknown split {name!r}.{did_you_mean(name, names.values())} If it is a split, name it, "
-                    "such as "
-                    f"data.splits.validation={name}. Otherwise move it elsewhere."
+                    f"such as data.splits.validation={name}. Otherwise move it elsewhere."
                 )
         return found
 

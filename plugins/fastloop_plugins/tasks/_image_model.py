@@ -120,9 +120,8 @@ class ImageModel:
         if self.config.model_type not in CLASSIFIERS:
             raise RecipeError(
                 f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no image "
-                "classifier for "
-                f"{self.config.model_type!r} (AutoModelForImageClassification). Use one that it has, such as vit, "
-                "resnet or convnext."
+                f"classifier for {self.config.model_type!r} (AutoModelForImageClassification). Use one that it has, "
+                "such as vit, resnet or convnext."
             )
         if self.options.config is not None:
             return {}

@@ -97,8 +97,7 @@ def report_padding(run: Run, model: nn.Module, change: float) -> None:
     if run.loaders.micro_steps > 1 and run.loaders.micro_batch_size > 1:
         raise RecipeError(
             f"{run.recipe.where}: train.micro_batch_size: found {run.loaders.micro_batch_size}. {effect}, so "
-            "micro-batches change what is "
-            f"trained. Remove it, or {ALIKE}."
+            f"micro-batches change what is trained. Remove it, or {ALIKE}."
         )
     if "length-bucketing" in run.plugins.names() and "length-bucketing" not in run.recipe.selected:
         raise RecipeError(
@@ -158,8 +157,7 @@ def refuse_batched_predictions(run: Run, effect: str, remedy: str = "") -> None:
     if inference is not None and inference.chunk and min(size, len(run.datasets[run.loaders.first])) > 1:
         raise RecipeError(
             f"{run.recipe.where}: train.eval_batch_size: batches have up to {size} texts. {effect}, so a prediction "
-            "depends on the other "
-            f"texts of its batch. Predict one text at a time: train.eval_batch_size=1{remedy}."
+            f"depends on the other texts of its batch. Predict one text at a time: train.eval_batch_size=1{remedy}."
         )
 
 

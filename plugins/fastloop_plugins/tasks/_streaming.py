@@ -161,8 +161,7 @@ class Streaming:
                 twice = next(path for path in paths if paths.count(path) > 1)
                 raise RecipeError(
                     f"{data.where}.files.train: {twice} is listed twice, and its rows would come twice an epoch. Name "
-                    "it once, or give "
-                    "each source a share with data.mix."
+                    "it once, or give each source a share with data.mix."
                 )
 
     @property
@@ -236,10 +235,9 @@ class Streaming:
         if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
             raise RecipeError(
                 f"{self.data.where}.files.train: process {other} found {found[other][0]} files with {found[other][1]} "
-                "rows, and process 0 "
-                f"{found[0][0]} with {found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every "
-                "process must read the "
-                "same files: compare them on the machines."
+                f"rows, and process 0 {found[0][0]} with "
+                f"{found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every process must read "
+                "the same files: compare them on the machines."
             )
 
     def order(self, seed: int, batch_size: int) -> Callable[[], Order]:

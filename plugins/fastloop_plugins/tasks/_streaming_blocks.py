@@ -110,8 +110,7 @@ class BlockReader:
                 path = self.index.paths[self.index.file[number]]
                 raise DataError(
                     f"{path}: a row group has {total} tokens, and had {self.counts[number]} when the run started. "
-                    "Start it again; if that "
-                    "does not help, remove the folder of token-cache."
+                    "Start it again; if that does not help, remove the folder of token-cache."
                 )
 
     def close(self) -> None:

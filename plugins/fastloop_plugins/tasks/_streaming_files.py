@@ -54,9 +54,8 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str) -> list[list
             suffix, codec = format_of(Path(path))
             if suffix not in FORMATS or (codec is not None and suffix not in LINE_FORMATS):
                 raise RecipeError(
-                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(FORMATS)}, and lines "
-                    "also with "
-                    f"{', '.join(COMPRESSIONS)} behind it. Convert it to Parquet, or remove data.streaming."
+                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(FORMATS)}, and lines also "
+                    f"with {', '.join(COMPRESSIONS)} behind it. Convert it to Parquet, or remove data.streaming."
                 )
         found.append(paths)
     if not found:

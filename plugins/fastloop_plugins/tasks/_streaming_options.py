@@ -149,8 +149,8 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         if len(options.mix) != len(entries) or len(entries) < 2 or min(options.mix) <= 0:
             raise RecipeError(
                 f"{where}.mix: found {options.mix} for {len(entries)} entries of data.files.train. Expected two "
-                "entries or more, and a "
-                "positive number for each, such as files.train: [a/*.parquet, b/*.parquet] with mix: [0.7, 0.3]."
+                "entries or more, and a positive number for each, such as files.train: [a/*.parquet, b/*.parquet] "
+                "with mix: [0.7, 0.3]."
             )
     for name, reason in PLUGINS.items():
         if isinstance(plugins.get(name), dict):
@@ -160,6 +160,5 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         if isinstance(loss, dict) and loss.get("class_weights") == "balanced":
             raise RecipeError(
                 f"{data.recipe.where}: plugins.{name}.loss.class_weights: balanced cannot hold with data.streaming: it "
-                "counts rows in "
-                "memory. Give a list of weights, or a mapping of the classes' names."
+                "counts rows in memory. Give a list of weights, or a mapping of the classes' names."
             )

@@ -84,8 +84,7 @@ class TaggedSentences(Sequences):
         if self.long:
             logger.warning(
                 "data: %s: %d of %d sentences do not fit into data.max_length. They are divided between words, and the "
-                "model reads each "
-                "part by itself. Every word keeps its tag", name, self.long, total,
+                "model reads each part by itself. Every word keeps its tag", name, self.long, total,
             )  # fmt: skip
         if self.cut:
             logger.warning(

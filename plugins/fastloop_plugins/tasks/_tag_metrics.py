@@ -78,8 +78,7 @@ def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: s
     remedy = f"The tags follow {fits}: {where}={fits}" if fits else f"For seqeval's default mode: {where}=null"
     return (
         f"{len(lost)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as "
-        f"{tags[place]!r} after "
-        f"{before}. {remedy}"
+        f"{tags[place]!r} after {before}. {remedy}"
     )
 
 

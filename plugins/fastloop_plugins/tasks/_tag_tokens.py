@@ -46,8 +46,7 @@ class TagModel(TextModel):
         if kind not in auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
             raise RecipeError(
                 f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no token "
-                f"classifier for {kind!r} "
-                f"(AutoModelForTokenClassification). Use one that it has, such as {EXAMPLES}."
+                f"classifier for {kind!r} (AutoModelForTokenClassification). Use one that it has, such as {EXAMPLES}."
             )
 
     def load_tokenizer(self, max_length: int) -> None:

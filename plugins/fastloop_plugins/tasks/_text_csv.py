@@ -256,10 +256,8 @@ class _File:
             first, last = odd[0]
             raise RecipeError(
                 f"{self.path}, line {first}: a quote opens a cell here that closes in line {last}, but each of these "
-                "lines reads as a row "
-                "of its own. If quotes are part of the texts, give data.read.quoting=none; if the text spans "
-                "these lines, "
-                "data.read.quoting=double."
+                "lines reads as a row of its own. If quotes are part of the texts, give data.read.quoting=none; if "
+                "the text spans these lines, data.read.quoting=double."
             )
 
     # -- errors --------------------------------------------------------------------------------------------------------
@@ -301,8 +299,7 @@ class _File:
     def _other_line_end(self, line: int, end: str, before: str) -> RecipeError:
         return RecipeError(
             f"{self.path}, line {line}: ends with {LINE_ENDS[end]}, the lines before it with {LINE_ENDS[before]}. "
-            "Expected one kind of "
-            "line end outside of quotes: convert them (dos2unix, or mac2unix for CR)."
+            "Expected one kind of line end outside of quotes: convert them (dos2unix, or mac2unix for CR)."
         )
 
 

@@ -281,8 +281,7 @@ def _classes(
         remedy = "" if isinstance(rows[0], str) else " For regression: data.label_type=number."
         raise RecipeError(
             f"{where} has {len(seen)} different labels in {len(rows)} rows, such as {rows[0]!r:.60}: nearly every row "
-            "would be a class of "
-            f"its own. Expected a column with few different values.{remedy}"
+            f"would be a class of its own. Expected a column with few different values.{remedy}"
         )
     if len(seen) < 2:
         raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.")

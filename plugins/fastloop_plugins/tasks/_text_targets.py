@@ -84,9 +84,8 @@ def _numbers(part: Part, data: TextData) -> list[float]:
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
             raise RecipeError(
-                f"{part.row(row)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a "
-                "finite number "
-                "(data.label_type=number). For classes: data.label_type=class."
+                f"{part.row(row)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a finite "
+                "number (data.label_type=number). For classes: data.label_type=class."
             )
         found.append(number)
     return found
@@ -142,9 +141,8 @@ def _names(part: Part, data: TextData) -> list[Iterable[str]]:
     for number, value in enumerate(part.column("label", data.labels[0]), 1):
         if not isinstance(value, list | tuple) or not all(isinstance(name, str | Integral) for name in value):
             raise RecipeError(
-                f"{part.row(number)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a list "
-                "of names "
-                "(data.label_type=classes), as .jsonl and .parquet files can hold. Or name columns of 0 and 1: "
+                f"{part.row(number)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a list of "
+                "names (data.label_type=classes), as .jsonl and .parquet files can hold. Or name columns of 0 and 1: "
                 "data.label=[A,B]."
             )
         names = part.classes

@@ -48,6 +48,5 @@ def limit_time(where: Callable[[], str]) -> Iterator[None]:
     except TimeIsUp:
         raise RecipeError(
             f"{where()}: the chat template took more than {seconds:g} seconds for this conversation, expected a part "
-            "of one. Give "
-            "another template: data.chat_template=FILE."
+            "of one. Give another template: data.chat_template=FILE."
         ) from None

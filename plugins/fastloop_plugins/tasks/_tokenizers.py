@@ -85,8 +85,7 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: 
         if expected != found:
             raise RecipeError(
                 f"{where}.tokenizer: transformers reads a saved tokenizer of {config.model_type} as "
-                f"{type(saved).__name__}, which encodes "
-                f"{text[:30]!r} as {len(found)} tokens. Training would use other ones ({len(expected)}), so the "
-                "exported model would be "
-                "useless. Use a tokenizer of that class (model.tokenizer=FOLDER), or another model_type."
+                f"{type(saved).__name__}, which encodes {text[:30]!r} as {len(found)} tokens. Training would use other "
+                f"ones ({len(expected)}), so the exported model would be useless. Use a tokenizer of that class "
+                "(model.tokenizer=FOLDER), or another model_type."
             )

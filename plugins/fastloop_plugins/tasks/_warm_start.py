@@ -89,8 +89,8 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
     notes = "".join(f"; {len(names)} {problem}: {_list(names)}" for problem, names in problems.items() if names)
     if notes and recipe.model.get("weights_strict"):
         raise RecipeError(
-            f"{where}: {len(matched)} of {len(own)} tensors match{notes}. Correct it, or set "
-            "model.weights_strict: false."
+            f"{where}: {len(matched)} of {len(own)} tensors match{notes}. Correct it, or set model.weights_strict: "
+            "false."
         )
     model.load_state_dict(matched, strict=False)
     log.log(

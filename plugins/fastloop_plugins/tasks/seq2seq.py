@@ -167,8 +167,8 @@ class Seq2Seq(Plugin):
         if any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
             raise PluginError(
                 f"{run.recipe.where}: plugins.{self.name}.generate: {run.plugins.in_slot('strategy')!r} shards the "
-                "weights, and generation "
-                "needs them whole. Use ddp, or set generate: false and run `fastloop evaluate` after training."
+                "weights, and generation needs them whole. Use ddp, or set generate: false and run `fastloop "
+                "evaluate` after training."
             )
 
     @hookimpl

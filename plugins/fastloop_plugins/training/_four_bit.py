@@ -107,8 +107,7 @@ def quantize(run: Run, model: nn.Module, kept: Collection[str]) -> None:
     if not suited:
         raise PluginError(
             f"{run.recipe.where}: plugins.lora.quantize: {type(model).__name__} has {len(found)} linear layers, and "
-            "none whose number of "
-            f"inputs is a multiple of {BLOCK}, which nf4 needs. Leave quantize out."
+            f"none whose number of inputs is a multiple of {BLOCK}, which nf4 needs. Leave quantize out."
         )
     before = after = 0
     found.clear()  # so that each layer is freed as soon as it is replaced

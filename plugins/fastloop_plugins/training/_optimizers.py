@@ -90,8 +90,7 @@ class Optimizers(Optimizer):
         if not any(parameter.grad is not None for group in self[name].param_groups for parameter in group["params"]):
             raise PluginError(
                 f"run.apply_gradients: no parameter of the optimizer {name!r} has a gradient. Call "
-                "run.accumulate_gradients before each "
-                "run.apply_gradients, which clears all gradients."
+                "run.accumulate_gradients before each run.apply_gradients, which clears all gradients."
             )
         for other, member in self.members.items():
             if other != name:

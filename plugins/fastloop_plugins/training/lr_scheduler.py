@@ -113,7 +113,6 @@ class LRSchedule(Plugin):
             if before != now and not given and hasattr(run.scheduler, key):
                 raise CheckpointError(
                     f"{run.recipe.where}: plugins.lr-scheduler: {config.schedule} was saved in a run of {before} "
-                    "steps, and this run has "
-                    f"{now}. Resume with the same number, or keep the old schedule: "
+                    f"steps, and this run has {now}. Resume with the same number, or keep the old schedule: "
                     f"plugins.lr-scheduler.arguments.{key}={before}."
                 )

@@ -9,10 +9,9 @@ from fastloop_tools.measure.measure import LOUD
 
 READING = (
     "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. "
-    "A difference is "
-    "reported from five pairs on, if the interval excludes 1. First steps: the extra time of the warm-up steps over "
-    "usual steps, with "
-    "nothing compiled yet, and in later repeats. Peak memory is that of the process."
+    "A difference is reported from five pairs on, if the interval excludes 1. First steps: the extra time of the "
+    "warm-up steps over usual steps, with nothing compiled yet, and in later repeats. Peak memory is that of the "
+    "process."
 )
 
 Table = tuple[list[str], list[list[str]]]

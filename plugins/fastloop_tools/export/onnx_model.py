@@ -56,8 +56,7 @@ class Exported:
         data = "synthetic batches" if self.synthetic else "batches of the recipe's data"
         return (
             f"onnxruntime {version('onnxruntime')} equals torch {version('torch')}: largest difference "
-            f"{self.difference:.1e} of "
-            f"{self.tolerance:.1e} accepted, on {data} of the shapes {', '.join(self.shapes)}"
+            f"{self.difference:.1e} of {self.tolerance:.1e} accepted, on {data} of the shapes {', '.join(self.shapes)}"
         )
 
 
@@ -142,8 +141,7 @@ def export(model: nn.Module, calls: Calls, folder: Path, where: str) -> Exported
     if not difference <= tolerance:
         raise FastloopError(
             f"{where}: the exported model differs from {type(model).__name__}: largest difference {difference:.3g}, "
-            "expected at most "
-            f"{tolerance:.3g}, on batches of the shapes {', '.join(shapes)}. Nothing was written."
+            f"expected at most {tolerance:.3g}, on batches of the shapes {', '.join(shapes)}. Nothing was written."
         )
     inputs = [(name, _dtype(tensor), _shape(tensor, calls.axes[name])) for name, tensor in example.items()]
     sizes = {value.name: str(value.shape).replace(",", ", ") for value in program.model.graph.outputs}

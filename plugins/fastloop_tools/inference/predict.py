@@ -35,8 +35,7 @@ def predict(
         typer.Argument(
             metavar="FILE|-|TEXT [RECIPE] [KEY=VALUE]...",
             help="A file with the recipe's column of texts, an image, or a folder of images; -: a text or a path a "
-            "line from stdin; or a "
-            "text. With --split, none of them.",
+            "line from stdin; or a text. With --split, none of them.",
         ),
     ] = None,
     out: Annotated[

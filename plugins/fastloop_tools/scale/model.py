@@ -163,10 +163,8 @@ def explain(error: BaseException) -> str:
     """The message for a model that has no fake step."""
     return (
         f"the model cannot be built and trained without memory for its weights: {str(error).splitlines()[0]} `fastloop "
-        "plan` builds it on "
-        "torch's meta device, where tensors have no values. Do not read values of tensors while the model is built or "
-        "in its forward, or "
-        "leave a plugin out with --without."
+        "plan` builds it on torch's meta device, where tensors have no values. Do not read values of tensors while "
+        "the model is built or in its forward, or leave a plugin out with --without."
     )
 
 

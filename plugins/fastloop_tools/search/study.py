@@ -82,8 +82,7 @@ def _open_storage(url: str, heartbeat: int) -> optuna.storages.RDBStorage:
                 reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
                 raise UsageError(
                     f"--storage {hide_password(url)}: cannot be opened: {reason}. Expected a database that SQLAlchemy "
-                    "can reach, such as "
-                    "sqlite:///study.db or postgresql://USER:PASSWORD@HOST/NAME."
+                    "can reach, such as sqlite:///study.db or postgresql://USER:PASSWORD@HOST/NAME."
                 ) from None
             time.sleep(0.2 * attempt)
     raise AssertionError
@@ -127,8 +126,7 @@ def malformed(name: str) -> Iterator[None]:
         reason = " ".join(str(error).split())[:200].rstrip(".")
         raise UsageError(
             f"--storage: the study {name!r} is malformed: {type(error).__name__}: {reason}. Restore its database, or "
-            "set another output or "
-            "another storage for a new search."
+            "set another output or another storage for a new search."
         ) from None
 
 
@@ -184,8 +182,7 @@ def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
         more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise UsageError(
             f"--storage: the study {name!r} was made with other settings: {shown}{more}. Use the same settings, or set "
-            "another output or "
-            "another storage for a new search."
+            "another output or another storage for a new search."
         )
 
 

@@ -67,8 +67,7 @@ class UserOptimizer:
             if getattr(scheduler, "optimizer", None) is not optimizer:
                 raise UsageError(
                     "scheduler: it is built for another optimizer than optimizer=. Pass the optimizer that it "
-                    "schedules, too, or pass a "
-                    f"function: {SCHEDULER_FUNCTION}."
+                    f"schedules, too, or pass a function: {SCHEDULER_FUNCTION}."
                 )
             _check_scheduler(scheduler)
         elif scheduler is not None and (not callable(scheduler) or isinstance(scheduler, type)):
@@ -143,8 +142,7 @@ class UserOptimizer:
         )
         raise UsageError(
             f"optimizer: it was built before plugins changed the model, and they {problem} (in before_prepare: "
-            f"{plugins}). Pass a function "
-            f"instead, which is called with the changed model: {FUNCTION}."
+            f"{plugins}). Pass a function instead, which is called with the changed model: {FUNCTION}."
         )
 
     def _is_known(self, parameter: nn.Parameter) -> bool:

@@ -72,16 +72,15 @@ class Fits:
             name = next(name for name in modules | self._modules if modules.get(name) != self._modules.get(name))
             raise UsageError(
                 "fit: plugins changed the structure of the model in the earlier call (first at "
-                f"{name or 'the model itself'!r}), so a run "
-                "cannot be built with it again. Make the model again, and continue with Trainer(..., resume=True)."
+                f"{name or 'the model itself'!r}), so a run cannot be built with it again. Make the model again, and "
+                "continue with Trainer(..., resume=True)."
             )
         if step and checkpoints(run.folder):
             return run.folder
         if step and self.resume is None:
             raise UsageError(
                 f"fit: the earlier call ended after {step} steps without a checkpoint, and the model's weights have "
-                "changed. Make the "
-                "model again for a new run. To have checkpoints more often, set save_every."
+                "changed. Make the model again for a new run. To have checkpoints more often, set save_every."
             )
         return self.resume
 
@@ -147,8 +146,8 @@ def in_order(loader: UserLoader) -> UserLoader:
     if not complete or len(order) != len(loader.dataset):
         raise UsageError(
             f"data: the loader's sampler ({type(order).__name__}) may leave samples out or repeat them. Predictions "
-            "are in the order of "
-            "the dataset. Give a dataset, such as torch.utils.data.Subset, or a loader without a sampler."
+            "are in the order of the dataset. Give a dataset, such as torch.utils.data.Subset, or a loader without a "
+            "sampler."
         )
     sampler = BatchSampler(SequentialSampler(loader.dataset), loader.sampler.batch_size, drop_last=False)
     return dataclasses.replace(loader, sampler=sampler)

@@ -149,8 +149,7 @@ class TrainerTask(Plugin):
             self.has_warned = True
             log.warning(
                 "loss= is not used: batches are mappings, and %s returns its own loss. Leave loss out, or let the "
-                "collator return "
-                "(inputs, targets)",
+                "collator return (inputs, targets)",
                 type(self.model).__name__,
             )
         return output

@@ -60,9 +60,8 @@ def read_loader(name: str, loader: Any) -> UserLoader:
     if type(batches) is not BatchSampler:
         raise UsageError(
             f"{name}: the batch sampler {type(batches).__name__} is not kept: fastloop cuts an order of samples into "
-            "batches "
-            "itself, the same for any number of processes. Give DataLoader(sampler=..., batch_size=...), or a plugin "
-            "that arranges samples."
+            "batches itself, the same for any number of processes. Give DataLoader(sampler=..., batch_size=...), or a "
+            "plugin that arranges samples."
         )
     sampler: Any = batches.sampler
     if hasattr(sampler, "num_replicas"):
@@ -74,10 +73,8 @@ def read_loader(name: str, loader: Any) -> UserLoader:
     if is_sharded and loader.worker_init_fn is not None:
         raise UsageError(
             f"{name}: worker_init_fn with {type(loader.dataset).__name__}, which is iterable: fastloop shares its "
-            "samples between workers "
-            "itself, and a function that does so too would lose some. Remove it; or, if the dataset does the sharding "
-            "alone, give it the "
-            "attribute shards_itself = True."
+            "samples between workers itself, and a function that does so too would lose some. Remove it; or, if the "
+            "dataset does the sharding alone, give it the attribute shards_itself = True."
         )
     if loader.generator is not None and getattr(sampler, "generator", None) is loader.generator:
         sampler = SharedGeneratorSampler(sampler, once=loader.persistent_workers)

@@ -74,9 +74,8 @@ def list_recipe(recipe: Recipe) -> Listing:
         if on_import_path(folder):
             found.refused.append(
                 f"import path: {folder.resolve()}: Python imports modules from there, so a file beside the recipe can "
-                "replace "
-                "installed code. Start fastloop as `fastloop`, not as `python -m fastloop`, and remove the folder from "
-                "PYTHONPATH"
+                "replace installed code. Start fastloop as `fastloop`, not as `python -m fastloop`, and remove the "
+                "folder from PYTHONPATH"
             )
             break
     _add_plugins(recipe, found)

@@ -14,8 +14,8 @@ from fastloop import Plugin, hookimpl, option
 
 RUNS = "CREATE TABLE IF NOT EXISTS runs (id INTEGER PRIMARY KEY, folder TEXT)"
 SCALARS = (
-    "CREATE TABLE IF NOT EXISTS scalars "
-    "(run INTEGER, step INTEGER, name TEXT, value REAL, PRIMARY KEY (run, step, name))"
+    "CREATE TABLE IF NOT EXISTS scalars (run INTEGER, step INTEGER, name TEXT, value REAL, PRIMARY KEY (run, step, "
+    "name))"
 )
 WRITE = "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)"
 

@@ -575,7 +575,7 @@ CASES: dict[str, Case] = {
         (r"leave it out: (--without liger)",),
     ),
     "a circle": Case(
-        ("fastloop/registry.py --without",),
+        ("fastloop/plugin_order.py --without",),
         module("--with", "./plugin.py:One,./plugin.py:Two"),
         (r"or a plugin: (--without \w+)",),
     ),

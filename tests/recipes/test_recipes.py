@@ -180,6 +180,7 @@ def test_distilbert_imdb_baseline_pads_all_to_512_and_has_no_speedup(tiny_distil
     ]
 
 
+@pytest.mark.slow
 def test_distilbert_imdb_cpu_has_every_line_at_work(tiny_distilbert, imdb_like, caplog):
     given = [
         f"model.name={tiny_distilbert}",

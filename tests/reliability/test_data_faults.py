@@ -282,7 +282,7 @@ def test_parquet_file_whose_footer_is_malformed(record_property):
     content = Path("whole.parquet").read_bytes()
     length = int.from_bytes(content[-8:-4], "little")
     footer = range(8 * (len(content) - 8 - length), 8 * (len(content) - 8))
-    faults = footer if TIMES > 3 else footer[:: max(1, len(footer) // 200)]
+    faults = footer if TIMES > 3 else footer[:: max(1, len(footer) // 40)]
     malformed = 0
     for bit in faults:
         damaged = bytearray(content)
@@ -302,7 +302,7 @@ def test_parquet_file_whose_pages_are_malformed(record_property):
     content = Path("whole.parquet").read_bytes()
     length = int.from_bytes(content[-8:-4], "little")
     pages = range(32, 8 * (len(content) - 8 - length))
-    faults = pages if TIMES > 3 else pages[:: max(1, len(pages) // 200)]
+    faults = pages if TIMES > 3 else pages[:: max(1, len(pages) // 40)]
     malformed = 0
     for bit in faults:
         damaged = bytearray(content)

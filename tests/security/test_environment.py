@@ -99,6 +99,7 @@ def test_a_command_that_inspects_runs_no_device_backend(arguments, install):
         assert "evil of evil-backend 1.2: TORCH_DEVICE_BACKEND_AUTOLOAD=1 fastloop doctor runs its code" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_device_backend_runs_where_it_is_wanted(install):
     """control: plan knows the device of such a package, and doctor with TORCH_DEVICE_BACKEND_AUTOLOAD=1 does"""
     install("good-backend", BACKEND, group="torch.backends", good="good_backend:load")

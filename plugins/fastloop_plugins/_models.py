@@ -74,9 +74,7 @@ def has_few_shapes(recipe: Recipe) -> bool:
 
 def has_fixed_blocks(recipe: Recipe) -> bool:
     """Whether the recipe trains a language model on blocks of ``data.max_length`` tokens."""
-    from fastloop_plugins.tasks.causal_lm import CausalLM
-
-    if "causal-lm" not in recipe.plugins and CausalLM.auto_enable(recipe) is None:
+    if task_name(recipe) != "causal-lm":
         return False
     rows = any(recipe.data.get(key) is not None for key in ("messages", "prompt", "completion"))
     return not rows and (not recipe.data.get("streaming") or bool(recipe.data.get("blocks")))

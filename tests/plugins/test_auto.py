@@ -203,3 +203,12 @@ def test_a_machine_without_a_known_speedup_is_reported(tiny_run, caplog, monkeyp
         result = tiny_run(["auto", {"dataloader-workers": False}])
     assert "auto" in result.summary["plugins"]
     assert "no plugin of fastloop is known to make this recipe faster" in caplog.text
+
+
+def test_only_the_task_in_use_decides_whether_blocks_are_fixed():
+    """A recipe that lists another task than `causal-lm` may have the same keys of data."""
+    from fastloop_plugins._models import has_fixed_blocks
+
+    data = {"files": {"train": "train.txt"}, "text": "text", "max_length": 64}
+    assert has_fixed_blocks(make_recipe({"data": data}))
+    assert not has_fixed_blocks(make_recipe({"data": data, "plugins": ["module"]}))

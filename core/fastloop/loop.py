@@ -89,7 +89,8 @@ def train(run: Run) -> None:
             if schedule.evaluation_due():
                 evaluate(run, "validation")
             if schedule.save_due():
-                resume.save(run)
+                with steps.unread():
+                    resume.save(run)
             if schedule.should_stop():
                 break
         if run.interrupted or not schedule.is_epoch_done():

@@ -175,7 +175,7 @@ def test_native_code_that_holds_the_interpreter_is_ended_too():
 
 def test_slow_process_is_named_and_run_continues():
     """a rank that is late, but comes: a warning names it, and the run ends well"""
-    done = do(*FASTLOOP, "plugins.watchdog.timeout=40", "--nproc", "2", fault="late", rank=1)
+    done = do(*FASTLOOP, "plugins.watchdog.timeout=32", "--nproc", "2", fault="late", rank=1)
     assert done.returncode == 0, done.stderr
     assert "watchdog: process 1 of 2 has made no progress for" in done.stdout
 

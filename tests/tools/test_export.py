@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import threading
 import warnings
@@ -260,7 +261,7 @@ def test_a_model_that_cannot_be_exported(tmp_path, cli):
     error = refused(cli, run, "--to", "onnx", "--out", "onnx")
     assert "run: Depends cannot be exported to ONNX. The exporter reports: " in error
     assert "data-dependent" in error
-    assert error.endswith("code.py:29).\n")
+    assert re.search(r"code\.py:\d+\)\.\n$", error)
     assert len(error.splitlines()) == 1
     assert not Path("onnx").exists()
     assert no_leftovers(Path())

@@ -291,8 +291,8 @@ def test_a_checkpoint_folder_gives_the_sizes_of_its_model():
 @pytest.mark.slow
 def test_a_strategy_of_a_file_shows_its_own_estimate():
     Path("halves.py").write_text(
-        "from fastloop import Plugin\n\n\n"
-        "class Halves(Plugin):\n    name = 'halves'\n    slot = 'strategy'\n\n"
+        "from fastloop import Strategy\n\n\n"
+        "class Halves(Strategy):\n    name = 'halves'\n\n"
         "    @classmethod\n    def estimate_memory(cls, layout):\n"
         "        full = sum(weight.bytes for weight in layout.weights)\n"
         "        parts = {'weights': full / 2, 'gradients': full / 2, 'optimizer': full, 'buckets': 0, 'wire': "

@@ -134,7 +134,9 @@ def _calls(run: Run, split: str) -> Iterator[dict[str, Any]]:
     def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         bound = signature.bind(*args, **kwargs).arguments
         rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), "")
-        found.append({**bound, **bound.pop(rest, {})} if rest in bound else dict(bound))
+        others = bound.pop(rest, {})
+        others.pop("targets", None)  # of the loss that `causal-lm` adds to the forward
+        found.append({**bound, **others})
 
     handle = model.register_forward_pre_hook(keep, with_kwargs=True)
     try:

@@ -86,15 +86,18 @@ class Fits:
 
     @contextmanager
     def open_run(self, resolved: ResolvedRecipe, resume: Path | None) -> Iterator[Run]:
-        """Open the run of a call, which trains in the block.
+        """Open the run of a call, which trains in the block."""
+        with lifecycle.open_run(resolved, resume=resume) as run:
+            self._run = run
+            yield run
+
+    def finish(self, run: Run) -> None:
+        """End a call whose run is closed.
 
         Raises:
             KeyboardInterrupt: SIGINT stopped the run, after it was saved.
             Stopped: Another signal did.
         """
-        with lifecycle.open_run(resolved, resume=resume) as run:
-            self._run = run
-            yield run
         if run.interrupted:
             saved = (
                 "and saved"

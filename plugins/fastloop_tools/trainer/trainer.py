@@ -138,7 +138,9 @@ class Trainer:
             with self._fits.open_run(self.resolved, resume) as self.run:
                 # later runs leave out the same selected plugins
                 self.resolved = replace(self.resolved, recipe=self.run.recipe, plugins=self.run.plugins)
-                return lifecycle.execute(self.run)
+                summary = lifecycle.execute(self.run)
+            self._fits.finish(self.run)
+            return summary
 
         return runs.call(self.task, execute)
 

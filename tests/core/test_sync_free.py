@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits, emulation
-from executing import execute
 from torch.amp import GradScaler
+from training_runs import execute
 
 from fastloop import DataLoaderDraft, Plugin, hookimpl, registry
 from fastloop.distributed.processes import Processes

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import yaml
-from executing import execute
 from PIL import Image
+from training_runs import execute
 
 from fastloop import Plugin, hookimpl
 from fastloop.lifecycle import build

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from executing import execute
 from text_helpers import TINY
+from training_runs import execute
 
 from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import yaml
-from executing import execute
 from torch import Tensor, nn
+from training_runs import execute
 
 from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from checkpoint_helpers import BERT, text_recipe
-from executing import execute
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
+from training_runs import execute
 
 from fastloop import Plugin, hookimpl
 from fastloop.cli import launch

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from executing import execute
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from training_runs import execute
 
 from fastloop import Batch, FastloopError, Plugin, Trainer, hookimpl
 from fastloop.lifecycle import build

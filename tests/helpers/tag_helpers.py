@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 import yaml
-from executing import execute
 from text_loops import DISTILBERT, TRAIN
+from training_runs import execute
 
 from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe

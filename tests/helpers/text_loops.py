@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import yaml
-from executing import execute
 from text_helpers import TINY, make_run
 from torch import Tensor
+from training_runs import execute
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastloop.lifecycle import build

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import BERT, DISTILBERT, WORDS, save_checkpoint, text_run, write_rows
-from executing import execute
+from training_runs import execute
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,

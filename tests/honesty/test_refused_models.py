@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import BERT, DISTILBERT, save_checkpoint, text_recipe, text_run, write_rows
-from executing import execute
+from training_runs import execute
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,

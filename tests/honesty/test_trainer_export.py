@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from huggingface_hub import PyTorchModelHubMixin
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from training_runs import execute
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,

@@ -128,7 +128,7 @@ def test_the_module_task_names_its_collator():
 
 
 def run(path: str, *overrides: str) -> dict[str, Any]:
-    from executing import execute
+    from training_runs import execute
 
     from fastloop.lifecycle import build
     from fastloop.recipe import load_recipe

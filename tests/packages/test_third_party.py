@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from torch import nn
+from training_runs import execute
 
 import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec

@@ -12,9 +12,9 @@ import forked
 import pytest
 import torch
 import yaml
-from executing import execute
 from image_helpers import write_images
 from text_helpers import rows
+from training_runs import execute
 
 from fastloop import FastloopError, Plugin, PluginError, Run, Trainer, hookimpl
 from fastloop.errors import PluginCrash

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import execute
+from training_runs import execute
 
 from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe, shipped_recipes

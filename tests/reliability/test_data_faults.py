@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from saving_helpers import times
 from torch.utils.data import Dataset
+from training_runs import execute
 
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
 from fastloop.errors import DataError

@@ -84,7 +84,7 @@ def test_texts_keep_their_lengths_and_classes_for_other_plugins():
     recipe = make_recipe(
         {**tree, "train": {"epochs": 1, "batch_size": 8, "device": "cpu"}, "plugins": plugins, "output": "run"}
     )
-    from executing import execute
+    from training_runs import execute
 
     from fastloop.lifecycle import build
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from text_helpers import TINY, make_run
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset
+from training_runs import execute
 
 from fastloop import Batch, CheckpointError, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
 from fastloop.data import StepSampler

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import execute
 from text_helpers import make_run
+from training_runs import execute
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
 from fastloop.lifecycle import build

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from long_form import LONG
 from test_packing import DECODERS, DISTILBERT, ENCODERS, Multiple, assert_same, computed, made
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import execute
 from varlen_helpers import kernels_on_cpu
 
 from fastloop import PluginError

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import execute
 from text_helpers import TINY, TINY_GPT, make_run, rows
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, default_collate
+from training_runs import execute
 
 from fastloop import Batch, DataLoaderDraft, Plugin, hookimpl
 from fastloop.data import Loader

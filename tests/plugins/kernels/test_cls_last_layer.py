@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from text_helpers import make_run, rows
+from training_runs import execute
 
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop_plugins.kernels.attention import Attention

@@ -13,8 +13,8 @@ from typing import Any
 import forked
 import pytest
 import torch
-from executing import execute
 from text_helpers import make_run
+from training_runs import execute
 
 from fastloop_plugins.data._varlen import head_size
 from fastloop_plugins.data.packing import Packing

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from text_helpers import make_run
 from torch import nn
+from training_runs import execute
 
 from fastloop_plugins.kernels._fast_dropout import Attention, dropout, keep_mask, use
 from fastloop_plugins.kernels.fast_dropout import FastDropout

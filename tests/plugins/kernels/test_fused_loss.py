@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from executing import execute
 from text_helpers import TINY_GPT, make_run
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training_runs import execute
 
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.recipe import make_recipe

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from long_form import LONG
 from text_helpers import TINY_GPT, make_run
 from torch import nn
+from training_runs import execute
 
 from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.testing import Recorder, TinyResult, tiny_data

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import execute
 from text_helpers import TINY
 from torch import nn
+from training_runs import execute
 
 from fastloop.estimates import StepProfile
 from fastloop.lifecycle import build

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from recipe_runs import make_run, trained
+from training_runs import execute
 
 from fastloop import RecipeError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import execute
 from text_helpers import TINY_GPT, make_run
+from training_runs import execute
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.datasets.stdlib_source import stdlib_source

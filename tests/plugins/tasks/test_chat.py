@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import execute
 from strategy_helpers import same
 from strategy_runs import all_of
 from text_helpers import TINY_GPT, make_run
 from torch.nn.functional import cross_entropy
+from training_runs import execute
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.data.packing import Packing

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pyarrow
 import pytest
-from executing import execute
 from pyarrow import parquet
 from streaming_helpers import data_section, samples_of, write_lines
 from test_chat import CHATML, GPT, TRL, UNMARKED, byte_tokenizer
 from text_helpers import make_run
+from training_runs import execute
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.lifecycle import build

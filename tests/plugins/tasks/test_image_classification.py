@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executing import execute
 from image_helpers import COLORS, COUNTS, Watch, all_of, make_run, watched, write_image, write_images, write_recipe
 from PIL import Image
+from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.errors import DataError, UsageError

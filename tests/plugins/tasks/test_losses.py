@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained, user_code
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
 from torchmetrics.functional.classification import binary_auroc, binary_f1_score, multiclass_recall
+from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.lifecycle import build

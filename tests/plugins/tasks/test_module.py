@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from executing import execute
+from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.errors import UserCodeError

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from executing import execute
 from safetensors.torch import load_file
 from text_helpers import TINY, TINY_GPT, make_run
+from training_runs import execute
 
 from fastloop import Plugin, RecipeError
 from fastloop_plugins.kernels.fused_loss import FusedLoss

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_helpers import save_checkpoint, write_rows
-from executing import execute
 from text_helpers import make_run, rows
+from training_runs import execute
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from fastloop import Plugin, RecipeError

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from text_helpers import make_run
+from training_runs import execute
 
 from fastloop import Plugin, RecipeError
 from fastloop_plugins.data.packing import Packing

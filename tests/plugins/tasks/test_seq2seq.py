@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from strategy_helpers import same
 from strategy_runs import all_of
 from text_helpers import TINY_GPT, make_run
 from text_loops import BATCH, EPOCHS, LR, SEED, pretrained, trained
+from training_runs import execute
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fastloop.errors import PluginError, RecipeError

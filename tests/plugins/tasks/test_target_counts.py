@@ -192,7 +192,7 @@ def test_two_processes_give_the_weights_of_one_batch(processes: Any):
 
 def test_a_recipes_module_counts_targets(tmp_path):
     """``module`` with a loss by name, and with a model that computes its own loss."""
-    from executing import execute
+    from training_runs import execute
 
     from fastloop.lifecycle import build
     from fastloop.recipe import make_recipe

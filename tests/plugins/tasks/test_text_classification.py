@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import execute
 from test_text_data import write
 from text_helpers import TINY, TINY_GPT, make_run, rows
+from training_runs import execute
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe

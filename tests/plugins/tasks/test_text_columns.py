@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from data_helpers import refusal, text_data
-from executing import execute
 from inference_runs import write_csv
 from recipe_runs import assert_same
 from text_helpers import TINY_GPT, make_run
 from text_loops import BERT, DISTILBERT, TRAIN, plain_loop, pretrained, trained
 from torch.nn.functional import cross_entropy
+from training_runs import execute
 from transformers import AutoTokenizer, pipeline
 
 from fastloop.errors import RecipeError

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import execute
 from recipe_runs import assert_same, make_run, user_code
 from safetensors.torch import save_file
+from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.lifecycle import build

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW
+from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.lifecycle import build

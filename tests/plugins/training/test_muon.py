@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW, Muon
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop_plugins.training import _batched_muon

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import SGD, AdamW, Rprop
+from training_runs import execute
 
 from fastloop import CheckpointError, PluginError, RecipeError
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from executing import execute
 from safetensors.torch import load_file, save_file
 from strategy_helpers import same
 from strategy_runs import all_of
+from training_runs import execute
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, loop
 from fastloop.lifecycle import build

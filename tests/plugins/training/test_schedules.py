@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from executing import execute
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch.optim import AdamW, lr_scheduler
+from training_runs import execute
 from transformers import get_scheduler
 
 from fastloop import CheckpointError, RecipeError, UsageError

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from fastloop import log_points
 from fastloop.checkpoint import resume
-from fastloop.data.loader import Lookahead
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
 from fastloop.plugin import hookimpl
@@ -77,20 +76,18 @@ def train(run: Run) -> None:
     while state.epoch < run.recipe.train.epochs and not schedule.should_stop():
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
-        steps = Lookahead(run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)))
-        for batches in steps:
+        for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
             if run.should_skip_step():
                 state.skip_samples(run.totals(batches))
                 continue
             loss = take_step(run, batches)
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
-            run.sync_requests(upcoming(run, steps))
+            run.sync_requests()
             if schedule.evaluation_due():
                 evaluate(run, "validation")
             if schedule.save_due():
-                with steps.unread():
-                    resume.save(run)
+                resume.save(run)
             if schedule.should_stop():
                 break
         if run.interrupted or not schedule.is_epoch_done():
@@ -101,23 +98,6 @@ def train(run: Run) -> None:
             evaluate(run, "validation")
         if schedule.save_due(epoch_ended=True):
             resume.save(run)
-
-
-def upcoming(run: Run, steps: Lookahead[list[Batch]]) -> list[Batch] | None:
-    """The next step's micro-batches, read early to exchange their totals along with the requests of this step.
-
-    None with one process; and before a pause that this process knows of, since a batch that cannot be read must not
-    prevent a save.
-    """
-    schedule = run.schedule
-    if (
-        run.loaders.processes.world_size == 1
-        or schedule.evaluation_due()
-        or schedule.save_due()
-        or schedule.should_stop()
-    ):
-        return None
-    return steps.peek()
 
 
 def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None = None) -> T:

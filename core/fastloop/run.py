@@ -194,15 +194,9 @@ class Run:
             return self._totals[1]
         totals = BatchTotals.of(batches)
         if self.loaders.processes.world_size > 1:
-            totals = self._exchange((0,) * 6, totals)[1]
+            totals = BatchTotals.read(self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)))
         self._totals = batches, totals
         return totals
-
-    def _exchange(self, flags: Iterable[float], totals: Iterable[float]) -> tuple[list[int], BatchTotals]:
-        """Sum six flags and the totals of a step over the processes. The one shape keeps the order of a sum, and so its
-        bits."""
-        numbers = self.processes.all_reduce_sum(torch.tensor([*flags, *totals], dtype=torch.float64))
-        return [int(number) for number in numbers[:6].tolist()], BatchTotals.read(numbers[6:])
 
     def should_skip_step(self) -> bool:
         """Whether the step that begins at the current counters failed before, and must not be trained again."""
@@ -300,13 +294,9 @@ class Run:
         """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
         return self.schedule.interrupted
 
-    def sync_requests(self, upcoming: list[Batch] | None = None) -> None:
+    def sync_requests(self) -> None:
         """Share requests, signals and failed saves between processes: those of one process apply to all. Every process
         must call it.
-
-        Args:
-            upcoming: The next step's micro-batches, whose totals are exchanged in the same reduction. None: ``totals``
-                exchanges them.
 
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
@@ -315,16 +305,9 @@ class Run:
         failure = self.saver.take_failure()
         if self.processes.world_size > 1:
             reasons = (signal_name, failure, state.stop_reason)
-            flags = (
-                *(reason is not None for reason in (*reasons, upcoming)),
-                state.evaluate_requested,
-                state.save_requested,
-            )
-            (*any_reason, ready, evaluate, save), totals = self._exchange(flags, BatchTotals.of(upcoming or ()))
-            state.evaluate_requested, state.save_requested = bool(evaluate), bool(save)
-            # else a process expects to pause, or its epoch is over
-            if upcoming is not None and ready == self.world_size:
-                self._totals = upcoming, totals
+            flags = (*(reason is not None for reason in reasons), state.evaluate_requested, state.save_requested)
+            requests = self.processes.all_reduce_sum(torch.tensor(flags).long()).tolist()
+            *any_reason, state.evaluate_requested, state.save_requested = map(bool, requests)
             if any(any_reason):
                 gathered = zip(*self.processes.all_gather_object(reasons), strict=True)
                 signal_name, failure, state.stop_reason = (next(filter(None, values), None) for values in gathered)

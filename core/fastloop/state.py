@@ -145,7 +145,7 @@ class BatchTotals(NamedTuple):
     def of(cls, batches: Iterable[Batch]) -> BatchTotals:
         """Sum the given micro-batches, on this process."""
         counts = [(batch.loss_weight, batch.samples, batch.tokens, len(batch.unreadable)) for batch in batches]
-        return cls(*map(sum, zip((0, 0, 0, 0), *counts, strict=True)))
+        return cls(*map(sum, zip(*counts, strict=True)))
 
     @classmethod
     def read(cls, totals: Tensor) -> BatchTotals:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -16,12 +13,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from fastloop.data.datasets import Collate, MapReader, Stream
 from fastloop.data.sampler import StepSampler
 from fastloop.errors import CheckpointError, DataError, UsageError
-from fastloop.runtime.random_states import cpu_random_states, restore_random_states
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Batch, DataLoaderDraft
 
 log = logging.getLogger("fastloop")
-T = TypeVar("T")
 
 MAX_WARNINGS = 10
 """Unreadable samples that are logged; further ones are only counted."""
@@ -190,38 +185,6 @@ class Loader:
                 group = []
         if group:
             yield group
-
-
-class Lookahead(Generic[T]):
-    """An iterator whose next item can be read early."""
-
-    def __init__(self, items: Iterable[T]) -> None:
-        self.items, self.early = iter(items), deque[T]()
-        self.states: dict[str, Any] = {}  # random states before the early item was read
-
-    def __iter__(self) -> Lookahead[T]:
-        return self
-
-    def __next__(self) -> T:
-        return self.early.popleft() if self.early else next(self.items)
-
-    def peek(self) -> T | None:
-        """The next item, which stays the next one. None: there is no more."""
-        if not self.early:
-            self.states = cpu_random_states()
-            self.early.extend(islice(self.items, 1))
-        return self.early[0] if self.early else None
-
-    @contextmanager
-    def unread(self) -> Iterator[None]:
-        """Inside the block, the random states are those before an item was read early: a resumed run reads it again."""
-        states = cpu_random_states()
-        if self.early:
-            restore_random_states(self.states)
-        try:
-            yield
-        finally:
-            restore_random_states(states)
 
 
 def explain_error(error: Exception) -> str:

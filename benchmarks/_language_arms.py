@@ -177,4 +177,4 @@ def restart_language(work: LanguageWork) -> None:
     """Restart this process with the environment variables that plugins need, as ``fastloop train`` does."""
     from fastloop.cli import launch
 
-    launch.start_again(prepare_recipe(work), [BlockTask(None)])
+    launch.start_again(launch.resolve_early(prepare_recipe(work), [BlockTask(None)]))

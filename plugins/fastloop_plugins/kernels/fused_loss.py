@@ -67,9 +67,9 @@ class FusedLoss(Plugin):
         Not on a CPU: there, both ways take about the same time with chunks of 1,024 tokens, and smaller chunks are
         slower.
         """
-        from fastloop_plugins.tasks.causal_lm import CausalLM
+        from fastloop_plugins._models import task_name
 
-        if machine.device != "cuda" or ("causal-lm" not in recipe.plugins and CausalLM.auto_enable(recipe) is None):
+        if machine.device != "cuda" or task_name(recipe) != "causal-lm":
             return None
         sizes = [recipe.model.get("config"), recipe.model.get("tokenizer")]
         known = [

@@ -17,7 +17,7 @@ from fastloop import DataLoaderDraft
 from fastloop.data import Loader
 from fastloop.run import Run
 from fastloop_plugins.data._watched_loader import WatchedLoader
-from fastloop_plugins.tasks._streaming_files import Reader
+from fastloop_plugins.rows.index import Reader
 
 NAMES = ("bad", "good")
 STREAM: dict[str, Any] = {

@@ -10,7 +10,7 @@ from data_helpers import named_rows, refusal, text_data, write
 from image_helpers import write_image
 
 from fastloop.recipe import make_recipe
-from fastloop_plugins.tasks._held_out import hold_out
+from fastloop_plugins.rows.splits import hold_out
 from fastloop_plugins.tasks._image_data import ImageData
 from fastloop_plugins.tasks._tag_data import TagTextData
 

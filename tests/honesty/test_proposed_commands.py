@@ -237,42 +237,42 @@ def chat(_: Any) -> list[str]:
 CASES: dict[str, Case] = {
     # -- files and columns
     "delimiter, then columns": Case(
-        ("tasks/_text_csv.py data.read.delimiter=", "tasks/_text_csv.py data.read.columns="),
+        ("rows/csv.py data.read.delimiter=", "rows/csv.py data.read.columns="),
         text("a stirring film;pos\ndull from start to end;neg\nfine work by all;pos\na waste of time;neg\n"),
         (r"give (data\.read\.delimiter=.*?)\.\s", r"give (data\.read\.columns=\[.*?\])"),
     ),
     "delimiter of a file without header": Case(
-        ("tasks/_text_csv.py data.read.delimiter=",),
+        ("rows/csv.py data.read.delimiter=",),
         text("a film;pos\na bore;neg\n" * 4, read={"columns": ["text", "label"]}),
         (r"give (data\.read\.delimiter=.*?)\.\s",),
     ),
     "stray quote": Case(
-        ("tasks/_text_csv.py data.read.quoting=",),
+        ("rows/csv.py data.read.quoting=",),
         text(HEADER + '"good" film,pos\nbad,neg\n' * 4),
         (r"give (data\.read\.quoting=none); otherwise",),
     ),
     "quotes are text": Case(
-        ("tasks/_text_csv.py data.read.quoting=",),
+        ("rows/csv.py data.read.quoting=",),
         text(HEADER + 'bad,neg\n"a dull film,neg\na fine one",pos\nbad,neg\n'),
         (r"give (data\.read\.quoting=none); if",),
     ),
     "a text spans lines": Case(
-        ("tasks/_text_csv.py data.read.quoting=",),
+        ("rows/csv.py data.read.quoting=",),
         text(HEADER + 'bad,neg\n"a dull film,neg\na fine one",pos\nbad,neg\n'),
         (r"these lines, (data\.read\.quoting=double)",),
     ),
     "encoding": Case(
-        ("tasks/_text_files.py data.read.encoding=",),
+        ("rows/files.py data.read.encoding=",),
         text((HEADER + "café,pos\nbad,neg\n").encode("cp1252")),
         (r"such as (data\.read\.encoding=cp1252)",),
     ),
     "utf-16": Case(
-        ("tasks/_text_files.py data.read.encoding=",),
+        ("rows/files.py data.read.encoding=",),
         text((HEADER + "fine,pos\nbad,neg\n").encode("utf-16-le")),
         (r"give (data\.read\.encoding=\S+?)\.\s",),
     ),
     "a folder of files": Case(
-        ("tasks/_text_paths.py data.files.{}=",),
+        ("rows/paths.py data.files.{}=",),
         then(text(path="train/train-1.csv"), "train", "r.yaml", "data.files.train=train"),
         (r"(data\.files\.train=\S+)\.\s",),
     ),
@@ -399,7 +399,7 @@ CASES: dict[str, Case] = {
         {"CLASS": "pos"},
     ),
     "classes of one row": Case(
-        ("tasks/_held_out.py data.validation_fraction=",),
+        ("rows/splits.py data.validation_fraction=",),
         text(films("a", "b", "c", times=1), validation_fraction=0.5),
         (r"or (data\.validation_fraction=0)\.",),
     ),
@@ -742,7 +742,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "the hub, or weights of torchvision and timm, which need a network": (
         "tasks/_image_libraries.py model.pretrained=",
         "tasks/_image_libraries.py model.weights=",
-        "tasks/_text_paths.py data.name=",
+        "rows/paths.py data.name=",
     ),
     "run in the tests of the tool or plugin": (
         "checkpoints/remote_output.py --resume",  # test_remote_output.py

@@ -317,7 +317,7 @@ def test_parquet_statistics_that_do_not_fit_their_column():
     import pyarrow
     from pyarrow import parquet
 
-    from fastloop_plugins.tasks._parquet_thrift import check_footer
+    from fastloop_plugins.rows.thrift import check_footer
 
     parquet.write_table(pyarrow.table({"text": ["fine"] * 9, "label": [1, 2, 3] * 3}), "whole.parquet")
     content = Path("whole.parquet").read_bytes()
@@ -343,8 +343,8 @@ def read_in_a_child(content: bytes) -> bool:
     """Whether a process that reads a Parquet file refuses it by name. A crash of the process fails the test."""
     import pyarrow
 
-    from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
-    from fastloop_plugins.tasks._text_files import Read
+    from fastloop_plugins.rows.files import Read
+    from fastloop_plugins.rows.parquet import BoundedParquet
 
     Path("damaged.parquet").write_bytes(content)
     if (child := os.fork()) == 0:

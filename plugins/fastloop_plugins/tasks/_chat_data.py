@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
+from fastloop_plugins.rows.files import Part, format_of
+from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.tasks._chat_rows import (
     OPTIONAL,
     TOOLS,
@@ -28,8 +30,6 @@ from fastloop_plugins.tasks._chat_rows import (
 )  # fmt: skip
 from fastloop_plugins.tasks._text_columns import Text, column_names
 from fastloop_plugins.tasks._text_data import Data, TextData
-from fastloop_plugins.tasks._text_files import Part, format_of
-from fastloop_plugins.tasks._text_paths import find_files
 from fastloop_plugins.tasks._text_stream import first_columns
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
+from fastloop_plugins.rows.files import explain_reading, format_of
+from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.tasks._chat_rows import Chat, RowError, other_keys, read_chat, unread_keys
 from fastloop_plugins.tasks._chat_template import ChatRenderer
 from fastloop_plugins.tasks._text_batches import Sequences
-from fastloop_plugins.tasks._text_files import explain_reading, format_of
-from fastloop_plugins.tasks._text_paths import find_files
 from fastloop_plugins.tasks._text_stream import read_values
 
 if TYPE_CHECKING:

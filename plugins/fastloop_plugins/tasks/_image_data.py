@@ -15,7 +15,7 @@ from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
-from fastloop_plugins.tasks._held_out import draw, hold_out
+from fastloop_plugins.rows.splits import draw, hold_out
 from fastloop_plugins.tasks._image_format import MAX_PIXELS, InputFormat
 
 if TYPE_CHECKING:

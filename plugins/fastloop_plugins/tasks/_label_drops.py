@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._text_files import Part
+from fastloop_plugins.rows.files import Part
 from fastloop_plugins.tasks._text_labels import is_label, plain
 
 if TYPE_CHECKING:

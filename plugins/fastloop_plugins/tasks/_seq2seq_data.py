@@ -16,11 +16,11 @@ import numpy as np
 
 from fastloop import Batch, RecipeError, option
 from fastloop_plugins._cache import flat
+from fastloop_plugins.rows.files import Part, format_of
 from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._text_batches import Sequences, Width, describe_cut, mask, padded
 from fastloop_plugins.tasks._text_columns import Text, read_columns
 from fastloop_plugins.tasks._text_data import Data, TextData
-from fastloop_plugins.tasks._text_files import Part, format_of
 from fastloop_plugins.tasks._text_stream import text_chunks
 from fastloop_plugins.tasks._text_tokens import encode, encode_marked, portions
 

@@ -23,15 +23,15 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._streaming_files import NamedPart, Reader, find_shards, read_index
-from fastloop_plugins.tasks._streaming_order import Order, Place
-from fastloop_plugins.tasks._text_files import format_of
+from fastloop_plugins.rows.files import format_of
+from fastloop_plugins.rows.index import NamedPart, Reader, find_shards, read_index
+from fastloop_plugins.rows.order import Order, Place
 
 if TYPE_CHECKING:
     from fastloop import Run
+    from fastloop_plugins.rows.formats import Row
+    from fastloop_plugins.rows.index import Index
     from fastloop_plugins.tasks._streaming_blocks import BlockReader, Tokens
-    from fastloop_plugins.tasks._streaming_files import Index
-    from fastloop_plugins.tasks._streaming_formats import Row
     from fastloop_plugins.tasks._text_data import TextData
 
     Encoder = Callable[[list[Row], list[str]], list[dict[str, Any]]]

@@ -17,8 +17,8 @@ import numpy as np
 
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
-from fastloop_plugins.tasks._streaming_files import Index, Reader, kept_entry
-from fastloop_plugins.tasks._streaming_formats import BATCH, Row
+from fastloop_plugins.rows.formats import BATCH, Row
+from fastloop_plugins.rows.index import Index, Reader, kept_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable

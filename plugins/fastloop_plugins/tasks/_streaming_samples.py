@@ -14,13 +14,13 @@ import numpy as np
 
 from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
+from fastloop_plugins.rows.files import show
+from fastloop_plugins.rows.formats import Row
 from fastloop_plugins.tasks._chat_rows import RowError, problem_of_text
 from fastloop_plugins.tasks._chat_tokens import RowEncoder
 from fastloop_plugins.tasks._lm_batches import MaskedSequences
-from fastloop_plugins.tasks._streaming_formats import Row
 from fastloop_plugins.tasks._text_batches import Sequences
 from fastloop_plugins.tasks._text_columns import Text, join_columns, token_types
-from fastloop_plugins.tasks._text_files import show
 from fastloop_plugins.tasks._text_targets import read_number
 from fastloop_plugins.tasks._text_tokens import encode
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
+from fastloop_plugins.rows.conll import Columns, ConllPart, read_conll, read_sentences
+from fastloop_plugins.rows.files import FORMATS, Part, explain_reading, format_of, read_file, show
+from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.tasks._chat_rows import problem_of_text
-from fastloop_plugins.tasks._tag_files import Columns, ConllPart, read_conll, read_sentences
 from fastloop_plugins.tasks._text_columns import Text
 from fastloop_plugins.tasks._text_data import Data, TextData
-from fastloop_plugins.tasks._text_files import FORMATS, Part, explain_reading, format_of, read_file, show
 from fastloop_plugins.tasks._text_labels import count_classes, list_labels
-from fastloop_plugins.tasks._text_paths import find_files
 from fastloop_plugins.tasks._text_stream import read_values
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._text_files import Part, show
+from fastloop_plugins.rows.files import Part, show
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_model import TextModel

@@ -20,14 +20,14 @@ from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._references import check_reference, import_object
-from fastloop_plugins.tasks._held_out import DRAW, draw, hold_out
+from fastloop_plugins.rows.files import FORMATS, Part, Read, format_of, make_part, read_file
+from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_url
+from fastloop_plugins.rows.splits import DRAW, draw, hold_out
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_drops import drop_rows
 from fastloop_plugins.tasks._repeats import find_repeats
 from fastloop_plugins.tasks._streaming_options import StreamedData, StreamingOptions, check_streaming
 from fastloop_plugins.tasks._text_columns import Text, column_names, read_columns
-from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file
-from fastloop_plugins.tasks._text_paths import find_files, refuse_options_without_files, refuse_url
 from fastloop_plugins.tasks._text_targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
-from fastloop_plugins.tasks._streaming_formats import batch_rows
-from fastloop_plugins.tasks._text_batches import Sequences, describe_cut
-from fastloop_plugins.tasks._text_columns import Text, join_columns, token_types
-from fastloop_plugins.tasks._text_files import (
+from fastloop_plugins.rows.files import (
     explain_reading,
     format_of,
     make_part,
@@ -26,12 +23,15 @@ from fastloop_plugins.tasks._text_files import (
     read_file,
     show,
 )
-from fastloop_plugins.tasks._text_paths import find_files
+from fastloop_plugins.rows.formats import batch_rows
+from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.tasks._text_batches import Sequences, describe_cut
+from fastloop_plugins.tasks._text_columns import Text, join_columns, token_types
 from fastloop_plugins.tasks._text_tokens import encode
 
 if TYPE_CHECKING:
+    from fastloop_plugins.rows.files import Read
     from fastloop_plugins.tasks._text_data import TextData
-    from fastloop_plugins.tasks._text_files import Read
     from fastloop_plugins.tasks._text_model import TextModel
 
 logger = logging.getLogger("fastloop")
@@ -109,13 +109,13 @@ def read_values(path: Path, data: TextData, optional: Sequence[str] = ()) -> Ite
     suffix, columns, how = format_of(path)[0], data.columns, data.how
     keys, names, absent = dict.fromkeys(columns, data.text_key), [*columns, *optional], [None] * len(optional)
     if suffix in (".csv", ".tsv"):
-        from fastloop_plugins.tasks._text_csv import stream_delimited
+        from fastloop_plugins.rows.csv import stream_delimited
 
         yield from ([*cells, *absent] for cells in stream_delimited(path, how, keys))
     elif suffix == ".parquet":
         import pyarrow  # type: ignore[import-untyped]
 
-        from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+        from fastloop_plugins.rows.parquet import BoundedParquet
 
         with BoundedParquet(pyarrow.OSFile(str(path)), str(path), how) as file:
             _check_columns(path, data, file.names)

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._text_files import Part, show
+from fastloop_plugins.rows.files import Part, show
 from fastloop_plugins.tasks._text_labels import (
     NUMBER,
     Labels,

@@ -28,9 +28,9 @@ from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError, UsageError
 from fastloop.recipe import Inference, make_recipe
+from fastloop_plugins.rows.index import Reader
+from fastloop_plugins.rows.order import CYCLE, Order
 from fastloop_plugins.tasks import _streaming
-from fastloop_plugins.tasks._streaming_files import Reader
-from fastloop_plugins.tasks._streaming_order import CYCLE, Order
 from fastloop_plugins.tasks._text_data import TextData
 
 ROWS = 403

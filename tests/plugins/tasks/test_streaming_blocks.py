@@ -15,9 +15,10 @@ from text_helpers import TINY_GPT, make_run
 from fastloop.errors import DataError, RecipeError
 from fastloop.run import Run
 from fastloop_plugins._cache import tokens_kept_in
-from fastloop_plugins.tasks import _streaming_blocks, _streaming_formats
+from fastloop_plugins.rows import formats
+from fastloop_plugins.rows.index import Index, Reader
+from fastloop_plugins.tasks import _streaming_blocks
 from fastloop_plugins.tasks._streaming_blocks import index_blocks
-from fastloop_plugins.tasks._streaming_files import Index, Reader
 
 MODEL = {"config": TINY_GPT | {"n_positions": 64}, "tokenizer": "words"}
 
@@ -54,7 +55,7 @@ def stream(files: Any, **changes: Any) -> Run:
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "size"), [(1, 32), (2, 16), (7, 31), (50, 16), (1000, 32)])
 def test_blocks_equal_those_in_memory_for_any_row_groups(group, size, monkeypatch):
-    monkeypatch.setattr(_streaming_formats, "LINES", group)
+    monkeypatch.setattr(formats, "LINES", group)
     files = write(texts(120), group)
     memory = make_run("causal-lm", MODEL, data_section(files, {"streaming": None, "max_length": size})).datasets[
         "train"
@@ -88,7 +89,7 @@ def test_any_number_of_readers_gives_the_same_steps(world_size, workers):
 
 @pytest.mark.slow
 def test_a_resumed_run_reads_a_part_of_the_texts(readers, monkeypatch):
-    monkeypatch.setattr(_streaming_formats, "LINES", 20)
+    monkeypatch.setattr(formats, "LINES", 20)
     run = stream(write(texts(3000), 20), shuffle_buffer=32)
     dataset = run.datasets["train"]
     size = len(dataset)

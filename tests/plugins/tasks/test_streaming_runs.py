@@ -20,7 +20,7 @@ from saving_helpers import Forked, ranks, record, said, steps, summary, times, t
 from streaming_helpers import LANGUAGE, MODEL, NAMES, classify, every_column, write_lines, write_parquet, write_shards
 from text_helpers import rows
 
-from fastloop_plugins.tasks._streaming_order import Order
+from fastloop_plugins.rows.order import Order
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,9 @@ from itertools import islice
 from typing import Any, cast
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._bounds import check_row
-from fastloop_plugins.tasks._streaming_formats import LINES, BadRow, Row, Scanned, json_object, open_file
-from fastloop_plugins.tasks._text_files import Read, missing_column
+from fastloop_plugins.rows.files import Read, missing_column
+from fastloop_plugins.rows.formats import LINES, BadRow, Row, Scanned, json_object, open_file
+from fastloop_plugins.rows.limits import check_row
 
 
 class Headers:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import RecipeError, did_you_mean
-from fastloop_plugins.tasks._bounds import check_row
-from fastloop_plugins.tasks._text_files import Part, Read, check_names, missing_column, open_text
+from fastloop_plugins.rows.files import Part, Read, check_names, missing_column, open_text
+from fastloop_plugins.rows.limits import check_row
 
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 SAMPLE = 65_536

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from fastloop import option
 from fastloop.errors import RecipeError, did_you_mean
-from fastloop_plugins.tasks._bounds import BoundedText, Expanded
+from fastloop_plugins.rows.limits import BoundedText, Expanded
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -217,13 +217,13 @@ def _read_as(
     path: Path, suffix: str, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool
 ) -> Part:
     if suffix in (".csv", ".tsv"):
-        from fastloop_plugins.tasks._text_csv import read_delimited
+        from fastloop_plugins.rows.csv import read_delimited
 
         return read_delimited(path, how, text, labels, skip_unreadable)
     if suffix == ".parquet":
         import pyarrow
 
-        from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+        from fastloop_plugins.rows.parquet import BoundedParquet
 
         with BoundedParquet(pyarrow.OSFile(str(path)), str(path), how) as file:
             check_names(str(path), file.names)

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, cast
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._bounds import Expanded, lines_of, size_of
-from fastloop_plugins.tasks._text_csv import SAMPLE, rows_of_lines
-from fastloop_plugins.tasks._text_files import Read, format_of, missing_column
-from fastloop_plugins.tasks._text_paths import URL
+from fastloop_plugins.rows.csv import SAMPLE, rows_of_lines
+from fastloop_plugins.rows.files import Read, format_of, missing_column
+from fastloop_plugins.rows.limits import Expanded, lines_of, size_of
+from fastloop_plugins.rows.paths import URL
 
 if TYPE_CHECKING:
-    from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+    from fastloop_plugins.rows.parquet import BoundedParquet
 
 LINES = 1024
 """Rows of a row group of a file of lines, which has none of its own."""
@@ -122,7 +122,7 @@ class Parquet:
         """See ``Format``."""
         import pyarrow  # type: ignore[import-untyped]
 
-        from fastloop_plugins.tasks._parquet_bounds import BoundedParquet
+        from fastloop_plugins.rows.parquet import BoundedParquet
 
         return BoundedParquet(open_file(path) if URL.match(path) else pyarrow.OSFile(path), path, self.how)
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import pyarrow  # type: ignore[import-untyped]
 from pyarrow import parquet
 
-from fastloop_plugins.tasks._bounds import check_total, size_of
-from fastloop_plugins.tasks._parquet_thrift import PageHeader, check_footer
+from fastloop_plugins.rows.limits import check_total, size_of
+from fastloop_plugins.rows.thrift import PageHeader, check_footer
 
 if TYPE_CHECKING:
-    from fastloop_plugins.tasks._text_files import Read
+    from fastloop_plugins.rows.files import Read
 
 AT_ONCE = 2**28
 """Bytes to decode at once at most, unless one row has more."""

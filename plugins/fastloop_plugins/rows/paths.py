@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._text_files import COMPRESSIONS, FORMATS, Read, format_of
+from fastloop_plugins.rows.files import COMPRESSIONS, FORMATS, Read, format_of
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe

@@ -29,10 +29,11 @@ from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins._cache import tokens_kept_in
-from fastloop_plugins.tasks import _streaming, _streaming_files, _streaming_formats, _streaming_tar
-from fastloop_plugins.tasks._streaming_files import Reader
-from fastloop_plugins.tasks._streaming_formats import LineFile
-from fastloop_plugins.tasks._text_files import Read
+from fastloop_plugins.rows import formats, index, webdataset
+from fastloop_plugins.rows.files import Read
+from fastloop_plugins.rows.formats import LineFile
+from fastloop_plugins.rows.index import Reader
+from fastloop_plugins.tasks import _streaming
 
 ROWS = 200
 CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
@@ -42,9 +43,9 @@ SEEKABLE = ("a.parquet", "a.jsonl", "a.csv", "a.tsv", "a.tar")
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups and batches of a few rows."""
-    monkeypatch.setattr(_streaming_formats, "LINES", 20)
-    monkeypatch.setattr(_streaming_tar, "LINES", 20)
-    monkeypatch.setattr(_streaming_formats, "BATCH", 7)
+    monkeypatch.setattr(formats, "LINES", 20)
+    monkeypatch.setattr(webdataset, "LINES", 20)
+    monkeypatch.setattr(formats, "BATCH", 7)
 
 
 def table(count: int = ROWS) -> list[dict[str, Any]]:
@@ -239,7 +240,7 @@ def test_the_index_is_kept_with_a_cache(monkeypatch):
     with tokens_kept_in(Path("cache")):
         first = ids_by_step(classify(files))
         with monkeypatch.context() as patch:
-            patch.setattr(_streaming_files, "_scan", None)  # is not called again
+            patch.setattr(index, "_scan", None)  # is not called again
             assert ids_by_step(classify(files)) == first
         write("b.jsonl", table()[150:])
         assert len(ids_by_step(classify(files))) < len(first)

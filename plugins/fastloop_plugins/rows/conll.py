@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._text_files import Part, Read, explain_reading, open_text
+from fastloop_plugins.rows.files import Part, Read, explain_reading, open_text
 
 DOCUMENT = "-DOCSTART-"
 """First column of a line that begins a document. It is no word."""

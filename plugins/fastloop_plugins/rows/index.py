@@ -17,11 +17,11 @@ from pyarrow import ArrowException  # type: ignore[import-untyped]
 from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
-from fastloop_plugins.tasks._streaming_formats import LINE_FORMATS, BadRow, Format, Parquet, Row
-from fastloop_plugins.tasks._streaming_tar import Tar
-from fastloop_plugins.tasks._text_files import COMPRESSIONS, Part, Read, first_line, format_of
-from fastloop_plugins.tasks._text_files import FORMATS as IN_MEMORY
-from fastloop_plugins.tasks._text_paths import URL, find_files
+from fastloop_plugins.rows.files import COMPRESSIONS, Part, Read, first_line, format_of
+from fastloop_plugins.rows.files import FORMATS as IN_MEMORY
+from fastloop_plugins.rows.formats import LINE_FORMATS, BadRow, Format, Parquet, Row
+from fastloop_plugins.rows.paths import URL, find_files
+from fastloop_plugins.rows.webdataset import Tar
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

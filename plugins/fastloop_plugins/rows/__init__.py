@@ -1,0 +1,1 @@
+"""Rows of data from files: found, opened, checked and read, one module for each format."""

@@ -262,12 +262,12 @@ CASES: dict[str, Case] = {
         (r"these lines, (data\.read\.quoting=double)",),
     ),
     "encoding": Case(
-        ("rows/files.py data.read.encoding=",),
+        ("rows/lines.py data.read.encoding=",),
         text((HEADER + "café,pos\nbad,neg\n").encode("cp1252")),
         (r"such as (data\.read\.encoding=cp1252)",),
     ),
     "utf-16": Case(
-        ("rows/files.py data.read.encoding=",),
+        ("rows/lines.py data.read.encoding=",),
         text((HEADER + "fine,pos\nbad,neg\n").encode("utf-16-le")),
         (r"give (data\.read\.encoding=\S+?)\.\s",),
     ),

@@ -343,7 +343,7 @@ def read_in_a_child(content: bytes) -> bool:
     """Whether a process that reads a Parquet file refuses it by name. A crash of the process fails the test."""
     import pyarrow
 
-    from fastloop_plugins.rows.files import Read
+    from fastloop_plugins.rows.options import Read
     from fastloop_plugins.rows.parquet import BoundedParquet
 
     Path("damaged.parquet").write_bytes(content)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
-from pathlib import Path
 
-from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import Part, Read, explain_reading, open_text
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
+from fastloop_plugins.rows.lines import LineFile
+from fastloop_plugins.rows.options import Read
 
 DOCUMENT = "-DOCSTART-"
 """First column of a line that begins a document. It is no word."""
@@ -19,121 +20,135 @@ KEYED = re.compile(r"#\s*([\w.:-]+\s*=|(newdoc|newpar|begin document|end documen
 """The beginning of a line that is a comment whatever its number of columns, unless they are separated by tabs."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Columns:
-    """The columns of a CoNLL file to read, by number: from 0, or from the end (-1 is the last).
-
-    Attributes:
-        tags: None: do not read tags.
-    """
+    """The columns of a CoNLL file, by number: from 0, or from the end (-1 is the last)."""
 
     words: int = 0
-    tags: int | None = -1
+    tags: int = -1
 
 
 @dataclass
 class Sentence:
-    """A sentence of a CoNLL file, its first line, and the problem of a line that cannot be read, if there is one."""
+    """A sentence of a CoNLL file and its first line. The problem of a line that cannot be read, if there is one."""
 
-    line: int
+    line: int = 0
     words: list[str] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
-    problem: str | None = None
+    problem: BadRow | None = None
 
 
-@dataclass
-class ConllPart(Part):
-    """The sentences of a CoNLL file. They are named by their lines.
-
-    Attributes:
-        lines: The first line of each sentence.
-    """
-
-    lines: list[int] = field(default_factory=list)
-
-    def row(self, number: int) -> str:
-        return f"{self.where}, line {self.lines[number - 1]}"
-
-
-def read_conll(path: Path, how: Read, columns: Columns, names: tuple[str, str], skip_unreadable: bool) -> ConllPart:
-    """Read a file. Its columns get the names ``names``.
+class Conll(File):
+    """Sentences of a CoNLL file. Rows are named by their lines.
 
     Args:
-        skip_unreadable: Skip sentences with a line that cannot be read, and count them.
-
-    Raises:
-        RecipeError: A line has another number of columns than the first, or a column is missing or empty.
+        columns: The names that the columns of words and tags get.
+        numbers: Those columns in the file.
     """
-    found, unreadable, comments = list[Sentence](), 0, list[int]()
-    for sentence in read_sentences(path, how, columns, comments):
-        if sentence.problem is None:
-            found.append(sentence)
-        elif skip_unreadable:
-            unreadable += 1
-        else:
-            raise RecipeError(sentence.problem)
-    table = {names[0]: [sentence.words for sentence in found], names[1]: [sentence.tags for sentence in found]}
-    notes = [f"{path}: {len(comments)} lines are comments, the first is line {comments[0]}"] if comments else []
-    return ConllPart(str(path), table, unreadable=unreadable, notes=notes, lines=[sentence.line for sentence in found])
 
+    def __init__(
+        self,
+        path: str,
+        how: Read,
+        columns: Mapping[str, str],
+        skip_unreadable: bool = False,
+        numbers: Columns | None = None,
+    ) -> None:
+        super().__init__(path, how, columns, skip_unreadable)
+        self.text, self.numbers = LineFile(path, how), numbers or Columns()
+        self.is_whole = self.text.is_whole
+        self.keys = {key: name for name, key in columns.items()}
+        self.names = dict.fromkeys(columns)
+        self.lines = self.text.lines()
 
-def read_sentences(path: Path, how: Read, columns: Columns, comments: list[int] | None = None) -> Iterator[Sentence]:
-    """Yield the sentences of a file, one at a time.
+    def facts(self) -> list[str]:
+        return [f"{self.lines.offset} {self.lines.checksum}"]
 
-    Args:
-        comments: Receives the numbers of the lines before a sentence that are comments.
-    """
-    sentence = Sentence(0)
-    with explain_reading(path, how):
-        first, example = _find_word(path, how)
+    def close(self) -> None:
+        self.text.close()
+
+    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
+        """See ``File``. Tags are only read if their column is among ``columns``."""
+        place, found, comments = start, list[Sentence](), list[int]()
+        tagged = self.keys.get("tags") in columns
+        for offset, sentence in self._sentences(start, tagged, comments):
+            if sentence.problem is not None:
+                if not self.skip_unreadable:
+                    raise sentence.problem
+                self.unreadable += 1
+            elif skip:
+                skip -= 1
+            else:
+                found.append(sentence)
+            if len(found) == size:
+                yield self._block(place, found, columns)
+                place, found = 0 if self.is_whole else offset, []
+        if found:
+            yield self._block(place, found, columns)
+        if comments:
+            self.notes.append(f"{self.path}: {len(comments)} lines are comments, the first is line {comments[0]}")
+
+    def _block(self, start: int, found: list[Sentence], columns: Sequence[str]) -> Block:
+        table = {name: [getattr(sentence, key) for sentence in found] for key, name in self.keys.items()}
+        return Block(
+            start,
+            len(found),
+            {name: values for name, values in table.items() if name in columns},
+            [sentence.line for sentence in found],
+        )
+
+    def _sentences(self, start: int, tagged: bool, comments: list[int]) -> Iterator[tuple[int, Sentence]]:
+        """Yield each sentence, with the offset after it.
+
+        Args:
+            comments: Receives the numbers of the lines before a sentence that are comments.
+        """
+        sentence, (first, example) = Sentence(), self._first_word
         width, tabbed = len(_cells(example)), "\t" in example
-        with open_text(path, how) as stream:
-            for number, line in enumerate(chain(stream, [""]), 1):
-                cells = _cells(line)
-                if not any(cells) or cells[0] == DOCUMENT:
-                    if sentence.line:
-                        yield sentence
-                    sentence = Sentence(0)
+        lines = self.text.lines(start)
+        if not start:
+            self.lines = lines
+        for line in chain(lines, [""]):
+            number, cells = lines.number, _cells(line)
+            if not any(cells) or cells[0] == DOCUMENT:
+                if sentence.line:
+                    yield lines.offset, sentence
+                sentence = Sentence()
+                continue
+            if not sentence.line and HASH.match(line):
+                keyed = "\t" not in line and KEYED.match(line)
+                if keyed or len(cells) != width or ("\t" in line) != tabbed:
+                    comments.append(number)
                     continue
-                if not sentence.line and HASH.match(line):
-                    keyed = "\t" not in line and KEYED.match(line)
-                    if keyed or len(cells) != width or ("\t" in line) != tabbed:
-                        if comments is not None:
-                            comments.append(number)
-                        continue
-                sentence.line = sentence.line or number
-                if sentence.problem is None:
-                    sentence.problem = _add(sentence, cells, width, columns, f"{path}, line {number}", f"line {first}")
+            sentence.line = sentence.line or number
+            if sentence.problem is None and (problem := self._add(sentence, cells, width, tagged, first)):
+                sentence.problem = BadRow(problem, f"line {number}")
+
+    @cached_property
+    def _first_word(self) -> tuple[int, str]:
+        """Number and text of the first line that certainly holds a word; 0 if there is none."""
+        lines = self.text.lines()
+        for line in lines:
+            if any(cells := _cells(line)) and cells[0] != DOCUMENT and not HASH.match(line):
+                return lines.number, line
+        return 0, ""
+
+    def _add(self, sentence: Sentence, cells: list[str], width: int, tagged: bool, first: int) -> str | None:
+        """Add a line to its sentence. Returns the line's problem, or None."""
+        if tagged and len(cells) != width:
+            return f"found {len(cells)} columns, expected {width}, as in line {first}. Blank lines separate sentences."
+        for key, column in (("words", self.numbers.words), ("tags", self.numbers.tags))[: 1 + tagged]:
+            if key == "tags" and width == 1:
+                return "found one column, expected a word and its tag, separated by a tab or by spaces."
+            if not -len(cells) <= column < len(cells):
+                return (
+                    f"there is no column {column}, which data.{key} names. The line has {len(cells)}, counted from 0."
+                )
+            if not cells[column]:
+                return f"column {column} (data.{key}) is empty."
+            (sentence.words if key == "words" else sentence.tags).append(cells[column])
+        return None
 
 
 def _cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("\t")] if "\t" in line else line.split()
-
-
-def _find_word(path: Path, how: Read) -> tuple[int, str]:
-    """Number and text of the first line that certainly holds a word; 0 if there is none."""
-    with open_text(path, how) as stream:
-        for number, line in enumerate(stream, 1):
-            if any(cells := _cells(line)) and cells[0] != DOCUMENT and not HASH.match(line):
-                return number, line
-    return 0, ""
-
-
-def _add(sentence: Sentence, cells: list[str], width: int, columns: Columns, where: str, first: str) -> str | None:
-    """Add a line to its sentence. Returns the line's problem, or None."""
-    if columns.tags is not None and len(cells) != width:
-        return f"{where}: found {len(cells)} columns, expected {width}, as in {first}. Blank lines separate sentences."
-    for key, column in (("words", columns.words), ("tags", columns.tags)):
-        if column is None:
-            continue
-        if key == "tags" and width == 1:
-            return f"{where}: found one column, expected a word and its tag, separated by a tab or by spaces."
-        if not -len(cells) <= column < len(cells):
-            return (
-                f"{where}: there is no column {column}, which data.{key} names. The line has {len(cells)}, "
-                "counted from 0."
-            )
-        if not cells[column]:
-            return f"{where}: column {column} (data.{key}) is empty."
-        (sentence.words if key == "words" else sentence.tags).append(cells[column])
-    return None

@@ -9,107 +9,83 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastloop.errors import RecipeError, did_you_mean
-from fastloop_plugins.rows.files import Part, Read, check_names, missing_column, open_text
+from fastloop.errors import did_you_mean
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.limits import check_row
+from fastloop_plugins.rows.lines import LineFile, Lines
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.rows.table import check_names, missing_column
 
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
-SAMPLE = 65_536
-"""Characters at the start of a file that are searched for its delimiter and header line."""
 LINE_ENDS = {"\n": "LF", "\r\n": "CRLF", "\r": "CR"}
 LARGEST_CELL = 2**31 - 1
 """Characters: the largest limit that the csv module accepts on every platform. Its default is 131,072."""
+KNOWN = 100_000
+"""Different labels that are kept to recognize rows in a quoted cell. Classes are fewer."""
 
 
-def read_delimited(
-    path: Path, how: Read, text: Mapping[str, str], labels: Sequence[str], skip_unreadable: bool
-) -> Part:
-    """Read the columns ``text`` and ``labels`` of one file. ``text``: column -> the option that names it.
+class Joined:
+    """Quoted cells over several lines. Stray quotes join rows in the same way.
 
-    Raises:
-        RecipeError: Quotes, line ends or cells of a line do not form a table, or the header lacks a column.
-        UnicodeError: The file is not in its encoding.
+    Attributes:
+        known: Labels of the file.
     """
-    with open_text(path, how) as stream:
-        sample = stream.read(SAMPLE)
-    file = _File(path, how, sample, text, labels)
-    limit = csv.field_size_limit(LARGEST_CELL)
-    try:
-        with open_text(path, how) as stream:
-            return file.read(stream, skip_unreadable)
-    finally:
-        csv.field_size_limit(limit)
+
+    def __init__(self, delimiter: str) -> None:
+        self.delimiter, self.count, self.known = delimiter, 0, set[str]()
+        self.candidates: list[tuple[int, int, list[str]]] = []
+
+    def add(self, first: int, last: int, lines: Sequence[str], width: int, label: int | None) -> None:
+        """Add a record. It is a candidate if each of its lines has as many cells as the header."""
+        self.count += 1
+        rows = [line.rstrip("\r\n").split(self.delimiter) for line in lines]
+        if width > 1 and all(len(row) == width for row in rows):
+            labels = [] if label is None else [row[label].strip('" ') for row in rows]
+            self.candidates.append((first, last, labels))
+
+    def find(self, labelled: bool) -> tuple[int, int] | None:
+        """First and last line of a record whose lines look like rows: their labels also occur elsewhere. Without
+        labels, all records must be candidates."""
+        odd = [(first, last) for first, last, labels in self.candidates if self.known.issuperset(labels)]
+        return odd[0] if odd and (labelled or len(odd) == self.count) else None
 
 
-def stream_delimited(path: Path, how: Read, text: Mapping[str, str]) -> Iterator[list[str]]:
-    """Yield the columns ``text`` row by row. Raises like ``read_delimited``."""
-    with open_text(path, how) as stream:
-        sample = stream.read(SAMPLE)
-    file = _File(path, how, sample, text, ())
-    limit = csv.field_size_limit(LARGEST_CELL)
-    try:
-        with open_text(path, how) as stream:
-            for _, _, row in file.records(stream, skip_unreadable=False):
-                yield [row[index] for index in file.positions]
-    finally:
-        csv.field_size_limit(limit)
+class Delimited(File):
+    """Rows of a csv or tsv file. The first lines of the file show its format."""
 
+    untyped = True
 
-def rows_of_lines(
-    path: Path, head: str, lines: Iterator[str], columns: Mapping[str, str], begun: bool, how: Read
-) -> Iterator[dict[str, str]]:
-    """Yield the cells of ``columns`` of each row of some lines. Raises like ``read_delimited``.
-
-    Args:
-        head: The first characters of the file.
-        columns: Column -> the option that names it.
-        begun: The lines are from a later part of the file, and have no header.
-        how: The limits of a row.
-    """
-    file = _File(path, replace(how), head, columns, ())
-    if begun:
-        (header,) = file._first(1, file.delimiter)
-        file.how.columns, file.how.delimiter = header, file.delimiter
-    records = file.records(lines, skip_unreadable=False)
-    while True:
-        limit = csv.field_size_limit(LARGEST_CELL)
-        try:
-            record = next(records, None)
-        finally:
-            csv.field_size_limit(limit)
-        if record is None:
-            return
-        yield {name: record[2][index] for name, index in zip(file.wanted, file.positions, strict=True)}
-
-
-class _File:
-    """One file, and the format that its first lines show."""
-
-    def __init__(self, path: Path, how: Read, sample: str, text: Mapping[str, str], labels: Sequence[str]) -> None:
-        self.path, self.how, self.sample, self.notes = path, how, sample, list[str]()
-        self.text, self.labels = text, labels
-        self.wanted = dict(text)  # column -> its key in ``data``
-        self.wanted |= {name: "label" for name in labels if name not in text}
+    def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
+        super().__init__(path, how, columns, skip_unreadable)
+        self.text = LineFile(path, how)
+        self.is_whole, self.sample = self.text.is_whole, self.text.head
+        self.texts = [name for name, key in columns.items() if key != "label"]
+        self.labels = [name for name, key in columns.items() if key == "label"]
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []
-        self.names: set[str] = set()  # column names, to detect a repeated header
-        self.positions: list[int] = []  # of the wanted columns
-        self.lines: list[str] = []  # of the current record
-        self.unreadable = 0
+        self.headings, self.ends = set[str](), (0, 0)  # to detect a repeated header: its names, and two wanted columns
+        if how.columns is not None:
+            self._start(how.columns, 0)
+        self.lines = self.text.lines()
+
+    def facts(self) -> list[str]:
+        return [f"{self.lines.offset} {self.lines.checksum}"]
+
+    def close(self) -> None:
+        self.text.close()
 
     # -- detection -----------------------------------------------------------------------------------------------------
 
     def _find_delimiter(self) -> str:
         """The delimiter from ``data.read`` or the suffix. Another one is used only if it alone gives a header with the
         wanted columns."""
-        suffixes = [suffix.lower() for suffix in self.path.suffixes]
-        usual = "\t" if ".tsv" in suffixes[-2:] else ","
+        usual = "\t" if format_of(Path(self.path))[0] == ".tsv" else ","
         if self.how.delimiter is not None or self.how.columns is not None:
             return self.how.delimiter or usual
         wanted = set(self.wanted)
@@ -155,9 +131,9 @@ class _File:
             return ""
         names = [f"column{index + 1}" for index in range(len(first))]
         order = sorted(range(len(first)), key=lambda index: -sum(map(len, [first[index], *cells[index]])))
-        for index, name in zip(sorted(order[: len(self.text)]), self.text, strict=False):  # the longest cells
+        for index, name in zip(sorted(order[: len(self.texts)]), self.texts, strict=False):  # the longest cells
             names[index] = name
-        rest = sorted(order[len(self.text) :], key=lambda index: _unlike_labels([first[index], *cells[index]]))
+        rest = sorted(order[len(self.texts) :], key=lambda index: _unlike_labels([first[index], *cells[index]]))
         for index, name in zip(sorted(rest[: len(self.labels)]), self.labels, strict=False):
             names[index] = name
         reason = (
@@ -169,36 +145,49 @@ class _File:
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def read(self, stream: io.TextIOWrapper, skip_unreadable: bool) -> Part:
-        """Read all rows, and skip empty lines."""
-        found: dict[str, list[str]] = {name: [] for name in self.wanted}
-        append = [column.append for column in found.values()]
-        # records of several lines: numbers of the first and the last line, and the lines
-        joined: list[tuple[int, int, list[str]]] = []
-        for first, last, row in self.records(stream, skip_unreadable):
-            for add, index in zip(append, self.positions, strict=True):
-                add(row[index])
-            if len(self.lines) > 1:
-                joined.append((first, last, self.lines[:]))
-        if joined and self.how.quoting is None:
-            self._check_joined(joined, found)
-        return Part(str(self.path), found, unreadable=self.unreadable, untyped=True, notes=self.notes)
+    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
+        """See ``File``. Skips empty lines."""
+        if start and not self.header:
+            self._start((self._first(1, self.delimiter) or [[]])[0], 1)
+        lines = self.text.lines(start)
+        if not start:
+            self.lines = lines
+        records = islice(self._records(lines, start), skip, None)
+        place = start
+        while rows := self._limited(records, size):
+            there = {name: self.header.index(name) for name in columns if name in self.names}
+            yield Block(place, len(rows), {name: [row[index] for row in rows] for name, index in there.items()})
+            place = start if self.is_whole else lines.offset
 
-    def records(self, stream: Iterable[str], skip_unreadable: bool) -> Iterator[tuple[int, int, list[str]]]:
-        """Yield the numbers of the first and the last line of each row, and its cells; ``self.lines`` are its lines."""
-        lines = self.lines
+    def _limited(self, records: Iterator[list[str]], size: int) -> list[list[str]]:
+        """Some records, read with the largest limit of a cell. The limit of the csv module is one for all readers."""
+        limit = csv.field_size_limit(LARGEST_CELL)
+        try:
+            return list(islice(records, size))
+        finally:
+            csv.field_size_limit(limit)
+
+    def _records(self, stream: Lines, start: int) -> Iterator[list[str]]:
+        """Yield the cells of each row. At the end of a whole file, check quoted cells over several lines."""
+        lines: list[str] = []  # of the current record
+        joined = Joined(self.delimiter)
 
         def kept() -> Iterator[str]:
             size = 0
             for line in stream:
-                size = len(line) if not lines else size + len(line)
                 if lines:  # a quoted cell spans lines
+                    size += len(line)
                     check_row(f"{self.path}, line {first}", size, self.how)
+                else:
+                    size = len(line)
                 lines.append(line)
                 yield line
 
-        reader, first, line_end = self._reader(kept(), self.delimiter), 1, ""
-        positions = self.positions = self._start(self.how.columns, 0) if self.how.columns is not None else []
+        reader, first, line_end, count = self._reader(kept(), self.delimiter), 1, "", 0
+        begun = bool(self.header) and (start > 0 or self.how.columns is not None)
+        checks = not start and self.how.quoting is None and not self.predicts
+        label = self.header.index(self.labels[0]) if begun and self.labels else None
+        header, names, width, ends = self.header, self.headings, len(self.header), self.ends
         try:
             for row in reader:
                 tail = lines[-1][-2:]
@@ -210,72 +199,61 @@ class _File:
                     if line_end:
                         raise self._other_line_end(reader.line_num, end, line_end)
                     line_end = end
-                if row and not positions:
-                    positions = self.positions = self._start(row, first)
-                elif row and len(row) != len(self.header):
-                    if not skip_unreadable:
+                if row and not begun:
+                    self._start(row, first)
+                    begun, header, names, width, ends = True, row, self.headings, len(row), self.ends
+                    label = row.index(self.labels[0]) if self.labels else None
+                elif row and len(row) != width:
+                    if not self.skip_unreadable:
                         raise self._other_width(first, len(row), "".join(lines))
                     self.unreadable += 1
                 elif row:
-                    if row[positions[0]] in self.names and (
-                        row[positions[-1]] in self.names if positions[1:] else row == self.header
-                    ):
+                    if row[ends[0]] in names and (row[ends[1]] in names if ends[1] != ends[0] else row == header):
                         raise self._header_again(first, row)
-                    yield first, reader.line_num, row
+                    if checks:
+                        if label is not None and len(joined.known) < KNOWN:
+                            joined.known.add(row[label])
+                        if len(lines) > 1:
+                            joined.add(first, reader.line_num, lines, width, label)
+                    yield row
+                    count += 1
                 first = reader.line_num + 1
                 lines.clear()
-        except csv.Error as error:
-            raise self._bad_quotes(first, reader.line_num, error) from None
-
-    def _start(self, header: list[str], line: int) -> list[int]:
-        """Use a line as the header; returns the positions of the wanted columns."""
-        check_names(f"{self.path}, line {line}", header)
-        for name in self.wanted:
-            if name not in header:
-                raise missing_column(f"{self.path}", self.wanted[name], name, header, self._remedy())
-        self.header, self.names = header, {name for name in header if name}
-        return [header.index(name) for name in self.wanted]
-
-    def _check_joined(self, joined: list[tuple[int, int, list[str]]], found: dict[str, list[str]]) -> None:
-        """Raise an error for quoted cells over several lines if each line looks like a complete row: stray quotes look
-        the same.
-
-        A line looks like a row if it has as many cells as the header, and its label also occurs elsewhere. Without
-        labels, all cells over several lines must look like this.
-        """
-        label = self.header.index(self.labels[0]) if self.labels else None
-        known = set(found[self.labels[0]]) if self.labels else set()
-        odd, width = [], len(self.header)
-        for first, last, lines in joined:
-            rows = [line.rstrip("\r\n").split(self.delimiter) for line in lines]
-            if width > 1 and all(
-                len(row) == width and (label is None or row[label].strip('" ') in known) for row in rows
-            ):
-                odd.append((first, last))
-        if odd and (label is not None or len(odd) == len(joined)):
-            first, last = odd[0]
-            raise RecipeError(
-                f"{self.path}, line {first}: a quote opens a cell here that closes in line {last}, but each of these "
-                "lines reads as a row of its own. If quotes are part of the texts, give data.read.quoting=none; if "
-                "the text spans these lines, data.read.quoting=double."
+        except (csv.Error, BadRow) as error:
+            problem = error if isinstance(error, BadRow) else self._bad_quotes(first, reader.line_num, error)
+            problem.before = count
+            raise problem from None
+        if checks and (odd := joined.find(label is not None)):
+            raise BadRow(
+                f"a quote opens a cell here that closes in line {odd[1]}, but each of these lines reads as a row of "
+                "its own. If quotes are part of the texts, give data.read.quoting=none; if the text spans these lines, "
+                "data.read.quoting=double.",
+                f"line {odd[0]}",
             )
+
+    def _start(self, header: list[str], line: int) -> None:
+        """Use a line as the header."""
+        check_names(f"{self.path}, line {line}", header)
+        self.names = dict.fromkeys(header)
+        for name, key in self.wanted.items():
+            if name not in self.names:
+                raise missing_column(self.path, key, name, header, self._remedy())
+        positions = [header.index(name) for name in self.wanted]
+        self.header, self.headings, self.ends = header, {name for name in header if name}, (positions[0], positions[-1])
 
     # -- errors --------------------------------------------------------------------------------------------------------
 
-    def _bad_quotes(self, first: int, last: int, error: csv.Error) -> RecipeError:
-        where = f"{self.path}, line {first}"
+    def _bad_quotes(self, first: int, last: int, error: csv.Error) -> BadRow:
         if "expected after" in str(error):
             wrong = f"a quote opens a cell here, and more text follows where it closes in line {last}"
         elif "end of data" in str(error):
             wrong = f"a quote opens a cell here that never closes (line {last} is the last)"
         else:
-            return RecipeError(f"{where}: cannot be read as rows of cells: {error}.")
-        return RecipeError(
-            f"{where}: {wrong}. If quotes are part of the texts, give data.read.quoting=none; otherwise double "
-            'them: "".'
-        )
+            return BadRow(f"cannot be read as rows of cells: {error}.", f"line {first}")
+        remedy = 'If quotes are part of the texts, give data.read.quoting=none; otherwise double them: "".'
+        return BadRow(f"{wrong}. {remedy}", f"line {first}")
 
-    def _other_width(self, line: int, count: int, raw: str) -> RecipeError:
+    def _other_width(self, line: int, count: int, raw: str) -> BadRow:
         width, name = len(self.header), DELIMITERS.get(self.delimiter, repr(self.delimiter))
         others = [other for other in DELIMITERS if other != self.delimiter and raw.count(other) == width - 1 > 0]
         remedy = f"Put quotes around a text that holds a {name} or a line end."
@@ -283,23 +261,21 @@ class _File:
             remedy = f"With data.read.quoting=none, no text can hold a {name} or a line end."
         if self.how.columns is not None and count == 1 and others:
             remedy = f"If the delimiter is a {DELIMITERS[others[0]]}, give data.read.delimiter={_written(others[0])}."
-        return RecipeError(
-            f"{self.path}, line {line}: found {count} cell{'s' * (count != 1)}, expected {width} "
-            f"({', '.join(self.header):.200}). {remedy}"
-        )
+        found = f"found {count} cell{'s' * (count != 1)}, expected {width} ({', '.join(self.header):.200})"
+        return BadRow(f"{found}. {remedy}", f"line {line}")
 
-    def _header_again(self, line: int, row: list[str]) -> RecipeError:
-        where = f"{self.path}, line {line}: found the column names ({', '.join(row):.200})"
+    def _header_again(self, line: int, row: list[str]) -> BadRow:
+        found = f"found the column names ({', '.join(row):.200})"
+        remedy = " again, as where files were joined. Remove that line, or give the files as a list: data.files."
         if self.how.columns is not None:
-            return RecipeError(f"{where}, which data.read.columns gives too. Remove data.read.columns, or that line.")
-        return RecipeError(
-            f"{where} again, as where files were joined. Remove that line, or give the files as a list: data.files."
-        )
+            remedy = ", which data.read.columns gives too. Remove data.read.columns, or that line."
+        return BadRow(f"{found}{remedy}", f"line {line}")
 
-    def _other_line_end(self, line: int, end: str, before: str) -> RecipeError:
-        return RecipeError(
-            f"{self.path}, line {line}: ends with {LINE_ENDS[end]}, the lines before it with {LINE_ENDS[before]}. "
-            "Expected one kind of line end outside of quotes: convert them (dos2unix, or mac2unix for CR)."
+    def _other_line_end(self, line: int, end: str, before: str) -> BadRow:
+        return BadRow(
+            f"ends with {LINE_ENDS[end]}, the lines before it with {LINE_ENDS[before]}. Expected one kind of line end "
+            "outside of quotes: convert them (dos2unix, or mac2unix for CR).",
+            f"line {line}",
         )
 
 

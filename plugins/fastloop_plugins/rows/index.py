@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,29 +17,33 @@ from pyarrow import ArrowException  # type: ignore[import-untyped]
 from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
-from fastloop_plugins.rows.files import COMPRESSIONS, Part, Read, first_line, format_of
-from fastloop_plugins.rows.files import FORMATS as IN_MEMORY
-from fastloop_plugins.rows.formats import LINE_FORMATS, BadRow, Format, Parquet, Row
-from fastloop_plugins.rows.paths import URL, find_files
-from fastloop_plugins.rows.webdataset import Tar
+from fastloop_plugins.rows.file import BadRow, File
+from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line
+from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, URL, find_files, format_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from fastloop.recipe import Recipe
 
-FORMATS: dict[str, Callable[[Read], Format]] = {".parquet": Parquet, ".tar": Tar, **LINE_FORMATS}
-"""Suffix -> format. Only the files of ``LINE_FORMATS`` may be compressed."""
+NOT_STREAMED = (".txt",)
+"""Formats whose rows show only when the whole file is read."""
+Row = tuple[Any, ...]
 OPEN = 32
 """Files that one reader keeps open."""
+GROUP = 1024
+"""Rows of a row group of a file that has none of its own: some hundred KB of text."""
 LABELS = 10_000
 """Different labels at most. A column with more of them holds no classes."""
 MARKS = ("ETag", "etag", "LastModified", "mtime", "created")
 """Facts of fsspec about a remote file that change with its content. No store has all of them."""
 
 
-def find_shards(recipe: Recipe, given: str | list[str], where: str) -> list[list[str]]:
+def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Sequence[str]) -> list[list[str]]:
     """The files of each entry of ``data.files.train``: paths and patterns, local or as URLs of fsspec.
+
+    Args:
+        formats: The suffixes that the task reads.
 
     Raises:
         RecipeError: An entry matches no file, or a file has a format that is not streamed.
@@ -49,13 +53,14 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str) -> list[list
         if URL.match(item) and not item.startswith("file://"):
             paths = _remote(item, where)
         else:
-            paths = [str(path) for path in find_files(recipe, item, "train", where, (*IN_MEMORY, ".tar"))]
+            paths = [str(path) for path in find_files(recipe, item, "train", where, formats)]
+        streamed = [suffix for suffix in formats if suffix not in NOT_STREAMED]
         for path in paths:
             suffix, codec = format_of(Path(path))
-            if suffix not in FORMATS or (codec is not None and suffix not in LINE_FORMATS):
+            if suffix not in streamed or (codec is not None and suffix in PACKED):
                 raise RecipeError(
-                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(FORMATS)}, and lines also "
-                    f"with {', '.join(COMPRESSIONS)} behind it. Convert it to Parquet, or remove data.streaming."
+                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(streamed)}, and lines "
+                    f"also with {', '.join(COMPRESSIONS)} behind it. Convert it to Parquet, or remove data.streaming."
                 )
         found.append(paths)
     if not found:
@@ -76,15 +81,6 @@ def _remote(url: str, where: str) -> list[str]:
     return [system.unstrip_protocol(path) for path in paths]
 
 
-class NamedPart(Part):
-    """Rows from several files. Messages name each one by ``names``."""
-
-    names: Sequence[str] = ()
-
-    def row(self, number: int) -> str:
-        return self.names[number - 1]
-
-
 @dataclass
 class Index:
     """The row groups of some files, in the files' order.
@@ -95,7 +91,6 @@ class Index:
         rows: (row groups,) its rows.
         labels: Label -> its rows and the first of them.
         facts: Facts about each file that change with its rows.
-        how: The limits of rows and files.
     """
 
     paths: list[str]
@@ -104,7 +99,6 @@ class Index:
     rows: NDArray[np.int64]
     labels: dict[Any, list[int]] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
-    how: Read = field(default_factory=Read)
 
     def __post_init__(self) -> None:
         self.firsts = np.cumsum(self.rows) - self.rows
@@ -120,41 +114,28 @@ class Index:
         return f"{self.paths[self.file[group]]}, row {row - before + 1}"
 
 
-def read_index(
-    paths: Sequence[str], columns: Mapping[str, str], label: str | None, how: Read, lists: bool = False
-) -> Index:
+def read_index(paths: Sequence[str], layout: Layout, label: str | None, lists: bool = False) -> Index:
     """Count the rows of files: from the metadata of Parquet files, and by reading other files. ``token-cache`` keeps
     the result.
 
     Args:
-        columns: Column -> the option of ``data`` that names it.
         label: The column whose values to count; None: none.
-        how: The limits of rows and files.
         lists: Count the elements of lists in that column.
 
     Raises:
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
-    kept = kept_entry(["index", *columns, str(label), str(lists)], paths)
+    kept = kept_entry(["index", *layout.columns, str(label), str(lists), str(layout.how)], paths)
     if kept is not None and (kept / "index.json").is_file():
         found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
         file, key, rows = np.array(found["groups"], np.int64)
-        return Index(
-            list(paths),
-            file,
-            key,
-            rows,
-            {value: [count, row] for value, count, row in found["labels"]},
-            found["facts"],
-            how,
-        )
-    index = _scan(paths, columns, label, lists, how)
-    plain = all(isinstance(value, str | int | float | None) for value in index.labels)
-    if kept is not None and plain:
-        labels = [[value, *counts] for value, counts in index.labels.items()]
+        labels = {value: [count, row] for value, count, row in found["labels"]}
+        return Index(list(paths), file, key, rows, labels, found["facts"])
+    index = _scan(paths, layout, label, lists)
+    if kept is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
         facts = {
             "groups": [array.tolist() for array in (index.file, index.key, index.rows)],
-            "labels": labels,
+            "labels": [[value, *counts] for value, counts in index.labels.items()],
             "facts": index.facts,
         }
         with _cache.written(kept) as made:
@@ -162,33 +143,40 @@ def read_index(
     return index
 
 
-def _scan(paths: Sequence[str], columns: Mapping[str, str], label: str | None, lists: bool, how: Read) -> Index:
+def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) -> Index:
     groups: list[list[int]] = []
     labels: dict[Any, list[int]] = {}
     facts: list[str] = []
+    counted = [] if label is None else [label]
     total = 0
     for number, path in enumerate(paths):
         start = total
-        try:
-            for key, rows, values in format_for(path, how).scan(path, columns, label, facts):
-                for row, value in enumerate(values, total):
+        with explain_reading(path, layout.how), layout.open(path) as file:
+            if file.is_parsed_whole:
+                raise RecipeError(
+                    f"{path}: cannot be streamed: it is one JSON list. Write one object a line (.jsonl), convert it to "
+                    "Parquet, or remove data.streaming."
+                )
+            for block in file.blocks(counted, size=GROUP):
+                if total == start:
+                    layout.check(file)
+                for row, (value,) in enumerate(block.tuples(counted), total) if counted else ():
                     for one in value if lists and isinstance(value, list) else [value]:
                         labels.setdefault(one, [0, row])[0] += 1
-                if groups and groups[-1][:2] == [number, key]:
-                    groups[-1][2] += rows
+                if groups and groups[-1][:2] == [number, block.start]:
+                    groups[-1][2] += block.rows
                 else:
-                    groups.append([number, key, rows])
-                total += rows
+                    groups.append([number, block.start, block.rows])
+                total += block.rows
                 if len(labels) > LABELS:
                     raise RecipeError(
                         f"{path}: column {label!r} (data.label) has more than {LABELS} different labels, expected few."
                     )
-        except (OSError, ValueError, TypeError, ArrowException) as error:
-            raise RecipeError(f"{path}: cannot be read as {format_of(Path(path))[0]}: {first_line(error)}.") from None
+            facts += file.facts()
         if total == start:
             raise RecipeError(f"{path}: has no rows. Remove it from data.files.train.")
-    file, key, rows = np.array(groups, np.int64).T
-    return Index(list(paths), file, key, rows, labels, facts, how)
+    found, key, rows = np.array(groups, np.int64).T
+    return Index(list(paths), found, key, rows, labels, facts)
 
 
 def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
@@ -214,11 +202,6 @@ def _state_of(path: str) -> str | None:
     return f"{path} {info.get('size')} {marks}" if marks else None
 
 
-def format_for(path: str, how: Read) -> Format:
-    """The format of a file that ``find_shards`` accepted."""
-    return FORMATS[format_of(Path(path))[0]](how)
-
-
 class Reader:
     """Reads row groups, and keeps the last files open.
 
@@ -226,9 +209,9 @@ class Reader:
         rows_read: Rows read so far, with those that were skipped in their row group.
     """
 
-    def __init__(self, index: Index, columns: Sequence[str]) -> None:
-        self.index, self.columns, self.rows_read = index, list(columns), 0
-        self.open: OrderedDict[int, Any] = OrderedDict()
+    def __init__(self, index: Index, layout: Layout, columns: Sequence[str]) -> None:
+        self.index, self.layout, self.columns, self.rows_read = index, layout, list(columns), 0
+        self.open: OrderedDict[int, File] = OrderedDict()
 
     def read(self, group: int, skip: int) -> Iterator[Row]:
         """Yield the columns of each row of a row group, without its first ``skip`` rows.
@@ -240,22 +223,25 @@ class Reader:
         path, rows, count = self.index.paths[number], int(self.index.rows[group]), skip
         self.rows_read += skip
         try:
-            for values in format_for(path, self.index.how).read(
-                partial(self._file, number), path, key, rows, skip, self.columns
-            ):
-                self.rows_read, count = self.rows_read + 1, count + 1
-                yield values
+            file = self._file(number)
+            for block in file.blocks(self.columns, key, FEW, skip):
+                if file.has_groups and block.start != key:
+                    break
+                for values in islice(block.tuples(self.columns), rows - count):
+                    self.rows_read, count = self.rows_read + 1, count + 1
+                    yield values
+                if count == rows:
+                    return
         except BadRow as error:
-            raise DataError(f"{self.index.name(int(self.index.firsts[group]) + count)}: {error}.") from None
+            raise DataError(f"{self.index.name(int(self.index.firsts[group]) + error.before)}: {error}") from None
         except (OSError, ValueError, TypeError, ArrowException) as error:
             raise DataError(
                 f"{path}: row group at {key} cannot be read: {first_line(error)}. The file is damaged, or was changed: "
                 "write it again."
             ) from None
-        if count != rows:
-            raise DataError(
-                f"{path}: its row group at {key} has {count} rows, and had {rows} when the run started. Start it again."
-            )
+        raise DataError(
+            f"{path}: its row group at {key} has {count} rows, and had {rows} when the run started. Start it again."
+        )
 
     def close(self) -> None:
         """Close the files."""
@@ -263,13 +249,11 @@ class Reader:
             file.close()
         self.open.clear()
 
-    def _file(self, number: int) -> Any:
+    def _file(self, number: int) -> File:
+        """An open file. One that leaves ``open`` is closed when no lane reads it anymore."""
         if number not in self.open:
-            path = self.index.paths[number]
-            self.open[number] = format_for(path, self.index.how).open(path)
+            self.open[number] = self.layout.open(self.index.paths[number])
             if len(self.open) > OPEN:
-                evicted, file = self.open.popitem(last=False)
-                if not format_for(self.index.paths[evicted], self.index.how).shares_file:
-                    file.close()
+                self.open.popitem(last=False)
         self.open.move_to_end(number)
         return self.open[number]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastloop.errors import RecipeError
 
 if TYPE_CHECKING:
-    from fastloop_plugins.rows.files import Read
+    from fastloop_plugins.rows.options import Read
 
 T = TypeVar("T", str, bytes)
 

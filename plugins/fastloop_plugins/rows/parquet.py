@@ -5,18 +5,19 @@ A page of a few bytes may hold one long value that each of millions of rows repe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow  # type: ignore[import-untyped]
 from pyarrow import parquet
 
+from fastloop_plugins.rows.file import BLOCK, Block, File
 from fastloop_plugins.rows.limits import check_total, size_of
+from fastloop_plugins.rows.lines import open_binary
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.table import check_names
 from fastloop_plugins.rows.thrift import PageHeader, check_footer
-
-if TYPE_CHECKING:
-    from fastloop_plugins.rows.files import Read
 
 AT_ONCE = 2**28
 """Bytes to decode at once at most, unless one row has more."""
@@ -120,3 +121,41 @@ class BoundedParquet:
                 )
             yield header.size
             start += header.at + header.stored
+
+
+class Parquet(File):
+    """Rows of a Parquet file. A block starts at a row group."""
+
+    has_groups = True
+
+    def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
+        super().__init__(path, how, columns, skip_unreadable)
+        self.content = BoundedParquet(open_binary(path), path, how)
+        check_names(path, self.content.names)
+        self.names = dict.fromkeys(self.content.names)
+
+    def facts(self) -> list[str]:
+        groups = map(self.content.metadata.row_group, range(self.content.metadata.num_row_groups))
+        return [f"{group.num_rows} {group.total_byte_size}" for group in groups]
+
+    def first_names(self) -> list[str]:
+        return list(self.names)
+
+    def close(self) -> None:
+        self.content.close()
+
+    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
+        """See ``File``. Without columns, only the metadata is read."""
+        there = [name for name in columns if name in self.names]
+        for number in range(start, self.content.metadata.num_row_groups):
+            rows = self.content.metadata.row_group(number).num_rows
+            if skip >= rows or not there:
+                if rows > skip:
+                    yield Block(number, rows - skip, {})
+                skip = max(skip - rows, 0)
+                continue
+            for batch in self.content.batches(there, [number], size):
+                if batch.num_rows > skip:
+                    part = batch.slice(skip)
+                    yield Block(number, part.num_rows, {name: part.column(name) for name in there})
+                skip = max(skip - batch.num_rows, 0)

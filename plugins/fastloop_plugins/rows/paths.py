@@ -8,13 +8,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import COMPRESSIONS, FORMATS, Read, format_of
+from fastloop_plugins.rows.options import Read
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".tar", ".txt")
+"""Suffixes of the files that text tasks read."""
+PACKED = (".parquet", ".tar")
+"""Formats whose files are not compressed as a whole, and have no encoding."""
+COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
+"""Suffix after that of the format -> codec, by pyarrow's name."""
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
+
+
+def format_of(path: Path) -> tuple[str, str | None]:
+    """The suffix of the format, such as ``.csv``, and the codec of a suffix after it, if any."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    codec = COMPRESSIONS.get(suffixes[-1]) if suffixes else None
+    suffix = "".join(suffixes[-1:] if codec is None else suffixes[-2:-1])
+    return suffix, codec
 
 
 def find_files(
@@ -52,10 +66,11 @@ def find_files(
     for path in paths:
         if not path.is_file():
             raise RecipeError(f"{where}: {path}: {'a folder, expected a file' if path.is_dir() else 'no such file'}.")
-        if format_of(path)[0] not in formats:
+        suffix, codec = format_of(path)
+        if suffix not in formats or (codec is not None and suffix in PACKED):
             raise RecipeError(
                 f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(formats)}, "
-                f"all but .parquet also with {', '.join(COMPRESSIONS)} behind it."
+                f"all but {' and '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it."
             )
     return paths
 
@@ -82,7 +97,7 @@ def refuse_options_without_files(how: Read, files: list[Path], where: str, known
     formats = {format_of(path)[0] for path in files}
     for names, kinds in (
         (("delimiter", "columns", "quoting"), {".csv", ".tsv"}),
-        (("encoding", "compression"), {*known} - {".parquet"}),
+        (("encoding", "compression"), {*known} - {*PACKED}),
     ):
         for name in names:
             if getattr(how, name) is not None and not formats & kinds:

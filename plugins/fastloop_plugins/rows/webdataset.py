@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import Any, cast
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import Read, missing_column
-from fastloop_plugins.rows.formats import LINES, BadRow, Row, Scanned, json_object, open_file
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
+from fastloop_plugins.rows.json import parse_json
 from fastloop_plugins.rows.limits import check_row
+from fastloop_plugins.rows.lines import open_binary
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.table import show
 
 
 class Headers:
@@ -51,64 +54,82 @@ class Sample:
 
     def names(self) -> list[str]:
         """The columns of the sample."""
-        return [*self.files, *(self._object() if "json" in self.files else ())]
+        return [*self.files, *self.json]
 
-    def values(self, columns: Sequence[str]) -> Row:
+    def values(self, columns: Sequence[str]) -> tuple[Any, ...]:
         """The columns: text, or a value of the object; None for one that is not there."""
-        found = self._object() if any(name not in self.files for name in columns) and "json" in self.files else {}
-        return tuple(self._text(name) if name in self.files else found.get(name) for name in columns)
+        return tuple(self._text(name) if name in self.files else self.json.get(name) for name in columns)
 
     def _text(self, name: str) -> str:
         file = self.archive.extractfile(self.files[name])
-        return "" if file is None else file.read().decode()
-
-    def _object(self) -> Mapping[str, Any]:
         try:
-            return json_object(self._text("json"))
-        except ValueError as error:
-            raise BadRow(f"{self.files['json'].name}: {error}") from None
+            return "" if file is None else file.read().decode()
+        except UnicodeDecodeError as error:
+            raise BadRow(f"not UTF-8 ({error.reason}).", self.files[name].name) from None
+
+    @cached_property
+    def json(self) -> Mapping[str, Any]:
+        """The object in the file that ends with ``json``; empty without one."""
+        if "json" not in self.files:
+            return {}
+        place = self.files["json"].name
+        try:
+            found = parse_json(self._text("json"))
+        except BadRow as error:
+            raise BadRow(str(error), place) from None
+        if not isinstance(found, Mapping):
+            raise BadRow(f"found {show(found)}, expected an object with a key for each column.", place)
+        return found
 
 
-@dataclass(frozen=True)
-class Tar:
-    """Samples of a tar archive. The key of a row group is the offset of its first sample."""
+class Tar(File):
+    """Samples of a tar archive. A position is the offset of a sample."""
 
-    how: Read
-    shares_file = False
+    untyped = True
 
-    def open(self, path: str) -> Any:
-        """See ``Format``."""
-        return open_file(path)
+    def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
+        super().__init__(path, how, columns, skip_unreadable)
+        self.source, self.count, self.checksum = open_binary(path), 0, 0
 
-    def scan(self, path: str, columns: Mapping[str, str], label: str | None, facts: list[str]) -> Scanned:
-        """See ``Format``. Reads the headers of the archive, and the labels."""
-        with self.open(path) as file:
-            checksum, count, samples = 0, 0, samples_of(path, file, 0, self.how)
-            while group := list(islice(self._labelled(path, samples, columns if not count else {}, label), LINES)):
-                for sample, _ in group:
-                    for part in sample.files.values():
-                        checksum = zlib.crc32(f"{part.name} {part.size} {part.mtime}".encode(), checksum)
-                count += len(group)
-                yield group[0][0].offset, len(group), [value for _, value in group] if label is not None else []
-            facts.append(f"{count} {checksum}")
+    def facts(self) -> list[str]:
+        return [f"{self.count} {self.checksum}"]
 
-    def _labelled(
-        self, path: str, samples: Iterator[Sample], columns: Mapping[str, str], label: str | None
-    ) -> Iterator[tuple[Sample, Any]]:
-        """Samples and their labels. The first must have ``columns``."""
+    def close(self) -> None:
+        self.source.close()
+
+    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
+        """See ``File``. Without columns, only the headers of the archive are read. Other iterators may move the file's
+        position in between."""
+        samples = samples_of(self.path, self.source, start, self.how)
+        if not start and not skip:
+            samples, self.count, self.checksum = self._counted(samples), 0, 0
+        samples = islice(samples, skip, None)
+        place, rows, count = start, list[tuple[Any, ...]](), skip
         for sample in samples:
-            for name, key in columns.items():
-                if name not in sample.names():
-                    raise missing_column(path, key, name, sample.names())
-            columns = {}
-            yield sample, None if label is None else sample.values([label])[0]
+            if len(rows) == size:
+                yield self._block(place, rows, columns)
+                rows = []
+            place, count = place if rows else sample.offset, count + 1
+            try:
+                if columns or not self.names:
+                    self.names |= dict.fromkeys(sample.names())
+                rows.append(sample.values(columns))
+            except BadRow as error:
+                error.before = count - 1
+                raise
+        if rows:
+            yield self._block(place, rows, columns)
 
-    def read(
-        self, file: Callable[[], Any], path: str, key: int, rows: int, skip: int, columns: Sequence[str]
-    ) -> Iterator[Row]:
-        """See ``Format``. Lanes may share the file: a position is set before each access."""
-        for sample in islice(samples_of(path, file(), key, self.how), skip, rows):
-            yield sample.values(columns)
+    def _block(self, start: int, rows: list[tuple[Any, ...]], columns: Sequence[str]) -> Block:
+        table = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)) if columns else {}
+        return Block(start, len(rows), {name: values for name, values in table.items() if name in self.names})
+
+    def _counted(self, samples: Iterator[Sample]) -> Iterator[Sample]:
+        for sample in samples:
+            self.count += 1
+            for part in sample.files.values():
+                self.checksum = zlib.crc32(f"{part.name} {part.size} {part.mtime}".encode(), self.checksum)
+            yield sample
 
 
 def samples_of(path: str, file: Any, offset: int, how: Read) -> Iterator[Sample]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
-from fastloop_plugins.rows.files import Part, format_of
-from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.paths import find_files, format_of
+from fastloop_plugins.rows.table import Table
 from fastloop_plugins.tasks._chat_rows import (
     OPTIONAL,
     TOOLS,
@@ -30,7 +31,6 @@ from fastloop_plugins.tasks._chat_rows import (
 )  # fmt: skip
 from fastloop_plugins.tasks._text_columns import Text, column_names
 from fastloop_plugins.tasks._text_data import Data, TextData
-from fastloop_plugins.tasks._text_stream import first_columns
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -84,7 +84,7 @@ class LanguageTextData(TextData):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
-        options, self.names = self.options, dict[str, tuple[Part, int]]()
+        options, self.names = self.options, dict[str, tuple[Table, int]]()
         self.names_read: Callable[[], Collection[str]] = tuple
         given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
         if len(given) > 1:
@@ -142,7 +142,7 @@ class LanguageTextData(TextData):
                     f"{self.where}.files.train",
                     self.formats,
                 )
-        there = first_columns(paths[0], self.how) if paths else []
+        there = Layout(self.how, {"text": "text"}).first_names(str(paths[0])) if paths else []
         found = [] if "text" in there else chat_columns(there)
         if len(found) > 1:
             choices = " or ".join(map(_override, found))
@@ -203,7 +203,7 @@ class LanguageTextData(TextData):
                 raise RowError(f"column {column!r} (data.{key}) {problem}")
         return json.dumps(values, ensure_ascii=False)
 
-    def _values(self, part: Part) -> list[tuple[Any, ...]]:
+    def _values(self, part: Table) -> list[tuple[Any, ...]]:
         """The values for ``row_of`` of each row."""
         columns = [part.column(key, name) for name, key in self.text_columns().items()]
         columns += [
@@ -212,17 +212,16 @@ class LanguageTextData(TextData):
         ]
         return list(zip(*columns, strict=True))
 
-    def _readable(self, part: Part) -> Part:
+    def _readable(self, part: Table) -> Table:
         if not self.masked:
             return super()._readable(part)
         rows = self._values(part)
-        good = [values for values in rows if self._is_row(values)]
+        good = [index for index, values in enumerate(rows) if self._is_row(values)]
         if count := part.unreadable + len(rows) - len(good):
             self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
             self.unreadable += count
         columns = [*self.text_columns(), *self.optional_columns()]
-        kept = {name: [values[index] for values in good] for index, name in enumerate(columns)}
-        return Part(part.where, kept, notes=part.notes)
+        return part.keep({name: [values[index] for values in rows] for index, name in enumerate(columns)}, good)
 
     def _is_row(self, values: Sequence[Any]) -> bool:
         try:
@@ -230,11 +229,12 @@ class LanguageTextData(TextData):
         except RowError:
             return False
 
-    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
+    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
         if not self.masked:
             for part in parts if self.recipe.data.get("text") is None else ():
-                if self.options.text not in part.columns and (found := chat_columns(part.columns)):
-                    names = ", ".join(part.columns)
+                there = part.all_names()
+                if self.options.text not in there and (found := chat_columns(there)):
+                    names = ", ".join(there)
                     choices = " or ".join(map(_override, found))
                     raise RecipeError(
                         f"{part.where}: has no column {self.options.text!r}, but conversations: {names}. Give "

@@ -12,12 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
-from fastloop_plugins.rows.files import explain_reading, format_of
-from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.rows.paths import find_files, format_of
 from fastloop_plugins.tasks._chat_rows import Chat, RowError, other_keys, read_chat, unread_keys
 from fastloop_plugins.tasks._chat_template import ChatRenderer
 from fastloop_plugins.tasks._text_batches import Sequences
-from fastloop_plugins.tasks._text_stream import read_values
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._chat_data import LanguageTextData
@@ -54,14 +52,13 @@ def conversations(data: LanguageTextData, source: Path | Iterable[str]) -> Itera
         for number, text in enumerate(source, 1):
             yield f"text {number}", _prompt({data.chat_columns[0]: text}, data, f"text {number}")
         return
-    path, optional = find_files(data.recipe, str(source), "predict", "FILE")[0], data.optional_columns()
+    path = find_files(data.recipe, str(source), "predict", "FILE")[0]
     if format_of(path)[0] in (".csv", ".tsv") and len(data.chat_columns) > 1:
         raise RecipeError(f"{path}: instructions and inputs need a file of type .jsonl, .json or .parquet.")
-    names = [*data.columns, *optional]
-    with explain_reading(path, data.how):
-        for number, values in enumerate(read_values(path, data, optional), 1):
-            where = f"{path}, row {number}"
-            yield where, _prompt(dict(zip(names, values, strict=True)), data, where)
+    names = [*data.columns, *data.optional_columns()]
+    for number, values in enumerate(data.layout(predicts=True).rows(str(path)), 1):
+        where = f"{path}, row {number}"
+        yield where, _prompt(dict(zip(names, values, strict=True)), data, where)
 
 
 def _prompt(row: dict[str, Any], data: LanguageTextData, where: str) -> Chat:

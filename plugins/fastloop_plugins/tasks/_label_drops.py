@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import Part
+from fastloop_plugins.rows.table import Table
 from fastloop_plugins.tasks._text_labels import is_label, plain
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_data import TextData
 
 
-def drop_rows(parts: Mapping[str, list[Part]], data: TextData) -> dict[str, list[Part]]:
+def drop_rows(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, list[Table]]:
     """The parts of each split without the rows that ``data.label_map`` leaves out. Adds their numbers to
     ``data.messages``.
 

@@ -16,7 +16,8 @@ import numpy as np
 
 from fastloop import Batch, RecipeError, option
 from fastloop_plugins._cache import flat
-from fastloop_plugins.rows.files import Part, format_of
+from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.rows.table import Table
 from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._text_batches import Sequences, Width, describe_cut, mask, padded
 from fastloop_plugins.tasks._text_columns import Text, read_columns
@@ -78,7 +79,7 @@ class PairTextData(TextData):
 
         return self.stream.datasets(run, datasets, PairRows(self, model))
 
-    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
+    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
         inputs = read_columns(parts, role, self.columns, self.messages)
         targets = read_columns(parts, role, [self.target], self.messages, "target")
         prefix = self.options.prefix

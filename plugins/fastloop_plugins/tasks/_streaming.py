@@ -16,21 +16,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import format_of
-from fastloop_plugins.rows.index import NamedPart, Reader, find_shards, read_index
+from fastloop_plugins.rows.formats import is_untyped
+from fastloop_plugins.rows.index import Reader, find_shards, read_index
 from fastloop_plugins.rows.order import Order, Place
+from fastloop_plugins.rows.table import Table
 
 if TYPE_CHECKING:
     from fastloop import Run
-    from fastloop_plugins.rows.formats import Row
-    from fastloop_plugins.rows.index import Index
+    from fastloop_plugins.rows.index import Index, Row
     from fastloop_plugins.tasks._streaming_blocks import BlockReader, Tokens
     from fastloop_plugins.tasks._text_data import TextData
 
@@ -154,7 +153,7 @@ class Streaming:
 
     def __init__(self, data: TextData, given: str | list[str]) -> None:
         self.data = data
-        self.entries = find_shards(data.recipe, given, f"{data.where}.files.train")
+        self.entries = find_shards(data.recipe, given, f"{data.where}.files.train", data.formats)
         if data.options.mix is None:
             self.entries = [paths := [path for paths in self.entries for path in paths]]
             if len(set(paths)) < len(paths):
@@ -169,22 +168,23 @@ class Streaming:
         """All files."""
         return [path for paths in self.entries for path in paths]
 
-    def read_head(self) -> NamedPart:
+    def read_head(self) -> Table:
         """Index the files, and read the rows that stand for the training split.
 
         Raises:
             RecipeError: A file has no rows, or not the columns of the section.
         """
         data = self.data
-        columns, labels = data.text_columns(), data.label_columns()
-        self.columns = [*columns, *data.optional_columns(), *labels]
+        labels = data.label_columns()
+        self.columns = [*data.text_columns(), *data.optional_columns(), *labels]
         counted = next(iter(labels), None) if data.label_type == "class" else None
-        self.index = index = read_index(self.paths, columns | labels, counted, data.how, lists=data.tagged)
+        layout = data.layout()
+        self.index = index = read_index(self.paths, layout, counted, lists=data.tagged)
         files = np.cumsum([0, *map(len, self.entries)])
         self.sources = np.searchsorted(index.file, files[:-1]).tolist()
         self._set_groups(index)
         order = self.order(0, 1)()
-        self.make_reader: Callable[[], Reader | BlockReader] = partial(Reader, index, self.columns)
+        self.make_reader: Callable[[], Reader | BlockReader] = partial(Reader, index, layout, self.columns)
         with closing(self.make_reader()) as reader:
             windows = Windows(order, reader, self.sources)
             found = [windows.row(order.locate(0, position)) for position in range(min(HEAD, order.size))]
@@ -192,14 +192,10 @@ class Streaming:
         for value, (count, first) in index.labels.items() if not data.tagged else ():
             rows += [(*rows[0][:-1], value)] * min(count, COPIES)
             names += [index.name(first)] * min(count, COPIES)
-        part = NamedPart(f"{index.paths[0]}" + f" and {len(index.paths) - 1} more" * (len(index.paths) > 1), {})
-        part.columns = dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
-        part.names, part.untyped = (
-            names,
-            all(format_of(Path(path))[0] in (".csv", ".tsv", ".tar") for path in index.paths),
-        )
-        self.head = part
-        return part
+        where = f"{index.paths[0]}" + f" and {len(index.paths) - 1} more" * (len(index.paths) > 1)
+        table = dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
+        self.head = Table(where, table, untyped=all(map(is_untyped, index.paths)), places=names)
+        return self.head
 
     def _set_groups(self, index: Index) -> None:
         """Set the row groups of each source. Raises an error for a source that is too small for the lanes."""
@@ -222,9 +218,10 @@ class Streaming:
 
         self.check_processes(run)
         texts = self.index
-        counts = count_tokens(run, texts, self.columns, encode, tokenizer)
+        make_reader = self.make_reader
+        counts = count_tokens(run, make_reader, self.columns, encode, tokenizer)
         self._set_groups(index_blocks(texts, counts, self.sources, size, self.data.where))
-        self.make_reader = partial(BlockReader, texts, self.index, self.columns, counts, self.sources, size, encode)
+        self.make_reader = partial(BlockReader, make_reader, self.index, counts, self.sources, size, encode)
         logger.info("data: train: %d tokens in %d blocks of %d", int(counts.sum()), int(self.index.rows.sum()), size)
 
     def check_processes(self, run: Run) -> None:

@@ -17,8 +17,8 @@ import numpy as np
 
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
-from fastloop_plugins.rows.formats import BATCH, Row
-from fastloop_plugins.rows.index import Index, Reader, kept_entry
+from fastloop_plugins.rows.formats import FEW
+from fastloop_plugins.rows.index import Index, Reader, Row, kept_entry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,8 +40,8 @@ class BlockReader:
     """Reads the blocks of a row group. It takes the place of a ``Reader``: a block is a row, with one column.
 
     Args:
-        texts: The index of the rows.
-        index: The same row groups, with blocks for rows.
+        make_reader: Returns a reader of the rows.
+        index: The row groups, with blocks for rows.
         counts: (row groups,) tokens of each.
         sources: The first row group of each source, whose texts are put end to end.
         size: Tokens of a block. The last block of a source may have fewer.
@@ -49,16 +49,15 @@ class BlockReader:
 
     def __init__(
         self,
-        texts: Index,
+        make_reader: Callable[[], Any],
         index: Index,
-        columns: Sequence[str],
         counts: NDArray[np.int64],
         sources: Sequence[int],
         size: int,
         encode: Tokens,
     ) -> None:
         self.reader, self.index, self.counts, self.size, self.encode = (
-            Reader(texts, columns),
+            make_reader(),
             index,
             counts,
             size,
@@ -103,7 +102,7 @@ class BlockReader:
         """The tokens from the start of a row group to the end of its source, those of some rows at a time."""
         for number in range(group, end):
             total = 0
-            for found in tokens_of(self.reader, number, self.encode, BATCH if number == group else REST):
+            for found in tokens_of(self.reader, number, self.encode, FEW if number == group else REST):
                 total += len(found)
                 yield found
             if total != self.counts[number]:
@@ -127,7 +126,7 @@ def tokens_of(reader: Reader, group: int, encode: Tokens, size: int) -> Iterator
 
 
 def count_tokens(
-    run: Run, index: Index, columns: Sequence[str], encode: Tokens, tokenizer: str | None
+    run: Run, make_reader: Callable[[], Any], columns: Sequence[str], encode: Tokens, tokenizer: str | None
 ) -> NDArray[np.int64]:
     """(row groups,) the tokens of each. Reads all texts once, divided among the processes. ``token-cache`` keeps the
     result.
@@ -135,6 +134,8 @@ def count_tokens(
     Args:
         tokenizer: A hash of the tokenizer; None: the result cannot be kept.
     """
+    reader = make_reader()
+    index: Index = reader.index
     kept = None if tokenizer is None else kept_entry(["tokens", tokenizer, *columns, *index.facts], index.paths)
     there = kept is not None and (kept / "tokens.npy").is_file()
     if all(run.processes.all_gather_object(there)):
@@ -143,9 +144,8 @@ def count_tokens(
         return counts
     logger.info("data: counting the tokens of %d rows in %d row groups, once", int(index.rows.sum()), len(index.rows))
     counts = np.zeros(len(index.rows), np.int64)
-    reader = Reader(index, columns)
     for group in range(run.rank, len(counts), run.world_size):
-        counts[group] = sum(map(len, tokens_of(reader, group, encode, BATCH)))
+        counts[group] = sum(map(len, tokens_of(reader, group, encode, FEW)))
     reader.close()
     counts = np.sum(run.processes.all_gather_object(counts), axis=0)
     if kept is not None and run.is_main:

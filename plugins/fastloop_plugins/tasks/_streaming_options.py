@@ -29,9 +29,7 @@ class StreamingOptions:
 
     streaming: Annotated[
         bool,
-        option(
-            "Read data.files.train while training (.parquet, .jsonl, .csv, .tsv, .tar); other splits stay in memory."
-        ),
+        option("Read data.files.train while training (all formats but .txt); other splits stay in memory."),
     ] = False
     shuffle_buffer: Annotated[
         int,
@@ -119,8 +117,7 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
 
     if options.files is None:
         raise RecipeError(
-            f"{where}.streaming: it reads data.files.train, which is not there. Give files of type .parquet, .jsonl, "
-            ".csv, .tsv or .tar."
+            f"{where}.streaming: it reads data.files.train, which is not there. Give files of any type but .txt."
         )
     if data.limit.train is not None:
         raise refuse("limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
@@ -129,11 +126,6 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
             "validation_fraction",
             "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0",
         )
-    for key in options.read or {}:
-        if not key.startswith("max_"):
-            raise refuse(
-                f"read.{key}", "streamed files are UTF-8, and their header line shows the delimiter. Remove it"
-            )
     if data.splits.train != "train":
         raise refuse("splits.train", "data.files.train is streamed. Remove it")
     if None in (options.label_map or {}).values():

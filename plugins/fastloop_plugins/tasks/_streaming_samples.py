@@ -14,8 +14,8 @@ import numpy as np
 
 from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
-from fastloop_plugins.rows.files import show
-from fastloop_plugins.rows.formats import Row
+from fastloop_plugins.rows.index import Row
+from fastloop_plugins.rows.table import show
 from fastloop_plugins.tasks._chat_rows import RowError, problem_of_text
 from fastloop_plugins.tasks._chat_tokens import RowEncoder
 from fastloop_plugins.tasks._lm_batches import MaskedSequences

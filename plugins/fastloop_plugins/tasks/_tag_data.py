@@ -5,27 +5,25 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
-from fastloop_plugins.rows.conll import Columns, ConllPart, read_conll, read_sentences
-from fastloop_plugins.rows.files import FORMATS, Part, explain_reading, format_of, read_file, show
-from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.rows.conll import Columns
+from fastloop_plugins.rows.formats import CONLL, Layout
+from fastloop_plugins.rows.paths import FORMATS, find_files, format_of
+from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.tasks._chat_rows import problem_of_text
 from fastloop_plugins.tasks._text_columns import Text
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_labels import count_classes, list_labels
-from fastloop_plugins.tasks._text_stream import read_values
 
 if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
 
-CONLL = ".conll"
-"""Suffix of CoNLL files."""
 LISTS = "a file of type .conll, .jsonl, .json or .parquet"
 """Files that hold lists of words, for messages."""
 
@@ -101,11 +99,6 @@ class TagTextData(TextData):
             raise RecipeError(f"{where}.tag_names: found {names}, expected at least two tags, each once.")
         for path in self.every_file():
             self._check_file(path)
-            if self.stream is not None and self.is_conll(path):
-                raise RecipeError(
-                    f"{path}: a CoNLL file cannot be streamed. Convert it to .jsonl or .parquet, or remove "
-                    "data.streaming."
-                )
 
     def label_columns(self) -> dict[str, str]:
         return dict.fromkeys(self.labels, "tags")
@@ -148,16 +141,16 @@ class TagTextData(TextData):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
-        return [self._read_one(Path(path)) for path in paths]
+    def layout(self, predicts: bool = False) -> Layout:
+        suffixes = (CONLL, ".txt", ".tsv") if self.options.format == "conll" else (CONLL,)
+        return replace(super().layout(predicts), conll=self.numbers, conll_suffixes=suffixes)
 
-    def _read_one(self, path: Path) -> Part:
-        self._check_file(path)
-        if self.is_conll(path):
-            return read_conll(path, self.how, self.numbers, (self.columns[0], self.labels[0]), self.skip_unreadable)
-        return read_file(path, self.how, self.text_columns(), self.labels, self.skip_unreadable)
+    def _read_files(self, paths: Sequence[str | Path]) -> list[Table]:
+        for path in paths:
+            self._check_file(Path(path))
+        return super()._read_files(paths)
 
-    def _rows(self, part: Part) -> list[tuple[Any, Any]]:
+    def _rows(self, part: Table) -> list[tuple[Any, Any]]:
         return list(zip(part.column("words", self.columns[0]), part.column("tags", self.labels[0]), strict=True))
 
     def problem(self, words: Any, tags: Any) -> str | None:
@@ -175,16 +168,15 @@ class TagTextData(TextData):
             else f"found {len(words)} words and {len(tags)} tags, expected a tag for each word."
         )
 
-    def _readable(self, part: Part) -> Part:
+    def _readable(self, part: Table) -> Table:
         rows = self._rows(part)
-        good = [row for row in rows if self.problem(*row) is None]
+        good = [index for index, row in enumerate(rows) if self.problem(*row) is None]
         if count := part.unreadable + len(rows) - len(good):
             self.messages.append((logging.WARNING, f"{part.where}: {count} sentences cannot be read, and are skipped"))
             self.unreadable += count
-        columns = {self.columns[0]: [words for words, _ in good], self.labels[0]: [tags for _, tags in good]}
-        return Part(part.where, columns, part.classes, notes=part.notes)
+        return part.keep({self.columns[0]: [row[0] for row in rows], self.labels[0]: [row[1] for row in rows]}, good)
 
-    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
+    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
         rows = [(part, number, *row) for part in parts for number, row in enumerate(self._rows(part), 1)]
         for part, number, words, tags in rows:
             if problem := self.problem(words, tags):
@@ -218,7 +210,7 @@ class TagTextData(TextData):
 
     # -- tags ----------------------------------------------------------------------------------------------------------
 
-    def _name(self, part: Part, tag: Any) -> str:
+    def _name(self, part: Table, tag: Any) -> str:
         """The name of a tag. An id is a name of the dataset, of ``data.tag_names`` or of the model, or a name
         itself."""
         if isinstance(tag, str):
@@ -228,7 +220,7 @@ class TagTextData(TextData):
             names = self.classes
         return names[int(tag)] if names is not None and 0 <= tag < len(names) else str(int(tag))
 
-    def _tag_names(self, rows: list[tuple[Part, int, Any, Any]], where: str) -> list[str]:
+    def _tag_names(self, rows: list[tuple[Table, int, Any, Any]], where: str) -> list[str]:
         if given := self.options.tag_names or rows[0][0].classes:
             return list(given)
         names = {self._name(part, tag) for part, _, _, tags in rows for tag in tags} | {
@@ -240,10 +232,10 @@ class TagTextData(TextData):
             )
         return sorted(names, key=lambda name: (int(name), "") if name.isdecimal() else (-1, name))
 
-    def _unknown(self, part: Part, number: int, index: int, tag: Any, role: str) -> RecipeError:
+    def _unknown(self, part: Table, number: int, index: int, tag: Any, role: str) -> RecipeError:
         place = f"{part.row(number)}, word {index + 1}"
-        if isinstance(part, ConllPart):
-            place = f"{part.where}, line {part.lines[number - 1] + index}"
+        if part.unit == "line" and part.numbers is not None:
+            place = f"{part.where}, line {part.numbers[number - 1] + index}"
         if self.inference is not None:
             return RecipeError(
                 f"{place}: found the tag {tag!r} (data.tags), which is none of the model {self.inference.model}. "
@@ -273,20 +265,14 @@ class TagTextData(TextData):
             yield from map(str.split, source)
             return
         path = find_files(self.recipe, str(source), "predict", "FILE", self.formats)[0]
-        if self.is_conll(path):
-            for sentence in read_sentences(path, self.how, Columns(self.numbers.words, None)):
-                if sentence.problem:
-                    raise RecipeError(sentence.problem)
-                yield sentence.words
-            return
-        if format_of(path)[0] in (".csv", ".tsv"):
+        if format_of(path)[0] in (".csv", ".tsv") and not self.is_conll(path):
             raise RecipeError(f"{path}: data.words needs {LISTS}, or a .txt file with a sentence a line.")
-        with explain_reading(path, self.how):
-            for number, (words,) in enumerate(read_values(path, self), 1):
-                found = words.split() if format_of(path)[0] == ".txt" else words
-                if problem := problem_of_words(found):
-                    raise RecipeError(f"{path}, row {number}: column {self.columns[0]!r} (data.words) {problem}")
-                yield list(found)
+        is_plain = format_of(path)[0] == ".txt" and not self.is_conll(path)
+        for number, (words,) in enumerate(self.layout(predicts=True).rows(str(path)), 1):
+            found = words.split() if is_plain else words
+            if problem := problem_of_words(found):
+                raise RecipeError(f"{path}, row {number}: column {self.columns[0]!r} (data.words) {problem}")
+            yield list(found)
 
 
 def problem_of_words(value: Any) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import Part, show
+from fastloop_plugins.rows.table import Table, show
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_model import TextModel
@@ -29,7 +29,7 @@ def column_names(value: str | list[str], where: str) -> list[str]:
 
 
 def read_columns(
-    parts: list[Part], role: str, names: Sequence[str], messages: list[tuple[int, str]], key: str = "text"
+    parts: list[Table], role: str, names: Sequence[str], messages: list[tuple[int, str]], key: str = "text"
 ) -> list[Text]:
     """The texts of each row of a split.
 
@@ -44,9 +44,9 @@ def read_columns(
     return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
 
 
-def _read_column(parts: list[Part], role: str, name: str, messages: list[tuple[int, str]], key: str) -> list[str]:
+def _read_column(parts: list[Table], role: str, name: str, messages: list[tuple[int, str]], key: str) -> list[str]:
     texts: list[str] = []
-    empty: list[tuple[Part, int]] = []
+    empty: list[tuple[Table, int]] = []
     for part in parts:
         for number, value in enumerate(part.column(key, name), 1):
             if value is not None and not isinstance(value, str):

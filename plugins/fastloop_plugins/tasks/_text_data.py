@@ -20,9 +20,11 @@ from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._references import check_reference, import_object
-from fastloop_plugins.rows.files import FORMATS, Part, Read, format_of, make_part, read_file
-from fastloop_plugins.rows.paths import find_files, refuse_options_without_files, refuse_url
+from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.paths import FORMATS, find_files, format_of, refuse_options_without_files, refuse_url
 from fastloop_plugins.rows.splits import DRAW, draw, hold_out
+from fastloop_plugins.rows.table import Table, table_of
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_drops import drop_rows
 from fastloop_plugins.tasks._repeats import find_repeats
@@ -320,7 +322,15 @@ class TextData(StreamedData):
         """Column of texts -> the option that names it."""
         return dict.fromkeys(self.columns, self.text_key)
 
-    def _texts(self, role: str, parts: list[Part]) -> list[Text]:
+    def layout(self, predicts: bool = False) -> Layout:
+        """How files are read: those of a split, or a file to predict, which has no labels."""
+        if predicts:
+            columns = dict.fromkeys(self.columns, self.text_key)
+            return Layout(self.how, columns, self.optional_columns(), predicts=True)
+        columns = self.text_columns() | self.label_columns() | self.text_columns()
+        return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
+
+    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
         """The texts of a split."""
         return read_columns(parts, role, self.columns, self.messages)
 
@@ -364,7 +374,7 @@ class TextData(StreamedData):
                     facts += [split, str(format_of(path)), hashlib.file_digest(file, "blake2b").hexdigest()]
         return digest(facts)
 
-    def _read(self) -> dict[str, list[Part]]:
+    def _read(self) -> dict[str, list[Table]]:
         """Split -> parts, from the configured source."""
         if self.options.module is not None:
             return self._call(self.options.module)
@@ -376,12 +386,11 @@ class TextData(StreamedData):
         }
         return found if self.stream is None else found | {"train": [self.stream.read_head()]}
 
-    def _read_files(self, paths: Sequence[str | Path]) -> list[Part]:
-        return [
-            read_file(Path(path), self.how, self.text_columns(), self.labels, self.skip_unreadable) for path in paths
-        ]
+    def _read_files(self, paths: Sequence[str | Path]) -> list[Table]:
+        layout = self.layout()
+        return [layout.read(str(path)) for path in paths]
 
-    def _call(self, reference: str) -> dict[str, list[Part]]:
+    def _call(self, reference: str) -> dict[str, list[Table]]:
         function = import_object(reference, self.recipe, "data.module")
         arguments = self.options.arguments or {}
         try:
@@ -394,11 +403,11 @@ class TextData(StreamedData):
                 f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}."
             )
         return {
-            str(split): [make_part(f"{reference}, split {split}", rows, *self.labels[:1])]
+            str(split): [table_of(f"{reference}, split {split}", rows, *self.labels[:1])]
             for split, rows in result.items()
         }
 
-    def _dataset(self, name: str) -> dict[str, list[Part]]:
+    def _dataset(self, name: str) -> dict[str, list[Table]]:
         import datasets
 
         folder = self.recipe.find(name)
@@ -421,11 +430,10 @@ class TextData(StreamedData):
                 explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")
             ) from None
         return {
-            split: [make_part(f"dataset {name}, split {split}", rows, *self.labels[:1])]
-            for split, rows in found.items()
+            split: [table_of(f"dataset {name}, split {split}", rows, *self.labels[:1])] for split, rows in found.items()
         }
 
-    def _readable(self, part: Part) -> Part:
+    def _readable(self, part: Table) -> Table:
         """A part without rows whose text is not a string, or that have no label."""
         columns = {name: part.column(key, name) for name, key in self.text_columns().items()}
         bad = {

@@ -14,7 +14,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import Part, show
+from fastloop_plugins.rows.table import Table, show
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_data import Data
@@ -34,7 +34,7 @@ NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 DIGITS = re.compile(r"[0-9]+")
 
 Label = int | str
-Values = list[tuple[Part, list[Label]]]
+Values = list[tuple[Table, list[Label]]]
 
 
 @dataclass
@@ -73,7 +73,7 @@ def count_classes(ids: Sequence[int], classes: Sequence[str]) -> str:
     )
 
 
-def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) -> Labels:
+def number_labels(parts: Mapping[str, list[Table]], options: Data, where: str) -> Labels:
     """Assign a class to each label of the training split, and to each row of every split.
 
     Args:
@@ -104,7 +104,7 @@ def number_labels(parts: Mapping[str, list[Part]], options: Data, where: str) ->
     return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
 
 
-def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: list[str], model: str) -> Labels:
+def labels_of_model(parts: Mapping[str, list[Table]], options: Data, classes: list[str], model: str) -> Labels:
     """Give each row the id of its label in a trained model. A row may lack any of the classes.
 
     A label is a class if their names are equal, or else equal except for case and spaces. Other whole numbers are ids,
@@ -125,7 +125,7 @@ def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: lis
     )
     ids |= {name: index for index, name in enumerate(classes)}
 
-    def find(part: Part, label: Label) -> int | None:
+    def find(part: Table, label: Label) -> int | None:
         """The id of a label; None: the model has no such class."""
         if isinstance(label, str) and part.untyped and label not in ids and WHOLE.fullmatch(label):
             label = int(label.partition(".")[0])
@@ -162,7 +162,7 @@ def labels_of_model(parts: Mapping[str, list[Part]], options: Data, classes: lis
 # -- reading the column ------------------------------------------------------------------------------------------------
 
 
-def _values(part: Part, options: Data, what: str, notes: list[str]) -> list[Label]:
+def _values(part: Table, options: Data, what: str, notes: list[str]) -> list[Label]:
     """The labels of one part: text or whole numbers."""
     values = part.column("label", str(options.label))
     keys = list(zip(map(type, values), values, strict=True))  # 1, 1.0 and True are equal
@@ -214,7 +214,7 @@ def _renamed(values: dict[str, Values], names: Mapping[str, Label], where: str) 
     }
 
 
-def _kind(part: Part, label: Label) -> str:
+def _kind(part: Table, label: Label) -> str:
     if isinstance(label, int) or (part.untyped and WHOLE.fullmatch(label)):
         return "number"
     return "fraction" if part.untyped and NUMBER.fullmatch(label) and not DIGITS.fullmatch(label) else "text"
@@ -256,7 +256,7 @@ def _are_numbers(values: Values, what: str) -> bool:
     )
 
 
-def _numbers(part: Part, labels: list[Label], what: str, notes: list[str]) -> list[Label]:
+def _numbers(part: Table, labels: list[Label], what: str, notes: list[str]) -> list[Label]:
     """Convert the cells of an untyped part to numbers."""
     if not part.untyped:
         return labels
@@ -316,7 +316,7 @@ def _classes(
 
 
 def _unknown(
-    part: Part, labels: list[Label], unknown: set[Label], ids: Mapping[Label, int], role: str, what: str
+    part: Table, labels: list[Label], unknown: set[Label], ids: Mapping[Label, int], role: str, what: str
 ) -> RecipeError:
     number, label = next((number, label) for number, label in enumerate(labels, 1) if label in unknown)
     near = [other for other in ids if _same(str(other)) == _same(str(label))]

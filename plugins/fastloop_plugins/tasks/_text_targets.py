@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.files import Part, show
+from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.tasks._text_labels import (
     NUMBER,
     Labels,
@@ -30,7 +30,7 @@ SWITCHES = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
 """Cells of a column that states for each row whether it has a class, in lower case."""
 
 
-def read_labels(parts: Mapping[str, list[Part]], data: TextData) -> Labels:
+def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     """The labels of all splits. In inference, by the classes of the model: ``data.classes``.
 
     Raises:
@@ -78,7 +78,7 @@ def read_number(value: Any) -> float | None:
     return float(value)
 
 
-def _numbers(part: Part, data: TextData) -> list[float]:
+def _numbers(part: Table, data: TextData) -> list[float]:
     found = []
     for row, value in enumerate(part.column("label", data.labels[0]), 1):
         number = read_number(value)
@@ -97,7 +97,7 @@ def _switch(value: Any) -> float | None:
     return SWITCHES.get(str(value).lower())
 
 
-def _class_sets(parts: Mapping[str, list[Part]], data: TextData) -> Labels:
+def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     """A row of 0.0 and 1.0 for each row of the data, in the order of the classes."""
     named = {role: [(part, _names(part, data)) for part in found] for role, found in parts.items()}
     classes = data.classes if data.inference is not None else data.labels
@@ -125,7 +125,7 @@ def _class_sets(parts: Mapping[str, list[Part]], data: TextData) -> Labels:
     return Labels(ids, list(classes), [], [])
 
 
-def _names(part: Part, data: TextData) -> list[Iterable[str]]:
+def _names(part: Table, data: TextData) -> list[Iterable[str]]:
     """The classes of each row."""
     if data.several:
         table = {name: part.column("label", name) for name in data.labels}

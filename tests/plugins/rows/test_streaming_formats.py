@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import tarfile
-from io import BytesIO
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -24,15 +22,15 @@ from streaming_helpers import (
     samples_of,
     write_lines,
     write_parquet,
+    write_tar,
 )
 from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins._cache import tokens_kept_in
-from fastloop_plugins.rows import formats, index, webdataset
-from fastloop_plugins.rows.files import Read
-from fastloop_plugins.rows.formats import LineFile
+from fastloop_plugins.rows import index
 from fastloop_plugins.rows.index import Reader
+from fastloop_plugins.rows.lines import LineFile, Lines
 from fastloop_plugins.tasks import _streaming
 
 ROWS = 200
@@ -43,9 +41,8 @@ SEEKABLE = ("a.parquet", "a.jsonl", "a.csv", "a.tsv", "a.tar")
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups and batches of a few rows."""
-    monkeypatch.setattr(formats, "LINES", 20)
-    monkeypatch.setattr(webdataset, "LINES", 20)
-    monkeypatch.setattr(formats, "BATCH", 7)
+    monkeypatch.setattr(index, "GROUP", 20)
+    monkeypatch.setattr(index, "FEW", 7)
 
 
 def table(count: int = ROWS) -> list[dict[str, Any]]:
@@ -66,7 +63,7 @@ def write(path: str, content: list[dict[str, Any]]) -> str:
     if inner.endswith(".parquet"):
         write_parquet(inner, content, group=20)
     elif inner.endswith(".tar"):
-        write_tar(inner, content)
+        write_tar(inner, content, list(content[0]))
     elif inner.endswith(".jsonl"):
         Path(inner).write_text("\n\n".join(json.dumps(row) for row in content))
     else:
@@ -83,16 +80,6 @@ def write(path: str, content: list[dict[str, Any]]) -> str:
         with pyarrow.output_stream(path, compression=codec) as packed:
             packed.write(Path(inner).read_bytes())
     return path
-
-
-def write_tar(path: str, content: list[dict[str, Any]]) -> None:
-    """A WebDataset shard. Every second sample is one JSON file."""
-    with tarfile.open(path, "w") as archive:
-        for number, row in enumerate(content):
-            for name, value in {"json": json.dumps(row)}.items() if number % 2 else row.items():
-                member = tarfile.TarInfo(f"part/{number:06}.{name}")
-                member.size = len(value.encode())
-                archive.addfile(member, BytesIO(value.encode()))
 
 
 @pytest.fixture
@@ -132,18 +119,18 @@ def test_a_resumed_run_seeks_where_the_format_permits_it(path, readers):
 
 @pytest.mark.slow
 def test_a_compressed_file_is_decompressed_up_to_the_position(monkeypatch):
-    taken: list[LineFile] = []
+    taken: list[Lines] = []
     run = classify(write("a.jsonl.gz", table(1600)), shuffle_buffer=0)
-    opened = LineFile.__init__
+    opened = Lines.__init__
 
-    def record(file: LineFile, path: str, how: Read) -> None:
-        opened(file, path, how)
-        taken.append(file)
+    def record(lines: Lines, file: LineFile, start: int) -> None:
+        opened(lines, file, start)
+        taken.append(lines)
 
-    monkeypatch.setattr(LineFile, "__init__", record)
+    monkeypatch.setattr(Lines, "__init__", record)
     for _ in run.datasets["train"].read_ranges(0, [range(800, 816)]):
         pass
-    assert 816 <= (max(file.number for file in taken) + 1) // 2 < 900  # every second line is empty
+    assert 816 <= (max(lines.number for lines in taken) + 1) // 2 < 900  # every second line is empty
 
 
 @pytest.mark.slow
@@ -177,7 +164,7 @@ def test_files_that_cannot_be_read_are_named_at_the_start():
         ("d.csv", "a,b\nc,d\n", "d.csv: there is no column"),
         ("e.jsonl.gz", "no gzip", "e.jsonl.gz: cannot be read as .jsonl"),
         ("g.tar", "no archive" * 100, "g.tar: cannot be read as .tar"),
-        ("h.tar.gz", "", "h.tar.gz: cannot be streamed"),
+        ("h.tar.gz", "", r"h.tar.gz: cannot read files of type '.gz'"),
         ("f.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "f.jsonl, line 2: not valid JSON"),
     ):
         Path(name).write_text(content)

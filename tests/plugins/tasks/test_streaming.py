@@ -258,7 +258,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no files": ({"files": None, "name": "somewhere"}, "data.streaming: it reads data.files.train"),
     "json": (
         {"files": {"train": "rows.json"}},
-        "rows.json: cannot be streamed. Expected files of type .parquet, .tar, .jsonl, .csv, .tsv",
+        "rows.json: cannot be streamed: it is one JSON list",
     ),
     "twice": ({"files": {"train": ["rows.jsonl", "row*.jsonl"]}}, "data.files.train: .*rows.jsonl is listed twice"),
     "no column": ({"text": "txt"}, "there is no column 'txt', which data.text names"),

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 from checkpoint_helpers import BERT, tokenizer
-from streaming_helpers import data_section, every_column, ids_by_step, loader, samples_of, write_lines, write_parquet
+from streaming_helpers import (
+    data_section,
+    every_column,
+    ids_by_step,
+    loader,
+    samples_of,
+    write_lines,
+    write_parquet,
+    write_tar,
+)
+from tag_helpers import write_conll
 from text_helpers import TINY, TINY_GPT, make_run
 
 from fastloop.errors import DataError, RecipeError, UsageError
@@ -127,7 +137,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "conll": (
         "tags",
         {"files": {"train": "c.tsv"}, "format": "conll", "words": None, "tags": None},
-        "a CoNLL file cannot be streamed",
+        "c.tsv, line 1: found one column, expected a word and its tag",
     ),
 }
 
@@ -154,3 +164,23 @@ def test_a_row_with_other_columns_names_its_file_and_row():
     ):
         with pytest.raises((DataError, RecipeError, UsageError), match=message):
             list(loader(stream(case)).batches())
+
+
+@pytest.mark.slow
+def test_a_streamed_conll_file_gives_the_samples_of_memory():
+    write_conll("a.conll", [row for row in every_column(ROWS) if row["words"]])
+    section = {"words": None, "tags": None}
+    task, model, _ = CASES["tags"]
+    memory = make_run(task, model, data_section(["a.conll"], section | {"streaming": None}))
+    run = make_run(task, model, data_section(["a.conll"], section | {"shuffle_buffer": 0}))
+    assert samples_of(run.datasets["train"]) == samples_of(memory.datasets["train"])
+
+
+@pytest.mark.slow
+def test_samples_of_an_archive_are_the_same_in_memory_and_streamed():
+    write_tar("a.tar", every_column(ROWS), ("text", "label"))
+    task, model, section = CASES["text"]
+    memory = make_run(task, model, data_section("a.tar", section | {"streaming": None}))
+    run = make_run(task, model, data_section("a.tar", section | {"shuffle_buffer": 0}))
+    assert len(memory.datasets["train"]) == ROWS
+    assert samples_of(run.datasets["train"]) == samples_of(memory.datasets["train"])

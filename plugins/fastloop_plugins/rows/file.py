@@ -1,0 +1,124 @@
+"""Defines what a reader of a file format is: one class for rows in memory, streamed rows, and rows to predict."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar
+
+from fastloop_plugins.rows.options import Read
+
+BLOCK = 1024
+"""Rows of a block: some hundred KB of text."""
+
+
+class BadRow(ValueError):
+    """A row that cannot be read. The message does not name the row.
+
+    Args:
+        place: Where it is in its file, such as ``line 3``.
+
+    Attributes:
+        before: Rows before it, counted from the position where ``File.blocks`` began.
+    """
+
+    before = 0
+
+    def __init__(self, problem: str, place: str) -> None:
+        super().__init__(problem)
+        self.place = place
+
+
+@dataclass
+class Block:
+    """Consecutive rows of a file, by column.
+
+    Attributes:
+        start: The position where a reader can begin with these rows: an offset in bytes, or the number of a Parquet row
+            group, which may have several blocks.
+        rows: Their number.
+        columns: Name -> list, or column of pyarrow. A column that the file lacks is missing.
+        lines: The first line of each row, if messages name rows by lines.
+    """
+
+    start: int
+    rows: int
+    columns: Mapping[str, Any]
+    lines: Sequence[int] | None = None
+
+    def tuples(self, names: Sequence[str], skip: int = 0) -> Iterator[tuple[Any, ...]]:
+        """Yield the columns of each row, without the first ``skip`` rows; None for a column that is not there."""
+        found = []
+        for name in names:
+            values = self.columns.get(name, [None] * self.rows)
+            found.append(values.to_pylist() if hasattr(values, "to_pylist") else values)
+        rows = zip(*found, strict=True) if found else iter([()] * self.rows)
+        return islice(rows, skip, None) if skip else rows
+
+
+class File(ABC):
+    """An open file of one format.
+
+    Args:
+        path: A path, or a URL of fsspec.
+        columns: Column that must be there -> the option of ``data`` that names it.
+        skip_unreadable: Skip rows that cannot be read, and count them.
+
+    Attributes:
+        untyped: Whether every cell is text.
+        has_groups: Whether the format has row groups. All blocks of one begin at its number.
+        predicts: Whether the rows are those of a file to predict. Each line of a .txt file is a row then, and nothing
+            is checked at the end of the file.
+        is_whole: Whether the file can only be read from its beginning. It is one row group then.
+        is_parsed_whole: Whether the reader needs the whole file in memory.
+        names: The columns that the file has, as far as they are known.
+        notes: Findings, for the log.
+        unreadable: Number of skipped rows.
+    """
+
+    untyped: ClassVar[bool] = False
+    has_groups: ClassVar[bool] = False
+    is_whole = is_parsed_whole = predicts = False
+
+    def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
+        self.path, self.how, self.wanted, self.skip_unreadable = path, how, dict(columns), skip_unreadable
+        self.names: dict[str, None] = {}
+        self.notes: list[str] = []
+        self.unreadable = 0
+
+    @abstractmethod
+    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
+        """Yield the rows from a position on.
+
+        Args:
+            columns: Columns to read. A format that counts rows without reading them does so if there are none.
+            start: Where a block begins.
+            size: Rows of a block at most.
+            skip: Rows to skip at the start. Their blocks may be missing.
+
+        Raises:
+            BadRow: A row cannot be read.
+            RecipeError: The file is no table, lacks a column, or is too large.
+            OSError: It cannot be read.
+        """
+
+    @abstractmethod
+    def facts(self) -> list[str]:
+        """Facts that change with the rows. Call it when ``blocks`` has read the file to its end."""
+
+    def first_names(self) -> list[str]:
+        """The columns of the first row."""
+        next(self.blocks((), size=1), None)
+        return list(self.names)
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file."""
+
+    def __enter__(self) -> File:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

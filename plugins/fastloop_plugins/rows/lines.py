@@ -1,0 +1,201 @@
+"""Opens files of lines: local or at a URL of fsspec, compressed, in any encoding and with any line ends."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.file import BadRow
+from fastloop_plugins.rows.limits import Expanded, check_row, size_of
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.paths import URL, format_of
+
+MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+"""First bytes that no text file starts with -> codec. A bz2 file starts with letters, so only its suffix identifies
+it."""
+MARKS = {
+    codecs.BOM_UTF8: "utf-8",
+    codecs.BOM_UTF32_LE: "utf-32-le",  # before UTF-16, whose mark is a prefix of it
+    codecs.BOM_UTF32_BE: "utf-32-be",
+    codecs.BOM_UTF16_LE: "utf-16-le",
+    codecs.BOM_UTF16_BE: "utf-16-be",
+}
+"""Byte-order mark -> encoding."""
+LINE_END = re.compile(b"\r\n?|\n")
+CHUNK = 2**16
+"""Bytes to read at once: few enough for the many files and positions of a stream."""
+ASCII = bytes(range(128))
+
+
+def open_binary(path: str) -> Any:
+    """Open a file at a path or a URL of fsspec. Files that are not closed give no warning."""
+    if URL.match(path):
+        import fsspec  # type: ignore[import-untyped]
+
+        return fsspec.open(path, "rb").open()
+    import pyarrow  # type: ignore[import-untyped]
+
+    return pyarrow.OSFile(path)
+
+
+def codec_of(path: str, how: Read, head: bytes | None = None) -> str | None:
+    """The codec of a compressed file, by ``data.read``, suffix or first bytes."""
+    if how.compression is not None:
+        return None if how.compression == "none" else how.compression
+    codec = format_of(Path(path))[1]
+    if codec is None:
+        if head is None:
+            with open_binary(path) as file:
+                head = file.read(4)
+        codec = next((codec for magic, codec in MAGIC.items() if head.startswith(magic)), None)
+    return codec
+
+
+class LineFile:
+    """An open file of lines.
+
+    Attributes:
+        head: Its first characters.
+        is_whole: Whether it can only be read from its beginning: it is compressed, or bytes do not show its line ends.
+    """
+
+    def __init__(self, path: str, how: Read) -> None:
+        self.path, self.how, self.raw = path, how, open_binary(path)
+        self.size = size_of(self.raw)
+        self.codec = codec_of(path, how, self.raw.read(4))
+        self.is_whole = self.codec is not None
+        self.raw.seek(0)
+        head: bytes = self._stream().read(CHUNK)
+        self.mark = next((mark for mark in MARKS if head.startswith(mark)), b"")
+        self.encoding = MARKS.get(self.mark, how.encoding or "utf-8")
+        if self.encoding == "utf-8" and not self.mark:
+            self._check_utf16(head[:1024])
+        self.head = head[len(self.mark) :].decode(self.encoding, "ignore")
+        self.transcodes = ASCII.decode(self.encoding, "replace") != ASCII.decode()
+        self.is_whole = self.is_whole or self.transcodes
+
+    def _check_utf16(self, head: bytes) -> None:
+        for odd, name in ((1, "utf-16-le"), (0, "utf-16-be")):
+            if head[odd::2].count(0) > len(head) / 4 and not head[1 - odd :: 2].count(0):
+                raise RecipeError(
+                    f"{self.path}, line 1: not UTF-8, but looks like UTF-16. If it is, give data.read.encoding={name}."
+                )
+
+    def _stream(self) -> Any:
+        """The decompressed content. A file that can only be read from its beginning is opened again."""
+        if not self.is_whole:
+            return self.raw
+        if self.codec is None:
+            return open_binary(self.path)
+        import pyarrow
+
+        packed = pyarrow.CompressedInputStream(open_binary(self.path), self.codec)
+        return io.BufferedReader(Expanded(packed, self.path, self.size, self.how), CHUNK)
+
+    def chunks(self, start: int = 0) -> Iterator[bytes]:
+        """Yield the content from an offset on, without its byte-order mark, in an encoding whose bytes show line ends.
+        Other iterators may move the file's position in between."""
+        start = start or len(self.mark)
+        if not self.is_whole:
+            while True:
+                self.raw.seek(start)
+                if not (chunk := self.raw.read(CHUNK)):
+                    return
+                start += len(chunk)
+                yield chunk
+        stream = self._stream()
+        stream.read(start)
+        decoder = codecs.getincrementaldecoder(self.encoding)() if self.transcodes else None
+        while chunk := stream.read(CHUNK):
+            if decoder is None:
+                yield chunk
+            else:
+                yield from self._decoded(decoder, chunk)
+        if decoder is not None:
+            yield from self._decoded(decoder, b"")
+
+    def _decoded(self, decoder: codecs.IncrementalDecoder, chunk: bytes) -> Iterator[bytes]:
+        try:
+            yield decoder.decode(chunk, final=not chunk).encode()
+        except UnicodeDecodeError as error:
+            yield error.object[: error.start].decode(self.encoding, "ignore").encode()
+            raise
+
+    def lines(self, start: int = 0) -> Lines:
+        """The lines from an offset on."""
+        return Lines(self, start)
+
+    def read(self) -> str:
+        """The whole text, with LF as line end. No limit of a line applies."""
+        found = list[bytes]()
+        try:
+            for chunk in self.chunks():
+                found.append(chunk)
+            content = b"".join(found)
+            text = content.decode("utf-8" if self.transcodes else self.encoding)
+        except UnicodeDecodeError as error:
+            before = b"".join(found) if self.transcodes else error.object[: error.start]
+            raise self.undecodable(error, len(LINE_END.findall(before)) + 1) from None
+        return re.sub("\r\n?", "\n", text)
+
+    def undecodable(self, error: UnicodeDecodeError, line: int) -> BadRow:
+        """The error for a line that is not in the encoding."""
+        name = "UTF-8" if self.encoding.startswith("utf-8") else self.encoding
+        return BadRow(
+            f"not {name} ({error.reason}). Give its encoding, such as data.read.encoding=cp1252, or convert it: iconv "
+            "-f latin1 -t utf-8 (with its real encoding).",
+            f"line {line}",
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self.raw.close()
+
+
+class Lines:
+    """The lines of a file from an offset on, with their ends.
+
+    Attributes:
+        offset: Bytes before the next line.
+        number: Number of the last line, counted from where reading began.
+        checksum: A checksum of the bytes read so far.
+    """
+
+    def __init__(self, file: LineFile, start: int) -> None:
+        self.file, self.start, self.number = file, start, 0
+        self.offset = start or len(file.mark)
+        self.checksum = 0 if start else zlib.crc32(file.mark)
+
+    def __iter__(self) -> Iterator[str]:
+        file, pending, size = self.file, list[bytes](), 0
+        most, encoding = file.how.max_row_mib * 2**20, "utf-8" if file.transcodes else file.encoding
+        try:
+            for chunk in file.chunks(self.start):
+                self.checksum = zlib.crc32(chunk, self.checksum)
+                pending.append(chunk)
+                size += len(chunk)
+                if b"\n" in chunk or b"\r" in chunk:
+                    pieces = b"".join(pending).splitlines(keepends=True)
+                    pending = [pieces.pop()]  # it may continue in the next chunk
+                    size = len(pending[0])
+                    for piece in pieces:
+                        self.offset += len(piece)
+                        self.number += 1
+                        yield piece.decode(encoding)
+                if size > most:
+                    check_row(f"{file.path}, line {self.number + 1}", size, file.how)
+            for piece in b"".join(pending).splitlines(keepends=True):
+                self.offset += len(piece)
+                self.number += 1
+                yield piece.decode(encoding)
+        except UnicodeDecodeError as error:
+            line = self.number
+            if file.transcodes:  # the error is in the line after those that are complete
+                line += 1 + b"".join(pending).endswith((b"\n", b"\r"))
+            raise file.undecodable(error, line) from None

@@ -1,0 +1,53 @@
+"""``data.read``: how files are read whose names and first bytes do not show it."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastloop import option
+
+
+@dataclass(kw_only=True)
+class Read:
+    """``data.read``: options for reading files whose names and first bytes do not determine them."""
+
+    delimiter: Annotated[str | None, option("Character between cells of .csv and .tsv files; tab for a tab.")] = None
+    columns: Annotated[
+        list[str] | None, option("Names of the columns of .csv and .tsv files without a header line.")
+    ] = None
+    encoding: Annotated[str | None, option("Encoding of text files without a byte-order mark; null: utf-8.")] = None
+    quoting: Annotated[
+        Literal["double", "none"] | None,
+        option(
+            "double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error "
+            "if in doubt."
+        ),
+    ] = None
+    compression: Annotated[
+        Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")
+    ] = None
+    max_row_mib: Annotated[
+        int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)
+    ] = 16
+    max_expansion: Annotated[
+        int,
+        option(
+            "Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.", ge=1
+        ),
+    ] = 50
+
+    def __post_init__(self) -> None:
+        if self.delimiter in ("tab", "\\t"):
+            self.delimiter = "\t"
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n'):
+            raise ValueError(f"delimiter: found {self.delimiter!r}, expected one character, such as ; or tab.")
+        if self.columns is not None and (not self.columns or len(set(self.columns)) < len(self.columns)):
+            raise ValueError(f"columns: found {self.columns}, expected a name for each column, each name once.")
+        try:
+            io.TextIOWrapper(io.BytesIO(), encoding=self.encoding)
+        except (LookupError, ValueError):
+            raise ValueError(
+                f"encoding: found {self.encoding!r}, expected a text encoding of Python, such as cp1252."
+            ) from None

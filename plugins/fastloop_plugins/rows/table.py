@@ -1,0 +1,114 @@
+"""Tables: rows of one source, stored by column."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fastloop.errors import RecipeError, did_you_mean
+
+
+@dataclass
+class Table:
+    """Rows from one source, stored by column.
+
+    Attributes:
+        where: The source, for messages.
+        columns: Name -> list, or column of pyarrow.
+        names: Names of all columns of the source, also of those that were not read; None: those of ``columns``.
+        classes: Names of the labels, if the features of the dataset define them.
+        unreadable: Number of skipped rows that could not be read.
+        untyped: Whether every cell is text: a label 1 is then '1'.
+        notes: Findings of the reader, for the log.
+        unit: Rows or lines of the source, which ``numbers`` count.
+        numbers: Number of each row in the source; None: 1, 2, ...
+        places: The name of each row in messages; None: by its number.
+    """
+
+    where: str
+    columns: Mapping[str, Any]
+    names: Sequence[str] | None = None
+    classes: list[str] | None = None
+    unreadable: int = 0
+    untyped: bool = False
+    notes: list[str] = field(default_factory=list)
+    unit: str = "row"
+    numbers: Sequence[int] | None = None
+    places: Sequence[str] | None = None
+
+    def column(self, key: str, name: str) -> list[Any]:
+        """The values of the column that ``data.<key>`` names."""
+        if name not in self.columns:
+            raise missing_column(self.where, key, name, self.all_names())
+        values = self.columns[name]
+        try:
+            return values.to_pylist() if hasattr(values, "to_pylist") else list(values)
+        except UnicodeDecodeError as error:  # reading parquet does not validate its text
+            raise RecipeError(
+                f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason})."
+            ) from None
+
+    def all_names(self) -> Sequence[str]:
+        """The names of all columns of the source."""
+        return list(self.columns) if self.names is None else self.names
+
+    def row(self, number: int) -> str:
+        """The name of a row in messages; the first row is 1."""
+        if self.places is not None:
+            return self.places[number - 1]
+        return f"{self.where}, {self.unit} {number if self.numbers is None else self.numbers[number - 1]}"
+
+    def keep(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> Table:
+        """A table of some rows, numbered from 0, with these columns. Messages still name each row by its number in the
+        source."""
+        kept = {name: [values[row] for row in rows] for name, values in columns.items()}
+        before = self.numbers if self.numbers is not None else range(1, 1 + max(map(len, columns.values()), default=0))
+        places = None if self.places is None else [self.places[row] for row in rows]
+        return replace(self, columns=kept, unreadable=0, numbers=[before[row] for row in rows], places=places)
+
+
+def missing_column(where: str, key: str, name: str, columns: Iterable[Any], remedy: str = "") -> RecipeError:
+    """The error for a missing column that ``data.<key>`` names."""
+    names = [str(column) for column in columns]
+    remedy = remedy or did_you_mean(name, names).partition(" Expected")[0]
+    return RecipeError(
+        f"{where}: there is no column {name!r}, which data.{key} names. Its columns: "
+        f"{', '.join(names) or 'none'}.{remedy}"
+    )
+
+
+def check_names(where: str, names: Iterable[str]) -> None:
+    """Raise an error for a repeated column name. Empty names may repeat: trailing commas of spreadsheets give them."""
+    names = list(names)
+    for name in names:
+        if name and names.count(name) > 1:
+            raise RecipeError(
+                f"{where}: the column name {name!r} is repeated in: {', '.join(names)}. Rename or remove one of them."
+            )
+
+
+def show(value: Any) -> str:
+    """A value for a message: shortened, with its type."""
+    try:
+        return f"{value!r:.60} ({type(value).__name__})"
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
+
+
+def table_of(where: str, rows: Any, label: str | None = None) -> Table:
+    """Convert a ``datasets.Dataset`` or a list of mappings to a table."""
+    if hasattr(rows, "with_format"):
+        table, feature = rows.with_format("arrow")[:], rows.features.get(label)
+        return Table(
+            where,
+            dict(zip(table.column_names, table.columns, strict=True)),
+            classes=getattr(getattr(feature, "feature", feature), "names", None),
+        )
+    rows = list(rows)
+    columns: dict[str, None] = {}
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, Mapping):
+            raise RecipeError(f"{where}, row {number}: found {show(row)}, expected a mapping of columns.")
+        columns |= dict.fromkeys(row)
+    return Table(where, {name: [row.get(name) for row in rows] for name in columns})

@@ -1,0 +1,118 @@
+"""Each format has one reader: a table in memory, rows one by one, and row groups from any position are the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_streaming_formats import table, write
+
+from fastloop.errors import DataError, RecipeError
+from fastloop_plugins.rows import index
+from fastloop_plugins.rows.conll import Columns
+from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.index import Reader, read_index
+from fastloop_plugins.rows.options import Read
+
+COLUMNS = {"text": "text", "label": "label"}
+PATHS = [
+    *(f"a{suffix}" for suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".tar")),
+    *(f"a{suffix}" for suffix in (".csv.gz", ".tsv.zst", ".jsonl.bz2")),
+]
+
+
+def streamed(layout: Layout, path: str, skip: int = 0) -> list[tuple[Any, ...]]:
+    """All rows, read from the last row group to the first, each from its row ``skip`` on."""
+    found = read_index([path], layout, None)
+    reader = Reader(found, layout, [*layout.columns])
+    groups = [list(reader.read(group, skip)) for group in reversed(range(len(found.rows)))]
+    reader.close()
+    return [row for group in reversed(groups) for row in group]
+
+
+def alike(layout: Layout, path: str) -> list[tuple[Any, ...]]:
+    """The rows of a file, which all ways of reading give."""
+    read = layout.read(path)
+    rows = list(zip(*(read.column(key, name) for name, key in layout.columns.items()), strict=True))
+    assert list(layout.rows(path)) == rows
+    assert streamed(layout, path) == rows
+    return rows
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_all_ways_of_reading_give_the_same_rows(path, monkeypatch):
+    monkeypatch.setattr(index, "GROUP", 20)
+    monkeypatch.setattr(index, "FEW", 7)
+    content = table(90)
+    write(path.replace(".json", ".jsonl") if path.endswith(".json") else path, content)
+    if path.endswith(".json"):
+        Path("a.jsonl").rename(path)
+    layout = Layout(Read(), COLUMNS)
+    assert alike(layout, path) == [(row["text"], row["label"]) for row in content]
+    whole = path.endswith((".gz", ".bz2", ".zst"))
+    kept = [row for number, row in enumerate(content) if (number if whole else number % 20) >= 3]
+    assert streamed(layout, path, skip=3) == [(row["text"], row["label"]) for row in kept]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16", "utf-32", "shift_jis", "iso2022_jp"])
+def test_any_encoding_and_line_end_is_read_in_every_way(encoding, end, monkeypatch):
+    monkeypatch.setattr(index, "GROUP", 4)
+    text = {"cp1252": "café", "shift_jis": "日本", "iso2022_jp": "日本"}.get(encoding, "café 日本")
+    rows = [(f"{text} {number}", str(number % 2)) for number in range(30)]
+    named = encoding if encoding in ("cp1252", "shift_jis", "iso2022_jp") else None
+    content = "".join(f"{text},{label}{end}" for text, label in [("text", "label"), *rows])
+    Path("a.csv").write_bytes(content.encode(encoding))
+    assert alike(Layout(Read(encoding=named), COLUMNS), "a.csv") == rows
+    content = end.join(json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in rows)
+    Path("a.jsonl").write_bytes(content.encode(encoding))
+    assert alike(Layout(Read(encoding=named), COLUMNS), "a.jsonl") == rows
+
+
+def test_the_options_of_csv_files_hold_in_every_way(monkeypatch):
+    monkeypatch.setattr(index, "GROUP", 2)
+    Path("a.csv").write_text('a "fine; b\nfilm; c\nbore; d\nlove; e\n')
+    how = Read(delimiter=";", columns=["text", "label"], quoting="none")
+    assert alike(Layout(how, COLUMNS), "a.csv") == [('a "fine', " b"), ("film", " c"), ("bore", " d"), ("love", " e")]
+
+
+def test_sentences_are_read_in_every_way(monkeypatch):
+    monkeypatch.setattr(index, "GROUP", 3)
+    sentences = [(["EU", f"word{number}"], ["B-ORG", "O"]) for number in range(10)]
+    lines = ["# id = 1\n" + "".join(f"{word} {tag}\n" for word, tag in zip(*pair, strict=True)) for pair in sentences]
+    Path("a.conll").write_text("-DOCSTART- O\n\n" + "\n\n".join(lines))
+    layout = Layout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
+    assert alike(layout, "a.conll") == sentences
+    assert layout.read("a.conll").row(2) == "a.conll, line 9"
+
+
+def test_a_line_that_cannot_be_decoded_is_named_in_every_encoding():
+    good = "text,label\n" + "fine,1\n" * 9000
+    layout = Layout(Read(), COLUMNS)
+    Path("a.csv").write_bytes(good.encode() + b"\xff,1\n")
+    with pytest.raises(RecipeError, match=r"^a\.csv, line 9002: not UTF-8"):
+        layout.read("a.csv")
+    Path("a.csv").write_bytes(good.encode("utf-16") + b"\x00\xdc,\x001\x00\n\x00")
+    with pytest.raises(RecipeError, match=r"^a\.csv, line 9002: not utf-16"):
+        layout.read("a.csv")
+
+
+def test_a_row_that_became_bad_is_named_by_its_number():
+    Path("a.jsonl").write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(9)))
+    layout = Layout(Read(), {"text": "text"})
+    found = read_index(["a.jsonl"], layout, None)
+    Path("a.jsonl").write_text(Path("a.jsonl").read_text().replace('"6"', "'6'"))
+    with pytest.raises(DataError, match=r"^a\.jsonl, row 7: not valid JSON: Expecting value\.$"):
+        list(Reader(found, layout, ["text"]).read(0, 5))
+
+
+def test_a_json_list_cannot_be_streamed_and_is_read_otherwise():
+    rows = [{"text": "a", "label": 0}, {"text": "b"}]
+    Path("a.json").write_text(json.dumps(rows, indent=2))
+    layout = Layout(Read(), {"text": "text"}, optional=["label"])
+    assert layout.read("a.json").columns == {"text": ["a", "b"], "label": [0, None]}
+    assert list(layout.rows("a.json")) == [("a", 0), ("b", None)]
+    with pytest.raises(RecipeError, match=r"a\.json: cannot be streamed: it is one JSON list"):
+        read_index(["a.json"], layout, None)

@@ -221,7 +221,9 @@ def test_rows_after_those_left_out_keep_their_numbers():
         "train.jsonl",
         "".join(json.dumps({"text": text, "label": "-ab"[i % 3]}) + "\n" for i, text in enumerate(["x", "y", 3])),
     )
-    assert "train.jsonl, row 3: column 'text' holds 3 (int), expected text" in refusal(path, label_map={"-": None})
+    assert "train.jsonl, row 3: column 'text' (data.text) holds 3 (int), expected text" in refusal(
+        path, label_map={"-": None}
+    )
 
 
 def test_names_of_a_dataset_stay_when_rows_are_left_out():

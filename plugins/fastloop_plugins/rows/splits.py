@@ -1,15 +1,107 @@
-"""Which rows are held out of train for validation, where the data has no validation split."""
+"""The splits of texts and of images: their names, the rows held out of train for validation, and their limits."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Protocol, Self, TypeVar
 
-from fastloop import RecipeError
+from fastloop import RecipeError, option
 
 DRAW = 0
 """Seed for the selection of samples by ``validation_fraction`` and ``limit``: the same for every ``train.seed``."""
+
+
+@dataclass(kw_only=True)
+class Splits:
+    """``data.splits``."""
+
+    train: Annotated[str, option("the source's name of the split to train on")] = "train"
+    validation: Annotated[str | None, option("the source's name of the split to evaluate on")] = "validation"
+    test: Annotated[str | None, option("the source's name of the split to test on")] = "test"
+
+
+@dataclass(kw_only=True)
+class Limit:
+    """``data.limit``."""
+
+    train: Annotated[int | None, option("samples", ge=1)] = None
+    validation: Annotated[int | None, option("samples", ge=1)] = None
+    test: Annotated[int | None, option("samples", ge=1)] = None
+
+
+@dataclass
+class Rows:
+    """The rows of one split, by column.
+
+    Attributes:
+        columns: Name -> values.
+        labels: The label of each row, if the task has labels: 0..n-1, or as ``_text_targets`` reads them.
+    """
+
+    columns: dict[str, list[Any]]
+    labels: list[Any] | None = None
+
+    @property
+    def texts(self) -> list[Any]:
+        """Each row: the value of the only column, or a tuple of the values of several."""
+        columns = list(self.columns.values())
+        return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+
+    def __len__(self) -> int:
+        return max(map(len, self.columns.values()), default=0)
+
+    def keep(self, ids: Sequence[int]) -> Rows:
+        """The rows with these ids."""
+        columns = {name: [values[index] for index in ids] for name, values in self.columns.items()}
+        return Rows(columns, None if self.labels is None else [self.labels[index] for index in ids])
+
+
+def join_rows(parts: Sequence[dict[str, list[Any]]]) -> Rows:
+    """The rows of several tables with the same columns."""
+    if len(parts) == 1:
+        return Rows(parts[0])
+    return Rows({name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else {})
+
+
+class Divisible(Protocol):
+    """A split that ``divide`` can divide."""
+
+    def __len__(self) -> int: ...
+
+    def keep(self, ids: Sequence[int]) -> Self:
+        """The rows with these ids."""
+        ...
+
+
+T = TypeVar("T", bound=Divisible)
+
+
+def divide(
+    splits: dict[str, T], fraction: float, classes: Sequence[Hashable] | None, limit: Limit, where: str
+) -> tuple[dict[str, T], str]:
+    """Hold rows out of ``train`` for ``validation``, and then draw as many rows of each split as its limit allows.
+
+    Args:
+        fraction: Share of ``train`` to hold out; 0: the source has a validation split, or none is wanted.
+        classes: The class of each row of ``train``; None: the rows have none.
+        where: The ``data`` section, for messages.
+
+    Returns:
+        The splits, and a note about held-out rows for the log.
+    """
+    found, note = dict(splits), ""
+    if fraction and "train" in found:
+        train, held = hold_out(len(found["train"]), fraction, classes, where)
+        found |= {"train": found["train"].keep(train), "validation": found["train"].keep(held)}
+        share = f"{fraction:.0%} of train" + (", of each class," if classes is not None else "")
+        note = f" (no validation split: {share} held out)"
+    for role, count in vars(limit).items():
+        if count is not None and role in found and count < len(found[role]):
+            found[role] = found[role].keep(draw(len(found[role]), count))
+    return found, note
 
 
 def draw(total: int, count: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,6 +49,9 @@ class Table:
                 f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason})."
             ) from None
 
+    def __len__(self) -> int:
+        return max(map(len, self.columns.values()), default=0)
+
     def all_names(self) -> Sequence[str]:
         """The names of all columns of the source."""
         return list(self.columns) if self.names is None else self.names
@@ -63,7 +66,7 @@ class Table:
         """A table of some rows, numbered from 0, with these columns. Messages still name each row by its number in the
         source."""
         kept = {name: [values[row] for row in rows] for name, values in columns.items()}
-        before = self.numbers if self.numbers is not None else range(1, 1 + max(map(len, columns.values()), default=0))
+        before = self.numbers if self.numbers is not None else range(1, 1 + len(self))
         places = None if self.places is None else [self.places[row] for row in rows]
         return replace(self, columns=kept, unreadable=0, numbers=[before[row] for row in rows], places=places)
 
@@ -94,6 +97,43 @@ def show(value: Any) -> str:
         return f"{value!r:.60} ({type(value).__name__})"
     except RecursionError:
         return f"a deeply nested {type(value).__name__}"
+
+
+class RowError(ValueError):
+    """A row that cannot be read. The message names the column and the problem."""
+
+
+Bad = Callable[[int, str], None]
+"""Receives the number of a bad row, from 0, and its problem. It raises an error, or notes to leave out the row."""
+
+
+def problem_of_text(value: Any) -> str | None:
+    """Why a value is not a text; None if it is one."""
+    if not isinstance(value, str):
+        return f"holds {show(value)}, expected text."
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return "holds half of a UTF-16 pair, which is no text."
+    return None
+
+
+def text_column(values: Iterable[Any], name: str, key: str, bad: Bad, required: bool = False) -> list[str]:
+    """The texts of a column, which ``data.<key>`` names.
+
+    Args:
+        required: Whether a missing text is an error; else it is empty.
+    """
+    found: list[str] = []
+    for index, value in enumerate(values):
+        if value is None and not required:
+            found.append("")
+            continue
+        is_plain = isinstance(value, str) and value.isascii()
+        if not is_plain and (problem := problem_of_text(value)):
+            bad(index, f"column {name!r} (data.{key}) {problem}")
+        found.append(value)
+    return found
 
 
 def table_of(where: str, rows: Any, label: str | None = None) -> Table:

@@ -1,12 +1,11 @@
 """The ``data`` section of ``causal-lm``: texts, conversations, or prompts with their completions.
 
-A conversation is kept as JSON in ``Rows.texts``, so that splits, limits and the cache of token ids work as for texts.
+A conversation is one column of JSON: its messages and tools differ in form from row to row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,20 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.paths import find_files, format_of
-from fastloop_plugins.rows.table import Table
+from fastloop_plugins.rows.splits import Rows, join_rows
+from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
 from fastloop_plugins.tasks._chat_rows import (
     OPTIONAL,
     TOOLS,
     Chat,
-    RowError,
     chat_columns,
     has_null,
     other_keys,
-    problem_of_text,
     read_chat,
     unread_keys,
 )  # fmt: skip
-from fastloop_plugins.tasks._text_columns import Text, column_names
+from fastloop_plugins.tasks._text_columns import column_names
 from fastloop_plugins.tasks._text_data import Data, TextData
 
 if TYPE_CHECKING:
@@ -68,7 +66,8 @@ class LanguageData(Data):
 
 
 class LanguageTextData(TextData):
-    """The ``data`` section of a language model. ``load`` returns each conversation, or prompt and completion, as JSON.
+    """The ``data`` section of a language model. ``load`` returns texts, conversations as JSON, or
+    prompts and completions.
 
     Attributes:
         masked: Whether rows are conversations, or prompts with completions.
@@ -84,7 +83,7 @@ class LanguageTextData(TextData):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
-        options, self.names = self.options, dict[str, tuple[Table, int]]()
+        options, self.names = self.options, dict[Any, tuple[Table, int]]()
         self.names_read: Callable[[], Collection[str]] = tuple
         given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
         if len(given) > 1:
@@ -169,8 +168,8 @@ class LanguageTextData(TextData):
             encode.warn_about_length(self.stream.head.columns[self.columns[0]])
         return self.stream.datasets(run, datasets, encode)
 
-    def name_of(self, row: str) -> str:
-        """The name of a row in messages, given its JSON."""
+    def name_of(self, row: Any) -> str:
+        """The name of a row in messages."""
         part, number = self.names[row]
         return part.row(number)
 
@@ -184,52 +183,23 @@ class LanguageTextData(TextData):
     def optional_columns(self) -> list[str]:
         return [name for name in OPTIONAL if name == TOOLS or name in self.chat_columns] if self.chat_columns else []
 
-    def row_of(self, values: Sequence[Any]) -> str:
-        """A row as JSON: a ``Chat``, or ``[prompt, completion]``.
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        keys = self.row_columns()
+        if not self.chat_columns:
+            return {
+                name: text_column(values, name, keys[name], bad, required=self.masked)
+                for name, values in zip(keys, columns, strict=True)
+            }
+        names, chats = [*keys, *self.optional_columns()], list[str]()
+        for index, values in enumerate(zip(*columns, strict=True)):
+            try:
+                chats.append(read_chat(dict(zip(names, values, strict=True)), self.chat_columns).dumps())
+            except RowError as error:
+                bad(index, str(error))
+                chats.append("")
+        return {"chat": chats}
 
-        Args:
-            values: The columns of ``text_columns``, then those of ``optional_columns``.
-
-        Raises:
-            RowError: The values are no row.
-        """
-        columns = self.text_columns()
-        if self.chat_columns:
-            return read_chat(
-                dict(zip((*columns, *self.optional_columns()), values, strict=True)), self.chat_columns
-            ).dumps()
-        for (column, key), value in zip(columns.items(), values, strict=True):
-            if problem := problem_of_text(value):
-                raise RowError(f"column {column!r} (data.{key}) {problem}")
-        return json.dumps(values, ensure_ascii=False)
-
-    def _values(self, part: Table) -> list[tuple[Any, ...]]:
-        """The values for ``row_of`` of each row."""
-        columns = [part.column(key, name) for name, key in self.text_columns().items()]
-        columns += [
-            part.column("messages", name) if name in part.columns else [None] * len(columns[0])
-            for name in self.optional_columns()
-        ]
-        return list(zip(*columns, strict=True))
-
-    def _readable(self, part: Table) -> Table:
-        if not self.masked:
-            return super()._readable(part)
-        rows = self._values(part)
-        good = [index for index, values in enumerate(rows) if self._is_row(values)]
-        if count := part.unreadable + len(rows) - len(good):
-            self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
-            self.unreadable += count
-        columns = [*self.text_columns(), *self.optional_columns()]
-        return part.keep({name: [values[index] for values in rows] for index, name in enumerate(columns)}, good)
-
-    def _is_row(self, values: Sequence[Any]) -> bool:
-        try:
-            return bool(self.row_of(values))
-        except RowError:
-            return False
-
-    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
+    def _rows(self, role: str, parts: list[Table]) -> Rows:
         if not self.masked:
             for part in parts if self.recipe.data.get("text") is None else ():
                 there = part.all_names()
@@ -240,27 +210,24 @@ class LanguageTextData(TextData):
                         f"{part.where}: has no column {self.options.text!r}, but conversations: {names}. Give "
                         f"{choices}."
                     )
-            return super()._texts(role, parts)
-        rows: list[Text] = []
-        for part in parts:
-            for number, values in enumerate(self._values(part), 1):
-                try:
-                    rows.append(row := self.row_of(values))
-                except RowError as error:
-                    raise RecipeError(f"{part.row(number)}: {error}") from None
+            return super()._rows(role, parts)
+        parsed = [Rows(self._parse(part)) for part in parts]
+        for part, rows in zip(parts, parsed, strict=True):
+            for number, row in enumerate(rows.texts, 1):
                 self.names.setdefault(row, (part, number))
-        if not rows:
+        rows = join_rows([split.columns for split in parsed])
+        if not len(rows):
             where = ", ".join(part.where for part in parts)
             raise RecipeError(
                 f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits)."
             )
         if self.chat_columns:
-            self._report_keys(role, rows)
+            self._report_keys(role, rows.texts)
         return rows
 
-    def _report_keys(self, split: str, rows: Sequence[Text]) -> None:
+    def _report_keys(self, split: str, rows: Sequence[str]) -> None:
         """Add warnings about keys that have no effect, and about nulls in tools."""
-        chats = [Chat.loads(str(row)) for row in rows]
+        chats = [Chat.loads(row) for row in rows]
         if self.stream is not None and split == "train":
             split = f"{split}, its first {len(rows)} rows"
         if warning := unread_keys(split, Counter(key for chat in chats for key in other_keys(chat)), self.names_read()):

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastloop_plugins.rows.table import show
+from fastloop_plugins.rows.table import RowError, problem_of_text, show
 
 EXAMPLE = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]'
 """A conversation for messages."""
@@ -46,10 +46,6 @@ REASONING = ("reasoning_content", "thinking", "reasoning")
 
 DEEPEST = 64
 """Lists and objects of a conversation that may lie in each other."""
-
-
-class RowError(ValueError):
-    """A row that cannot be read. The message names the column, and what is wrong."""
 
 
 @dataclass(frozen=True)
@@ -167,17 +163,6 @@ def _check_depth(value: Any, column: str) -> None:
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
-
-
-def problem_of_text(value: Any) -> str | None:
-    """Why a value is not a text; None if it is one."""
-    if not isinstance(value, str):
-        return f"holds {show(value)}, expected text."
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return "holds half of a UTF-16 pair, which is no text."
-    return None
 
 
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import find_files, format_of
-from fastloop_plugins.tasks._chat_rows import Chat, RowError, other_keys, read_chat, unread_keys
+from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.tasks._chat_rows import Chat, other_keys, read_chat, unread_keys
 from fastloop_plugins.tasks._chat_template import ChatRenderer
 from fastloop_plugins.tasks._text_batches import Sequences
 

@@ -47,7 +47,7 @@ class ChatModel(DecoderModel):
                     ", ".join(unknown),
                 )
 
-    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
             super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))], max_length)
             self.tokenizer.add_tokens(self.marks, special_tokens=True)
@@ -70,9 +70,9 @@ class ChatModel(DecoderModel):
 class CompletionModel(DecoderModel):
     """The ``model`` section, for prompts with completions."""
 
-    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer(["".join(json.loads(text)) for text in texts], max_length)
+            super().finish_tokenizer(["".join(row) for row in texts], max_length)
 
 
 def _texts(chat: Chat) -> Iterator[str]:
@@ -95,27 +95,26 @@ class RowEncoder:
     def __init__(self, tokenizer: Any, end: list[int], train_on: str) -> None:
         self.tokenizer, self.end, self.renderer = tokenizer, end, ChatRenderer(tokenizer, train_on)
 
-    def __call__(self, row: str, where: Callable[[], str]) -> list[int]:
+    def __call__(self, row: str | tuple[str, str], where: Callable[[], str]) -> list[int]:
         """The signed ids of a row.
 
         Args:
-            row: JSON of a ``Chat``, or of ``[prompt, completion]``.
+            row: JSON of a ``Chat``, or a prompt and its completion.
             where: Returns the name of the row in messages.
 
         Raises:
             RecipeError: See ``ChatRenderer.encode``.
         """
-        value = json.loads(row)
-        if isinstance(value[0], str):
-            prompt, completion = self.tokenizer(value, add_special_tokens=False, verbose=False)["input_ids"]
+        if isinstance(row, tuple):
+            prompt, completion = self.tokenizer(list(row), add_special_tokens=False, verbose=False)["input_ids"]
             ids, mask = prompt + completion, [0] * len(prompt) + [1] * len(completion)
         else:
-            ids, mask = self.renderer.encode(Chat(*value), where)
+            ids, mask = self.renderer.encode(Chat.loads(row), where)
         return [token if trained else ~token for token, trained in zip(ids, mask, strict=True)] + self.end
 
 
 def encode_rows(
-    tokenizer: Any, rows: list[str], end: list[int], arguments: Mapping[str, Any], name_of: Callable[[str], str]
+    tokenizer: Any, rows: list[Any], end: list[int], arguments: Mapping[str, Any], name_of: Callable[[Any], str]
 ) -> Iterator[list[int]]:
     """Yield the signed ids of each row. See ``RowEncoder``.
 

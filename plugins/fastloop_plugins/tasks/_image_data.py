@@ -15,7 +15,7 @@ from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
-from fastloop_plugins.rows.splits import draw, hold_out
+from fastloop_plugins.rows.splits import Limit, Splits, divide
 from fastloop_plugins.tasks._image_format import MAX_PIXELS, InputFormat
 
 if TYPE_CHECKING:
@@ -82,24 +82,6 @@ class Data:
 
 
 @dataclass(kw_only=True)
-class Splits:
-    """``data.splits``."""
-
-    train: Annotated[str, option("the folder to train on")] = "train"
-    validation: Annotated[str | None, option("the folder to evaluate on")] = "validation"
-    test: Annotated[str | None, option("the folder to test on")] = "test"
-
-
-@dataclass(kw_only=True)
-class Limit:
-    """``data.limit``."""
-
-    train: Annotated[int | None, option("images", ge=1)] = None
-    validation: Annotated[int | None, option("images", ge=1)] = None
-    test: Annotated[int | None, option("images", ge=1)] = None
-
-
-@dataclass(kw_only=True)
 class Augment:
     """``data.augment``."""
 
@@ -135,6 +117,9 @@ class ImageFiles:
     names: list[str]
     labels: list[int]
     max_pixels: int = MAX_PIXELS
+
+    def __len__(self) -> int:
+        return len(self.names)
 
     def keep(self, ids: Sequence[int]) -> ImageFiles:
         """The images with these ids."""
@@ -222,14 +207,8 @@ class ImageData:
                     "or more."
                 )
         files = {split: self._files(folders[split], classes) for split, classes in found.items()}
-        suffix = ""
-        if "train" in files and fraction:
-            train, held = hold_out(len(files["train"].names), fraction, files["train"].labels, self.where)
-            files |= {"train": files["train"].keep(train), "validation": files["train"].keep(held)}
-            suffix = f" (no validation split: {fraction:.0%} of train, of each class, held out)"
-        for split, count in vars(self.limit).items():
-            if count is not None and split in files and count < len(files[split].names):
-                files[split] = files[split].keep(draw(len(files[split].names), count))
+        classes = files["train"].labels if "train" in files else None
+        files, suffix = divide(files, fraction, classes, self.limit, self.where)
         if "train" in files:
             suffix += f"; images of each class in train: {self._count(files['train'])}"
         files = {split: one for split, one in files.items() if self.inference is None or split == self.inference.split}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastloop_plugins.tasks._text_columns import Text
-    from fastloop_plugins.tasks._text_data import Rows, TextData
+    from fastloop_plugins.rows.splits import Rows
+    from fastloop_plugins.tasks._text_data import TextData
 
 SHOWN = 60
 """Characters of a text that a message shows."""
@@ -23,10 +22,10 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
     """
     if data.options.label is None and list(data.text_columns().values()) == ["text"]:
         return []
-    first: dict[Text, Any] = {}  # text of train -> its label
-    labels: dict[Text, dict[Any, None]] = {}  # text with several labels -> these
-    repeated: list[Text] = []
-    shared: list[Text] = []
+    first: dict[Any, Any] = {}  # text of train -> its label
+    labels: dict[Any, dict[Any, None]] = {}  # text with several labels -> these
+    repeated: list[Any] = []
+    shared: list[Any] = []
     found, lines = [], []
     for text, label in _labelled(splits["train"]):
         if text not in first:
@@ -36,7 +35,7 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
         else:
             labels.setdefault(text, {first[text]: None})[label] = None
     if repeated:
-        found.append(f"{len(repeated)} of {len(splits['train'].texts)} rows of train repeat an earlier one")
+        found.append(f"{len(repeated)} of {len(splits['train'])} rows of train repeat an earlier one")
     for role in (role for role in splits if role != "train"):
         before = len(shared)
         for text, label in _labelled(splits[role]):
@@ -45,7 +44,7 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
                 if label != first[text]:
                     labels.setdefault(text, {first[text]: None})[label] = None
         if len(shared) > before:
-            found.append(f"{len(shared) - before} of {len(splits[role].texts)} rows of {role} are in train, too")
+            found.append(f"{len(shared) - before} of {len(splits[role])} rows of {role} are in train, too")
     if found:
         remedy = "Metrics of rows that the model trains on are too high: remove these rows"
         remedy = remedy if shared else "Remove them unless they are intended"
@@ -58,9 +57,11 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
     return lines
 
 
-def _labelled(rows: Rows) -> Iterator[tuple[Text, Any]]:
+def _labelled(rows: Rows) -> Iterator[tuple[Any, Any]]:
     """Each text with its label, or None."""
     for index, text in enumerate(rows.texts):
+        if isinstance(text, tuple) and isinstance(text[0], list):  # words and tags
+            text = tuple(map(tuple, text))
         label = rows.labels[index] if rows.labels is not None else None
         yield text, tuple(label) if isinstance(label, list) else label
 
@@ -71,8 +72,8 @@ def _name(label: Any, classes: Sequence[str]) -> str:
     return ", ".join(repr(classes[index]) for index in ids) or "none"
 
 
-def _show(text: Text, data: TextData) -> str:
+def _show(text: Any, data: TextData) -> str:
     if data.tagged:
-        text = tuple(json.loads(str(text))[0])
+        text = text[0]
     joined = text if isinstance(text, str) else (" " if data.tagged else " | ").join(text)
     return repr(joined if len(joined) <= SHOWN else f"{joined[:SHOWN]}...")

@@ -1,11 +1,7 @@
-"""Rows of ``seq2seq``: an input text and a target text, as token ids and as padded batches.
-
-A row is kept as JSON in ``Rows.texts``, so that splits, limits and the cache of token ids work as for texts.
-"""
+"""Rows of ``seq2seq``: an input text and a target text, as token ids and as padded batches."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +13,9 @@ import numpy as np
 from fastloop import Batch, RecipeError, option
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import format_of
-from fastloop_plugins.rows.table import Table
+from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._text_batches import Sequences, Width, describe_cut, mask, padded
-from fastloop_plugins.tasks._text_columns import Text, read_columns
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_stream import text_chunks
 from fastloop_plugins.tasks._text_tokens import encode, encode_marked, portions
@@ -45,7 +40,7 @@ class PairData(Data):
 
 
 class PairTextData(TextData):
-    """The ``data`` section of ``seq2seq``. ``load`` returns each row as the JSON of ``[prefix + input, target]``.
+    """The ``data`` section of ``seq2seq``. ``load`` returns inputs, with ``data.prefix``, and targets.
 
     Raises:
         RecipeError: An option is invalid, or a file does not exist.
@@ -79,25 +74,21 @@ class PairTextData(TextData):
 
         return self.stream.datasets(run, datasets, PairRows(self, model))
 
-    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
-        inputs = read_columns(parts, role, self.columns, self.messages)
-        targets = read_columns(parts, role, [self.target], self.messages, "target")
-        prefix = self.options.prefix
-        return [
-            json.dumps([f"{prefix}{text}", target], ensure_ascii=False)
-            for text, target in zip(inputs, targets, strict=True)
-        ]
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        found = super().parse(columns, bad)
+        found[self.columns[0]] = [f"{self.options.prefix}{text}" for text in found[self.columns[0]]]
+        return found
 
 
 def encode_rows(
-    tokenizer: Any, rows: Sequence[str], end: list[int], arguments: Mapping[str, Any]
+    tokenizer: Any, rows: Sequence[tuple[str, str]], end: list[int], arguments: Mapping[str, Any]
 ) -> Iterator[list[int]]:
     """Yield for each row: the number of input tokens, what is truncated, the ids of the input and of the target.
 
     The second number is the sum of 1 for the target and 2 for the input, if they are truncated.
 
     Args:
-        rows: JSON of ``[input, target]``.
+        rows: Inputs and targets.
         end: The end token, which every target gets if the tokenizer does not add it.
         arguments: ``max_length`` and ``max_target_length``, as in the ``data`` section.
     """
@@ -109,7 +100,7 @@ def encode_rows(
         return ids
 
     for portion in portions(rows):
-        texts, targets = zip(*(json.loads(row) for row in portion), strict=True)
+        texts, targets = zip(*portion, strict=True)
         inputs = encode_marked(tokenizer, texts, {"truncation": True, "max_length": arguments["max_length"]})
         for (ids, long), target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
             missing = [token for token in end if token not in labels]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
@@ -54,14 +53,12 @@ class Seq2SeqModel(TextModel):
         if length > room:
             raise RecipeError(f"{self.recipe.where}: {key}: found {length}, and the model takes {room} tokens at most.")
 
-    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
         if self.trained is None:
             return
         from tokenizers.processors import TemplateProcessing
 
-        super().finish_tokenizer(
-            [text for row in texts for text in json.loads(row)], max(max_length, self.max_target_length)
-        )
+        super().finish_tokenizer([text for row in texts for text in row], max(max_length, self.max_target_length))
         end = self.tokenizer.eos_token
         template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, self.tokenizer.eos_token_id)])
         self.tokenizer.backend_tokenizer.post_processor = template

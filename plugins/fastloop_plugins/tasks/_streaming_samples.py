@@ -4,11 +4,10 @@ Each class is an ``Encoder`` of ``_streaming``: rows and their names -> samples.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,11 +15,10 @@ from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.index import Row
 from fastloop_plugins.rows.table import show
-from fastloop_plugins.tasks._chat_rows import RowError, problem_of_text
 from fastloop_plugins.tasks._chat_tokens import RowEncoder
 from fastloop_plugins.tasks._lm_batches import MaskedSequences
 from fastloop_plugins.tasks._text_batches import Sequences
-from fastloop_plugins.tasks._text_columns import Text, join_columns, token_types
+from fastloop_plugins.tasks._text_columns import join_columns, token_types
 from fastloop_plugins.tasks._text_targets import read_number
 from fastloop_plugins.tasks._text_tokens import encode
 
@@ -40,25 +38,6 @@ PROBED = 256
 """Rows to tokenize in full, to estimate how many are longer than a sample."""
 
 
-def texts_of(rows: Sequence[Row], names: Sequence[str], columns: Mapping[str, str]) -> list[Text]:
-    """The texts of each row; a missing text is empty.
-
-    Args:
-        columns: Column -> the option of ``data`` that names it. They are the first ones of a row.
-
-    Raises:
-        DataError: A value is no text.
-    """
-    texts: list[Text] = []
-    for row, name in zip(rows, names, strict=True):
-        cells = ["" if value is None else value for value in row[: len(columns)]]
-        for (column, key), cell in zip(columns.items(), cells, strict=True):
-            if problem := problem_of_text(cell):
-                raise DataError(f"{name}: column {column!r} (data.{key}) {problem}")
-        texts.append(cells[0] if len(cells) == 1 else tuple(cells))
-    return texts
-
-
 class LabelledRows:
     """Samples of ``text-classification``.
 
@@ -67,13 +46,13 @@ class LabelledRows:
     """
 
     def __init__(self, data: TextData, model: TextModel, table: Mapping[Any, Any]) -> None:
-        self.columns, self.label, self.model, self.table = data.text_columns(), data.labels[0], model, table
+        self.data, self.label, self.model, self.table = data, data.labels[0], model, table
         self.numbers, self.untyped = data.label_type == "number", data.stream is not None and data.stream.head.untyped
         self.types = token_types(data.columns, model)
         self.arguments: dict[str, Any] = {"truncation": True, "max_length": data.options.max_length, **self.types}
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
-        texts = join_columns(texts_of(rows, names, self.columns), self.model)
+        texts = join_columns(self.data.parse_rows(rows, names), self.model)
         labels = [self._label(row[-1], name) for row, name in zip(rows, names, strict=True)]
         found = np.array(labels, np.float32 if self.numbers else np.int64)
         samples = Sequences(*flat(encode(self.model.tokenizer, texts, [], self.arguments)), found, bool(self.types))
@@ -115,18 +94,14 @@ class LanguageRows:
         return samples
 
     def _plain(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
-        texts = texts_of(rows, names, self.data.text_columns())
+        texts = self.data.parse_rows(rows, names)
         arguments = {"add_special_tokens": False, "verbose": False, "truncation": True, "max_length": self.size}
         ids = encode(self.tokenizer, texts, self.end, arguments)
         return [{"input_ids": np.array(row[: self.size], np.int32)} for row in ids]
 
     def _masked(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         samples = []
-        for row, name in zip(rows, names, strict=True):
-            try:
-                content = self.data.row_of(row)
-            except RowError as error:
-                raise DataError(f"{name}: {error}") from None
+        for content, name in zip(self.data.parse_rows(rows, names), names, strict=True):
             found = MaskedSequences(*flat([self.encode(content, partial(str, name))]), self.size)
             empty = np.empty(0, np.int32)
             samples.append(found[0] if len(found) else {"input_ids": empty, "targets": empty})
@@ -153,10 +128,10 @@ class Documents:
     skipped."""
 
     def __init__(self, data: LanguageTextData, model: TextModel) -> None:
-        self.columns, self.tokenizer, self.end = data.text_columns(), model.tokenizer, end_of(model)
+        self.data, self.tokenizer, self.end = data, model.tokenizer, end_of(model)
 
     def __call__(self, rows: list[Row], names: list[str]) -> NDArray[np.int32]:
-        texts = [text for text in texts_of(rows, names, self.columns) if isinstance(text, str) and text.strip()]
+        texts = [text for text in self.data.parse_rows(rows, names) if text.strip()]
         return flat(encode(self.tokenizer, texts, self.end, {"add_special_tokens": False, "verbose": False}))[0]
 
 
@@ -169,19 +144,13 @@ class PairRows:
     """Samples of ``seq2seq``."""
 
     def __init__(self, data: PairTextData, model: TextModel) -> None:
-        self.columns, self.prefix, self.tokenizer, self.end = (
-            data.text_columns(),
-            data.options.prefix,
-            model.tokenizer,
-            end_of(model),
-        )
+        self.data, self.tokenizer, self.end = data, model.tokenizer, end_of(model)
         self.arguments = {"max_length": data.options.max_length, "max_target_length": data.options.max_target_length}
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         from fastloop_plugins.tasks._seq2seq_data import PairSequences, encode_rows
 
-        texts = cast("list[tuple[str, str]]", texts_of(rows, names, self.columns))
-        pairs = [json.dumps([f"{self.prefix}{text}", target]) for text, target in texts]
+        pairs = self.data.parse_rows(rows, names)
         found = PairSequences(*flat(encode_rows(self.tokenizer, pairs, self.end, self.arguments)))
         return [found[index] for index in range(len(found))]
 
@@ -213,24 +182,23 @@ class TagRows:
         from fastloop_plugins.tasks._tag_batches import TaggedSentences
         from fastloop_plugins.tasks._tag_tokens import encode_rows
 
-        for (words, tags), name in zip(rows, names, strict=True):
-            problem = self.data.problem(words, tags)
-            if problem is None and (new := next((tag for tag in tags if tag not in self.table), None)) is not None:
-                problem = (
-                    f"found the tag {new!r} (data.tags), which was not there when the run started. Start it again."
+        sentences = self.data.parse_rows(rows, names)
+        for (_, tags), name in zip(sentences, names, strict=True):
+            if (new := next((tag for tag in tags if tag not in self.table), None)) is not None:
+                raise DataError(
+                    f"{name}: found the tag {new!r} (data.tags), which was not there when the run started. "
+                    "Start it again."
                 )
-            if problem:
-                raise DataError(f"{name}: {problem}")
-        texts = [json.dumps([words, [self.table[tag] for tag in tags]]) for words, tags in rows]
+        texts = [(words, [self.table[tag] for tag in tags]) for words, tags in sentences]
         found = TaggedSentences(
             *flat(encode_rows(self.tokenizer, texts, [], {})), self.room, self.special, order=self.order
         )
         empty = np.empty(0, np.int32)
         samples = [
             found[index] if words else {"input_ids": empty, "targets": empty, "row": index}
-            for index, (words, _) in enumerate(rows)
+            for index, (words, _) in enumerate(sentences)
         ]
-        if not any(words for words, _ in rows):
+        if not any(words for words, _ in sentences):
             samples[0] = self.spare
         return samples
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,8 @@ from fastloop import RecipeError, option
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import CONLL, Layout
 from fastloop_plugins.rows.paths import FORMATS, find_files, format_of
-from fastloop_plugins.rows.table import Table, show
-from fastloop_plugins.tasks._chat_rows import problem_of_text
-from fastloop_plugins.tasks._text_columns import Text
+from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_labels import count_classes, list_labels
 
@@ -61,8 +59,7 @@ def has_tags(recipe: Recipe) -> bool:
 
 
 class TagTextData(TextData):
-    """The ``data`` section of a recipe. ``load`` returns each sentence as JSON: its words, and the id of each word's
-    tag.
+    """The ``data`` section of a recipe. ``load`` returns the words of each sentence, and the ids of their tags.
 
     Attributes:
         classes: The tags in the order of their ids. In inference: set before ``load``, from the model.
@@ -75,6 +72,7 @@ class TagTextData(TextData):
     tagged = True
     options: TagData
     text_key = "words"
+    unit = "sentences"
     formats = (*FORMATS, CONLL)
 
     def __init__(self, recipe: Recipe) -> None:
@@ -150,8 +148,14 @@ class TagTextData(TextData):
             self._check_file(Path(path))
         return super()._read_files(paths)
 
-    def _rows(self, part: Table) -> list[tuple[Any, Any]]:
-        return list(zip(part.column("words", self.columns[0]), part.column("tags", self.labels[0]), strict=True))
+    def row_columns(self) -> dict[str, str]:
+        return self.text_columns() | self.label_columns()
+
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        for index, row in enumerate(zip(*columns, strict=True)):
+            if problem := self.problem(*row):
+                bad(index, problem)
+        return {"words": list(columns[0]), "tags": list(columns[1])}
 
     def problem(self, words: Any, tags: Any) -> str | None:
         """Why two cells are not words and their tags; None if they are."""
@@ -168,19 +172,12 @@ class TagTextData(TextData):
             else f"found {len(words)} words and {len(tags)} tags, expected a tag for each word."
         )
 
-    def _readable(self, part: Table) -> Table:
-        rows = self._rows(part)
-        good = [index for index, row in enumerate(rows) if self.problem(*row) is None]
-        if count := part.unreadable + len(rows) - len(good):
-            self.messages.append((logging.WARNING, f"{part.where}: {count} sentences cannot be read, and are skipped"))
-            self.unreadable += count
-        return part.keep({self.columns[0]: [row[0] for row in rows], self.labels[0]: [row[1] for row in rows]}, good)
-
-    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
-        rows = [(part, number, *row) for part in parts for number, row in enumerate(self._rows(part), 1)]
-        for part, number, words, tags in rows:
-            if problem := self.problem(words, tags):
-                raise RecipeError(f"{part.row(number)}: {problem}")
+    def _rows(self, role: str, parts: list[Table]) -> Rows:
+        rows = [
+            (part, number, words, tags)
+            for part in parts
+            for number, (words, tags) in enumerate(zip(*self._parse(part).values(), strict=True), 1)
+        ]
         where = ", ".join(part.where for part in parts)
         if not any(words for _, _, words, _ in rows):
             raise RecipeError(
@@ -189,13 +186,14 @@ class TagTextData(TextData):
         if role == "train" and self.inference is None:
             self.classes = self._tag_names(rows, where)
         ids = {name: index for index, name in enumerate(self.classes)}
-        texts, found, empty = list[Text](), list[int](), 0
+        columns, found, empty = {"words": list[Any](), "tags": list[Any]()}, list[int](), 0
         for part, number, words, tags in rows:
             tag_ids = [ids.get(self._name(part, tag), -1) for tag in tags]
             if -1 in tag_ids:
                 raise self._unknown(part, number, tag_ids.index(-1), tags[tag_ids.index(-1)], role)
             if words:
-                texts.append(json.dumps([words, tag_ids], ensure_ascii=False))
+                columns["words"].append(list(words))
+                columns["tags"].append(tag_ids)
             empty += not words
             found += tag_ids if role == "train" else []
         if empty:
@@ -206,7 +204,7 @@ class TagTextData(TextData):
             self.messages.append(
                 (logging.INFO, f"data: words of each tag in train: {count_classes(found, self.classes)}")
             )
-        return texts
+        return Rows(columns)
 
     # -- tags ----------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 def encode_sentences(words: list[list[str]], model: TagModel, max_length: int) -> TaggedSentences:
     """Sentences without tags as a dataset. Its tags are 0."""
-    rows = [json.dumps([sentence, [0] * len(sentence)]) for sentence in words]
+    rows = [(sentence, [0] * len(sentence)) for sentence in words]
     return TaggedSentences(*flat(encode_rows(model.tokenizer, rows, [], {})), *model.room(max_length), words=words)
 
 
@@ -43,8 +42,7 @@ def sentence_chunks(
 
 def split_sentences(data: TagTextData, split: str) -> Iterator[list[str]]:
     """The words of each sentence of a split."""
-    for text in data.load()[split].texts:
-        yield json.loads(str(text))[0]
+    yield from data.load()[split].columns["words"]
 
 
 def tag_columns(

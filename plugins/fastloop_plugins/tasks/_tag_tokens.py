@@ -6,7 +6,6 @@ of the word's tag, and that of its other tokens is ``~id``, which is negative.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -56,9 +55,9 @@ class TagModel(TextModel):
         if self.tokenizer is not None:
             self._separate_words()
 
-    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer([" ".join(["", *json.loads(text)[0]]) for text in texts], max_length)
+            super().finish_tokenizer([" ".join(["", *words]) for words, _ in texts], max_length)
             self._separate_words()
 
     def _separate_words(self) -> None:
@@ -118,13 +117,12 @@ def encode_rows(
     begins no word.
 
     Args:
-        rows: JSON of ``[words, ids of their tags]``.
+        rows: Words and the ids of their tags.
         end: Not used; a caller of ``_text_tokens.read`` may add tokens after each row.
         arguments: Not used either.
     """
     stand_in = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.pad_token_id
-    for portion in portions(rows):
-        sentences = [json.loads(row) for row in portion]
+    for sentences in portions(rows):
         found = tokenizer(
             [words or ["a"] for words, _ in sentences],
             is_split_into_words=True,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.table import Table, show
+from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.table import Table
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._text_model import TextModel
@@ -28,55 +29,36 @@ def column_names(value: str | list[str], where: str) -> list[str]:
     return names
 
 
-def read_columns(
-    parts: list[Table], role: str, names: Sequence[str], messages: list[tuple[int, str]], key: str = "text"
-) -> list[Text]:
-    """The texts of each row of a split.
+def check_texts(rows: Rows, role: str, parts: Sequence[Table], keys: Mapping[str, str]) -> list[tuple[int, str]]:
+    """Check the texts of a split. Returns a warning for each column with empty texts.
 
     Args:
-        messages: Receives a warning for each column with empty texts.
-        key: The option of ``data`` that names the columns.
+        keys: Column -> the option of ``data`` that names it.
 
     Raises:
-        RecipeError: There is no row, all texts of a column are empty, or a value is no text.
+        RecipeError: There is no row, or all texts of a column are empty.
     """
-    columns = [_read_column(parts, role, name, messages, key) for name in names]
-    return list(columns[0]) if len(columns) == 1 else list(zip(*columns, strict=True))
-
-
-def _read_column(parts: list[Table], role: str, name: str, messages: list[tuple[int, str]], key: str) -> list[str]:
-    texts: list[str] = []
-    empty: list[tuple[Table, int]] = []
-    for part in parts:
-        for number, value in enumerate(part.column(key, name), 1):
-            if value is not None and not isinstance(value, str):
-                raise RecipeError(
-                    f"{part.row(number)}: column {name!r} holds {show(value)}, expected text (data.{key})."
-                )
-            if value and not value.isascii() and not _encodable(value):
-                raise RecipeError(
-                    f"{part.row(number)}: column {name!r} (data.{key}) holds half of a UTF-16 pair, which is no text."
-                )
-            texts.append(value or "")
-            if not texts[-1].strip():
-                empty.append((part, number))
-    where = ", ".join(part.where for part in parts)
-    if not texts:
+    where, messages = ", ".join(part.where for part in parts), []
+    if not len(rows):
         raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
-    if len(empty) == len(texts):
-        raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.{key}).")
-    if empty:
-        part, number = empty[0]
-        first = f"the first in {part.row(number)}: column {name!r} (data.{key})"
-        messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
-    return texts
+    for (name, key), texts in zip(keys.items(), rows.columns.values(), strict=True):
+        empty = [row for row, text in enumerate(texts) if not text or text.isspace()]
+        if len(empty) == len(texts):
+            raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.{key}).")
+        if empty:
+            first = f"the first in {name_of_row(parts, empty[0])}: column {name!r} (data.{key})"
+            messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
+    return messages
 
 
-def _encodable(text: str) -> bool:
-    try:
-        return bool(text.encode())
-    except UnicodeEncodeError:
-        return False
+def name_of_row(parts: Sequence[Table], row: int) -> str:
+    """The name of a row in messages, counted from 0 over all parts."""
+    for part in parts:
+        size = len(part)
+        if row < size:
+            return part.row(row + 1)
+        row -= size
+    raise IndexError(row)
 
 
 def each_text(texts: Sequence[Text]) -> list[str]:

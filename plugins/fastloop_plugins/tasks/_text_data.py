@@ -17,19 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastloop import RecipeError, option
+from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._references import check_reference, import_object
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import FORMATS, find_files, format_of, refuse_options_without_files, refuse_url
-from fastloop_plugins.rows.splits import DRAW, draw, hold_out
-from fastloop_plugins.rows.table import Table, table_of
+from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, join_rows
+from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_drops import drop_rows
 from fastloop_plugins.tasks._repeats import find_repeats
 from fastloop_plugins.tasks._streaming_options import StreamedData, StreamingOptions, check_streaming
-from fastloop_plugins.tasks._text_columns import Text, column_names, read_columns
+from fastloop_plugins.tasks._text_columns import check_texts, column_names
 from fastloop_plugins.tasks._text_targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:
@@ -107,39 +108,6 @@ class Files:
     test: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
 
 
-@dataclass(kw_only=True)
-class Splits:
-    """``data.splits``."""
-
-    train: Annotated[str, option("the source's name of the split to train on")] = "train"
-    validation: Annotated[str | None, option("the source's name of the split to evaluate on")] = "validation"
-    test: Annotated[str | None, option("the source's name of the split to test on")] = "test"
-
-
-@dataclass(kw_only=True)
-class Limit:
-    """``data.limit``."""
-
-    train: Annotated[int | None, option("samples", ge=1)] = None
-    validation: Annotated[int | None, option("samples", ge=1)] = None
-    test: Annotated[int | None, option("samples", ge=1)] = None
-
-
-@dataclass
-class Rows:
-    """One split: the texts of each row, and labels if the task has labels: 0..n-1, or as ``_text_targets`` reads
-    them."""
-
-    texts: list[Text]
-    labels: list[Any] | None = None
-
-    def keep(self, ids: Sequence[int]) -> Rows:
-        """The samples with these ids."""
-        return Rows(
-            [self.texts[index] for index in ids], None if self.labels is None else [self.labels[index] for index in ids]
-        )
-
-
 class TextData(StreamedData):
     """The ``data`` section of a recipe. The constructor checks it, ``load`` reads it.
 
@@ -149,6 +117,7 @@ class TextData(StreamedData):
 
     section: ClassVar[type[Data]] = Data
     text_key = "text"  # the option that names the column of texts
+    unit = "rows"  # what a row is called in messages
     formats: ClassVar[Sequence[str]] = FORMATS
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
@@ -237,9 +206,7 @@ class TextData(StreamedData):
             raise RecipeError(
                 f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there."
             )
-        refuse_options_without_files(
-            self.how, [path for paths in self.files.values() for path in paths], f"{self.where}.read", self.formats
-        )
+        refuse_options_without_files(self.how, self.every_file(), f"{self.where}.read", self.formats)
         wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
         for key, name in wanted:
             if self.how.columns is not None and name not in self.how.columns:
@@ -276,7 +243,7 @@ class TextData(StreamedData):
                     f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}."
                 )
         used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
-        rows = {role: Rows(self._texts(role, found)) for role, found in used.items()}
+        rows = {role: self._rows(role, found) for role, found in used.items()}
         notes = [note for found in used.values() for part in found for note in part.notes]
         notes[NOTES:] = [f"data: and {len(notes) - NOTES} more lines such as these, of other files"] * (
             len(notes) > NOTES
@@ -290,28 +257,15 @@ class TextData(StreamedData):
             self.classes = labels.classes
             for role in rows:
                 rows[role].labels = labels.ids[role]
-        suffix = ""
-        if "train" in rows and held_out:
-            classes = rows["train"].labels if self.label_type == "class" else None
-            train, held = hold_out(len(rows["train"].texts), self.options.validation_fraction, classes, self.where)
-            rows |= {"train": rows["train"].keep(train), "validation": rows["train"].keep(held)}
-            share = f"{self.options.validation_fraction:.0%} of train" + (
-                ", of each class," if classes is not None else ""
-            )
-            suffix = f" (no validation split: {share} held out)"
-        for role, count in (
-            ("train", self.limit.train),
-            ("validation", self.limit.validation),
-            ("test", self.limit.test),
-        ):
-            if count is not None and role in rows and count < len(rows[role].texts):
-                rows[role] = rows[role].keep(draw(len(rows[role].texts), count))
+        classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
+        fraction = self.options.validation_fraction if held_out else 0.0
+        rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
         if self.inference is None and self.stream is None:
             self.messages += [(logging.WARNING, line) for line in find_repeats(rows, self)]
         if "train" in rows and rows["train"].labels is not None and self.stream is None:
             suffix += f"; {summarize(rows['train'].labels, self)}"
         rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
-        sizes = {role: f"{role} {len(split.texts)}" for role, split in rows.items()} | (
+        sizes = {role: f"{role} {len(split)}" for role, split in rows.items()} | (
             self.stream.size() if self.stream else {}
         )
         self.messages.append((logging.INFO, f"data: {', '.join(sizes.values())}{suffix}"))
@@ -330,9 +284,47 @@ class TextData(StreamedData):
         columns = self.text_columns() | self.label_columns() | self.text_columns()
         return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
 
-    def _texts(self, role: str, parts: list[Table]) -> list[Text]:
-        """The texts of a split."""
-        return read_columns(parts, role, self.columns, self.messages)
+    def row_columns(self) -> dict[str, str]:
+        """Column that ``parse`` reads -> the option that names it. Those of ``optional_columns`` follow."""
+        return self.text_columns()
+
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        """The columns of a split from those of its source. Rows in memory and streamed rows pass through it."""
+        keys = self.row_columns()
+        return {name: text_column(values, name, keys[name], bad) for name, values in zip(keys, columns, strict=True)}
+
+    def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
+        """Streamed rows as ``Rows.texts`` has those in memory. They may have more columns.
+
+        Raises:
+            DataError: A row, which ``names`` names, cannot be read.
+        """
+
+        def bad(index: int, problem: str) -> None:
+            raise DataError(f"{names[index]}: {problem}")
+
+        count = len(self.row_columns()) + len(self.optional_columns())
+        return Rows(self.parse(list(zip(*rows, strict=True))[:count], bad)).texts
+
+    def _parse(self, part: Table, bad: Bad | None = None) -> dict[str, list[Any]]:
+        def refuse(index: int, problem: str) -> None:
+            raise RecipeError(f"{part.row(index + 1)}: {problem}")
+
+        return self.parse(list(self._columns(part).values()), bad or refuse)
+
+    def _columns(self, part: Table) -> dict[str, list[Any]]:
+        """The columns for ``parse``."""
+        found = {name: part.column(key, name) for name, key in self.row_columns().items()}
+        size = len(next(iter(found.values())))
+        for name in self.optional_columns():
+            found[name] = part.column(self.text_key, name) if name in part.columns else [None] * size
+        return found
+
+    def _rows(self, role: str, parts: list[Table]) -> Rows:
+        """The rows of a split, without their labels."""
+        rows = join_rows([self._parse(part) for part in parts])
+        self.messages += check_texts(rows, role, parts, self.row_columns())
+        return rows
 
     def _needed(self, there: Collection[str]) -> dict[str, str]:
         """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of
@@ -434,19 +426,16 @@ class TextData(StreamedData):
         }
 
     def _readable(self, part: Table) -> Table:
-        """A part without rows whose text is not a string, or that have no label."""
-        columns = {name: part.column(key, name) for name, key in self.text_columns().items()}
-        bad = {
-            index
-            for texts in columns.values()
-            for index, value in enumerate(texts)
-            if not isinstance(value, str | None)
-        }
-        for name in self.labels:
+        """A table without rows that cannot be read, or that have no label."""
+        bad: set[int] = set()
+        self._parse(part, lambda index, _: bad.add(index))
+        columns = self._columns(part)
+        for name in () if self.tagged else self.labels:
             columns[name] = part.column("label", name)
             bad |= {index for index, value in enumerate(columns[name]) if not is_readable(value, self)}
         if count := part.unreadable + len(bad):
-            self.messages.append((logging.WARNING, f"{part.where}: {count} rows cannot be read, and are skipped"))
+            self.messages.append(
+                (logging.WARNING, f"{part.where}: {count} {self.unit} cannot be read, and are skipped")
+            )
             self.unreadable += count
-        rows = max(map(len, columns.values()))
-        return part.keep(columns, [row for row in range(rows) if row not in bad])
+        return part.keep(columns, [row for row in range(len(part)) if row not in bad])

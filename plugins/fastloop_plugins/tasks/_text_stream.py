@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import find_files
-from fastloop_plugins.rows.table import show
+from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.table import text_column
 from fastloop_plugins.tasks._text_batches import Sequences, describe_cut
 from fastloop_plugins.tasks._text_columns import Text, join_columns, token_types
 from fastloop_plugins.tasks._text_tokens import encode
@@ -31,18 +32,27 @@ def text_chunks(data: TextData, source: Path | Iterable[str], start: int, size: 
     Raises:
         RecipeError: The file does not exist, its format is unknown, or it has no column ``data.text``.
     """
-    if isinstance(source, Path):
-        texts: Iterator[Text] = read_texts(find_files(data.recipe, str(source), "predict", "FILE")[0], data)
-    elif len(data.columns) > 1:
-        raise RecipeError(
-            f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file "
-            "with these."
-        )
-    else:
-        texts = iter(source)
-    texts = islice(texts, start, None)
-    while chunk := list(islice(texts, size)):
-        yield chunk
+    if not isinstance(source, Path):
+        if len(data.columns) > 1:
+            raise RecipeError(
+                f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file "
+                "with these."
+            )
+        texts = islice(source, start, None)
+        while given := list[Text](islice(texts, size)):
+            yield given
+        return
+    path = find_files(data.recipe, str(source), "predict", "FILE")[0]
+    rows = islice(data.layout(predicts=True).rows(str(path)), start, None)
+    while chunk := list(islice(rows, size)):
+
+        def bad(index: int, problem: str, start: int = start) -> None:
+            raise RecipeError(f"{path}, row {start + index + 1}: {problem}")
+
+        columns = zip(data.columns, zip(*chunk, strict=True), strict=True)
+        found = {name: text_column(values, name, data.text_key, bad) for name, values in columns}
+        yield Rows(found).texts
+        start += len(chunk)
 
 
 def token_chunks(
@@ -72,15 +82,3 @@ def token_chunks(
             has_warned = True
         labels = np.array([label] * len(texts), dtype=np.float32) if label else np.zeros(len(texts), dtype=np.int64)
         yield Sequences(ids, lengths, labels, typed=bool(types))
-
-
-def read_texts(path: Path, data: TextData) -> Iterator[Text]:
-    """Yield the columns ``data.text`` of a file. In a .txt file, each line is a text."""
-    for number, values in enumerate(data.layout(predicts=True).rows(str(path)), 1):
-        for name, value in zip(data.columns, values, strict=True):
-            if not isinstance(value, str | None):
-                raise RecipeError(
-                    f"{path}, row {number}: column {name!r} (data.{data.text_key}) holds {show(value)}, expected text."
-                )
-        texts = tuple(value or "" for value in values)
-        yield texts if len(texts) > 1 else texts[0]

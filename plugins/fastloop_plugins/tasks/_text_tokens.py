@@ -88,16 +88,17 @@ def read(
             return found
     splits = data.load()
     if model.trained is not None:
-        model.finish_tokenizer(each_text(splits["train"].texts), data.options.max_length, bool(types))
+        texts = splits["train"].texts
+        model.finish_tokenizer(each_text(texts) if encoder is None else texts, data.options.max_length, bool(types))
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
     end = (
         [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id] if documents else []
     )
     for name, rows in splits.items():
-        texts = join_columns(rows.texts, model)
+        texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         if documents:
-            texts = [text for text in texts if isinstance(text, str) and text.strip()]
+            texts = [text for text in texts if not isinstance(text, str) or text.strip()]
         facts: dict[str, int] = {}
         encoded = (
             encode(tokenizer, texts, end, arguments, facts)
@@ -107,9 +108,7 @@ def read(
         if folder is None:
             flat = _cache.flat(encoded)
         else:
-            keys[name] = _cache.digest(
-                [str(ENCODING), known, how, *(["pairs"] if isinstance(texts[0], tuple) else []), *each_text(texts)]
-            )
+            keys[name] = _cache.digest([str(ENCODING), known, how, *_content(texts, encoder is None)])
             flat = _cache.kept(folder, keys[name], encoded, facts)
         if facts.get("cut"):
             of = f"{name}, first rows" if data.stream is not None and name == "train" else name
@@ -122,6 +121,19 @@ def read(
     if source is not None:
         _write_entry(source, data, found, keys)
     return found
+
+
+def _content(texts: Sequence[Any], plain: bool) -> Iterator[str]:
+    """The content of rows, for a hash.
+
+    Args:
+        plain: Whether rows are texts, or pairs of them.
+    """
+    if plain:
+        yield from ["pairs"] if isinstance(texts[0], tuple) else []
+        yield from each_text(texts)
+    else:
+        yield from (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in texts)
 
 
 def encode(

@@ -78,7 +78,7 @@ def test_the_mask_is_that_of_trl(name):
     for row in case["rows"]:
         given = row.get("row", row)
         columns = next((names for names in FORMS if names[0] in given), [])
-        text = read_chat(given, columns).dumps() if columns else json.dumps([row["prompt"], row["completion"]])
+        text = read_chat(given, columns).dumps() if columns else (row["prompt"], row["completion"])
         end = [] if columns else [tokenizer.eos_token_id]
         (signed,) = encode_rows(tokenizer, [text], end, {"train_on": "assistant"}, str)
         assert [max(token, ~token) for token in signed] == row["ids"]

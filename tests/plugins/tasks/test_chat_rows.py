@@ -24,8 +24,9 @@ from fastloop.lifecycle import build
 from fastloop.recipe import Inference, load_recipe, make_recipe
 from fastloop.registry import resolve
 from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.tasks._chat_data import LanguageTextData
-from fastloop_plugins.tasks._chat_rows import Chat, RowError, read_chat
+from fastloop_plugins.tasks._chat_rows import Chat, read_chat
 from fastloop_plugins.tasks._chat_stream import chat_chunks
 from fastloop_plugins.tasks._chat_template import ChatRenderer
 

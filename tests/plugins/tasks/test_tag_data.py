@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def tag_data(files: Any = None, **data: Any) -> TagTextData:
 def load(*arguments: Any, role: str = "train", **data: Any) -> list[tuple[list[str], list[str]]]:
     """The words of each sentence and the names of their tags."""
     section = tag_data(*arguments, **data)
-    rows = [json.loads(str(text)) for text in section.load()[role].texts]
+    rows = section.load()[role].texts
     return [(words, [section.classes[tag] for tag in tags]) for words, tags in rows]
 
 

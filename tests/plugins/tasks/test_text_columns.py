@@ -211,7 +211,7 @@ def test_evaluate_reads_pairs_and_predict_refuses_a_single_text(cli):
         ([], "data.text: found [], expected a column, or a list of different columns."),
         (["premise", "premise"], "expected a column, or a list of different columns."),
         (["premise", "hypotesis"], "there is no column 'hypotesis', which data.text names."),
-        (["premise", "number"], "expected text (data.text)."),
+        (["premise", "number"], "(data.text) holds 1 (int), expected text."),
     ],
 )
 def test_wrong_columns_are_refused(text, message):

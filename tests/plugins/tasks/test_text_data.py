@@ -312,7 +312,7 @@ def test_empty_splits_are_rejected_and_few_empty_texts_logged(caplog):
 
 def test_non_string_texts_are_rejected():
     write("train.jsonl", [{"text": "a", "label": 0}, {"text": 3, "label": 1}])
-    assert "train.jsonl, row 2: column 'text' holds 3 (int), expected text (data.text)." in refusal(
+    assert "train.jsonl, row 2: column 'text' (data.text) holds 3 (int), expected text." in refusal(
         files={"train": "train.jsonl"}
     )
 

@@ -37,6 +37,7 @@ from fastloop.options import OptionInfo, describe
 from fastloop.plugin import DEFAULTS, Observer, Plugin, When, is_own
 from fastloop.recipe import Train
 from fastloop.registry import installed, load
+from fastloop_plugins.rows.formats import describe_formats
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
@@ -235,6 +236,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "plugins": plugin_tables,
     "recipe": recipe_keys,
     "commands": commands,
+    "formats": lambda: table("files|a row is|values|compressed|row group of a stream", [*describe_formats()]),
     "api": api_reference,
 }
 

@@ -317,7 +317,7 @@ def test_parquet_statistics_that_do_not_fit_their_column():
     import pyarrow
     from pyarrow import parquet
 
-    from fastloop_plugins.rows.thrift import check_footer
+    from fastloop_plugins.rows.parquet import check_footer
 
     parquet.write_table(pyarrow.table({"text": ["fine"] * 9, "label": [1, 2, 3] * 3}), "whole.parquet")
     content = Path("whole.parquet").read_bytes()

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
-from fastloop_plugins.rows.lines import LineFile
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block
+from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 
 DOCUMENT = "-DOCSTART-"
@@ -38,13 +38,16 @@ class Sentence:
     problem: BadRow | None = None
 
 
-class Conll(File):
+class Conll(LineFormat):
     """Sentences of a CoNLL file. Rows are named by their lines.
 
     Args:
         columns: The names that the columns of words and tags get.
         numbers: Those columns in the file.
     """
+
+    lists = True
+    row = "a sentence: a word and its tag a line, blank lines between sentences"
 
     def __init__(
         self,
@@ -55,17 +58,9 @@ class Conll(File):
         numbers: Columns | None = None,
     ) -> None:
         super().__init__(path, how, columns, skip_unreadable)
-        self.text, self.numbers = LineFile(path, how), numbers or Columns()
-        self.is_whole = self.text.is_whole
+        self.numbers = numbers or Columns()
         self.keys = {key: name for name, key in columns.items()}
         self.names = dict.fromkeys(columns)
-        self.lines = self.text.lines()
-
-    def facts(self) -> list[str]:
-        return [f"{self.lines.offset} {self.lines.checksum}"]
-
-    def close(self) -> None:
-        self.text.close()
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Tags are only read if their column is among ``columns``."""
@@ -105,9 +100,7 @@ class Conll(File):
         """
         sentence, (first, example) = Sentence(), self._first_word
         width, tabbed = len(_cells(example)), "\t" in example
-        lines = self.text.lines(start)
-        if not start:
-            self.lines = lines
+        lines = self.begin(start)
         for line in chain(lines, [""]):
             number, cells = lines.number, _cells(line)
             if not any(cells) or cells[0] == DOCUMENT:

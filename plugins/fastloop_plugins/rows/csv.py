@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import did_you_mean
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block
 from fastloop_plugins.rows.limits import check_row
-from fastloop_plugins.rows.lines import LineFile, Lines
+from fastloop_plugins.rows.lines import LineFormat, Lines
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.table import check_names, missing_column
@@ -56,15 +56,15 @@ class Joined:
         return odd[0] if odd and (labelled or len(odd) == self.count) else None
 
 
-class Delimited(File):
+class Delimited(LineFormat):
     """Rows of a csv or tsv file. The first lines of the file show its format."""
 
     untyped = True
+    row = "a line, or several with a quoted cell; every cell is text"
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
-        self.text = LineFile(path, how)
-        self.is_whole, self.sample = self.text.is_whole, self.text.head
+        self.sample = self.text.head
         self.texts = [name for name, key in columns.items() if key != "label"]
         self.labels = [name for name, key in columns.items() if key == "label"]
         self.delimiter = self._find_delimiter()
@@ -72,13 +72,6 @@ class Delimited(File):
         self.headings, self.ends = set[str](), (0, 0)  # to detect a repeated header: its names, and two wanted columns
         if how.columns is not None:
             self._start(how.columns, 0)
-        self.lines = self.text.lines()
-
-    def facts(self) -> list[str]:
-        return [f"{self.lines.offset} {self.lines.checksum}"]
-
-    def close(self) -> None:
-        self.text.close()
 
     # -- detection -----------------------------------------------------------------------------------------------------
 
@@ -149,9 +142,7 @@ class Delimited(File):
         """See ``File``. Skips empty lines."""
         if start and not self.header:
             self._start((self._first(1, self.delimiter) or [[]])[0], 1)
-        lines = self.text.lines(start)
-        if not start:
-            self.lines = lines
+        lines = self.begin(start)
         records = islice(self._records(lines, start), skip, None)
         place = start
         while rows := self._limited(records, size):

@@ -67,6 +67,9 @@ class File(ABC):
         skip_unreadable: Skip rows that cannot be read, and count them.
 
     Attributes:
+        row: A row of the format, for the table in docs/data.md.
+        group: A row group of a stream, for that table. Empty: the format is not streamed.
+        lists: Whether a cell can be a list, such as words or messages.
         untyped: Whether every cell is text.
         has_groups: Whether the format has row groups. All blocks of one begin at its number.
         predicts: Whether the rows are those of a file to predict. Each line of a .txt file is a row then, and nothing
@@ -78,6 +81,9 @@ class File(ABC):
         unreadable: Number of skipped rows.
     """
 
+    row: ClassVar[str] = ""
+    group: ClassVar[str] = ""
+    lists: ClassVar[bool] = False
     untyped: ClassVar[bool] = False
     has_groups: ClassVar[bool] = False
     is_whole = is_parsed_whole = predicts = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,7 @@ from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import PACKED, format_of
+from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, format_of
 from fastloop_plugins.rows.table import Table, missing_column
 from fastloop_plugins.rows.text import Text
 from fastloop_plugins.rows.webdataset import Tar
@@ -25,29 +25,46 @@ if TYPE_CHECKING:
     from pyarrow import ChunkedArray  # type: ignore[import-untyped]
 
 
-def _parquet(path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> File:
-    from fastloop_plugins.rows.parquet import Parquet  # imports pyarrow
-
-    return Parquet(path, how, columns, skip_unreadable)
-
-
 CONLL = ".conll"
 """Suffix of CoNLL files."""
-READERS: dict[str, Callable[..., File]] = {
+READERS: dict[str, type[File] | None] = {
     ".csv": Delimited,
     ".tsv": Delimited,
     ".json": Json,
     ".jsonl": Json,
-    ".parquet": _parquet,
+    ".parquet": None,  # ``reader_of`` imports it, and pyarrow
     ".tar": Tar,
     ".txt": Text,
 }
-"""Suffix -> reader of the format. ``Conll`` needs the numbers of its columns, too."""
+"""Suffix -> reader of the format. A section that reads ``CONLL`` files has a reader for them, too."""
+
+
+def reader_of(suffix: str) -> type[File]:
+    """The reader of a format."""
+    if suffix == CONLL:
+        return Conll
+    if (reader := READERS[suffix]) is not None:
+        return reader
+    from fastloop_plugins.rows.parquet import Parquet
+
+    return Parquet
+
+
+def describe_formats() -> list[tuple[str, str, str, str, str]]:
+    """The table of formats in docs/data.md: suffix, row, values, compression, and row group of a stream."""
+    found = []
+    for suffix in (*READERS, CONLL):
+        reader = reader_of(suffix)
+        packed = "no" if suffix in PACKED else ", ".join(f"`{codec}`" for codec in COMPRESSIONS)
+        values = "text, numbers, lists" if reader.lists else "text"
+        found.append((f"`{suffix}`", reader.row, values, packed, reader.group or "not streamed"))
+    return found
 
 
 def is_untyped(path: str) -> bool:
     """Whether every cell of a file is text."""
-    return bool(getattr(READERS.get(format_of(Path(path))[0]), "untyped", False))
+    suffix = format_of(Path(path))[0]
+    return suffix in READERS and reader_of(suffix).untyped
 
 
 @dataclass(frozen=True)
@@ -76,7 +93,7 @@ class Layout:
         suffix = format_of(Path(path))[0]
         if self.conll is not None and suffix in self.conll_suffixes:
             return Conll(path, self.how, self.columns, self.skip_unreadable, self.conll)
-        file = READERS[suffix](path, self.how, self.columns, self.skip_unreadable)
+        file = reader_of(suffix)(path, self.how, self.columns, self.skip_unreadable)
         file.predicts = self.predicts
         return file
 

@@ -18,7 +18,7 @@ from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, File
-from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line
+from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line, reader_of
 from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, URL, find_files, format_of
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from fastloop.recipe import Recipe
 
-NOT_STREAMED = (".txt",)
-"""Formats whose rows show only when the whole file is read."""
 Row = tuple[Any, ...]
 OPEN = 32
 """Files that one reader keeps open."""
@@ -54,7 +52,7 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Seq
             paths = _remote(item, where)
         else:
             paths = [str(path) for path in find_files(recipe, item, "train", where, formats)]
-        streamed = [suffix for suffix in formats if suffix not in NOT_STREAMED]
+        streamed = [suffix for suffix in formats if reader_of(suffix).group]
         for path in paths:
             suffix, codec = format_of(Path(path))
             if suffix not in streamed or (codec is not None and suffix in PACKED):

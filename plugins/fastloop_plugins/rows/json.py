@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
-from fastloop_plugins.rows.lines import LineFile
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block
+from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.table import show
 
@@ -50,21 +50,16 @@ def parse_json(content: str, line: int | None = None) -> Any:
         raise BadRow(f"cannot be read as JSON: {str(error).partition(';')[0]}.", f"line {line or 1}") from None
 
 
-class Json(File):
+class Json(LineFormat):
     """Rows of a json or jsonl file. A column is there if any row has it."""
+
+    row = "an object, one a line; or one list of objects, which is not streamed"
+    lists = True
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
-        self.text = LineFile(path, how)
         self.is_parsed_whole = self.text.head.lstrip().startswith("[")  # it may be one long line
         self.is_whole = self.text.is_whole or self.is_parsed_whole
-        self.lines = self.text.lines()
-
-    def facts(self) -> list[str]:
-        return [f"{self.lines.offset} {self.lines.checksum}"]
-
-    def close(self) -> None:
-        self.text.close()
 
     def first_names(self) -> list[str]:
         if not self.is_parsed_whole:
@@ -82,9 +77,7 @@ class Json(File):
             if rows := listed[skip:]:
                 yield self._block(0, rows, columns)
             return
-        lines = self.text.lines(start)
-        if not start:
-            self.lines = lines
+        lines = self.begin(start)
         place, rows, count = start, list[Any](), 0
         for line in lines:
             if line.isspace():

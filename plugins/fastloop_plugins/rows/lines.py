@@ -6,12 +6,12 @@ import codecs
 import io
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.file import BadRow
+from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.limits import Expanded, check_row, size_of
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import URL, format_of
@@ -199,3 +199,27 @@ class Lines:
             if file.transcodes:  # the error is in the line after those that are complete
                 line += 1 + b"".join(pending).endswith((b"\n", b"\r"))
             raise file.undecodable(error, line) from None
+
+
+class LineFormat(File):
+    """An open file of a format whose rows are lines. A position is an offset in bytes."""
+
+    group = "1,024 rows"
+
+    def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
+        super().__init__(path, how, columns, skip_unreadable)
+        self.text = LineFile(path, how)
+        self.is_whole, self.last = self.text.is_whole, self.text.lines()
+
+    def begin(self, start: int) -> Lines:
+        """The lines from a position on."""
+        lines = self.text.lines(start)
+        if not start:
+            self.last = lines
+        return lines
+
+    def facts(self) -> list[str]:
+        return [f"{self.last.offset} {self.last.checksum}"]
+
+    def close(self) -> None:
+        self.text.close()

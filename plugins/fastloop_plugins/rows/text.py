@@ -5,31 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 
-from fastloop_plugins.rows.file import BLOCK, Block, File
-from fastloop_plugins.rows.lines import LineFile
+from fastloop_plugins.rows.file import BLOCK, Block
+from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 
 
-class Text(File):
+class Text(LineFormat):
     """Rows of a txt file, which has one column. Blank lines separate paragraphs. In a file to predict, each line is a
     row."""
 
-    is_whole = is_parsed_whole = True
+    row = "a paragraph, or a line if no line is blank; to predict: each line"
+    group = ""
+    is_parsed_whole = True
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
-        self.text = LineFile(path, how)
         self.names = dict.fromkeys(list(columns)[:1])
-
-    def facts(self) -> list[str]:
-        return [str(self.text.size)]
-
-    def close(self) -> None:
-        self.text.close()
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``."""
-        lines = (line.removesuffix("\n").removesuffix("\r") for line in self.text.lines())
+        lines = (line.removesuffix("\n").removesuffix("\r") for line in self.begin(0))
         rows = islice(lines if self.predicts else self._paragraphs(list(lines)), skip, None)
         while block := list(islice(rows, size)):
             yield Block(0, len(block), {name: block for name in columns if name in self.names})

@@ -85,6 +85,9 @@ class Sample:
 class Tar(File):
     """Samples of a tar archive. A position is the offset of a sample."""
 
+    row = "files whose names are equal up to the first dot"
+    group = "1,024 rows"
+    lists = True  # in its JSON files
     untyped = True
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import tarfile
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from streaming_helpers import write_lines, write_parquet
 from test_streaming_formats import table, write
 
 from fastloop.errors import DataError, RecipeError
+from fastloop.recipe import make_recipe
 from fastloop_plugins.rows import index
 from fastloop_plugins.rows.conll import Columns
-from fastloop_plugins.rows.formats import Layout
-from fastloop_plugins.rows.index import Reader, read_index
+from fastloop_plugins.rows.formats import CONLL, READERS, Layout, describe_formats
+from fastloop_plugins.rows.index import Reader, find_shards, read_index
 from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.paths import find_files
 
 COLUMNS = {"text": "text", "label": "label"}
 PATHS = [
@@ -116,3 +123,41 @@ def test_a_json_list_cannot_be_streamed_and_is_read_otherwise():
     assert list(layout.rows("a.json")) == [("a", 0), ("b", None)]
     with pytest.raises(RecipeError, match=r"a\.json: cannot be streamed: it is one JSON list"):
         read_index(["a.json"], layout, None)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "values", "packed", "group"), [(row[0].strip("`"), *row[2:]) for row in describe_formats()]
+)
+def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, group):
+    rows = [{"text": f"word{number}", "label": ["a", "b"]} for number in range(5)]
+    path, layout = f"a{suffix}", Layout(Read(), {"text": "text"})
+    if suffix in (".csv", ".tsv", ".txt"):
+        lines = ["text"] * (suffix != ".txt") + [row["text"] for row in rows]
+        Path(path).write_text("".join(f"{line}\n" for line in lines))
+    elif suffix == CONLL:
+        Path(path).write_text("".join(f"{row['text']} a\n\n" for row in rows))
+        layout = Layout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
+    elif suffix == ".parquet":
+        write_parquet(path, rows)
+    elif suffix == ".tar":
+        Path("row.json").write_text(json.dumps(rows[0]))
+        with tarfile.open(path, "w") as archive:
+            for number in range(5):
+                archive.add("row.json", f"{number}.json")
+    else:
+        write_lines(path, rows)
+    assert len(layout.read(path)) == len(list(layout.rows(path))) == 5
+    recipe = make_recipe({}, Path("recipe.yaml"))
+    with pytest.raises(RecipeError) if group == "not streamed" else nullcontext():
+        assert find_shards(recipe, path, "here", (*READERS, CONLL)) == [[path]]
+        assert len(streamed(layout, path)) == 5
+    with pyarrow.output_stream(f"{path}.gz", compression="gzip") as file:
+        file.write(Path(path).read_bytes())
+    with pytest.raises(RecipeError) if packed == "no" else nullcontext():
+        assert find_files(recipe, f"{path}.gz", "train", "here", (*READERS, CONLL)) == [Path(f"{path}.gz")]
+        assert len(layout.read(f"{path}.gz")) == 5
+    assert ("lists" in values) == (suffix not in (".csv", ".tsv", ".txt"))
+    if "lists" in values:
+        key = "words" if suffix == CONLL else "label"
+        found = replace(layout, columns={key: "words"}).read(path).column("words", key)[0]
+        assert found == (["word0"] if suffix == CONLL else ["a", "b"])

@@ -251,7 +251,6 @@ def test_conversations_stream_with_their_loss_masks():
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "limit": ({"limit": {"train": 5}}, "data.limit.train: cannot hold with data.streaming"),
     "fraction": ({"validation_fraction": 0.1}, "data.validation_fraction: cannot hold with data.streaming"),
-    "read": ({"read": {"encoding": "cp1252"}}, "data.read.encoding: cannot hold with data.streaming"),
     "classes": ({"label_type": "classes"}, "data.label_type=classes: cannot hold with data.streaming"),
     "label_map": ({"label_map": {"-": None}}, "data.label_map: cannot hold with data.streaming: null leaves out rows"),
     "mix": ({"mix": [1.0, 2.0]}, r"data.mix: found \[1.0, 2.0\] for 1 entries of data.files.train"),

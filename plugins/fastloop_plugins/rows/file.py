@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from fastloop_plugins.rows.options import Read
 
 BLOCK = 1024
-"""Rows of a block: some hundred KB of text."""
+"""Rows of a block: some hundred KB of text. With more rows alive, the garbage collector costs a third of reading."""
 
 
 class BadRow(ValueError):

@@ -105,7 +105,7 @@ class Layout:
         """
         names = [*self.columns, *self.optional]
         with explain_reading(path, self.how), self.open(path) as file:
-            blocks = list(file.blocks(names, size=2**16))
+            blocks = list(file.blocks(names))
             table = Table(path, {}, list(file.names), untyped=file.untyped, unreadable=file.unreadable)
             table.notes = file.notes
             if not blocks and not file.names:

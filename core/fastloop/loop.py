@@ -78,7 +78,7 @@ def train(run: Run) -> None:
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
             if run.should_skip_step():
-                state.skip_samples(run.totals(batches))
+                state.skip_samples(run.totals(batches)())
                 continue
             loss = take_step(run, batches)
             hooks.after_step(run=run, loss=loss)
@@ -123,7 +123,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
         PluginError: A plugin's ``train_step`` did not change the weights, or returned no loss.
     """
     run.hooks.before_step(run=run, batches=batches)
-    totals = run.totals(batches)
+    totals = run.totals(batches)  # starts the exchange
     run.updates = 0
     loss = run.hooks.train_step(run=run, batches=batches)
     if not run.updates or not isinstance(loss, Tensor) or loss.dim() or loss.requires_grad:
@@ -131,7 +131,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     if run.scheduler is not None and not run.step_was_skipped():
         with region("optimizer"):
             run.scheduler.step()
-    run.state.count_step(totals)
+    run.state.count_step(totals())
     return loss
 
 
@@ -157,14 +157,14 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
     totals = run.totals(batches)
-    # processes average gradients, and their shares may differ
-    total = (totals.weight or 1) / run.loaders.processes.world_size
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1 or run.world_size == 1
         with NO_CONTEXT if is_last else run.accelerator.no_sync(run.model):  # reduce gradients once
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+                # processes average gradients, and their shares may differ
+                total = (totals().weight or 1) / run.loaders.processes.world_size
                 loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
             with region("backward"):
                 run.strategy.backward(run, loss)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,7 @@ class Run:
         self.skipped_steps: SkippedSteps
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0
-        self._totals: tuple[list[Batch], BatchTotals] | None = None
+        self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | None = None
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None
         self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
@@ -187,16 +188,17 @@ class Run:
                     )
         return batches
 
-    def totals(self, batches: list[Batch]) -> BatchTotals:
-        """Sums over the micro-batches of a step, on all processes. The result is kept for the next call with the same
-        list."""
-        if self._totals is not None and self._totals[0] is batches:
-            return self._totals[1]
-        totals = BatchTotals.of(batches)
-        if self.loaders.processes.world_size > 1:
-            totals = BatchTotals.read(self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)))
-        self._totals = batches, totals
-        return totals
+    def totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
+        """Start to sum over the micro-batches of a step, on all processes. The returned function waits for the sums, so
+        that the exchange overlaps a forward pass. It is kept for the next call with the same list."""
+        if self._totals is None or self._totals[0] is not batches:
+            own = BatchTotals.of(batches)
+            if self.loaders.processes.world_size == 1:
+                self._totals = batches, lambda: own
+            else:
+                sums = self.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
+                self._totals = batches, cache(lambda: BatchTotals.read(sums()))
+        return self._totals[1]
 
     def should_skip_step(self) -> bool:
         """Whether the step that begins at the current counters failed before, and must not be trained again."""

@@ -23,6 +23,8 @@ pytestmark = pytest.mark.slow
 
 TIMEOUT = 4.0
 """Seconds that a process waits for one that hangs: a loaded machine may stall a process for a second or two."""
+LATE = 3.0
+"""Seconds by which the second process is late, far above the time of a forward pass on a loaded machine."""
 HANGS = 60.0
 """Seconds that the other process hangs, far above ``TIMEOUT``."""
 STRATEGIES = ("ddp", "fsdp", "deepspeed", "tensor-parallel")
@@ -126,6 +128,33 @@ class Hangs(Plugin):
             time.sleep(HANGS)
 
 
+class Late(Plugin):
+    """Lets the second process start the third step late, and keeps when each process is where in that step.
+
+    Attributes:
+        times: Clock readings of the third step: at its first forward, and when it may begin to train.
+    """
+
+    name = "late"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: dict[str, float] = {}
+
+    @hookimpl(trylast=True)
+    def before_step(self, run: Run) -> None:
+        if run.state.step == 2:
+            time.sleep(LATE * run.rank)
+            self.times["begins"] = time.monotonic()
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run: Run) -> Any:
+        result = yield
+        if run.state.step == 2:
+            self.times["forward"] = time.monotonic()
+        return result
+
+
 def recipe(strategy: Any, model: str | None = None, **settings: Any) -> dict[str, Any]:
     """A recipe of the tiny task without metrics, which exchange objects too, and with a model of this file."""
     tree: dict[str, Any] = {**VECTORS, "plugins": [{"module": {"loss": "cross_entropy"}}, strategy], "output": "run"}
@@ -140,6 +169,13 @@ def watched(strategy: Any, model: str | None) -> tuple[list[int], bool]:
     watch = Watch()
     train(recipe(strategy, model, log_every=1000), watch)
     return watch.steps, watch.broadcasts
+
+
+def late() -> dict[str, float]:
+    """The times of a run whose second process is late."""
+    plugin = Late()
+    train(recipe("ddp"), plugin)
+    return plugin.times
 
 
 def saved(name: str) -> Counter[str]:
@@ -158,6 +194,11 @@ def hangs(strategy: Any) -> None:
 def test_a_step_needs_three_reductions(processes, tmp_path, strategy):
     for ended in processes(2, watched, strategy, None, folder=tmp_path):
         assert set(ended.result[0]) == {3}, "its totals, its loss, and requests"
+
+
+def test_a_forward_pass_does_not_wait_for_the_totals_of_the_step(processes, tmp_path):
+    first, second = (ended.result for ended in processes(2, late, folder=tmp_path))
+    assert first["forward"] < second["begins"]
 
 
 @pytest.mark.parametrize(("model", "broadcasts"), [("Normed", True), ("Scaled", False), (None, False)])

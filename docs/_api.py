@@ -44,11 +44,8 @@ RULES: dict[type, dict[str, str]] = {
         "optimizer_arguments": "in `configure_optimizer`",
         "state": "the fields that [State](#state) marks",
         "to_device()": LOOP,
-        "totals()": LOOP,
         "accumulate_gradients()": "call it in `train_step`",
         "apply_gradients()": "call it in `train_step`",
-        "should_skip_step()": LOOP,
-        "sync_requests()": LOOP,
     },
     State: {
         "": "no",

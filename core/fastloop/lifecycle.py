@@ -255,23 +255,23 @@ def _build_model(run: Run) -> None:
     if run.recipe.inference is not None:
         if run.recipe.inference.model is not None:
             load_model(model, run.recipe.inference.model, run.recipe.where)
-        run.built_model = run.plugins.chain("before_prepare", model, run=run)
+        run._built_model = run.plugins.chain("before_prepare", model, run=run)
         run.model = run.plugins.chain(
-            "after_prepare", run.accelerator.prepare_model(run.built_model, evaluation_mode=True), run=run
+            "after_prepare", run.accelerator.prepare_model(run._built_model, evaluation_mode=True), run=run
         )
         return
     _set_train_mode(model)
     model = run.plugins.chain("before_prepare", model, run=run)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
-    run.built_model = model
+    run._built_model = model
     optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
     if optimizer is None:
         raise PluginError(f"{run.recipe.where}: no plugin built an optimizer.")
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
-    run.skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
+    run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
 
 
 def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
@@ -320,7 +320,7 @@ def warn_of_batch_norm(run: Run) -> None:
     """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
     norms = [
         module
-        for module in run.built_model.modules()
+        for module in run._built_model.modules()
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
     causes = []

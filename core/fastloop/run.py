@@ -59,7 +59,6 @@ class Run:
         loaders: Datasets, samplers, collators and loaders by split; the ones in use most are passed through.
         optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer beside ``lr`` and
             ``weight_decay``.
-        built_model: The model as built; ``unwrap_model()`` returns it.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]``
             for a dict.
@@ -70,7 +69,6 @@ class Run:
         saver: The pending checkpoint, and the step of the newest complete one.
         signals: The stop signal that this process received.
         resume_point: ``(checkpoint folder, warnings)`` to resume from; None: start from the beginning.
-        skipped_steps: The optimizer steps that fp16's loss scaling skipped.
         scalars: The values since the last log point; see ``log``.
         updates: Calls of ``apply_gradients`` in the current step.
     """
@@ -85,13 +83,13 @@ class Run:
         self.clock: Clock
         self.loaders: Loaders
         self.optimizer_arguments: Mapping[str, Any]
-        self.built_model: nn.Module
+        self._built_model: nn.Module
         self.model: nn.Module
         self.optimizer: RunOptimizer
         self.scheduler: Any
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
-        self.skipped_steps: SkippedSteps
+        self._skipped_steps: SkippedSteps  # by fp16's loss scaling
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0
         self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | None = None
@@ -147,16 +145,16 @@ class Run:
 
     def unwrap_model(self) -> nn.Module:
         """The model as built, without the wrappers of Accelerate, a strategy or a compiler."""
-        return self.built_model
+        return self._built_model
 
     @contextmanager
     def substitute_model(self, model: nn.Module) -> Iterator[None]:
         """Make ``unwrap_model()`` return another model inside the block, such as one with merged adapters to export."""
-        original, self.built_model = self.built_model, model
+        original, self._built_model = self._built_model, model
         try:
             yield
         finally:
-            self.built_model = original
+            self._built_model = original
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must
@@ -188,7 +186,7 @@ class Run:
                     )
         return batches
 
-    def totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
+    def _start_totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
         """Start to sum over the micro-batches of a step, on all processes. The returned function waits for the sums, so
         that the exchange overlaps a forward pass. It is kept for the next call with the same list."""
         if self._totals is None or self._totals[0] is not batches:
@@ -199,10 +197,6 @@ class Run:
                 sums = self.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
                 self._totals = batches, cache(lambda: BatchTotals.read(sums()))
         return self._totals[1]
-
-    def should_skip_step(self) -> bool:
-        """Whether the step that begins at the current counters failed before, and must not be trained again."""
-        return bool(self.state.left_out) and [self.state.epoch, self.state.epoch_samples] in self.state.left_out
 
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
         """Compute the gradients of a step's micro-batches and add them to ``grad``. Every process must call it.
@@ -267,7 +261,7 @@ class Run:
     def step_was_skipped(self) -> bool:
         """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The counters include a
         skipped step and its samples. With a fused optimizer, the first call after a step waits for the device."""
-        return self.skipped_steps.newest()
+        return self._skipped_steps.newest()
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Log a value under a name of your own, such as ``my-plugin/noise``. Plugins receive it in ``log_scalars``, at
@@ -296,7 +290,7 @@ class Run:
         """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
         return self.schedule.interrupted
 
-    def sync_requests(self) -> None:
+    def _sync_requests(self) -> None:
         """Share requests, signals and failed saves between processes: those of one process apply to all. Every process
         must call it.
 

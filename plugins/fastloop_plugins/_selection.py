@@ -157,7 +157,7 @@ class SelectedBuild:
 
     def _finish(self, run: Run, out: dict[str, str]) -> Run:
         for name, reason in out.items():
-            selector, model = self.selected[name].partition(":")[0], type(run.built_model).__name__
+            selector, model = self.selected[name].partition(":")[0], type(run.unwrap_model()).__name__
             log.warning("%s: leaves out %s: %s", selector, name, reason if model in reason else f"{model}: {reason}")
         return run
 
@@ -206,15 +206,15 @@ def try_step(run: Run) -> str | None:
 def _has_whole_weights(run: Run) -> bool:
     """Whether this process can compute with the model alone: no strategy wraps it, except DDP, or shards its
     weights."""
-    wrapped = run.model is not run.built_model and not isinstance(run.model, nn.parallel.DistributedDataParallel)
+    wrapped = run.model is not run.unwrap_model() and not isinstance(run.model, nn.parallel.DistributedDataParallel)
     return not wrapped and not any(
-        weight.is_meta or isinstance(weight, DTensor) for weight in run.built_model.parameters()
+        weight.is_meta or isinstance(weight, DTensor) for weight in run.unwrap_model().parameters()
     )
 
 
 def _compute(run: Run) -> str | None:
     """``try_step`` on this process."""
-    loader, model, plugins = run.train_loader, run.built_model, run.plugins
+    loader, model, plugins = run.train_loader, run.unwrap_model(), run.plugins
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
         samples = _samples(run, min(SAMPLES, loader.micro_batch_size))

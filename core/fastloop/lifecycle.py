@@ -97,7 +97,6 @@ def _build(run: Run, resume_from: Path | None) -> Run:
             run.metrics.to(run.device)
         if recipe.inference is None:
             run.hooks.check_run(run=run)
-            warn_of_batch_norm(run)
     return run
 
 
@@ -313,27 +312,6 @@ def _set_train_mode(model: nn.Module) -> None:
         more = ", ..." * (len(frozen) > 3)
         log.warning(
             "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more
-        )
-
-
-def warn_of_batch_norm(run: Run) -> None:
-    """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
-    norms = [
-        module
-        for module in run._built_model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
-    causes = []
-    if run.loader_settings.split is not None:
-        causes.append(f"plugin {run.loader_settings.writers['split']!r}, which splits steps")
-    elif run.loaders.micro_steps > 1:
-        causes.append("train.micro_batch_size")
-    part = "micro-batch" if causes else "process"
-    if run.loaders.processes.world_size > 1 and not all(isinstance(module, nn.SyncBatchNorm) for module in norms):
-        causes.append("the number of processes")
-    if norms and causes:
-        log.warning(
-            "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
         )
 
 

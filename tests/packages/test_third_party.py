@@ -162,6 +162,7 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
     assert [module.__name__ for module in own_implementations()] == [
         "fastloop.loop",
         "fastloop.defaults",
+        "fastloop_plugins.guards._batch_norm",
         "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.training._named_optimizer",
         "fastloop_plugins.guards._sample_orders",

@@ -36,7 +36,6 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import check_links, sync_folder
 from fastloop.schedule import Schedule
-from fastloop.state import DataLoaderDraft, OptimizerDraft
 
 log = logging.getLogger("fastloop")
 
@@ -195,17 +194,13 @@ def _build_accelerator(run: Run) -> None:
     # torch does not know the quota of a control group
     if (cores := platform_support.cores()) < len(platform_support.processors()):
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    run.accelerator, run.processes = build_accelerator(recipe, plugins)
+    run.settings = plugins.configure(recipe)
+    run.accelerator, run.processes = build_accelerator(recipe, plugins, run.settings)
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
-    draft = DataLoaderDraft(pin_memory=device.type == "cuda", pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))
-    settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
-    sharing = Processes() if settings.same_batches else run.processes
-    run.loaders = Loaders(recipe, settings, sharing, *micro_batches(recipe, sharing.world_size))
-    run.optimizer_arguments = plugins.draft(
-        "configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)
-    ).arguments
+    sharing = Processes() if run.settings.same_batches else run.processes
+    run.loaders = Loaders(recipe, run.settings, sharing, *micro_batches(recipe, sharing.world_size))
 
 
 def _build_loaders(run: Run) -> None:
@@ -324,8 +319,8 @@ def warn_of_batch_norm(run: Run) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
     causes = []
-    if run.loader_settings.split is not None:
-        causes.append(f"plugin {run.loader_settings.writers['split']!r}, which splits steps")
+    if run.settings.split is not None:
+        causes.append(f"plugin {run.settings.writers['split']!r}, which splits steps")
     elif run.loaders.micro_steps > 1:
         causes.append("train.micro_batch_size")
     part = "micro-batch" if causes else "process"

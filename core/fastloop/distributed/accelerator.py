@@ -120,7 +120,7 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
     """Check that the settings of ``accelerate launch`` agree with the recipe.
 
     Args:
-        precision: The mixed precision of the finished draft.
+        precision: The mixed precision of the finished settings.
         processes: Number of processes.
 
     Raises:

@@ -36,7 +36,6 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import check_links, sync_folder
 from fastloop.schedule import Schedule
-from fastloop.state import DataLoaderDraft, OptimizerDraft
 
 log = logging.getLogger("fastloop")
 
@@ -194,17 +193,13 @@ def _build_accelerator(run: Run) -> None:
     # torch does not know the quota of a control group
     if (cores := platform_support.cores()) < len(platform_support.processors()):
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    run.accelerator, run.processes = build_accelerator(recipe, plugins)
+    run.settings = plugins.configure(recipe)
+    run.accelerator, run.processes = build_accelerator(recipe, plugins, run.settings)
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
-    draft = DataLoaderDraft(pin_memory=device.type == "cuda", pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))
-    settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
-    sharing = Processes() if settings.same_batches else run.processes
-    run.loaders = Loaders(recipe, settings, sharing, *micro_batches(recipe, sharing.world_size))
-    run.optimizer_arguments = plugins.draft(
-        "configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)
-    ).arguments
+    sharing = Processes() if run.settings.same_batches else run.processes
+    run.loaders = Loaders(recipe, run.settings, sharing, *micro_batches(recipe, sharing.world_size))
 
 
 def _build_loaders(run: Run) -> None:

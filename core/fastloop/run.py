@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
@@ -27,7 +27,8 @@ from fastloop.runtime.clock import Clock
 from fastloop.runtime.regions import each, region
 from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
-from fastloop.state import INTERRUPTED, Batch, BatchTotals, DataLoaderDraft, State
+from fastloop.settings import Settings
+from fastloop.state import INTERRUPTED, Batch, BatchTotals, State
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -52,13 +53,12 @@ class Run:
         strategy: The plugin in the slot ``strategy``, or the default.
         state: Counters, metrics and requests.
         folder: The run folder.
+        settings: Precision, loading of batches, and arguments of the optimizer.
         processes: Rank, world size and collective operations.
         accelerator: Accelerate's ``Accelerator``.
         device: The device of this process.
         clock: Seconds by phase.
         loaders: Datasets, samplers, collators and loaders by split; the ones in use most are passed through.
-        optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer beside ``lr`` and
-            ``weight_decay``.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]``
             for a dict.
@@ -78,11 +78,11 @@ class Run:
         self.state, self.folder = State(), Path(recipe.output)
         self.processes, self.saver, self.signals = Processes(), CheckpointSaver(), StopSignals()
         self.resume_point: tuple[Path, list[str]] | None = None
+        self.settings: Settings
         self.accelerator: Accelerator
         self.device: torch.device
         self.clock: Clock
         self.loaders: Loaders
-        self.optimizer_arguments: Mapping[str, Any]
         self._built_model: nn.Module
         self.model: nn.Module
         self.optimizer: RunOptimizer
@@ -117,11 +117,6 @@ class Run:
     def datasets(self) -> dict[str, Any]:
         """Split -> dataset."""
         return self.loaders.datasets
-
-    @property
-    def loader_settings(self) -> DataLoaderDraft:
-        """How batches are loaded: the finished ``DataLoaderDraft``."""
-        return self.loaders.settings
 
     @property
     def train_loader(self) -> Loader:
@@ -174,16 +169,14 @@ class Run:
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""
         steps = each("data", steps)
-        placing = self.loader_settings.placing
+        placing = self.settings.placing
         return map(self._to_device, steps) if placing is None else placing(steps, self._to_device)
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
         if self.device.type != "cpu":
             with region("to device"):
                 for batch in batches:
-                    batch.inputs = send_to_device(
-                        batch.inputs, self.device, non_blocking=self.loader_settings.pin_memory
-                    )
+                    batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.settings.pin_memory)
         return batches
 
     def _start_totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:

@@ -38,7 +38,6 @@ log = logging.getLogger("fastloop")
 SAMPLES = 2
 """Samples of a trial: the fewest with which batch norm can train."""
 ACTING = {
-    "configure_accelerator",
     "build_collator",
     "build_model",
     "before_prepare",
@@ -89,7 +88,12 @@ class SelectedBuild:
             for plugin in reversed(run.plugins.plugins)
             if self._is_selected(plugin) and plugin.numerics != "bitwise"
         ]
-        found = [plugin for plugin in found if ACTING & {hook for _, hook in manager.implementations(plugin)}]
+        found = [
+            plugin
+            for plugin in found
+            if ACTING & {hook for _, hook in manager.implementations(plugin)}
+            or run.settings.writers.get("mixed_precision") == plugin.name
+        ]
         return [plugin.name for plugin in sorted(found, key=lambda plugin: -effects.index(plugin.numerics))]
 
     def _is_selected(self, plugin: Plugin) -> bool:

@@ -30,7 +30,6 @@ from fastloop.plugin import is_own, listed_at
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain
 from fastloop.registry import installed, load, resolve
-from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 pytestmark = [
     pytest.mark.slow,
@@ -249,12 +248,7 @@ def check(recipe: Any) -> None:
     recipe, resolution = resolved.recipe, resolved.plugins
     with resolution.attributing_errors():
         resolution.hooks.check_recipe(recipe=recipe)
-        for hook, draft in (
-            ("accelerator", AcceleratorDraft()),
-            ("dataloader", DataLoaderDraft()),
-            ("optimizer", OptimizerDraft()),
-        ):
-            resolution.draft(f"configure_{hook}", draft)
+        resolution.configure(recipe)
     micro_batches(recipe, 1)
     OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), "saved.yaml")
     assert load_recipe("saved.yaml").to_dict() == recipe.to_dict()

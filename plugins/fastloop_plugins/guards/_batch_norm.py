@@ -20,8 +20,8 @@ def check_run(run: Run) -> None:
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
     ]
     causes = []
-    if run.loader_settings.split is not None:
-        causes.append(f"plugin {run.loader_settings.writers['split']!r}, which splits steps")
+    if run.settings.split is not None:
+        causes.append(f"plugin {run.settings.writers['split']!r}, which splits steps")
     elif run.loaders.micro_steps > 1:
         causes.append("train.micro_batch_size")
     part = "micro-batch" if causes else "process"

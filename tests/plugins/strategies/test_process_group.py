@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import nn
 
-from fastloop import AcceleratorDraft, Plugin, Run, UsageError, hookimpl
+from fastloop import Plugin, Run, UsageError, hookimpl
 from fastloop.hooks import PluginSet
+from fastloop.recipe import make_recipe
 from fastloop.registry import load
 from fastloop.testing import VECTORS, starting, train
 
@@ -216,10 +217,9 @@ def test_shards_are_exchanged_over_the_host_group(processes, tmp_path):
 def test_timeout_is_an_option_of_each_strategy(name):
     for given, seconds in ((None, None), (90, 90.0), (1.5, 1.5), ("10m", 600.0)):
         plugin = load(name)(timeout=given)
-        draft = PluginSet([plugin]).draft("configure_accelerator", AcceleratorDraft())
-        assert draft.timeout == seconds
+        assert PluginSet([plugin]).configure(make_recipe({})).process_timeout == seconds
     with pytest.raises(UsageError, match=rf"{name}\.timeout: soon: expected a time such as 90s, 10m or 1h"):
-        PluginSet([load(name)(timeout="soon")]).draft("configure_accelerator", AcceleratorDraft())
+        PluginSet([load(name)(timeout="soon")]).configure(make_recipe({}))
 
 
 def test_a_process_that_hangs_is_noticed_within_the_timeout(tmp_path):

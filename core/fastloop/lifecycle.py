@@ -79,7 +79,7 @@ def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path |
 def _build(run: Run, resume_from: Path | None) -> Run:
     recipe = run.recipe
     with _teardown_after_error(run), explain_errors(run):
-        run.hooks.check_recipe(recipe=recipe)
+        run.hooks.check_recipe(recipe=recipe, plugins=run.plugins)
         _build_accelerator(run)
         if resume_from is not None:
             check_links(run.folder)

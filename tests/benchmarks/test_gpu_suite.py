@@ -324,7 +324,7 @@ def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         resolution = resolve(recipe, h100, objects=[task]).plugins
         assert variant.plugins.keys() <= set(resolution.names())
         resolution.draft("configure_accelerator", AcceleratorDraft())
-        resolution.hooks.check_recipe(recipe=recipe)
+        resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
         loading = resolution.draft("configure_dataloader", DataLoaderDraft())
         resolution.draft("configure_optimizer", OptimizerDraft())
         if "compile" in variant.plugins or "length-bucketing" in variant.plugins:

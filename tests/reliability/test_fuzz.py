@@ -248,7 +248,7 @@ def check(recipe: Any) -> None:
     resolved = resolve(recipe)
     recipe, resolution = resolved.recipe, resolved.plugins
     with resolution.attributing_errors():
-        resolution.hooks.check_recipe(recipe=recipe)
+        resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
         for hook, draft in (
             ("accelerator", AcceleratorDraft()),
             ("dataloader", DataLoaderDraft()),

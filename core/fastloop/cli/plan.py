@@ -43,9 +43,9 @@ def plan(
         typer.echo(f"runs the code of {file}")
     resolved = resolve(loaded)
     loaded, resolution = resolved.recipe, resolved.plugins
-    resolution.hooks.check_recipe(recipe=loaded)
+    resolution.hooks.check_recipe(recipe=loaded, plugins=resolution)
     from fastloop.data.loaders import micro_batches
-    from fastloop.distributed.accelerator import check_launcher
+    from fastloop.distributed.accelerator import check_processes
 
     drafts = [
         resolution.draft("configure_accelerator", AcceleratorDraft()),
@@ -55,7 +55,7 @@ def plan(
         resolution.draft("configure_optimizer", OptimizerDraft(**loaded.train.optimizer_arguments)),
     ]
     world_size = nproc or ranks.world_size()
-    check_launcher(loaded, resolution, drafts[0].mixed_precision, world_size)
+    check_processes(loaded, resolution, world_size)
     sharing = 1 if drafts[1].same_batches else world_size
     device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)

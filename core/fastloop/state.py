@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from torch import Generator, Tensor
     from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
     class RunOptimizer(Optimizer):
         """The type of ``run.optimizer``. Take one by its name only where ``build_optimizer`` returned a dict."""
@@ -268,7 +268,11 @@ class DataLoaderDraft(Draft):
     ``ids`` are sorted and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its
     processes and micro-steps take consecutive shares of them."""
     skip_unreadable: bool = False
-    """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run."""
+    """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run. Tasks also skip
+    rows that they cannot read."""
+    reader_class: Callable[[Any], Dataset[Any]] | None = None
+    """Class of the dataset that a loader reads a map-style dataset through: a subclass of ``MapReader``. None:
+    ``MapReader`` itself. ``skip-unreadable`` sets one that leaves unreadable samples out."""
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = (
         None
     )

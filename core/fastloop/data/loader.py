@@ -123,7 +123,7 @@ class Loader:
                 f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the "
                 "batch size smaller."
             )
-        self.loader = loader_class(MapReader(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
+        self.loader = loader_class((draft.reader_class or MapReader)(dataset), batch_sampler=self.sampler, **arguments)
 
     @property
     def epoch_samples(self) -> int | None:

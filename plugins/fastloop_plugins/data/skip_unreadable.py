@@ -40,7 +40,9 @@ class SkipUnreadable(Plugin):
 
     @hookimpl
     def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        draft.skip_unreadable = True
+        from fastloop_plugins.data._skipping_reader import SkippingReader
+
+        draft.skip_unreadable, draft.reader_class = True, SkippingReader
 
     @hookimpl
     def check_run(self, run: Run) -> None:

@@ -47,7 +47,6 @@ RULES: dict[type, dict[str, str]] = {
         "totals()": LOOP,
         "accumulate_gradients()": "call it in `train_step`",
         "apply_gradients()": "call it in `train_step`",
-        "should_skip_step()": LOOP,
         "sync_requests()": LOOP,
     },
     State: {

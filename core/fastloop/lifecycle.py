@@ -19,7 +19,6 @@ from torch import nn
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume
-from fastloop.checkpoint.export import load_model
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
@@ -97,7 +96,6 @@ def _build(run: Run, resume_from: Path | None) -> Run:
             run.metrics.to(run.device)
         if recipe.inference is None:
             run.hooks.check_run(run=run)
-            warn_of_batch_norm(run)
     return run
 
 
@@ -128,7 +126,7 @@ def execute(run: Run) -> dict[str, Any]:
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
-            run.saver.finish()  # so that the run can resume from this checkpoint
+            run.saver.wait()  # so that the run can resume from this checkpoint
         try:
             with explain_errors(run):
                 folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
@@ -253,8 +251,6 @@ def _build_model(run: Run) -> None:
             f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}."
         )
     if run.recipe.inference is not None:
-        if run.recipe.inference.model is not None:
-            load_model(model, run.recipe.inference.model, run.recipe.where)
         run.built_model = run.plugins.chain("before_prepare", model, run=run)
         run.model = run.plugins.chain(
             "after_prepare", run.accelerator.prepare_model(run.built_model, evaluation_mode=True), run=run
@@ -313,27 +309,6 @@ def _set_train_mode(model: nn.Module) -> None:
         more = ", ..." * (len(frozen) > 3)
         log.warning(
             "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more
-        )
-
-
-def warn_of_batch_norm(run: Run) -> None:
-    """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
-    norms = [
-        module
-        for module in run.built_model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
-    causes = []
-    if run.loader_settings.split is not None:
-        causes.append(f"plugin {run.loader_settings.writers['split']!r}, which splits steps")
-    elif run.loaders.micro_steps > 1:
-        causes.append("train.micro_batch_size")
-    part = "micro-batch" if causes else "process"
-    if run.loaders.processes.world_size > 1 and not all(isinstance(module, nn.SyncBatchNorm) for module in norms):
-        causes.append("the number of processes")
-    if norms and causes:
-        log.warning(
-            "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
         )
 
 

@@ -77,7 +77,7 @@ def train(run: Run) -> None:
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
-            if run.should_skip_step():
+            if [state.epoch, state.epoch_samples] in state.left_out:
                 state.skip_samples(run.totals(batches))
                 continue
             loss = take_step(run, batches)

@@ -139,11 +139,6 @@ class Run:
         """Optimizer steps of the complete run; None for data of unknown length without ``max_steps``."""
         return self.schedule.total_steps
 
-    @property
-    def finished_training(self) -> bool:
-        """Whether training is over. Plugins may have replaced the weights."""
-        return self.signals.finishing
-
     def unwrap_model(self) -> nn.Module:
         """The model as built, without the wrappers of Accelerate, a strategy or a compiler."""
         return self.built_model
@@ -197,10 +192,6 @@ class Run:
             totals = BatchTotals.read(self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)))
         self._totals = batches, totals
         return totals
-
-    def should_skip_step(self) -> bool:
-        """Whether the step that begins at the current counters failed before, and must not be trained again."""
-        return bool(self.state.left_out) and [self.state.epoch, self.state.epoch_samples] in self.state.left_out
 
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
         """Compute the gradients of a step's micro-batches and add them to ``grad``. Every process must call it.
@@ -316,7 +307,7 @@ class Run:
             if self.recipe.train.on_save_error == "stop":
                 raise SaveError(f"{failure}. Free disk space, then continue with --resume.")
             log.warning("%s. Training continues; earlier checkpoints are intact", failure)
-        if signal_name is not None and not self.finished_training:
+        if signal_name is not None and not self.signals.finishing:
             self.signals.wait_until_logged()
             state.stop_reason = f"{INTERRUPTED} by {signal_name}"
             state.request_save()

@@ -162,6 +162,8 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
     assert [module.__name__ for module in own_implementations()] == [
         "fastloop.loop",
         "fastloop.defaults",
+        "fastloop_plugins.guards._batch_norm",
+        "fastloop_tools.inference.weights",
         "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.strategies._launcher_check",
         "fastloop_plugins.training._named_optimizer",

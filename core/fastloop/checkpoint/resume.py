@@ -149,15 +149,8 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     ):
         run.strategy.load_optimizer_state(run, saved["optimizer"])
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
-        if (part is None) != (saved[name] is None):
-            then, now = "out" * (saved[name] is None), "out" * (part is None)
-            raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
         if part is not None:
             part.load_state_dict(saved[name])
-    for key, value in saved["state"].items():
-        wrong_type = (usual := vars(run.state)[key]) is not None and type(value) is not type(usual)
-        if wrong_type or (isinstance(value, int) and not -1 <= value < 2**63):
-            raise ValueError(f"state.{key}: found {value!r:.40}")
     run.state.restore(saved["state"])
     recipe = secrets.hidden(run.recipe.to_dict())
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):

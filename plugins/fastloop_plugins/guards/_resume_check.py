@@ -1,4 +1,4 @@
-"""Checks that a run resumes with the settings and the data of its checkpoint, before weights are loaded.
+"""Checks that a run resumes with the settings, the parts and the data of its checkpoint, before weights are loaded.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -34,7 +34,7 @@ def check_run(run: Run) -> None:
     """Compare the run with its checkpoint.
 
     Raises:
-        CheckpointError: The settings or the data differ, or ``state.json`` cannot be read or is malformed.
+        CheckpointError: The settings, parts or data differ, or ``state.json`` cannot be read or is malformed.
     """
     if run.resume_point is None:
         return
@@ -45,6 +45,7 @@ def check_run(run: Run) -> None:
         compare_settings(path, unpack(saved["recipe"], {}), secrets.hidden(run.recipe.to_dict()))
         if "data" in saved:  # checkpoints of early versions have no fingerprints
             compare_data(run, path, saved["data"])
+        compare_parts(run, path, saved)
 
 
 def read_state(path: Path) -> Any:
@@ -57,6 +58,23 @@ def read_state(path: Path) -> Any:
         return json.loads(read_again((path / "state.json").read_text))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}.") from None
+
+
+def compare_parts(run: Run, path: Path, saved: dict[str, Any]) -> None:
+    """Compare the counters' types and the parts of the run with the checkpoint's.
+
+    Raises:
+        CheckpointError: Only one of them has a scheduler, or scales losses.
+        ValueError: A counter has another type, or is out of range.
+    """
+    for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
+        if (part is None) != (saved[name] is None):
+            then, now = "out" * (saved[name] is None), "out" * (part is None)
+            raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
+    for key, value in saved["state"].items():
+        wrong_type = (usual := vars(run.state)[key]) is not None and type(value) is not type(usual)
+        if wrong_type or (isinstance(value, int) and not -1 <= value < 2**63):
+            raise ValueError(f"state.{key}: found {value!r:.40}")
 
 
 def compare_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:

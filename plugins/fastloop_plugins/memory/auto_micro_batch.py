@@ -131,9 +131,9 @@ class AutoMicroBatch(Plugin):
         logger.warning("auto-micro-batch: %s", message)
         self.apply_sizes(run, self.sizes)
         if not split:
-            from fastloop.lifecycle import warn_of_batch_norm
+            from fastloop_plugins.guards import _batch_norm
 
-            warn_of_batch_norm(run)
+            _batch_norm.check_run(run)
         return True
 
     def apply_sizes(self, run: Run, sizes: dict[str, list[int]]) -> None:

@@ -63,3 +63,11 @@ def test_a_checkpoint_without_fingerprints_resumes(tiny_run, caplog):
     checkpoint.write(path, model, state)
     assert "data" not in json.loads((path / "state.json").read_text())
     assert tiny_run([], max_steps=4, output="run", resume=True).summary["steps"] == 4
+
+
+@pytest.mark.parametrize(("before", "after", "message"), [(1, 0, "with a scheduler"), (0, 1, "without a scheduler")])
+def test_an_added_or_removed_scheduler_is_refused_before_weights_load(tiny_run, loaded, before, after, message):
+    tiny_run(["lr-scheduler"] * before, max_steps=2, output="run")
+    with pytest.raises(CheckpointError, match=f"was saved {message}, and this run is with"):
+        tiny_run(["lr-scheduler"] * after, max_steps=4, output="run", resume=True)
+    assert not loaded

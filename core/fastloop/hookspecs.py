@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from torch.utils.data import BatchSampler
     from torchmetrics import MetricCollection
 
+    from fastloop.hooks import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.settings import Settings
@@ -108,8 +109,12 @@ def environment(recipe: Recipe) -> dict[str, str] | None:
 
 
 @hookspec
-def check_recipe(recipe: Recipe) -> None:
-    """Check ``model``, ``data`` and paths before anything is loaded. Raise ``RecipeError`` if one is wrong."""
+def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
+    """Check ``model``, ``data`` and paths before anything is loaded. Raise ``RecipeError`` if one is wrong.
+
+    Args:
+        plugins: The plugins of the run: the argument ``plugins`` of ``Run``.
+    """
 
 
 @hookspec

@@ -19,7 +19,6 @@ from torch import nn
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume
-from fastloop.checkpoint.export import load_model
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
@@ -78,7 +77,7 @@ def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path |
 def _build(run: Run, resume_from: Path | None) -> Run:
     recipe = run.recipe
     with _teardown_after_error(run), explain_errors(run):
-        run.hooks.check_recipe(recipe=recipe)
+        run.hooks.check_recipe(recipe=recipe, plugins=run.plugins)
         _build_accelerator(run)
         if resume_from is not None:
             check_links(run.folder)
@@ -126,7 +125,7 @@ def execute(run: Run) -> dict[str, Any]:
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
-            run.saver.finish()  # so that the run can resume from this checkpoint
+            run.saver.wait()  # so that the run can resume from this checkpoint
         try:
             with explain_errors(run):
                 folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
@@ -247,8 +246,6 @@ def _build_model(run: Run) -> None:
             f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}."
         )
     if run.recipe.inference is not None:
-        if run.recipe.inference.model is not None:
-            load_model(model, run.recipe.inference.model, run.recipe.where)
         run._built_model = run.plugins.chain("before_prepare", model, run=run)
         run.model = run.plugins.chain(
             "after_prepare", run.accelerator.prepare_model(run._built_model, evaluation_mode=True), run=run

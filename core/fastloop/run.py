@@ -133,11 +133,6 @@ class Run:
         """Optimizer steps of the complete run; None for data of unknown length without ``max_steps``."""
         return self.schedule.total_steps
 
-    @property
-    def finished_training(self) -> bool:
-        """Whether training is over. Plugins may have replaced the weights."""
-        return self.signals.finishing
-
     def unwrap_model(self) -> nn.Module:
         """The model as built, without the wrappers of Accelerate, a strategy or a compiler."""
         return self._built_model
@@ -305,7 +300,7 @@ class Run:
             if self.recipe.train.on_save_error == "stop":
                 raise SaveError(f"{failure}. Free disk space, then continue with --resume.")
             log.warning("%s. Training continues; earlier checkpoints are intact", failure)
-        if signal_name is not None and not self.finished_training:
+        if signal_name is not None and not self.signals.finishing:
             self.signals.wait_until_logged()
             state.stop_reason = f"{INTERRUPTED} by {signal_name}"
             state.request_save()

@@ -12,7 +12,7 @@ from fastloop.runtime.hardware import this_machine
 
 if TYPE_CHECKING:
     from torch import Generator
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
 
     from fastloop.plugin import Plugin
     from fastloop.recipe import Recipe
@@ -71,7 +71,11 @@ class Settings:
     ``ids`` are sorted and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its
     processes and micro-steps take consecutive shares of them."""
     skip_unreadable: bool = False
-    """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run."""
+    """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run. Tasks also skip
+    rows that they cannot read."""
+    reader_class: Callable[[Any], Dataset[Any]] | None = None
+    """Class of the dataset that a loader reads a map-style dataset through: a subclass of ``MapReader``. None:
+    ``MapReader`` itself. ``skip-unreadable`` sets one that leaves unreadable samples out."""
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = (
         None
     )

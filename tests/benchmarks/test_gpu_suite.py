@@ -322,7 +322,7 @@ def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         recipe, task = prepare_fastloop(Work(model="tiny", device="cuda", folder=Path(name), plugins=plugins), {})
         resolution = resolve(recipe, h100, objects=[task]).plugins
         assert variant.plugins.keys() <= set(resolution.names())
-        resolution.hooks.check_recipe(recipe=recipe)
+        resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
         settings = resolution.configure(recipe)
         if "compile" in variant.plugins or "length-bucketing" in variant.plugins:
             assert settings.pad_to_multiple_of == 64

@@ -247,7 +247,7 @@ def check(recipe: Any) -> None:
     resolved = resolve(recipe)
     recipe, resolution = resolved.recipe, resolved.plugins
     with resolution.attributing_errors():
-        resolution.hooks.check_recipe(recipe=recipe)
+        resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
         resolution.configure(recipe)
     micro_batches(recipe, 1)
     OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), "saved.yaml")

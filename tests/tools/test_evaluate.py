@@ -349,7 +349,7 @@ def test_files_that_are_refused(trained, cli):
 def test_only_plugins_for_inference_take_part(trained):
     recipe = load_recipe(str(trained / "recipe.yaml"), with_plugins=["amp", "ema", "checkpoint-best", "compile"])
     recipe.inference = Inference(trained / "run" / "model", "test")
-    assert resolve(recipe).plugins.names() == ["amp", "compile", "text-classification"]
+    assert resolve(recipe).plugins.names() == ["amp", "compile", "metric-check", "text-classification"]
 
 
 @pytest.mark.slow

@@ -58,7 +58,8 @@ def resolves(words: list[str]) -> None:
     options = {name: words[words.index(name) + 1].split(",") for name in ("--with", "--without") if name in words}
     overrides = [word for word in words[1:] if "=" in word]
     recipe = load_recipe(words[0], overrides, options.get("--with", []), options.get("--without", []))
-    resolve(recipe, replace(this_machine("cpu"), device="cuda")).plugins.hooks.check_recipe(recipe=recipe)
+    plugins = resolve(recipe, replace(this_machine("cpu"), device="cuda")).plugins
+    plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
 
 
 @pytest.mark.slow

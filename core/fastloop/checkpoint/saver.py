@@ -28,12 +28,7 @@ class CheckpointSaver:
         self.pending, self._pending_step = pending, step
 
     def wait(self) -> None:
-        """Wait for the pending save. ``take_failure`` returns a failure."""
-        self.finish()
-        self.poll()
-
-    def finish(self) -> None:
-        """Wait for the pending save without recording its outcome."""
+        """Wait for the pending save. ``take_failure`` then records its outcome."""
         if self.pending is not None:
             futures.wait([self.pending])
 

@@ -124,9 +124,8 @@ class Loader:
                 f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the "
                 "batch size smaller."
             )
-        self.loader = loader_class(
-            MapReader(dataset, settings.skip_unreadable), batch_sampler=self.sampler, **arguments
-        )
+        reader = settings.reader_class or MapReader
+        self.loader = loader_class(reader(dataset), batch_sampler=self.sampler, **arguments)
 
     @property
     def epoch_samples(self) -> int | None:

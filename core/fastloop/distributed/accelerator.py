@@ -1,4 +1,4 @@
-"""Build Accelerate's ``Accelerator`` from the settings of plugins and the launcher's environment."""
+"""Build Accelerate's ``Accelerator`` from the settings of plugins and the environment of the processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
     """Build the run's ``Accelerator``, and connect its processes.
 
     Raises:
-        PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_launcher``.
+        PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_processes``.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -41,9 +41,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
-    check_launcher(recipe, resolution, settings.mixed_precision, world_size() if recipe.inference is None else 1)
-    for variable in STRATEGIES:
-        os.environ.pop(variable, None)  # a plugin of the recipe sets up the strategy
+    check_processes(recipe, resolution, world_size() if recipe.inference is None else 1)
     # explicit, because otherwise Accelerate does not connect processes on CPUs
     cpu = this_machine(recipe.train.device).device == "cpu"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != settings.mixed_precision:
@@ -112,47 +110,13 @@ def _name_start(store: Any) -> str:
     return mine
 
 
-STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-"""Strategies that ``accelerate launch`` can request. In fastloop, plugins of the same names implement them."""
-
-
-def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, processes: int) -> None:
-    """Check that the settings of ``accelerate launch`` agree with the recipe.
-
-    Args:
-        precision: The mixed precision of the finished settings.
-        processes: Number of processes.
+def check_processes(recipe: Recipe, resolution: PluginSet, processes: int) -> None:
+    """Check that a strategy connects the processes of a run, if it has several.
 
     Raises:
-        PluginError: They contradict each other, or no plugin connects several processes.
+        PluginError: No plugin fills the slot ``strategy``.
     """
-    strategy, environment = resolution.in_slot("strategy"), os.environ
-    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
-    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    launcher = f"{recipe.where}: accelerate's configuration asks for"
-    for variable in STRATEGIES:
-        asked = variable.removeprefix("ACCELERATE_USE_").lower().replace("_", "-")
-        if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
-            listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
-            raise PluginError(
-                f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here."
-            )
-    if given not in ("no", "", precision):
-        raise PluginError(
-            f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is {precision!r}. "
-            "Remove it there, or list a plugin in the slot 'precision' here with the same precision."
-        )
-    if compiler.upper() not in ("NO", ""):
-        raise PluginError(
-            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile."
-        )
-    if steps not in ("1", "", "auto"):
-        raise PluginError(
-            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
-            "Set train.batch_size and train.micro_batch_size instead."
-        )
-    if processes > 1 and strategy is None:
+    if processes > 1 and resolution.in_slot("strategy") is None:
         raise PluginError(
             f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which "
             "joins them. "

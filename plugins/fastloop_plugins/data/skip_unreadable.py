@@ -40,7 +40,9 @@ class SkipUnreadable(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {"skip_unreadable": True}
+        from fastloop_plugins.data._skipping_reader import SkippingReader
+
+        return {"skip_unreadable": True, "reader_class": SkippingReader}
 
     @hookimpl
     def check_run(self, run: Run) -> None:

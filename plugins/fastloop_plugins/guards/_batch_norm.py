@@ -1,19 +1,26 @@
-"""A warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
+"""Warns of batch norm over a part of a step's samples.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
 
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from fastloop import Run, hookimpl
+from fastloop import hookimpl
 
-log = logging.getLogger("fastloop")
+if TYPE_CHECKING:
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
 
 
-@hookimpl
+@hookimpl(trylast=True)
 def check_run(run: Run) -> None:
-    """Log the warning."""
+    """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
     norms = [
         module
         for module in run.unwrap_model().modules()
@@ -28,6 +35,6 @@ def check_run(run: Run) -> None:
     if run.loaders.processes.world_size > 1 and not all(isinstance(module, nn.SyncBatchNorm) for module in norms):
         causes.append("the number of processes")
     if norms and causes:
-        log.warning(
+        logger.warning(
             "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
         )

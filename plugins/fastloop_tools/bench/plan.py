@@ -136,7 +136,7 @@ def make_ablation(
     if not ablation.absent and not sets:
         # an error in the full set is an error in the recipe
         resolved = check(make_recipe(with_only(recipe, tested), recipe.source))
-    resolved.plugins.hooks.check_recipe(recipe=recipe)
+    resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
 
     ablation.variants.append(Variant(BASELINE, (), "baseline", at_baseline=bool(lifted)))
     if lifted:

@@ -63,7 +63,7 @@ class Command:
                 resolved = resolve(
                     load_recipe(self.recipe, self.overrides, self.listed, self.left_out), any_machine=True
                 )
-                resolved.plugins.hooks.check_recipe(recipe=resolved.recipe)
+                resolved.plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=resolved.plugins)
         except UsageError:
             return False
         return True

@@ -116,7 +116,7 @@ def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
 
     recipe, plugins = resolved.recipe, resolved.plugins
     size, micro_steps = micro_batches(recipe, processes)
-    plugins.hooks.check_recipe(recipe=recipe)
+    plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
     precision = plugins.configure(recipe).mixed_precision
     building = {plugin.name for hook in BUILDING for plugin, _ in plugins.each(hook)}
     kept = [

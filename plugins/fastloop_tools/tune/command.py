@@ -82,7 +82,7 @@ def tune(
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     resolved = check(loaded)
     loaded = resolved.recipe
-    resolved.plugins.hooks.check_recipe(recipe=loaded)
+    resolved.plugins.hooks.check_recipe(recipe=loaded, plugins=resolved.plugins)
     show_messages()
     # relative paths in a recipe keep their meaning there
     base = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)

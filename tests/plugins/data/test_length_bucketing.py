@@ -343,6 +343,6 @@ def test_shapes_are_few_on_cuda_unless_the_recipe_sets_a_multiple(device, plugin
     monkeypatch.setattr(machine, "this_machine", lambda asked: machine.Machine(device, "a device", ("fp32", "bf16")))
     recipe = make_recipe({"plugins": plugins, "train": {"epochs": 1}})
     resolution = resolve(recipe, any_machine=True).plugins
-    resolution.hooks.check_recipe(recipe=recipe)
+    resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
     recipe.data["pad_to_multiple_of"] = key  # after resolving, because a task would read it and need data
     assert resolution.configure(recipe).pad_to_multiple_of == multiple

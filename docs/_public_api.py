@@ -29,9 +29,9 @@ from torch.nn.functional import cross_entropy
 import fastloop
 import fastloop.testing
 from fastloop import Trainer
+from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
-from fastloop.options import describe
 from fastloop.plugin import Observer
 from fastloop.recipe import Train
 

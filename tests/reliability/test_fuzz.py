@@ -24,8 +24,8 @@ from omegaconf import OmegaConf
 from saving_helpers import times
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
+from fastloop.cli.option_table import describe
 from fastloop.data.loaders import micro_batches
-from fastloop.options import describe
 from fastloop.plugin import is_own, listed_at
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain

@@ -31,7 +31,7 @@ def plan(
     """
     from fastloop.cli.code_files import code_files
     from fastloop.cli.messages import show_messages
-    from fastloop.options import describe
+    from fastloop.cli.option_table import describe
     from fastloop.recipe import load_recipe
     from fastloop.registry import resolve
     from fastloop.runtime.hardware import this_machine

@@ -185,7 +185,7 @@ def show(name: str, as_json: bool) -> None:
     import rich
     from rich.markup import escape
 
-    from fastloop.options import describe
+    from fastloop.cli.option_table import describe
     from fastloop.plugin import Observer
     from fastloop.registry import find_entry_point, load
 

@@ -23,8 +23,8 @@ from urllib.request import url2pathname
 
 import yaml
 
+from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.errors import PluginError
-from fastloop.options import OptionInfo, describe
 from fastloop.plugin import GROUP, Plugin
 from fastloop.registry import load
 

@@ -110,7 +110,7 @@ def first_unsupported(version: Version) -> str:
 def described(source: str, title: str) -> dict[str, Any]:
     """``description``, ``numerics`` and ``options`` of the class ``title`` in the text of a plugin's file, for the
     other files."""
-    from fastloop.options import describe
+    from fastloop.cli.option_table import describe
 
     module = ModuleType("fastloop_tools.new.example")
     sys.modules[module.__name__] = module  # dataclasses look up annotations there

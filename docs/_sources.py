@@ -34,9 +34,9 @@ from fastloop.cli.commands import Commands
 from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
-from fastloop.plugin import DEFAULTS, Observer, Plugin, When, is_own
+from fastloop.installed import DEFAULTS, installed, is_own, load
+from fastloop.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
-from fastloop.registry import installed, load
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)

@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
 
         return Run
     if name == "Trainer":  # a tool that uses the core, like the commands
-        from fastloop.plugin import entry_points
+        from fastloop.installed import entry_points
 
         return entry_points("fastloop.api")[name].load()
     raise AttributeError(f"module 'fastloop' has no attribute {name!r}")

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,8 @@ from fastloop import hookspecs, plugin_checks
 from fastloop.distributed.signals import Stopped
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.hook_callers import HookCallers, make_caller
-from fastloop.plugin import GROUP, IMPLEMENTATIONS, Plugin, distributions_of, entry_points, own_entry_points
+from fastloop.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points
+from fastloop.plugin import Plugin
 from fastloop.recipe import importing
 from fastloop.runtime.tracebacks import user_line
 from fastloop.state import Draft
@@ -179,7 +180,8 @@ def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
     return crash
 
 
-def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None:
+@cache
+def distribution_of(cls: Any) -> importlib.metadata.Distribution | None:
     """The distribution that a plugin is installed with; None for one of a file or a script."""
     package = cls.__module__.partition(".")[0]
     points = [
@@ -190,16 +192,16 @@ def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None
     ]
     for point in sorted(points, key=lambda point: point.value != f"{cls.__module__}:{cls.__qualname__}"):
         return point.dist
-    names = distributions_of(package)
+    names = importlib.metadata.packages_distributions().get(package, [])
     return importlib.metadata.distribution(names[0]) if len(names) == 1 else None
 
 
 def origin(cls: type[Plugin]) -> str:
     """The source of a plugin's code: distribution and version, else the recipe's file, else the module."""
-    if (distribution := distribution_of(cls)) is not None:
-        return f"{distribution.name} {distribution.version}"
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return str(file) if file and cls.__module__.startswith(importing.PREFIX) else cls.__module__
+    if cls.__module__.startswith(importing.PREFIX):
+        return str(sys.modules[cls.__module__].__file__)
+    distribution = distribution_of(cls)
+    return f"{distribution.name} {distribution.version}" if distribution else cls.__module__
 
 
 @dataclass

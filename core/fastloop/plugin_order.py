@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import graphlib
-import heapq
 import itertools
+from collections.abc import Collection
 
 from fastloop.errors import PluginError
 from fastloop.plugin import Plugin
 
 
 def order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
-    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before`` (Kahn's algorithm, earliest index
-    first)."""
-    position = {plugin.name: index for index, plugin in enumerate(plugins)}
-    before: dict[str, set[str]] = {plugin.name: set() for plugin in plugins}
-    for plugin in plugins:
-        for reference in plugin.runs_after:
-            before[plugin.name] |= {other.name for other in matching(reference, plugins)} - {plugin.name}
-        for reference in plugin.runs_before:
-            for other in matching(reference, plugins):
-                before[other.name] |= {plugin.name} - {other.name}
-    sorter = graphlib.TopologicalSorter(before)
+    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before``: the next plugin is always the earliest
+    whose predecessors are in order."""
+    before = {
+        plugin.name: {
+            other.name
+            for other in plugins
+            if other is not plugin and (refers(plugin.runs_after, other) or refers(other.runs_before, plugin))
+        }
+        for plugin in plugins
+    }
     try:
-        sorter.prepare()
+        graphlib.TopologicalSorter(before).prepare()
     except graphlib.CycleError as error:
         raise PluginError(f"{where}: {_explain_cycle(error.args[1], plugins)}") from None
-    ready = sorted(position[name] for name in sorter.get_ready())
-    ordered: list[Plugin] = []
-    while ready:
-        plugin = plugins[heapq.heappop(ready)]
+    rest, ordered = list(plugins), list[Plugin]()
+    while rest:
+        plugin = next(plugin for plugin in rest if not before[plugin.name] & {other.name for other in rest})
+        rest.remove(plugin)
+        awaited = [other for other in ordered if other.name in before[plugin.name]]
+        if awaited and plugins.index(awaited[-1]) > plugins.index(plugin):
+            reasons[plugin.name] += f"; moved after {awaited[-1].name!r}"
         ordered.append(plugin)
-        sorter.done(plugin.name)
-        for name in sorter.get_ready():
-            heapq.heappush(ready, position[name])
-            if position[name] < position[plugin.name]:
-                reasons[name] += f"; moved after {plugin.name!r}"
     return ordered
 
 
@@ -46,7 +43,7 @@ def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
     for first, second in itertools.pairwise(names):
         for owner, attribute, other in ((second, "runs_after", first), (first, "runs_before", second)):
             for reference in getattr(by_name[owner], attribute):
-                if by_name[other] in matching(reference, plugins):
+                if refers([reference], by_name[other]):
                     declarations.append(f"{owner!r} {attribute} {reference!r}")
     return (
         f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a "
@@ -54,6 +51,6 @@ def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
     )
 
 
-def matching(reference: str, plugins: list[Plugin]) -> list[Plugin]:
-    """The plugins that a declaration refers to by name or by ``slot:NAME``."""
-    return [plugin for plugin in plugins if reference in (plugin.name, f"slot:{plugin.slot}")]
+def refers(references: Collection[str], plugin: Plugin) -> bool:
+    """Whether one of a declaration's references, by name or by ``slot:NAME``, is to a plugin."""
+    return plugin.name in references or f"slot:{plugin.slot}" in references

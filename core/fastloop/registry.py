@@ -3,143 +3,21 @@
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.hooks import PluginSet, origin
-from fastloop.options import check_options
-from fastloop.plugin import DISTRIBUTION, GROUP, Plugin, defaults, entry_points, is_own, listed_at, name_and_version
-from fastloop.plugin_checks import check_declarations, check_together, warn_once
-from fastloop.plugin_order import matching, order
+from fastloop.installed import check_class, defaults, installed, load
+from fastloop.plugin import Plugin, listed_at
+from fastloop.plugin_checks import check_exclusive_hooks, check_together
+from fastloop.plugin_order import order
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
 from fastloop.runtime import hardware
-
-
-def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of every installed plugin, from package metadata; imports nothing.
-
-    The key is ``distribution:name`` if several distributions use a name, or if it is in ``taken``.
-    """
-    by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
-    for point in entry_points(group):
-        by_name.setdefault(point.name, []).append(point)
-    table = {}
-    for name, points in sorted(by_name.items()):
-        for point in points:
-            table[name if len(points) == 1 and name not in taken else f"{_distribution(point)}:{name}"] = point
-    return table
-
-
-def own_plugins() -> list[str]:
-    """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them.
-
-    Leaves out, with a warning, each name that another package uses, too.
-    """
-    table = installed()
-    for key, point in table.items():
-        if is_own(point) and key != (name := point.name):
-            rivals = ", ".join(
-                " ".join(name_and_version(other.dist))
-                for other in table.values()
-                if other.name == name and not is_own(other)
-            )
-            warn_once(
-                f"plugin {name!r}: {rivals} installs a plugin of this name, too. `auto` and the estimates of other "
-                f"commands leave out fastloop's. Uninstall that package, or list {key!r} in the recipe."
-            )
-    return [name for name, point in table.items() if is_own(point) and name == point.name]
-
-
-def _distribution(point: importlib.metadata.EntryPoint) -> str:
-    return name_and_version(point.dist)[0] if point.dist else "?"
-
-
-def load(reference: str, where: str = "plugins") -> type[Plugin]:
-    """Import the class of an installed plugin.
-
-    Args:
-        reference: ``name`` or ``package:name``.
-
-    Raises:
-        PluginError: The plugin is not installed (suggests the nearest name), needs another fastloop, cannot be
-            imported, or is no plugin.
-    """
-    point = find_entry_point(reference, where)
-    source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
-    label = f"{where}: plugin {reference!r} ({source})"
-    if problem := unsupported(point):
-        raise PluginError(f"{label} {problem}")
-    try:
-        loaded = point.load()
-    except (Exception, SystemExit) as error:
-        raise PluginError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
-    cls = _check_class(loaded, label)
-    if cls.name != point.name:
-        raise PluginError(f"{label} calls itself {cls.name!r}. Its `name` and its entry point must be the same.")
-    return cls
-
-
-def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoint:
-    """The entry point of an installed plugin; imports nothing.
-
-    Raises:
-        PluginError: No plugin, or more than one, has this name.
-    """
-    table = installed()
-    package, _, name = reference.rpartition(":")
-    if reference in table:
-        return table[reference]
-    points = [point for point in table.values() if point.name == name]
-    if package:
-        from packaging.utils import canonicalize_name
-
-        points = [point for point in points if canonicalize_name(_distribution(point)) == canonicalize_name(package)]
-    if len(points) == 1:
-        return points[0]
-    if points:
-        choice = " or ".join(sorted(f"{_distribution(point)}:{name}" for point in points))
-        raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
-    raise PluginError(
-        f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, table)} `fastloop plugins` lists them."
-    )
-
-
-def unsupported(point: importlib.metadata.EntryPoint) -> str:
-    """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
-    # These take long to import, and most runs do not need them.
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.utils import canonicalize_name
-
-    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
-        if "fastloop" not in text.lower():  # parsing takes long
-            continue
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        name = canonicalize_name(requirement.name)
-        if name not in (DISTRIBUTION, "fastloop") or (
-            requirement.marker and not requirement.marker.evaluate({"extra": ""})
-        ):
-            continue
-        if name != DISTRIBUTION:
-            return (
-                f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require "
-                f"{DISTRIBUTION!r} instead."
-            )
-        ours = importlib.metadata.version(DISTRIBUTION)
-        if not requirement.specifier.contains(ours, prereleases=True):
-            both = f"pip install -U {_distribution(point)} '{DISTRIBUTION}{requirement.specifier}'"
-            return (
-                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
-            )
-    return ""
 
 
 def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
@@ -159,7 +37,7 @@ def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
         for cls in vars(module).values()
         if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name
     ]
-    return _check_class(
+    return check_class(
         getattr(module, parts[1], None) if parts[1] else next(iter(own), None), f"{recipe.where}: {key}: {reference}"
     )
 
@@ -180,13 +58,6 @@ def make(recipe: Recipe, name: str) -> Plugin:
     except (Exception, SystemExit) as error:
         problem = f"cannot be created: {type(error).__name__}: {error}"
         raise PluginError(f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) {problem}") from error
-
-
-def _check_class(cls: Any, label: str) -> type[Plugin]:
-    if not (isinstance(cls, type) and issubclass(cls, Plugin)):
-        raise PluginError(f"{label} is not a subclass of fastloop.Plugin.")
-    check_options(cls.Config, f"{label}: its Config")
-    return cls
 
 
 @dataclass(frozen=True)
@@ -307,9 +178,9 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
             plugins.append(cls())
             filled.add(cls.slot)
             reasons[cls.name] = f"on by default: {reason}"
-    _check(plugins, names, recipe.where)
+    check_together(plugins, names, recipe.where)
     ordered = order(plugins, reasons, recipe.where)
-    check_together(ordered, names, reasons, recipe.where)
+    check_exclusive_hooks(ordered, reasons, recipe.where)
     return ResolvedRecipe(recipe, PluginSet(ordered, reasons))
 
 
@@ -330,47 +201,3 @@ def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
     """Whether a plugin of the recipe is in the run. Without training, only the task and plugins that declare
     ``for_inference`` are."""
     return recipe.inference is None or cls.slot == "task" or cls.for_inference
-
-
-def _check(plugins: list[Plugin], names: Collection[str], where: str) -> None:
-    for index, plugin in enumerate(plugins):
-        if not plugin.name:
-            raise PluginError(f"{where}: the plugin {type(plugin).__qualname__} has no name. Set `name` in its class.")
-        check_declarations(plugin, where)
-        for other in plugins[:index]:
-            if other.name == plugin.name:
-                raise PluginError(f"{where}: plugin {plugin.name!r} appears twice. Remove one.")
-        rivals = [other.name for other in plugins if plugin.slot and other.slot == plugin.slot]
-        if len(rivals) > 1:
-            *others, last = map(repr, rivals)
-            fixes = [f"--without {','.join(name for name in rivals if name != kept)}" for kept in rivals]
-            raise PluginError(
-                f"{where}: {', '.join(others)} and {last} fill the slot {plugin.slot!r}. Keep one: "
-                f"{' or '.join(fixes)}."
-            )
-    for plugin in plugins:
-        for reference, reason in plugin.conflicts.items():
-            for other in matching(reference, plugins):
-                raise PluginError(
-                    f"{where}: plugins {plugin.name!r} and {other.name!r} exclude each other: {reason} Remove one "
-                    "of them."
-                )
-        for reference in plugin.requires:
-            if not matching(reference, plugins):
-                slot = reference.removeprefix("slot:")
-                if slot != reference:
-                    fix = (
-                        f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows "
-                        "who fills it."
-                    )
-                elif reference in names and load(reference).slot == "task":
-                    task = next((repr(other.name) for other in plugins if other.slot == "task"), "none")
-                    fix = (
-                        f"the task {reference!r}, and the task of this run is {task}. If any task will do, its "
-                        "class requires 'slot:task'."
-                    )
-                elif reference in names:
-                    fix = f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
-                else:
-                    fix = f"{reference!r}, and no plugin of this name is installed.{did_you_mean(reference, names)}"
-                raise PluginError(f"{where}: plugin {plugin.name!r} requires {fix}")

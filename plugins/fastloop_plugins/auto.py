@@ -65,7 +65,9 @@ class Auto(Plugin):
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
         """Ask each plugin of fastloop. A plugin that does not combine with the ones before it is left out."""
-        from fastloop.registry import load, own_plugins, resolve
+        from fastloop.installed import load
+        from fastloop.registry import resolve
+        from fastloop_plugins._own_plugins import own_plugins
 
         candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
         candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]

@@ -32,8 +32,8 @@ from mypy.types import Type
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError
+from fastloop.installed import load
 from fastloop.plugin_checks import CLOSE, check_argument, unknown_hook
-from fastloop.registry import load
 
 BASE, MARK, CALLERS = "fastloop.plugin.Plugin", "fastloop.plugin.hookimpl", "fastloop.hook_callers.HookCallers."
 FASTLOOP = ErrorCode("fastloop", "A hook does not exist, or has other arguments", "fastloop")

@@ -13,7 +13,7 @@ import pytest
 
 import fastloop
 from fastloop.cli.startup import GC_THRESHOLD, reduced_gc
-from fastloop.registry import installed
+from fastloop.installed import installed
 
 CORE = Path(fastloop.__file__).parent
 HEAVY = ("torch", "mypy", "accelerate", "transformers", "datasets", "numpy", "fastloop_plugins")

@@ -27,8 +27,10 @@ from fastloop import (
     When,
     hookimpl,
 )
+from fastloop.hooks import PluginSet
+from fastloop.installed import installed, load
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import PluginSet, installed, load, resolve
+from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 
 pytest_plugins = ["installing"]

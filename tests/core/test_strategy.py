@@ -13,7 +13,7 @@ import torch
 from fastloop import Plugin, PluginCrash, PluginError, Strategy, hookimpl
 from fastloop.cli.plugins import listing
 from fastloop.hooks import PluginSet
-from fastloop.plugin import entry_points
+from fastloop.installed import entry_points
 from fastloop.strategy import METHODS
 
 

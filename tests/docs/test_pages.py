@@ -35,9 +35,9 @@ from fastloop.cli.option_table import describe
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
-from fastloop.plugin import Plugin, is_own
+from fastloop.installed import installed, is_own, load
+from fastloop.plugin import Plugin
 from fastloop.recipe import Train
-from fastloop.registry import installed, load
 from fastloop.run import Run
 from fastloop.schedule import Schedule
 from fastloop.state import AcceleratorDraft, Batch, BatchTotals, DataLoaderDraft, OptimizerDraft, Output, State

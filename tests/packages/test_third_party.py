@@ -18,9 +18,10 @@ from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, Usa
 from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
 from fastloop.hooks import PluginSet, own_implementations
+from fastloop.installed import load
 from fastloop.lifecycle import build
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import load, resolve
+from fastloop.registry import resolve
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text

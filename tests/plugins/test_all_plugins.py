@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.plugin import is_own
-from fastloop.registry import installed, load
+from fastloop.installed import installed, is_own, load
 
 OURS = [name for name, point in installed().items() if is_own(point)]
 

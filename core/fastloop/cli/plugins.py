@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.plugin import GROUP, Device, Dtype, Package, Plugin, When, name_and_version
+from fastloop.installed import GROUP, name_and_version
+from fastloop.plugin import Device, Dtype, Package, Plugin, When
 from fastloop.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def plugins(
     import rich
     from rich.text import Text
 
-    from fastloop.registry import installed
+    from fastloop.installed import installed
 
     if name is not None:
         show(name, as_json)
@@ -186,8 +187,8 @@ def show(name: str, as_json: bool) -> None:
     from rich.markup import escape
 
     from fastloop.cli.option_table import describe
+    from fastloop.installed import find_entry_point, load
     from fastloop.plugin import Observer
-    from fastloop.registry import find_entry_point, load
 
     cls = load(name, "fastloop plugins")
     options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])

@@ -11,10 +11,10 @@ import dataclasses
 import inspect
 from typing import Any
 
+from fastloop.installed import installed, is_own, load, name_and_version
 from fastloop.options import adapter
-from fastloop.plugin import Observer, Plugin, is_own, name_and_version
+from fastloop.plugin import Observer, Plugin
 from fastloop.recipe import Train
-from fastloop.registry import installed, load
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 REFERENCE = r"^(.+\.py(:\w+)?|[\w.-]+:[\w.-]+)$"

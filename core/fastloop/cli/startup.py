@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.distributed.ranks import world_size
-from fastloop.plugin import Plugin, entry_points
+from fastloop.installed import entry_points
+from fastloop.plugin import Plugin
 from fastloop.registry import ResolvedRecipe, check_requirements
 from fastloop.runtime.hardware import Machine
 

@@ -25,8 +25,8 @@ import yaml
 
 from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.errors import PluginError
-from fastloop.plugin import GROUP, Plugin
-from fastloop.registry import load
+from fastloop.installed import GROUP, load
+from fastloop.plugin import Plugin
 
 
 class Problem(NamedTuple):

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugin import Plugin, defaults
+from fastloop.installed import defaults
+from fastloop.plugin import Plugin
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.registry import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft

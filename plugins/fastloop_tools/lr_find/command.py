@@ -88,8 +88,8 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
     """
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.cli.startup import start_run
+    from fastloop.installed import defaults
     from fastloop.lifecycle import execute
-    from fastloop.plugin import defaults
     from fastloop.recipe import make_recipe
     from fastloop.registry import load_listed, resolve
 

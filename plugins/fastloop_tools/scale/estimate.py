@@ -239,7 +239,9 @@ def _variant(
 
 def strategies(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """The strategies: fastloop's own, and those that the recipe lists."""
-    from fastloop.registry import load, load_listed, own_plugins
+    from fastloop.installed import load
+    from fastloop.registry import load_listed
+    from fastloop_plugins._own_plugins import own_plugins
 
     found = {name: load(name) for name in own_plugins()}
     found |= {name: load_listed(recipe, name) for name, options in recipe.plugins.items() if options is not False}
@@ -306,7 +308,7 @@ def measure(fake: FakeRun, options: Mapping[str, Any], share: Any = None) -> dic
     """
     import torch
 
-    from fastloop.registry import load
+    from fastloop.installed import load
 
     run, model = fake.run, fake.run.unwrap_model()
     dtypes = {False: torch.float32} | (

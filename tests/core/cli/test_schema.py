@@ -21,9 +21,9 @@ from fastloop.cli.plan import plan
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.cli.schema import schema as command
 from fastloop.errors import UsageError
-from fastloop.plugin import Observer, is_own
+from fastloop.installed import installed, is_own, load
+from fastloop.plugin import Observer
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
-from fastloop.registry import installed, load
 
 OURS = [name for name, point in installed().items() if is_own(point)]
 FINE = """

@@ -16,7 +16,7 @@ from torch import nn
 
 from fastloop import AcceleratorDraft, Plugin, Run, UsageError, hookimpl
 from fastloop.hooks import PluginSet
-from fastloop.registry import load
+from fastloop.installed import load
 from fastloop.testing import VECTORS, starting, train
 
 pytestmark = pytest.mark.slow

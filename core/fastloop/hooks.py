@@ -50,11 +50,12 @@ class Hooks(pluggy.PluginManager):
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         super().__init__("fastloop")
         plugins = list(plugins)
-        self.known: dict[str, tuple[str, ...]] = {}
-        self.first: set[str] = set()
         self.disabled: dict[str, str] = {}
         self.failure: tuple[BaseException, Plugin, str] | None = None
         self._add_specs(plugins)
+        specs = {name: caller.spec for name, caller in vars(self.hook).items()}
+        self.known = {name: (*spec.argnames, *spec.kwargnames) for name, spec in specs.items()}
+        self.first = {name for name, spec in specs.items() if spec.opts["firstresult"]}
         for plugin in reversed(plugins):  # pluggy calls the last registered first
             plugin_checks.check_hooks(plugin, self.known, self.first)
             try:
@@ -90,11 +91,6 @@ class Hooks(pluggy.PluginManager):
                     )
                 owners[name] = (namespace, owner)
             self.add_hookspecs(namespace)
-        for name in owners:
-            spec = getattr(self.hook, name).spec
-            self.known[name] = (*spec.argnames, *spec.kwargnames)
-            if spec.opts["firstresult"]:
-                self.first.add(name)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         """The marks of an implementation. Adds ``trylast`` to the hooks in ``fallback_hooks``."""
@@ -136,19 +132,13 @@ class Hooks(pluggy.PluginManager):
 
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns
-        whether the run continues."""
+        whether the run continues. The ``teardown`` of a disabled plugin is still called."""
         if not isinstance(plugin, Plugin) or isinstance(error, Stopped):
             return False  # the core, or a signal
-        if self._disable(plugin, hook, error):
-            return True
-        if self.failure is None or self.failure[0] is not error:  # else a nested hook raised it
-            self.failure = error, plugin, hook
-        return False
-
-    def _disable(self, plugin: Plugin, hook: str, error: BaseException) -> bool:
-        """Disable a failed plugin if its ``on_error`` is ``disable``. Its ``teardown`` is still called. Returns whether
-        it did."""
-        if plugin.on_error != "disable" or (isinstance(error, UsageError) and hook in ("check_recipe", "check_run")):
+        refuses = isinstance(error, UsageError) and hook in ("check_recipe", "check_run")
+        if plugin.on_error != "disable" or refuses:
+            if self.failure is None or self.failure[0] is not error:  # else a nested hook raised it
+                self.failure = error, plugin, hook
             return False
         reason = str(make_crash(plugin, hook, error))
         self.disabled.setdefault(plugin.name, reason)  # if teardown fails too, the first reason is the cause
@@ -200,7 +190,7 @@ def origin(cls: type[Plugin]) -> str:
     """The source of a plugin's code: distribution and version, else the recipe's file, else the module."""
     if cls.__module__.startswith(importing.PREFIX):
         return str(sys.modules[cls.__module__].__file__)
-    distribution = distribution_of(cls)
+    distribution = distribution_of(cls)  # type: ignore[arg-type]  # mypy takes no class as hashable
     return f"{distribution.name} {distribution.version}" if distribution else cls.__module__
 
 

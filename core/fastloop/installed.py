@@ -79,11 +79,8 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
     Raises:
         PluginError: No plugin, or more than one, has this name.
     """
-    table = installed()
     package, _, name = reference.rpartition(":")
-    if reference in table:
-        return table[reference]
-    points = [point for point in table.values() if point.name == name]
+    points = [point for point in entry_points(GROUP) if point.name == name]
     if package:
         from packaging.utils import canonicalize_name
 
@@ -94,7 +91,8 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
         choice = " or ".join(sorted(f"{_distribution(point)}:{name}" for point in points))
         raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
     raise PluginError(
-        f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, table)} `fastloop plugins` lists them."
+        f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, installed())} `fastloop plugins` "
+        "lists them."
     )
 
 

@@ -149,32 +149,23 @@ def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
 
 def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     """Make the plugins of an expanded recipe, add the defaults, check them together, and order them."""
-    plugins: list[Plugin] = []
-    reasons: dict[str, str] = {}
     names = {point.name for point in installed().values()}
-    for name, options in recipe.plugins.items():
-        if options is False:
-            if name not in names and name not in recipe.references:
-                raise PluginError(
-                    f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}"
-                )
-            continue
-        if not _takes_part(load_listed(recipe, name), recipe):
-            continue
-        plugins.append(make(recipe, name))
-        reasons[plugins[-1].name] = recipe.selected.get(name, "listed in the recipe")
+    left_out = [name for name, options in recipe.plugins.items() if options is False]
+    for name in left_out:
+        if name not in names and name not in recipe.references:
+            raise PluginError(
+                f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}"
+            )
+    listed = [name for name in recipe.plugins if name not in left_out]
+    plugins = [make(recipe, name) for name in listed if _takes_part(load_listed(recipe, name), recipe)]
+    reasons = {plugin.name: recipe.selected.get(plugin.name, "listed in the recipe") for plugin in plugins}
     plugins += (given := list(objects))
     reasons |= {plugin.name: "given in Python" for plugin in given}
-    filled = {plugin.slot for plugin in plugins if plugin.slot}
-    for name, point in defaults().items():
-        if recipe.plugins.get(name) is False:
-            continue
-        cls = point.load()
-        if name in reasons:
-            _check_replacement(recipe, next(plugin for plugin in plugins if plugin.name == name), cls)
-            continue
-        reason = cls.auto_enable(recipe) if _takes_part(cls, recipe) else None
-        if reason and (cls.slot is None or cls.slot not in filled):
+    filled = {plugin.slot for plugin in plugins}
+    for cls in [point.load() for name, point in defaults().items() if name not in left_out]:
+        if same := next((plugin for plugin in plugins if plugin.name == cls.name), None):
+            _check_replacement(recipe, same, cls)
+        elif not (cls.slot and cls.slot in filled) and _takes_part(cls, recipe) and (reason := cls.auto_enable(recipe)):
             plugins.append(cls())
             filled.add(cls.slot)
             reasons[cls.name] = f"on by default: {reason}"

@@ -181,7 +181,7 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
     machine = this_machine(recipe.train.device)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": __version__}
     for plugin in plugins.values():
-        if (distribution := distribution_of(type(plugin))) is not None:
+        if (distribution := distribution_of(type(plugin))) is not None:  # type: ignore[arg-type]
             versions[distribution.name] = distribution.version
     return {
         "versions": versions,

@@ -32,7 +32,7 @@ from fastloop import Trainer
 from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
-from fastloop.plugin import Observer
+from fastloop.plugins.plugin import Observer
 from fastloop.recipe import Train
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"

@@ -34,8 +34,8 @@ from fastloop.cli.commands import Commands
 from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
-from fastloop.installed import DEFAULTS, installed, is_own, load
-from fastloop.plugin import Observer, Plugin, When
+from fastloop.plugins.installed import DEFAULTS, installed, is_own, load
+from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
 
 DOCS = Path(__file__).parent

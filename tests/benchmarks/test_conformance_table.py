@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.installed import installed, is_own
+from fastloop.plugins.installed import installed, is_own
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

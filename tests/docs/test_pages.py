@@ -35,8 +35,8 @@ from fastloop.cli.option_table import describe
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
-from fastloop.installed import installed, is_own, load
-from fastloop.plugin import Plugin
+from fastloop.plugins.installed import installed, is_own, load
+from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Train
 from fastloop.run import Run
 from fastloop.schedule import Schedule

@@ -15,11 +15,11 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from fastloop import Output, Package, Plugin, PluginCrash, PluginError, hookimpl
-from fastloop.hooks import PluginSet
-from fastloop.installed import load
-from fastloop.plugin_checks import RENAMED, check_declarations
+from fastloop.plugins.checks import RENAMED, check_declarations
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop_plugins._own_plugins import own_plugins
 from fastloop_plugins.guards._hook_checks import STEP_HOOKS, STEPS
 

@@ -12,11 +12,11 @@ import pytest
 from torch import nn
 
 from fastloop import Output, Plugin, PluginError, RecipeError, hookimpl, hookspecs
-from fastloop.hooks import PluginSet
-from fastloop.installed import load
-from fastloop.plugin_checks import REFERENCES, check_exclusive_hooks, check_hooks, exclusive_hooks, nearest
+from fastloop.plugins.checks import REFERENCES, check_exclusive_hooks, check_hooks, exclusive_hooks, nearest
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import resolve
 from fastloop_plugins._own_plugins import own_plugins
 
 QUIET = [

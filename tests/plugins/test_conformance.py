@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastloop.installed import installed, is_own
+from fastloop.plugins.installed import installed, is_own
 from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
 from fastloop.testing.studies import strategies
 

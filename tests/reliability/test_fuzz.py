@@ -26,11 +26,11 @@ from saving_helpers import times
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
 from fastloop.cli.option_table import describe
 from fastloop.data.loaders import micro_batches
-from fastloop.installed import installed, is_own, load
-from fastloop.plugin import listed_at
+from fastloop.plugins.installed import installed, is_own, load
+from fastloop.plugins.plugin import listed_at
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain
-from fastloop.registry import resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 pytestmark = [

@@ -7,8 +7,8 @@ import shutil
 
 import typer
 
-from fastloop.installed import entry_points, name_and_version
-from fastloop.plugin import DISTRIBUTION
+from fastloop.plugins.installed import entry_points, name_and_version
+from fastloop.plugins.plugin import DISTRIBUTION
 
 
 def doctor() -> None:

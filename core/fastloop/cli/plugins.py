@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.installed import GROUP, name_and_version
-from fastloop.plugin import Device, Dtype, Package, Plugin, When
+from fastloop.plugins.installed import GROUP, name_and_version
+from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, When
 from fastloop.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def plugins(
     import rich
     from rich.text import Text
 
-    from fastloop.installed import installed
+    from fastloop.plugins.installed import installed
 
     if name is not None:
         show(name, as_json)
@@ -187,8 +187,8 @@ def show(name: str, as_json: bool) -> None:
     from rich.markup import escape
 
     from fastloop.cli.option_table import describe
-    from fastloop.installed import find_entry_point, load
-    from fastloop.plugin import Observer
+    from fastloop.plugins.installed import find_entry_point, load
+    from fastloop.plugins.plugin import Observer
 
     cls = load(name, "fastloop plugins")
     options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])

@@ -11,9 +11,9 @@ import dataclasses
 import inspect
 from typing import Any
 
-from fastloop.installed import installed, is_own, load, name_and_version
 from fastloop.options import adapter
-from fastloop.plugin import Observer, Plugin
+from fastloop.plugins.installed import installed, is_own, load, name_and_version
+from fastloop.plugins.plugin import Observer, Plugin
 from fastloop.recipe import Train
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -39,9 +39,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastloop.errors import RecipeError, did_you_mean
-from fastloop.installed import defaults
 from fastloop.options import option, parse
-from fastloop.plugin import Plugin
+from fastloop.plugins.installed import defaults
+from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import interpolation, secrets
 from fastloop.recipe import safe_yaml as plain
 from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe

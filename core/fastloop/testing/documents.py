@@ -25,8 +25,8 @@ import yaml
 
 from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.errors import PluginError
-from fastloop.installed import GROUP, load
-from fastloop.plugin import Plugin
+from fastloop.plugins.installed import GROUP, load
+from fastloop.plugins.plugin import Plugin
 
 
 class Problem(NamedTuple):

@@ -175,7 +175,7 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
     import torch
 
     from fastloop import __version__
-    from fastloop.hooks import distribution_of
+    from fastloop.plugins.manager import distribution_of
     from fastloop.runtime.hardware import this_machine
 
     machine = this_machine(recipe.train.device)

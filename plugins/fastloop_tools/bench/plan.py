@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.installed import defaults
-from fastloop.plugin import Plugin
+from fastloop.plugins.installed import defaults
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:

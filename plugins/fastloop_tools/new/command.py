@@ -73,7 +73,7 @@ def check_name(name: str) -> None:
     Raises:
         UsageError: The name is invalid or in use; the message suggests another.
     """
-    from fastloop.installed import installed
+    from fastloop.plugins.installed import installed
 
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         proposal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")

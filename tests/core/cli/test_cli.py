@@ -20,7 +20,7 @@ from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import tools
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
-from fastloop.installed import installed, is_own, load
+from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import load_recipe, shipped_recipes
 
 

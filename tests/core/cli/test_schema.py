@@ -21,8 +21,8 @@ from fastloop.cli.plan import plan
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.cli.schema import schema as command
 from fastloop.errors import UsageError
-from fastloop.installed import installed, is_own, load
-from fastloop.plugin import Observer
+from fastloop.plugins.installed import installed, is_own, load
+from fastloop.plugins.plugin import Observer
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
 
 OURS = [name for name, point in installed().items() if is_own(point)]

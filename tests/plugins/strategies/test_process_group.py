@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from fastloop import AcceleratorDraft, Plugin, Run, UsageError, hookimpl
-from fastloop.hooks import PluginSet
-from fastloop.installed import load
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
 from fastloop.testing import VECTORS, starting, train
 
 pytestmark = pytest.mark.slow

@@ -14,9 +14,8 @@ from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
-from fastloop.installed import load
-from fastloop.plugin import Numerics, Plugin
-from fastloop.plugin_order import refers
+from fastloop.plugins.installed import load
+from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.strategy import METHODS, Strategy
 
 log = logging.getLogger("fastloop")
@@ -116,6 +115,11 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                     f"{where}: plugin {plugin.name!r}: {declaration} names {reference!r}, and {problem}. Did you mean "
                     f"{meant!r}?"
                 )
+
+
+def refers(references: Collection[str], plugin: Plugin) -> bool:
+    """Whether one of a declaration's references, by name or by ``slot:NAME``, is to a plugin."""
+    return plugin.name in references or f"slot:{plugin.slot}" in references
 
 
 def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collection[str]) -> str:

@@ -27,10 +27,10 @@ from fastloop import (
     When,
     hookimpl,
 )
-from fastloop.hooks import PluginSet
-from fastloop.installed import installed, load
+from fastloop.plugins.installed import installed, load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 
 pytest_plugins = ["installing"]

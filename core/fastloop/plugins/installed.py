@@ -16,7 +16,7 @@ from typing import Any
 
 from fastloop.errors import PluginError, UsageError, did_you_mean
 from fastloop.options import check_options
-from fastloop.plugin import DISTRIBUTION, Plugin
+from fastloop.plugins.plugin import DISTRIBUTION, Plugin
 
 GROUP = "fastloop.plugins"
 """Entry-point group of plugins."""

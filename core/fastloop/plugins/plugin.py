@@ -33,8 +33,8 @@ from fastloop.options import check_options, option, parse
 
 if TYPE_CHECKING:
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
-    from fastloop.registry import ResolvedRecipe
     from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
 

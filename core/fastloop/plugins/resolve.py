@@ -1,19 +1,19 @@
-"""Find plugins by entry point or file, and resolve a recipe: its plugins, checked together, in call order."""
+"""Resolve a recipe: its plugins, from installed packages and files, checked together, in call order."""
 
 from __future__ import annotations
 
 import copy
+import graphlib
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import FastloopError, PluginError, did_you_mean
-from fastloop.hooks import PluginSet, origin
-from fastloop.installed import check_class, defaults, installed, load
-from fastloop.plugin import Plugin, listed_at
-from fastloop.plugin_checks import check_exclusive_hooks, check_together
-from fastloop.plugin_order import order
+from fastloop.plugins.checks import check_exclusive_hooks, check_together, refers
+from fastloop.plugins.installed import check_class, defaults, installed, load
+from fastloop.plugins.manager import PluginSet, origin
+from fastloop.plugins.plugin import Plugin, listed_at
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
@@ -192,3 +192,47 @@ def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
     """Whether a plugin of the recipe is in the run. Without training, only the task and plugins that declare
     ``for_inference`` are."""
     return recipe.inference is None or cls.slot == "task" or cls.for_inference
+
+
+# -- call order --------------------------------------------------------------------------------------------------------
+
+
+def order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
+    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before``: the next plugin is always the earliest
+    whose predecessors are in order."""
+    before = {
+        plugin.name: {
+            other.name
+            for other in plugins
+            if other is not plugin and (refers(plugin.runs_after, other) or refers(other.runs_before, plugin))
+        }
+        for plugin in plugins
+    }
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError as error:
+        raise PluginError(f"{where}: {_explain_cycle(error.args[1], plugins)}") from None
+    rest, ordered = list(plugins), list[Plugin]()
+    while rest:
+        plugin = next(plugin for plugin in rest if not before[plugin.name] & {other.name for other in rest})
+        rest.remove(plugin)
+        awaited = [other for other in ordered if other.name in before[plugin.name]]
+        if awaited and plugins.index(awaited[-1]) > plugins.index(plugin):
+            reasons[plugin.name] += f"; moved after {awaited[-1].name!r}"
+        ordered.append(plugin)
+    return ordered
+
+
+def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
+    """The declarations that make a cycle, in which each name runs before the next, and one of them to drop."""
+    by_name = {plugin.name: plugin for plugin in plugins}
+    declarations = []
+    for first, second in itertools.pairwise(names):
+        for owner, attribute, other in ((second, "runs_after", first), (first, "runs_before", second)):
+            for reference in getattr(by_name[owner], attribute):
+                if refers([reference], by_name[other]):
+                    declarations.append(f"{owner!r} {attribute} {reference!r}")
+    return (
+        f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a "
+        f"plugin: --without {names[0]}."
+    )

@@ -20,7 +20,8 @@ from fastloop.distributed.processes import Processes
 from fastloop.plugins.plugin import Plugin
 from fastloop.run import Run
 from fastloop.schedule import Schedule
-from fastloop.state import AcceleratorDraft, Batch, BatchTotals, DataLoaderDraft, Draft, OptimizerDraft, Output, State
+from fastloop.settings import Settings
+from fastloop.state import Batch, BatchTotals, Output, State
 from fastloop.strategy import Strategy
 
 SINCE: dict[str, str] = {}
@@ -40,15 +41,11 @@ RULES: dict[type, dict[str, str]] = {
         "metrics": "return them in `build_metrics`",
         "datasets": "return them in `build_datasets`",
         "loaders": "by `set_micro_batch_size` alone",
-        "loader_settings": "in `configure_dataloader`",
-        "optimizer_arguments": "in `configure_optimizer`",
+        "settings": "return changes in `configure`",
         "state": "the fields that [State](#state) marks",
         "to_device()": LOOP,
-        "totals()": LOOP,
         "accumulate_gradients()": "call it in `train_step`",
         "apply_gradients()": "call it in `train_step`",
-        "should_skip_step()": LOOP,
-        "sync_requests()": LOOP,
     },
     State: {
         "": "no",
@@ -72,10 +69,7 @@ RULES: dict[type, dict[str, str]] = {
     },
     BatchTotals: {"": "no"},
     Output: {"": "yes, in `compute_loss` and in a wrapper of it"},
-    Draft: {"": "no", "written_by()": "yes"},
-    AcceleratorDraft: {"": "yes, in `configure_accelerator`", "handlers()": "no: the core calls it"},
-    DataLoaderDraft: {"": "yes, in `configure_dataloader`", "READING": "no", "suggested": "by `suggest()`"},
-    OptimizerDraft: {"": "yes, in `configure_optimizer`"},
+    Settings: {"": "return it in `configure`", "writers": "no", "WORKERS": "no", "READING": "no"},
     Plugin: {
         "": ON_CLASS,
         "fallback_hooks": "yes, on your class or in `__init__`",

@@ -86,7 +86,7 @@ def kind(name: str, spec: Any) -> str:
     """How the results of several plugins are combined."""
     if spec.fastloop_spec["firstresult"]:
         return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
-    return {"Draft": "draft", "Chain": "chain"}.get((spec.__doc__ or "").partition(".")[0], "every plugin, in order")
+    return "chain" if (spec.__doc__ or "").startswith("Chain.") else "every plugin, in order"
 
 
 def all_hooks() -> str:
@@ -102,7 +102,7 @@ def all_hooks() -> str:
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
-            f"{re.sub(r'^(Draft|Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
+            f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
             f"Kind: {kind(name, spec)}. Our plugins that implement it: {', '.join(answered) or 'none'}.\n",
         ]
     return "\n".join(text)

@@ -40,13 +40,14 @@ from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Train
 from fastloop.run import Run
 from fastloop.schedule import Schedule
-from fastloop.state import AcceleratorDraft, Batch, BatchTotals, DataLoaderDraft, OptimizerDraft, Output, State
+from fastloop.settings import Settings
+from fastloop.state import Batch, BatchTotals, Output, State
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 WRITTEN = [ROOT / "README.md", *(page for page in PAGES if "decisions" not in page.parts)]
 API = (
-    *(Run, State, Batch, BatchTotals, Output, AcceleratorDraft, DataLoaderDraft, OptimizerDraft),
+    *(Run, State, Batch, BatchTotals, Output, Settings),
     *(Plugin, Processes, Schedule, CheckpointSaver, Loaders),
 )
 OURS = [name for name, point in installed().items() if is_own(point)]
@@ -276,7 +277,7 @@ def test_every_hook_is_shown_with_its_docstring():
         part = text.partition(f"### `{hook}`")[2].partition("\n### ")[0]
         assert f"{hook}({', '.join(inspect.signature(spec).parameters)[:3]}" in part
         assert inspect.cleandoc(spec.__doc__).splitlines()[-1].rpartition(". ")[2] in part
-    assert "Kind: draft." in text.partition("### `configure_optimizer`")[2].partition("\n### ")[0]
+    assert "Kind: chain." in text.partition("### `before_prepare`")[2].partition("\n### ")[0]
     assert "[`ema`](plugins/ema.md) (wraps it)" in text.partition("### `evaluate`")[2].partition("\n### ")[0]
     assert "for each micro-step:" in text
 

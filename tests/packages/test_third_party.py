@@ -163,6 +163,7 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
     assert [module.__name__ for module in own_implementations()] == [
         "fastloop.loop",
         "fastloop.defaults",
+        "fastloop_plugins.guards._batch_norm",
         "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.training._named_optimizer",
         "fastloop_plugins.guards._sample_orders",
@@ -640,7 +641,7 @@ def test_plugin_can_be_listed_only_where_allowed(install):
             "build_model changes the run, but the plugin is declared read_only",
         ),
         ({"before_prepare": hookimpl(lambda self: None)}, "before_prepare changes the run"),
-        ({"configure_dataloader": hookimpl(lambda self, draft: None)}, "configure_dataloader changes the run"),
+        ({"configure": hookimpl(lambda self: None)}, "configure changes the run"),
         (
             {"after_fit": hookimpl(wrapper=True)(lambda self: (yield))},
             "after_fit is a wrapper, but the plugin is declared read_only",

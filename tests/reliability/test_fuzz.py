@@ -31,7 +31,6 @@ from fastloop.plugins.plugin import listed_at
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain
-from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 pytestmark = [
     pytest.mark.slow,
@@ -250,12 +249,7 @@ def check(recipe: Any) -> None:
     recipe, resolution = resolved.recipe, resolved.plugins
     with resolution.attributing_errors():
         resolution.hooks.check_recipe(recipe=recipe)
-        for hook, draft in (
-            ("accelerator", AcceleratorDraft()),
-            ("dataloader", DataLoaderDraft()),
-            ("optimizer", OptimizerDraft()),
-        ):
-            resolution.draft(f"configure_{hook}", draft)
+        resolution.configure(recipe)
     micro_batches(recipe, 1)
     OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), "saved.yaml")
     assert load_recipe("saved.yaml").to_dict() == recipe.to_dict()

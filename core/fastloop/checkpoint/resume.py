@@ -44,7 +44,7 @@ def save(run: Run) -> None:
         SaveError: The checkpoint cannot be written, and ``train.on_save_error`` is ``stop``.
     """
     wait_for_save(run)
-    run.sync_requests()  # handle a failure of the previous save first
+    run._sync_requests()  # handle a failure of the previous save first
     with run.clock("save"), region("save"):
         state = {
             "fastloop": 1,
@@ -65,7 +65,7 @@ def save(run: Run) -> None:
         except TypeError as error:
             raise PluginError(f"save_state: {error}") from error
         run.saver.start(pending, run.state.step)
-    run.sync_requests()
+    run._sync_requests()
     run.state.save_requested = False  # also covers a signal that arrived during the save
 
 
@@ -83,7 +83,7 @@ def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any],
 
 
 def wait_for_save(run: Run) -> None:
-    """Wait for the checkpoint that this process is writing. ``run.sync_requests`` handles a failure."""
+    """Wait for the checkpoint that this process is writing. ``run._sync_requests`` handles a failure."""
     if run.saver.pending is not None:
         with run.clock("save"):
             run.saver.wait()

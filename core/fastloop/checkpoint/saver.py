@@ -54,7 +54,7 @@ class CheckpointSaver:
             raise error
 
     def report_failure(self, message: str) -> None:
-        """Report a failed save to ``Run.sync_requests``. Plugins that write weights themselves call it, too."""
+        """Report a failed save to ``Run._sync_requests``. Plugins that write weights themselves call it, too."""
         self._failure = message
 
     def take_failure(self) -> str | None:

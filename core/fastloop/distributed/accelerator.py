@@ -1,4 +1,4 @@
-"""Build Accelerate's ``Accelerator`` from the draft of plugins and the launcher's environment."""
+"""Build Accelerate's ``Accelerator`` from the settings of plugins and the launcher's environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastloop.distributed.ranks import LOOPBACK, rank, world_size
 from fastloop.errors import PluginError
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
-from fastloop.state import AcceleratorDraft
+from fastloop.settings import Settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,7 +26,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 built."""
 
 
-def build_accelerator(recipe: Recipe, resolution: PluginSet) -> tuple[Accelerator, Processes]:
+def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings) -> tuple[Accelerator, Processes]:
     """Build the run's ``Accelerator``, and connect its processes.
 
     Raises:
@@ -35,24 +35,24 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet) -> tuple[Accelerato
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 
-    draft: AcceleratorDraft = resolution.draft("configure_accelerator", AcceleratorDraft())
-    if draft.mixed_precision not in PRECISIONS:
+    if settings.mixed_precision not in PRECISIONS:
         raise PluginError(
-            f"{recipe.where}: plugin {draft.writers['mixed_precision']!r} set AcceleratorDraft.mixed_precision to "
-            f"{draft.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
+            f"{recipe.where}: plugin {settings.writers['mixed_precision']!r} set mixed_precision to "
+            f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
-    check_launcher(recipe, resolution, draft.mixed_precision, world_size() if recipe.inference is None else 1)
+    check_launcher(recipe, resolution, settings.mixed_precision, world_size() if recipe.inference is None else 1)
     for variable in STRATEGIES:
         os.environ.pop(variable, None)  # a plugin of the recipe sets up the strategy
     # explicit, because otherwise Accelerate does not connect processes on CPUs
     cpu = this_machine(recipe.train.device).device == "cpu"
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != settings.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
-    timeout = None if draft.timeout is None else timedelta(seconds=draft.timeout)
-    connection = draft.init_handler.to_kwargs() if draft.init_handler else {}
+    timeout = None if settings.process_timeout is None else timedelta(seconds=settings.process_timeout)
+    connection = settings.init_handler.to_kwargs() if settings.init_handler else {}
     PartialState(cpu=cpu, **connection, **({"timeout": timeout} if timeout else {}), **_own_store())
-    accelerator = Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
+    handlers = [*filter(None, (settings.ddp_handler, settings.scaler_handler, settings.init_handler))]
+    accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=cpu, kwargs_handlers=handlers)
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator, Processes(accelerator, timeout)
@@ -120,7 +120,7 @@ def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, proces
     """Check that the settings of ``accelerate launch`` agree with the recipe.
 
     Args:
-        precision: The mixed precision of the finished draft.
+        precision: The mixed precision of the finished settings.
         processes: Number of processes.
 
     Raises:

@@ -1,6 +1,7 @@
 """The hooks of one run: their declarations and implementations, and the plugin that failed.
 
-pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare. ``PluginSet`` adds drafts and chains.
+pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare. ``PluginSet`` adds settings and
+chains.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from fastloop.plugins.call import HookCallers, make_caller
 from fastloop.plugins.checks import check_hooks
 from fastloop.plugins.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points
 from fastloop.plugins.plugin import Plugin
-from fastloop.recipe import importing
+from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
-from fastloop.state import Draft
+from fastloop.settings import Settings, merge_settings
 from fastloop.strategy import Strategy, method_that_raised
 
 log = logging.getLogger("fastloop")
@@ -243,19 +244,13 @@ class PluginSet:
     def unsubscribe(self, plugin: Plugin, hook: str) -> None:
         """Stop calling a plugin's hook. A plugin that only examines the first steps so costs nothing in later ones.
 
-        Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` are still called.
+        ``configure``, chain hooks, ``save_state``, ``load_state`` and ``teardown`` are still called.
         """
         self.hooks.unsubscribe(plugin, hook)
 
-    def draft(self, hook: str, draft: Draft) -> Any:
-        """Pass a draft to every plugin, and return it."""
-        for plugin, call in self.each(hook):
-            recipe, listed, _ = plugin.where.rpartition(": plugins.")
-            draft.__dict__.update(_writer=plugin.name, _where=f"{recipe}: " if listed else "")
-            if (result := call(draft=draft)) is not None:
-                found = f"a {type(result).__name__}, expected no result. docs/loop.md describes the hook."
-                raise PluginError(f"{draft._where}plugin {plugin.name!r}: {hook} returned {found}")
-        return draft
+    def configure(self, recipe: Recipe) -> Settings:
+        """Collect the settings of every plugin."""
+        return merge_settings(recipe, self.each("configure"))
 
     def chain(self, hook: str, model: Any, /, **arguments: Any) -> Any:
         """Pass the model through every plugin. A result that is not None replaces it."""

@@ -279,9 +279,7 @@ class TextModel:
         if self._width is None:
             from fastloop_plugins.tasks._text_batches import Width
 
-            self._width = Width(
-                options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length"
-            )
+            self._width = Width(options.max_length, run.settings.pad_to_multiple_of, options.padding == "max_length")
         return self._width
 
     # -- the model -----------------------------------------------------------------------------------------------------

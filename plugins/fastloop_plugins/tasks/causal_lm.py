@@ -102,7 +102,7 @@ class CausalLM(Plugin):
         from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._lm_batches import block_sequences, masked_sequences
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        self.data.skip_unreadable = run.settings.skip_unreadable
         where, size = self.data.where, self.data.options.max_length
         if self.data.masked:
             encoder = partial(encode_rows, name_of=self.data.name_of)

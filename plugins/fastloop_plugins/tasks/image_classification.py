@@ -110,7 +110,7 @@ class ImageClassification(Plugin):
         splits = self.data.load()
         if recipe.inference is None:
             self.labels = self.model.order(self.data.classes)
-            if run.is_main and not run.loader_settings.skip_unreadable:
+            if run.is_main and not run.settings.skip_unreadable:
                 check_images(splits.values(), self.model.input.resized)
         plain, named = Transform(self.model.input), recipe.inference is not None and recipe.inference.chunk > 0
         datasets = {}

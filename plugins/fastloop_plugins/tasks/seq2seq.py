@@ -99,7 +99,7 @@ class Seq2Seq(Plugin):
         from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._seq2seq_data import encode_rows, pair_sequences
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        self.data.skip_unreadable = run.settings.skip_unreadable
         sizes = {"max_length": self.data.options.max_length, "max_target_length": self.data.options.max_target_length}
         splits = _text_tokens.read(self.data, self.text_model, documents=True, encoder=encode_rows, **sizes)
         run.state.unreadable += self.data.unreadable
@@ -121,9 +121,7 @@ class Seq2Seq(Plugin):
         from fastloop_plugins.tasks._text_batches import Width
 
         options = self.data.options
-        targets = Width(
-            options.max_target_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length"
-        )
+        targets = Width(options.max_target_length, run.settings.pad_to_multiple_of, options.padding == "max_length")
         return Collator(
             self.text_model.tokenizer.pad_token_id,
             [self.text_model.end()],

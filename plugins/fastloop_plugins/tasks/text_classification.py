@@ -117,7 +117,7 @@ class TextClassification(Plugin):
         from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._text_batches import Sequences
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        self.data.skip_unreadable = run.settings.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, truncation=True, max_length=self.data.options.max_length)
         run.state.unreadable += self.data.unreadable
         names = self.text_model.class_names()

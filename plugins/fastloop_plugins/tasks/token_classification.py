@@ -105,7 +105,7 @@ class TokenClassification(Plugin):
         from fastloop_plugins.tasks._tag_batches import check_scheme
         from fastloop_plugins.tasks._tag_tokens import encode_rows
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        self.data.skip_unreadable = run.settings.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, encoder=encode_rows, words=True)
         run.state.unreadable += self.data.unreadable
         self.labels = self.text_model.order_labels(self.data.classes)

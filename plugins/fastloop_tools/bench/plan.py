@@ -12,7 +12,6 @@ from fastloop.plugins.installed import defaults
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine
@@ -209,18 +208,13 @@ def unresolvable(ablation: Ablation, names: Sequence[str]) -> str | None:
 
 
 def check(recipe: Recipe) -> ResolvedRecipe:
-    """Resolve a recipe and let its plugins fill in their drafts, which shows contradictions between them.
+    """Resolve a recipe and collect the settings of its plugins, which shows contradictions between them.
 
     Raises:
         UsageError: The recipe cannot run.
     """
     resolved = resolve(recipe)
-    for hook, draft in (
-        ("configure_accelerator", AcceleratorDraft()),
-        ("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))),
-        ("configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)),
-    ):
-        resolved.plugins.draft(hook, draft)
+    resolved.plugins.configure(recipe)
     return resolved
 
 

@@ -329,6 +329,6 @@ def test_doctor_reports_environment(cli):
     assert code == 0
     facts = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert {"device", "dtypes", "processors", "compiler", "python", "[dev]"} <= set(facts)
-    assert facts["torch"] == torch.__version__
+    assert facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # builds of one version
     assert "fp32" in facts["dtypes"]
     assert "missing" not in facts.values()

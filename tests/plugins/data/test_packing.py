@@ -154,8 +154,8 @@ class Multiple(Plugin):
     name = "multiple"
 
     @hookimpl
-    def configure_dataloader(self, draft: Any) -> None:
-        draft.pad_to_multiple_of = 16
+    def configure(self) -> dict[str, int]:
+        return {"pad_to_multiple_of": 16}
 
 
 @pytest.mark.parametrize("config", [ENCODERS["roberta"], DECODERS["llama"]], ids=["roberta", "llama"])

@@ -17,7 +17,7 @@ from _tables import table
 from fastloop.checkpoint.saver import CheckpointSaver
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
-from fastloop.plugin import Plugin
+from fastloop.plugins.plugin import Plugin
 from fastloop.run import Run
 from fastloop.schedule import Schedule
 from fastloop.settings import Settings

@@ -29,10 +29,10 @@ from torch.nn.functional import cross_entropy
 import fastloop
 import fastloop.testing
 from fastloop import Trainer
+from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
-from fastloop.options import describe
-from fastloop.plugin import Observer
+from fastloop.plugins.plugin import Observer
 from fastloop.recipe import Train
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"

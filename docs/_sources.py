@@ -31,12 +31,12 @@ from _tables import table
 from fastloop import hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import Commands
+from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
-from fastloop.options import OptionInfo, describe
-from fastloop.plugin import DEFAULTS, Observer, Plugin, When, is_own
+from fastloop.plugins.installed import DEFAULTS, installed, is_own, load
+from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
-from fastloop.registry import installed, load
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)

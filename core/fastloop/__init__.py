@@ -15,7 +15,7 @@ from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginE
 from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
 from fastloop.hookspecs import hookspec
 from fastloop.options import option
-from fastloop.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, When, hookimpl
+from fastloop.plugins.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, When, hookimpl
 from fastloop.settings import Settings
 from fastloop.state import Batch, Output, State
 from fastloop.strategy import Strategy
@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
         return Run
     if name == "Trainer":  # a tool that uses the core, like the commands
-        from fastloop.plugin import entry_points
+        from fastloop.plugins.installed import entry_points
 
         return entry_points("fastloop.api")[name].load()
     raise AttributeError(f"module 'fastloop' has no attribute {name!r}")

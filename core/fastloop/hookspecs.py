@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from torch.utils.data import BatchSampler
     from torchmetrics import MetricCollection
 
-    from fastloop.hooks import PluginSet
+    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.settings import Settings

@@ -26,10 +26,10 @@ from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
-from fastloop.hooks import make_crash
-from fastloop.plugin import Plugin
+from fastloop.plugins.manager import make_crash
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.recipe import Inference
-from fastloop.registry import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock

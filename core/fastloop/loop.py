@@ -28,7 +28,7 @@ from fastloop import log_points
 from fastloop.checkpoint import resume
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
-from fastloop.plugin import hookimpl
+from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.state import Batch

@@ -21,7 +21,7 @@ from fastloop.distributed.signals import StopSignals
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
-from fastloop.hooks import PluginSet
+from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.regions import each, region

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Generator
     from torch.utils.data import DataLoader, Dataset
 
-    from fastloop.plugin import Plugin
+    from fastloop.plugins.plugin import Plugin
     from fastloop.recipe import Recipe
     from fastloop.state import Batch
 

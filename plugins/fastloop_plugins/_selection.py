@@ -24,9 +24,9 @@ from fastloop.data.datasets import Filler
 from fastloop.errors import PluginCrash
 from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
-from fastloop.plugin import Numerics, Plugin
+from fastloop.plugins.plugin import Numerics, Plugin
+from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.recipe import Recipe
-from fastloop.registry import ResolvedRecipe, resolve
 from fastloop.run import Run
 from fastloop.runtime import hardware
 from fastloop.runtime.hardware import Machine

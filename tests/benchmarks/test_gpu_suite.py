@@ -311,7 +311,7 @@ def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     import ablation
     from _arms import Work, prepare_fastloop
 
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
     from fastloop.runtime.hardware import Machine
 
     h100 = Machine("cuda", "H100", ("fp32", "bf16", "fp16", "fp8"))

@@ -16,7 +16,7 @@ from torch import nn
 
 from fastloop import Output, Plugin, PluginCrash, PluginError, Trainer, checkpoint, hookimpl, hookspecs
 from fastloop.checkpoint import resume
-from fastloop.registry import PluginSet
+from fastloop.plugins.manager import PluginSet
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
 

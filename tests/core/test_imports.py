@@ -13,7 +13,7 @@ import pytest
 
 import fastloop
 from fastloop.cli.startup import GC_THRESHOLD, reduced_gc
-from fastloop.registry import installed
+from fastloop.plugins.installed import installed
 
 CORE = Path(fastloop.__file__).parent
 HEAVY = ("torch", "mypy", "accelerate", "transformers", "datasets", "numpy", "fastloop_plugins")
@@ -57,8 +57,8 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
         "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n"
     )
     code = (
-        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; from fastloop.registry "
-        "import resolve; "
+        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; "
+        "from fastloop.plugins.resolve import resolve; "
         "recipe = load_recipe('recipe.yaml', (), ('allocator', 'cpu-affinity'), ()); "
         "assert environment(resolve(recipe, any_machine=True)) is not None"
     )

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import this_machine
 
 HELP_NEEDS_NONE = (

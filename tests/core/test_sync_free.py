@@ -13,9 +13,10 @@ from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits,
 from torch.amp import GradScaler
 from training_runs import execute
 
-from fastloop import Plugin, hookimpl, registry
+from fastloop import Plugin, hookimpl
 from fastloop.distributed.processes import Processes
 from fastloop.lifecycle import build
+from fastloop.plugins import resolve as registry
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.scalars import Scalars

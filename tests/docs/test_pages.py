@@ -31,13 +31,13 @@ from omegaconf import OmegaConf
 
 from fastloop import hookspecs
 from fastloop.checkpoint.saver import CheckpointSaver
+from fastloop.cli.option_table import describe
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
-from fastloop.options import describe
-from fastloop.plugin import Plugin, is_own
+from fastloop.plugins.installed import installed, is_own, load
+from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Train
-from fastloop.registry import installed, load
 from fastloop.run import Run
 from fastloop.schedule import Schedule
 from fastloop.settings import Settings

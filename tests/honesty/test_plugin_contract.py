@@ -15,9 +15,12 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from fastloop import Output, Package, Plugin, PluginCrash, PluginError, hookimpl
-from fastloop.plugin_checks import RENAMED, check_declarations
+from fastloop.plugins.checks import RENAMED, check_declarations
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import PluginSet, load, own_plugins, resolve
+from fastloop_plugins._own_plugins import own_plugins
 from fastloop_plugins.guards._hook_checks import STEP_HOOKS, STEPS
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from fastloop import RecipeError
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop.testing import start
 

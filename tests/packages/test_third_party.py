@@ -17,10 +17,11 @@ import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
 from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
-from fastloop.hooks import PluginSet, own_implementations
 from fastloop.lifecycle import build
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet, own_implementations
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import load, resolve
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text

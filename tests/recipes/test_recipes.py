@@ -12,8 +12,8 @@ import torch
 from training_runs import execute
 
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, shipped_recipes
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 
 SHIPPED = {

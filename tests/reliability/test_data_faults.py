@@ -21,8 +21,8 @@ from training_runs import execute
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
 from fastloop.errors import DataError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop.testing import tiny_data
 

@@ -24,12 +24,13 @@ from omegaconf import OmegaConf
 from saving_helpers import times
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
+from fastloop.cli.option_table import describe
 from fastloop.data.loaders import micro_batches
-from fastloop.options import describe
-from fastloop.plugin import is_own, listed_at
+from fastloop.plugins.installed import installed, is_own, load
+from fastloop.plugins.plugin import listed_at
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain
-from fastloop.registry import installed, load, resolve
 
 pytestmark = [
     pytest.mark.slow,

@@ -29,8 +29,8 @@ from omegaconf import OmegaConf
 from fastloop import CheckpointError, Plugin, RecipeError, UsageError, checkpoint, hookimpl
 from fastloop.cli import main
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe, secrets
-from fastloop.registry import resolve
 from fastloop.run import Run
 
 TINY = {

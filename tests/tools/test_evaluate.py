@@ -16,8 +16,8 @@ from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from safetensors.torch import load_file, save_file
 from text_helpers import TINY, TINY_GPT
 
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe
-from fastloop.registry import resolve
 from fastloop_tools.inference.picture import draw
 
 CODE = """

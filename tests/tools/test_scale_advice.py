@@ -15,8 +15,9 @@ from scale_runs import tiny
 from typer.testing import CliRunner
 
 from fastloop.cli import app
+from fastloop.plugins.installed import load
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import load, resolve
 from fastloop.runtime.hardware import this_machine
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_tools.scale.change import Command, smallest_change

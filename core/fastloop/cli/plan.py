@@ -13,7 +13,7 @@ from fastloop.distributed import ranks
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
-    from fastloop.hooks import PluginSet
+    from fastloop.plugins.manager import PluginSet
 
 
 def plan(
@@ -32,9 +32,9 @@ def plan(
     """
     from fastloop.cli.code_files import code_files
     from fastloop.cli.messages import show_messages
-    from fastloop.options import describe
+    from fastloop.cli.option_table import describe
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import load_recipe
-    from fastloop.registry import resolve
     from fastloop.runtime.hardware import this_machine
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))

@@ -18,7 +18,7 @@ from fastloop.settings import Settings
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fastloop.hooks import PluginSet
+    from fastloop.plugins.manager import PluginSet
 
 
 PRECISIONS = ("no", "bf16", "fp16")

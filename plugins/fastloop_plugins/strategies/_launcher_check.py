@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from fastloop import PluginError, hookimpl
 
 if TYPE_CHECKING:
-    from fastloop.hooks import PluginSet
+    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
 
 STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")

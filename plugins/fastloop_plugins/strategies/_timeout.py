@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastloop import option
-from fastloop.options import parse_time
+from fastloop_plugins._time import parse_time
 
 Timeout = Annotated[
     float | str | None,

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Output, Plugin, hookimpl, option
-from fastloop.plugin import Package
+from fastloop.plugins.plugin import Package
 from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks._metrics import find_metrics
 from fastloop_plugins.tasks._model_checks import check_alone, check_classifies, shortest

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugin import Plugin, defaults
+from fastloop.plugins.installed import defaults
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import ResolvedRecipe, expand, load_listed, make, resolve
 
 if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
+from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import load_listed, resolve
 from fastloop_tools.scale.model import quiet
 
 if TYPE_CHECKING:

@@ -38,8 +38,8 @@ def plan_memory(
     from fastloop.cli.messages import show_messages
     from fastloop.distributed import ranks
     from fastloop.errors import UsageError
+    from fastloop.plugins.resolve import expand
     from fastloop.recipe import load_recipe
-    from fastloop.registry import expand
     from fastloop_tools.scale.sizes import parse_bytes
 
     if ranks.world_size() > 1:

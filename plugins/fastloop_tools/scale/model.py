@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastloop import FastloopError, RecipeError, Strategy, hookimpl
 
 if TYPE_CHECKING:
-    from fastloop.registry import ResolvedRecipe
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.run import Run
 
 BUILDING = (
@@ -111,8 +111,8 @@ def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
     """
     from fastloop.data.loaders import micro_batches
     from fastloop.lifecycle import open_run
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve
 
     recipe, plugins = resolved.recipe, resolved.plugins
     size, micro_steps = micro_batches(recipe, processes)

@@ -23,7 +23,6 @@ from fastloop.cli.arguments import (
     output_file,
 )
 from fastloop.distributed import ranks
-from fastloop.options import parse_time
 
 
 def tune(
@@ -66,6 +65,7 @@ def tune(
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
+    from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.ablation import dump, json_safe
     from fastloop_tools.bench.plan import check
     from fastloop_tools.measure.pairs import TrialRunner, Window

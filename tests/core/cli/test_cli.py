@@ -20,9 +20,8 @@ from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import tools
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
-from fastloop.plugin import is_own
+from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import load_recipe, shipped_recipes
-from fastloop.registry import installed, load
 
 
 def test_program_prints_usage_error_to_stderr_and_exits_2():

@@ -21,8 +21,8 @@ from torch import nn
 
 from fastloop import UsageError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import (
     IMAGES,
     LANGUAGE,

@@ -17,8 +17,8 @@ from training_runs import execute
 from fastloop import Batch, CheckpointError, Plugin, PluginError, Settings, Trainer, hookimpl
 from fastloop.data import StepSampler
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.runtime import hardware as machine
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.sample_audit import SampleAudit

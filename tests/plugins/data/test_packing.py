@@ -17,7 +17,7 @@ from training_runs import execute
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
 from fastloop.lifecycle import build
-from fastloop.registry import ResolvedRecipe
+from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 from fastloop_plugins.data.length_bucketing import LengthBucketing

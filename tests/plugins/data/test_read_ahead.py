@@ -24,7 +24,7 @@ from fastloop import Batch, Plugin, Settings, hookimpl
 from fastloop.data import Loader
 from fastloop.errors import DataError
 from fastloop.lifecycle import build
-from fastloop.registry import ResolvedRecipe
+from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.testing import tiny_data
 from fastloop_plugins.data._read_ahead import AHEAD, ReadAheadLoader

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from fastloop import Plugin, Run, UsageError, hookimpl
-from fastloop.hooks import PluginSet
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import make_recipe
-from fastloop.registry import load
 from fastloop.testing import VECTORS, starting, train
 
 pytestmark = pytest.mark.slow

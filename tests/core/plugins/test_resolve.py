@@ -27,8 +27,10 @@ from fastloop import (
     When,
     hookimpl,
 )
+from fastloop.plugins.installed import installed, load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import PluginSet, installed, load, resolve
 from fastloop.runtime.hardware import Machine
 
 pytest_plugins = ["installing"]

@@ -21,6 +21,13 @@ target tokens. Evaluation does not add it.
 GPT-2's 50,257. Losses are those of a run without padding, up to rounding: the added rows stay zeros, because the loss
 leaves out their logits. Checkpoints have these rows, and the exported model does not.
 
+For texts, evaluation reports ``bits_per_character`` beside ``perplexity``: the mean loss of a token in bits, times the
+tokens of the split, divided by its characters. End tokens count as tokens, and not as characters. Unlike perplexity, it
+compares models with different tokenizers. Conversations, completions and ``folds`` have none.
+
+``tokenizer: {kind: char}`` has a token for each character of the training texts, and ``{kind: byte}`` one for each
+byte. With ``data.read.blank_lines``, a .txt file is one text with all its lines, as in the recipe ``char_lm``.
+
 `fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it
 draws tokens:
 
@@ -56,14 +63,14 @@ if TYPE_CHECKING:
 
 
 class CausalLM(Plugin):
-    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token, and reports
-    ``perplexity``."""
+    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token. Reports ``perplexity``, and
+    ``bits_per_character`` of texts."""
 
     name = "causal-lm"
     slot = "task"
     fallback_hooks = ("compute_loss",)
     sections = {"model": DecoderOptions, "data": LanguageData}
-    adds_metrics = ("perplexity",)
+    adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of a causal language model"
     router_weight = 0.0
 
@@ -96,6 +103,9 @@ class CausalLM(Plugin):
             self.data.names_read = model.template_names
         else:
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
+        self.adds_metrics = type(self).adds_metrics
+        if not self.data.masked and recipe.plugins.get("folds", False) is False:
+            self.adds_metrics += ("bits_per_character",)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
@@ -116,6 +126,7 @@ class CausalLM(Plugin):
                 self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False
             )
             datasets = {name: block_sequences(where, name, split.ids, size) for name, split in splits.items()}
+            self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
         run.state.unreadable += self.data.unreadable
         return self.data.streamed(run, datasets, self.text_model)
 
@@ -208,9 +219,12 @@ class CausalLM(Plugin):
         return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 
     @hookimpl(wrapper=True, trylast=True)
-    def evaluate(self) -> Generator[None, dict[str, float], dict[str, float]]:
+    def evaluate(self, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
-        return metrics | {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
+        metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
+        if "bits_per_character" in self.adds_metrics:
+            metrics["bits_per_character"] = metrics["loss"] / math.log(2) * self.tokens_per_character[split]
+        return metrics
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

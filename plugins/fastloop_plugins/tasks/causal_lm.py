@@ -21,12 +21,9 @@ target tokens. Evaluation does not add it.
 GPT-2's 50,257. Losses are those of a run without padding, up to rounding: the added rows stay zeros, because the loss
 leaves out their logits. Checkpoints have these rows, and the exported model does not.
 
-For texts, evaluation reports ``bits_per_character`` beside ``perplexity``: the mean loss of a token in bits, times the
-tokens of the split, divided by its characters. End tokens count as tokens, and not as characters. Unlike perplexity, it
-compares models with different tokenizers. Conversations, completions and ``folds`` have none.
-
-``tokenizer: {kind: char}`` has a token for each character of the training texts, and ``{kind: byte}`` one for each
-byte. With ``data.read.blank_lines``, a .txt file is one text with all its lines, as in the recipe ``char_lm``.
+For texts, evaluation reports ``bits_per_character``: the mean loss of a token in bits, times the tokens of the split,
+divided by its characters. End tokens are no characters. It compares models with different tokenizers. Conversations,
+completions and ``folds`` have none. The recipe ``char_lm`` trains on the characters of one text.
 
 `fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it
 draws tokens:
@@ -58,8 +55,10 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._lm_batches import Collator
+    from fastloop_plugins.tasks._samples import Sample
     from fastloop_plugins.tasks._text_batches import Sequences
     from fastloop_plugins.tasks._text_prompts import PromptCollator
+    from fastloop_plugins.tasks._text_tokens import Split
 
 
 class CausalLM(Plugin):
@@ -109,26 +108,36 @@ class CausalLM(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
-        from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._lm_batches import block_sequences, masked_sequences
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
-        where, size = self.data.where, self.data.options.max_length
+        where, size, splits = self.data.where, self.data.options.max_length, self._read(run)
         if self.data.masked:
-            encoder = partial(encode_rows, name_of=self.data.name_of)
-            documents, train_on = self.data.options.messages is None, self.data.options.train_on
-            splits = _text_tokens.read(self.data, self.text_model, documents, encoder, train_on=train_on)
             datasets: dict[str, Sequences] = {
                 name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()
             }
         else:
-            splits = _text_tokens.read(
-                self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False
-            )
             datasets = {name: block_sequences(where, name, split.ids, size) for name, split in splits.items()}
             self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
         run.state.unreadable += self.data.unreadable
         return self.data.streamed(run, datasets, self.text_model)
+
+    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        from fastloop_plugins.tasks import _text_tokens
+
+        self.data.skip_unreadable = run.loader_settings.skip_unreadable
+        if not self.data.masked:
+            return _text_tokens.read(
+                self.data, self.text_model, documents=True, first=first, add_special_tokens=False, verbose=False
+            )
+        encoder = partial(encode_rows, name_of=self.data.name_of)
+        documents, train_on = self.data.options.messages is None, self.data.options.train_on
+        return _text_tokens.read(self.data, self.text_model, documents, encoder, first, train_on=train_on)
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
+        from fastloop_plugins.tasks._samples import language_samples
+
+        return language_samples(self.data, self.text_model, self._read(run, count)["train"])
 
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Sequences]:

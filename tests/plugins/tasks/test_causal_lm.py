@@ -268,6 +268,25 @@ def test_evaluate_reports_the_bits_per_character_of_training(cli, tmp_path):
     assert json.loads(out)["metrics"]["bits_per_character"] == pytest.approx(trained, rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_a_resumed_run_has_the_same_tokenizer_and_the_same_loss(cli, kind):
+    Path("train.txt").write_bytes(PLAY.encode())
+    recipe = {
+        "model": {"config": TINY_GPT | NO_DROPOUT, "tokenizer": {"kind": kind}},
+        "data": {"files": {"train": "train.txt"}, "read": {"blank_lines": True}, "max_length": 16},
+        "train": {"max_steps": 4, "save_every": 2, "batch_size": 4, "device": "cpu"},
+    }
+    Path("recipe.json").write_text(json.dumps(recipe))
+    assert cli("train", "recipe.json", "output=whole")[0] == 0
+    assert cli("train", "recipe.json", "output=parts", "train.max_steps=2")[0] == 0
+    code, out, err = cli("train", "recipe.json", "output=parts", "--resume")
+    assert code == 0, out + err
+    whole, parts = (json.loads(Path(f"{name}/summary.json").read_text()) for name in ("whole", "parts"))
+    assert parts["steps"] == 4
+    assert parts["validation"] == whole["validation"]
+    assert Path("whole/model/tokenizer.json").read_bytes() == Path("parts/model/tokenizer.json").read_bytes()
+
+
 def test_a_file_with_blank_lines_is_one_text_and_its_end_is_held_out(caplog):
     Path("train.txt").write_bytes(PLAY.encode())
     model = {"config": TINY_GPT, "tokenizer": {"kind": "char"}}

@@ -295,6 +295,19 @@ CASES: dict[str, Case] = {
         text([{"text": text, "label": label} for text, label in ROWS], path="train.jsonl", lanes=1),
         (r"set (data\.streaming=true)",),
     ),
+    "samples of a stream": Case(
+        ("tasks/_text_tokens.py data.streaming=",),
+        lambda cli: (
+            [
+                "plan",
+                *text([{"text": text, "label": label} for text, label in ROWS], path="train.jsonl", streaming=True)(
+                    cli
+                )[1:],
+            ]
+            + ["--samples", "1"]
+        ),
+        (r"Give (data\.streaming=false),",),
+    ),
     # -- labels
     "label": Case(
         ("tasks/_text_data.py data.label=",),
@@ -710,6 +723,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "scale/model.py fastloop plan",
         "search/command.py fastloop search",
         "search/study.py fastloop search",
+        "tasks/_samples.py data.max_length=",
         "tasks/_streaming_samples.py data.label_type=",
         "tasks/_text_data.py data.label_type=",
         "testing/conformance.py fastloop plan",

@@ -296,7 +296,7 @@ def test_a_language_model(tmp_path, cli):
     train(recipe)
     found = results(cli, tmp_path / "run")
     assert found["metrics"] == summary(tmp_path / "run")["test"]
-    assert found["metrics"].keys() == {"loss", "perplexity"}
+    assert found["metrics"].keys() == {"loss", "perplexity", "bits_per_character"}
     assert found["classes"] == []
 
 

@@ -20,12 +20,12 @@ from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._references import check_reference, import_object
-from fastloop_plugins.tasks._held_out import DRAW, draw, hold_out
+from fastloop_plugins.tasks._held_out import DRAW, draw, hold_out, hold_out_ends
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_drops import drop_rows
 from fastloop_plugins.tasks._repeats import find_repeats
 from fastloop_plugins.tasks._streaming_options import StreamedData, StreamingOptions, check_streaming
-from fastloop_plugins.tasks._text_columns import Text, column_names, read_columns
+from fastloop_plugins.tasks._text_columns import Text, column_names, each_text, read_columns
 from fastloop_plugins.tasks._text_files import FORMATS, Part, Read, format_of, make_part, read_file
 from fastloop_plugins.tasks._text_paths import find_files, refuse_options_without_files, refuse_url
 from fastloop_plugins.tasks._text_targets import is_readable, read_labels, summarize
@@ -79,7 +79,8 @@ class Data(StreamingOptions):
         option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
     ] = None
     read: Annotated[
-        dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")
+        dict[str, Any] | None,
+        option("How files are read: delimiter, columns, encoding, quoting, compression, blank_lines."),
     ] = None
     max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
     padding: Annotated[
@@ -291,11 +292,17 @@ class TextData(StreamedData):
         suffix = ""
         if "train" in rows and held_out:
             classes = rows["train"].labels if self.label_type == "class" else None
-            train, held = hold_out(len(rows["train"].texts), self.options.validation_fraction, classes, self.where)
-            rows |= {"train": rows["train"].keep(train), "validation": rows["train"].keep(held)}
-            share = f"{self.options.validation_fraction:.0%} of train" + (
-                ", of each class," if classes is not None else ""
-            )
+            share = f"{self.options.validation_fraction:.0%} of train"
+            if self.how.blank_lines:
+                train, held = hold_out_ends(each_text(rows["train"].texts), self.options.validation_fraction)
+                rows |= {"train": Rows([*train]), "validation": Rows([*held])}
+                share = f"the last {self.options.validation_fraction:.0%} of each file"
+            else:
+                ids, held_ids = hold_out(
+                    len(rows["train"].texts), self.options.validation_fraction, classes, self.where
+                )
+                rows |= {"train": rows["train"].keep(ids), "validation": rows["train"].keep(held_ids)}
+                share += ", of each class," if classes is not None else ""
             suffix = f" (no validation split: {share} held out)"
         for role, count in (
             ("train", self.limit.train),

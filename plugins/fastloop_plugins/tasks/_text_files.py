@@ -51,6 +51,7 @@ class Read:
     compression: Annotated[
         Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")
     ] = None
+    blank_lines: Annotated[bool, option("Read each .txt file as one text, with its blank lines and line ends.")] = False
     max_row_mib: Annotated[
         int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)
     ] = 16
@@ -232,7 +233,10 @@ def _read_as(
         return Part(str(path), dict(zip(table.column_names, table.columns, strict=True)))
     with open_text(path, how) as stream:
         is_list = suffix != ".txt" and stream.head.lstrip().startswith("[")  # it may be one long line
-        content = re.sub("\r\n?", "\n", stream.read() if is_list else "".join(stream))
+        content = stream.read() if is_list else "".join(stream)
+    if suffix == ".txt" and how.blank_lines:
+        return Part(str(path), {next(iter(text)): [content] if content.strip() else []})
+    content = re.sub("\r\n?", "\n", content)
     if suffix == ".txt":
         return _read_plain(path, content, next(iter(text)))
     without_rows = Part(str(path), {name: [] for name in text})

@@ -90,7 +90,8 @@ def token_chunks(
 
 
 def read_texts(path: Path, data: TextData) -> Iterator[Text]:
-    """Yield the columns ``data.text`` of a file. In a .txt file, each line is a text."""
+    """Yield the columns ``data.text`` of a file. In a .txt file, each line is a text, or all of it with
+    ``data.read.blank_lines``."""
     with explain_reading(path, data.how):
         for number, values in enumerate(read_values(path, data), 1):
             for name, value in zip(data.columns, values, strict=True):
@@ -121,7 +122,7 @@ def read_values(path: Path, data: TextData, optional: Sequence[str] = ()) -> Ite
             _check_columns(path, data, file.names)
             for batch in file.batches(names):
                 yield from batch_rows(batch, names)
-    elif suffix == ".json":  # one document, or one a line
+    elif suffix == ".json" or (suffix == ".txt" and how.blank_lines):  # one document, or one a line
         part = read_file(path, how, keys)
         cells = [part.column(data.text_key, name) for name in columns]
         yield from zip(*cells, *(part.columns.get(name, [None] * len(cells[0])) for name in optional), strict=True)

@@ -125,6 +125,16 @@ class ImageClassification(Plugin):
         )
         return datasets
 
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, str]]]:
+        from fastloop_plugins.tasks._image_batches import read_image
+
+        files = self.build_datasets(run)["train"].files
+        for index in [*range(0, len(files.names), max(len(files.names) // count, 1))][:count]:  # of several classes
+            path, label = files.root / files.names[index], files.labels[index]
+            width, height = read_image(path, files.max_pixels).size
+            yield [("image", str(path)), ("class", self.labels.names[label]), ("size", f"{width} x {height} pixels")]
+
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[ImageDataset] | None:
         if source is None:  # a split

@@ -197,7 +197,8 @@ def test_every_plugins_page_has_a_recipe_its_hooks_in_firing_order_and_options_w
     assert code == 0
     order = list(vars(hookspecs))
     assert facts["hooks"]
-    assert facts["hooks"] == sorted(facts["hooks"], key=order.index)
+    # a command's plugin may declare a hook, which follows
+    assert facts["hooks"] == sorted(facts["hooks"], key=lambda hook: order.index(hook) if hook in order else len(order))
     assert all(option["help"] for option in facts["options"])
     listed = yaml.safe_load(facts["recipe"])["plugins"]
     assert name in [next(iter(entry)) if isinstance(entry, dict) else entry for entry in listed]

@@ -69,7 +69,6 @@ def read_samples(recipe: Recipe, count: int) -> list[Sample]:
     from fastloop.lifecycle import open_run
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
-    from fastloop.state import DataLoaderDraft
 
     tree = recipe.to_dict()
     tree["train"] |= {"device": "cpu"}
@@ -77,8 +76,8 @@ def read_samples(recipe: Recipe, count: int) -> list[Sample]:
     with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch, ExitStack() as stack:
         resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
         plugins = resolved.plugins
-        draft = plugins.draft("configure_dataloader", DataLoaderDraft())
-        readers = {"task", draft.writers.get("skip_unreadable")}  # other plugins expect the task's data
+        writers = plugins.configure(resolved.recipe).writers
+        readers = {"task", writers.get("skip_unreadable")}  # other plugins expect the task's data
         kept = [plugin.name for plugin in plugins if {plugin.slot, plugin.name} & readers - {None}]
         stack.enter_context(open_run(resolved.with_only(kept), [reader]))
     if not reader.samples:

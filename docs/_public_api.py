@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _api import RULES, members
+from _api import RULES, is_internal, members
 from _sources import argument, hooks, kind, leaves, ours
 from torch.nn.functional import cross_entropy
 
@@ -88,7 +88,7 @@ def python_lines() -> Iterator[tuple[str, str]]:
             constructor = vars(value).get("__init__")
             if inspect.isfunction(constructor) and constructor.__code__.co_filename != "<string>":  # not a dataclass's
                 yield f"{name}.__init__", signature(constructor)
-            for member in members(value):
+            for member in (member for member in members(value) if not is_internal(value, member.name)):
                 if not member.name.startswith("test_"):
                     yield f"{name}.{member.name}", member.type + default_of(value, member.name)
         elif inspect.isfunction(function):

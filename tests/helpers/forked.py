@@ -201,7 +201,8 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         self._child_created = True
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
+        with FORKING:
+            self.pid = os.fork()
         if self.pid == 0:
             _become(args[1:], env, cwd, (stdin, stdout, stderr), fds, new_session)
 

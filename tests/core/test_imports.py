@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from pinned import with_pinned_versions
 
 import fastloop
 from fastloop.cli.startup import GC_THRESHOLD, reduced_gc
@@ -70,6 +71,7 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
 
 
 @pytest.mark.slow
+@with_pinned_versions
 def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards():
     code = (
         "from fastloop_plugins.tasks._metrics import import_torchmetrics; import_torchmetrics(); "

@@ -24,8 +24,8 @@ from torch import Tensor
 from fastloop import FastloopError, Plugin, UsageError, hookimpl
 from fastloop.cli.numerics import BOUNDS, largest_difference
 from fastloop.lifecycle import open_run
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, make_recipe
-from fastloop.registry import resolve
 from fastloop.testing.runs import Trained, train
 from fastloop_plugins.tasks._tokenizers import check_saved_tokenizer
 from fastloop_tools.inference.chunks import Chunks, predict_dataset

@@ -222,7 +222,7 @@ def run_fastloop(work: Work, reviews: Reviews, windows: Windows) -> None:
     """Train as ``fastloop train`` does with this recipe."""
     from fastloop import Plugin, hookimpl
     from fastloop.lifecycle import execute, open_run
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
 
     class Watch(Plugin):
         name = "watch"

@@ -142,7 +142,7 @@ def run_fastloop(work: LanguageWork, windows: Windows) -> None:
     """Train as ``fastloop train`` does with this recipe."""
     from fastloop import Plugin, Run, hookimpl
     from fastloop.lifecycle import execute, open_run
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
 
     size = SIZES[work.size]
 

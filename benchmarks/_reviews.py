@@ -194,7 +194,7 @@ class ReviewTask(TextClassification):
         from fastloop_plugins.tasks._text_batches import Width
 
         return Collator(
-            PAD, Width(self.max_length, run.loader_settings.pad_to_multiple_of, self.padding == "max_length"), self.loss
+            PAD, Width(self.max_length, run.settings.pad_to_multiple_of, self.padding == "max_length"), self.loss
         )
 
     @hookimpl

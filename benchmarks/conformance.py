@@ -68,7 +68,7 @@ def read(*reports: Path) -> dict[str, dict[str, tuple[str, str]]]:
 
 def table(found: dict[str, dict[str, tuple[str, str]]]) -> str:
     """The table of the page, with the reasons of failed and skipped checks below it."""
-    from fastloop.registry import load
+    from fastloop.plugins.installed import load
 
     pairs = sorted({check for row in found.values() for check in row if check.startswith("processes[")})
     columns = CHECKS | {check: f"two processes, {check.removeprefix('processes[').rstrip(']')}" for check in pairs}

@@ -113,7 +113,7 @@ def tokens(model: str, folder: Path) -> None:
     import numpy as np
 
     from fastloop.lifecycle import open_run
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
 
     loaded = load_recipe(str(write_recipe(model, 1, 0, folder)), (), (), ("auto",))
     with open_run(resolve(loaded)) as run:

@@ -105,7 +105,7 @@ def fastloop(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def numerics(plugins: tuple[str, ...]) -> str:
     """The numerics class of a set: that of its weakest plugin."""
-    from fastloop.registry import load
+    from fastloop.plugins.installed import load
 
     classes = {load(name).numerics for name in plugins}
     return next((name for name in reversed(BANDS) if name in classes), "bitwise")

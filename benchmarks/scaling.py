@@ -129,8 +129,8 @@ def first_step(file: Path, folder: Path) -> dict[str, Any]:
     """Run a recipe for one step."""
     from fastloop import Plugin, hookimpl
     from fastloop.lifecycle import execute, open_run
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve
 
     class Resident(Plugin):
         name = "resident"

@@ -11,24 +11,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from _stub import result, specs
 from _tables import table
 
 from fastloop.checkpoint.saver import CheckpointSaver
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
-from fastloop.plugin import Plugin
+from fastloop.plugins.plugin import Plugin
 from fastloop.run import Run
 from fastloop.schedule import Schedule
-from fastloop.state import AcceleratorDraft, Batch, BatchTotals, DataLoaderDraft, Draft, OptimizerDraft, Output, State
+from fastloop.settings import Settings
+from fastloop.state import Batch, BatchTotals, Output, State
 from fastloop.strategy import Strategy
 
 SINCE: dict[str, str] = {}
 """``Class.member`` -> the version that added it. Everything else has been there since 0.1."""
-FIRST = "0.1"
 LOADER = "no: the loader fills it in"
-LOOP = "no: the loop calls it"
-LIFECYCLE = "no: the lifecycle calls it"
+CORE = "no: the core calls it"
+"""The rule of methods that the page leaves out."""
 ON_CLASS = "yes, on your class"
 
 RULES: dict[type, dict[str, str]] = {
@@ -40,15 +39,11 @@ RULES: dict[type, dict[str, str]] = {
         "metrics": "return them in `build_metrics`",
         "datasets": "return them in `build_datasets`",
         "loaders": "by `set_micro_batch_size` alone",
-        "loader_settings": "in `configure_dataloader`",
-        "optimizer_arguments": "in `configure_optimizer`",
+        "settings": "return changes in `configure`",
         "state": "the fields that [State](#state) marks",
-        "to_device()": LOOP,
-        "totals()": LOOP,
+        "to_device()": CORE,
         "accumulate_gradients()": "call it in `train_step`",
         "apply_gradients()": "call it in `train_step`",
-        "should_skip_step()": LOOP,
-        "sync_requests()": LOOP,
     },
     State: {
         "": "no",
@@ -57,9 +52,9 @@ RULES: dict[type, dict[str, str]] = {
         "evaluate_requested": "by `request_evaluate()`",
         "save_requested": "by `request_save()`",
         "stop_reason": "by `request_stop()`",
-        "count_step()": LOOP,
-        "skip_samples()": LOOP,
-        "restore()": LOOP,
+        "count_step()": CORE,
+        "skip_samples()": CORE,
+        "restore()": CORE,
     },
     Batch: {
         "": "yes, in your collator",
@@ -68,14 +63,11 @@ RULES: dict[type, dict[str, str]] = {
         "worker": LOADER,
         "is_last_micro_batch": LOADER,
         "unreadable": LOADER,
-        "pin_memory()": "no: torch's DataLoader calls it",
+        "pin_memory()": CORE,
     },
     BatchTotals: {"": "no"},
     Output: {"": "yes, in `compute_loss` and in a wrapper of it"},
-    Draft: {"": "no", "written_by()": "yes"},
-    AcceleratorDraft: {"": "yes, in `configure_accelerator`", "handlers()": "no: the core calls it"},
-    DataLoaderDraft: {"": "yes, in `configure_dataloader`", "READING": "no", "suggested": "by `suggest()`"},
-    OptimizerDraft: {"": "yes, in `configure_optimizer`"},
+    Settings: {"": "return it in `configure`", "writers": "no", "WORKERS": "no", "READING": "no"},
     Plugin: {
         "": ON_CLASS,
         "fallback_hooks": "yes, on your class or in `__init__`",
@@ -85,14 +77,14 @@ RULES: dict[type, dict[str, str]] = {
         "estimate_speedup()": "override it",
     },
     Strategy: {"": "override it", "sets_precision": ON_CLASS},
-    Processes: {"": "no", "close()": "no: the command calls it", "explain_lost_connection()": LIFECYCLE},
+    Processes: {"": "no", "close()": CORE, "explain_lost_connection()": CORE},
     Schedule: {"": "no"},
     CheckpointSaver: {
         "": "no",
-        "start()": "no: saving calls it",
-        "take_failure()": LOOP,
+        "start()": CORE,
+        "take_failure()": CORE,
     },
-    Loaders: {"": "no", "set_datasets()": LIFECYCLE, "build()": LIFECYCLE, "close()": LIFECYCLE},
+    Loaders: {"": "no", "set_datasets()": CORE, "build()": CORE, "close()": CORE},
 }
 """Class -> whether a plugin may change an attribute or call a method; ``""`` is the rule of the other attributes. It
 may call the other methods."""
@@ -109,11 +101,7 @@ class Member:
 
 def api_reference() -> str:
     """Every class of the page."""
-    text = [
-        "Contents: "
-        + ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in RULES)
-        + ", [run.hooks](#runhooks).\n"
-    ]
+    text = ["Contents: " + ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in RULES) + ".\n"]
     for cls, rules in RULES.items():
         found = members(cls)
         if unknown := {name for name in rules if name} - {member.name for member in found}:
@@ -122,15 +110,20 @@ def api_reference() -> str:
                 "not have."
             )
         attributes = [member for member in found if not member.name.endswith("()")]
-        methods = [member for member in found if member.name.endswith("()")]
+        methods = [member for member in found if member.name.endswith("()") and not is_internal(cls, member.name)]
         text += [f"## {cls.__name__}\n", f"`from {importable(cls)} import {cls.__name__}`. {introduction(cls)}\n"]
         if attributes:
             rows = [row(cls, member, rules.get(member.name, rules[""])) for member in attributes]
-            text.append(table("attribute|type|meaning|a plugin may change it|since", rows))
+            text.append(table("attribute|type|meaning|a plugin may change it", rows))
         if methods:
             rows = [row(cls, member, rules.get(member.name, "yes")) for member in methods]
-            text.append(table("method|signature|meaning|a plugin may call it|since", rows))
-    return "\n".join([*text, run_hooks()])
+            text.append(table("method|signature|meaning|a plugin may call it", rows))
+    return "\n".join(text)
+
+
+def is_internal(cls: type, member: str) -> bool:
+    """Whether only the core calls a method: it is no part of the API."""
+    return RULES.get(cls, {}).get(member) == CORE
 
 
 def row(cls: type, member: Member, rule: str) -> tuple[str, ...]:
@@ -140,8 +133,9 @@ def row(cls: type, member: Member, rule: str) -> tuple[str, ...]:
             f"docs/_api.py: {cls.__module__}.{cls.__name__}.{member.name} has no meaning. Describe it in the class's "
             "docstring."
         )
-    since = SINCE.get(f"{cls.__name__}.{member.name}", FIRST)
-    return f"`{member.name}`", f"`{member.type}`", member.meaning, rule, since
+    since = SINCE.get(f"{cls.__name__}.{member.name}")
+    added = f" Since {since}." if since else ""
+    return f"`{member.name}`", f"`{member.type}`", member.meaning + added, rule
 
 
 def importable(cls: type) -> str:
@@ -253,18 +247,3 @@ def type_of(cls: type, value: ast.expr, arguments: dict[str, str]) -> str:
         f"docs/_api.py: the type of {ast.unparse(value)!r} in {cls.__module__}.{cls.__name__} is not known. Annotate "
         "the attribute."
     )
-
-
-def run_hooks() -> str:
-    """Every hook as a plugin calls it."""
-    rows = []
-    for name, spec in specs().items():
-        call = f"run.hooks.{name}({', '.join(f'{key}={key}' for key in inspect.signature(spec).parameters)})"
-        rows.append((f"[`{name}`](loop.md#{name})", f"`{call}`", f"`{result(name, spec)}`", FIRST))
-    about = (
-        "Call a hook on every plugin of the run. Arguments are passed by name. A *first* hook returns the first result "
-        "that is not None; "
-        "any other returns a list. A plugin may call a hook of its own (`Plugin.hookspecs`). A task may also call "
-        "`compute_loss`. The loop calls the others. [loop.md](loop.md) describes each hook."
-    )
-    return "\n".join(["## run.hooks\n", f"{about}\n", table("hook|call|returns|since", rows)])

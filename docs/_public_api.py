@@ -22,17 +22,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from _api import RULES, members
+from _api import RULES, is_internal, members
 from _sources import argument, hooks, kind, leaves, ours
 from torch.nn.functional import cross_entropy
 
 import fastloop
 import fastloop.testing
 from fastloop import Trainer
+from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
-from fastloop.options import describe
-from fastloop.plugin import Observer
+from fastloop.plugins.plugin import Observer
 from fastloop.recipe import Train
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
@@ -88,7 +88,7 @@ def python_lines() -> Iterator[tuple[str, str]]:
             constructor = vars(value).get("__init__")
             if inspect.isfunction(constructor) and constructor.__code__.co_filename != "<string>":  # not a dataclass's
                 yield f"{name}.__init__", signature(constructor)
-            for member in members(value):
+            for member in (member for member in members(value) if not is_internal(value, member.name)):
                 if not member.name.startswith("test_"):
                     yield f"{name}.{member.name}", member.type + default_of(value, member.name)
         elif inspect.isfunction(function):

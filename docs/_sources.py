@@ -31,12 +31,12 @@ from _tables import table
 from fastloop import hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import Commands
+from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
-from fastloop.options import OptionInfo, describe
-from fastloop.plugin import DEFAULTS, Observer, Plugin, When, is_own
+from fastloop.plugins.installed import DEFAULTS, installed, is_own, load
+from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
-from fastloop.registry import installed, load
 from fastloop_plugins.rows.formats import describe_formats
 
 DOCS = Path(__file__).parent
@@ -87,7 +87,7 @@ def kind(name: str, spec: Any) -> str:
     """How the results of several plugins are combined."""
     if spec.fastloop_spec["firstresult"]:
         return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
-    return {"Draft": "draft", "Chain": "chain"}.get((spec.__doc__ or "").partition(".")[0], "every plugin, in order")
+    return "chain" if (spec.__doc__ or "").startswith("Chain.") else "every plugin, in order"
 
 
 def all_hooks() -> str:
@@ -103,7 +103,7 @@ def all_hooks() -> str:
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
-            f"{re.sub(r'^(Draft|Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
+            f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
             f"Kind: {kind(name, spec)}. Our plugins that implement it: {', '.join(answered) or 'none'}.\n",
         ]
     return "\n".join(text)

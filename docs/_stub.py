@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import hookspecs
-from fastloop.hooks import own_implementations
+from fastloop.plugins.manager import own_implementations
 
 STUB = Path(hookspecs.__file__).with_name("hook_types.pyi")
 WIDTH = 120

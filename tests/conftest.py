@@ -23,7 +23,7 @@ import torch
 
 from fastloop.cli import main
 from fastloop.cli.messages import Messages
-from fastloop.plugin_checks import warn_once
+from fastloop.plugins.checks import warn_once
 from fastloop.runtime import platform_support
 
 Cli = Callable[..., tuple[int, str, str]]

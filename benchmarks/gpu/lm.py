@@ -44,7 +44,7 @@ from _suite import (
 )
 
 from fastloop.recipe import make_recipe
-from fastloop.registry import own_plugins
+from fastloop_plugins._own_plugins import own_plugins
 
 WARMUPS, PROBES = 2, 2
 """Windows of each arm before the rounds, and after them."""

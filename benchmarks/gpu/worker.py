@@ -37,7 +37,7 @@ def next_command() -> str:
 def run_job(work: Work, splits: dict[str, Any]) -> dict[str, Any]:
     """Train and evaluate; returns a part of the summary."""
     from fastloop.lifecycle import execute, open_run
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
 
     recipe, task = prepare_fastloop(work, splits)
     with open_run(resolve(recipe, objects=[task])) as run:

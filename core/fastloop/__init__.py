@@ -15,8 +15,9 @@ from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginE
 from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
 from fastloop.hookspecs import hookspec
 from fastloop.options import option
-from fastloop.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, When, hookimpl
-from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output, State
+from fastloop.plugins.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, When, hookimpl
+from fastloop.settings import Settings
+from fastloop.state import Batch, Output, State
 from fastloop.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -26,14 +27,11 @@ if TYPE_CHECKING:
 __version__ = version(DISTRIBUTION)
 
 __all__ = [
-    "AcceleratorDraft",
     "Batch",
     "CheckpointError",
-    "DataLoaderDraft",
     "Device",
     "Dtype",
     "FastloopError",
-    "OptimizerDraft",
     "Output",
     "Package",
     "Plugin",
@@ -42,6 +40,7 @@ __all__ = [
     "RecipeError",
     "Recommendation",
     "Run",
+    "Settings",
     "SpeedupEstimate",
     "State",
     "StepProfile",
@@ -61,7 +60,7 @@ def __getattr__(name: str) -> Any:
 
         return Run
     if name == "Trainer":  # a tool that uses the core, like the commands
-        from fastloop.plugin import entry_points
+        from fastloop.plugins.installed import entry_points
 
         return entry_points("fastloop.api")[name].load()
     raise AttributeError(f"module 'fastloop' has no attribute {name!r}")

@@ -14,7 +14,7 @@ import torch
 from fastloop.checkpoint import resume
 from fastloop.checkpoint.export import save_model
 from fastloop.errors import SaveError
-from fastloop.plugin import hookimpl
+from fastloop.plugins.plugin import hookimpl
 
 if TYPE_CHECKING:
     from fastloop.run import Run

@@ -6,8 +6,8 @@ A message states the place of the problem (file, key or plugin), the found and t
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastloop.state import Output
@@ -58,13 +58,13 @@ class MetricError(UsageError):
     raised one.
 
     Attributes:
-        metric: Which metric: ``the metric 'accuracy'``.
         output: The newest batch's ``Output``; None: the evaluation had no batch.
+        values: Name -> value of each metric, if one of them is not a number; otherwise empty.
     """
 
-    def __init__(self, message: str, metric: str, output: Output | None) -> None:
+    def __init__(self, message: str, output: Output | None, values: Mapping[str, Any]) -> None:
         super().__init__(message)
-        self.metric, self.output = metric, output
+        self.output, self.values = output, values
 
 
 class PluginCrash(FastloopError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, SupportsFloat
@@ -86,18 +85,14 @@ class EvaluationResults:
         self.waiting, self.bytes = [], 0
 
     def _measure(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the metrics. Its error is raised as one that names the metric and the split."""
+        """Call a function of the metrics. Its error is raised as one that names the split."""
         try:
             return function(*arguments)
         except UsageError:
             raise
         except Exception as error:
-            assert self.metrics is not None
-            label = _label(self.metrics, error)
-            reason = f"{type(error).__name__}: {error}".rstrip(". ")
-            advice = "Choose a metric, or arguments of it, that fit the predictions and targets."
             raise MetricError(
-                f"{self.where}: {label} failed for {self.split}: {reason}. {advice}", label, self.newest
+                f"{self.where}: a metric failed for {self.split}: {type(error).__name__}: {error}", self.newest, {}
             ) from error
 
     def read(self) -> tuple[float, float, dict[str, float]]:
@@ -108,7 +103,12 @@ class EvaluationResults:
         self._update()
         values: dict[str, Any] = {} if self.metrics is None else dict(self._measure(self.metrics.compute))
         for name, value in values.items():
-            check_number(self.where, str(name), self.split, value)
+            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)):
+                raise MetricError(
+                    f"{self.where}: the metric {str(name)!r} does not give one number for {self.split}.",
+                    self.newest,
+                    values,
+                )
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         wide = torch.float32 if losses.device.type == "mps" else torch.float64  # represents narrower dtypes exactly
         scalars = [
@@ -122,40 +122,6 @@ class EvaluationResults:
             total += loss * weight
         values |= dict(zip(scalars, numbers[len(losses) :], strict=True))
         return total, sum(self.weights), {str(name): float(value) for name, value in values.items()}
-
-
-def check_number(where: str, metric: str, split: str, value: Any) -> None:
-    """Check that the value of a metric is one number.
-
-    Raises:
-        MetricError: It is not; names the metric, and the value's shape and dtype or its type.
-    """
-    if value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat):
-        return
-    label = f"the metric {metric!r}"
-    raise MetricError(
-        f"{where}: {label} gives {'' if isinstance(value, Tensor) else 'a value '}{describe(value)} for {split}, "
-        "expected one number. "
-        "Average over classes, such as average: macro, or choose another metric.",
-        label,
-        None,
-    )
-
-
-def describe(value: Any) -> str:
-    """The shape and dtype of a tensor, ``(8, 3) float32``; the type of anything else."""
-    if not isinstance(value, Tensor):
-        return f"of type {type(value).__name__}"
-    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-
-
-def _label(metrics: MetricCollection, error: Exception) -> str:
-    """``the metric 'accuracy'``: the one whose method raised the error. If the collection itself raised it: all
-    names."""
-    names = {id(metric): repr(str(name)) for name, metric in metrics.items(copy_state=False)}
-    owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
-    name = next((names[owner] for owner in owners if owner in names), None)
-    return f"one of the metrics {', '.join(names.values())}" if name is None else f"the metric {name}"
 
 
 def _signature(predictions: Any, targets: Any) -> tuple[Any, ...] | None:

@@ -2,7 +2,7 @@
 
     environment                                     # command line only, before the training process starts
     check_recipe                                    # `fastloop plan` calls this and the next line, too
-    configure_accelerator, configure_dataloader, configure_optimizer
+    configure                                       # settings of the processes, the loaders and the optimizer
     before_resume                                   # only with --resume
     build_datasets
     for each split, train first: build_sampler, build_collator
@@ -46,18 +46,18 @@
 
 Kinds of hooks:
 
-* *Draft* hooks modify the draft they receive. Two plugins must not set the same field.
 * *First* hooks return the first result that is not None, in the run's plugin order. Two plugins must not implement the
   same one, unless one wraps the other or lists the hook in ``Plugin.fallback_hooks``.
 * *Chain* hooks may return a replacement, which is passed to the next plugin.
-* All other hooks are called on every plugin, in order.
+* All other hooks are called on every plugin, in order. The results of ``configure`` merge.
 
 An implementation takes only the arguments it needs. To run code around a hook, mark the implementation
-``@hookimpl(wrapper=True)``. Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` cannot be wrapped.
-``Plugin.hookspecs`` declares more hooks. With several processes, every hook except ``log_scalars`` fires on each
-process, with the same counters, metrics and requests. A request of one process (``run.state.request_stop``) applies to
-all. Every process must call collective operations (``run.full_state_dict()``, ``run.processes.all_reduce_sum``). Only
-``run.is_main`` writes files, and checkpoints hold only its result of ``save_state``.
+``@hookimpl(wrapper=True)``. ``environment``, ``configure``, chain hooks, ``save_state``, ``load_state`` and
+``teardown`` cannot be wrapped. ``Plugin.hookspecs`` declares more hooks. With several processes, every hook except
+``log_scalars`` fires on each process, with the same counters, metrics and requests. A request of one process
+(``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
+``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files, and checkpoints hold only its result of
+``save_state``.
 """
 
 from __future__ import annotations
@@ -77,18 +77,18 @@ if TYPE_CHECKING:
     from torch.utils.data import BatchSampler
     from torchmetrics import MetricCollection
 
+    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.run import Run
-    from fastloop.state import AcceleratorDraft, Batch, DataLoaderDraft, OptimizerDraft, Output
+    from fastloop.settings import Settings
+    from fastloop.state import Batch, Output
 
 hookspec = pluggy.HookspecMarker("fastloop")
 first = hookspec(firstresult=True)
 
 CHANGING_HOOKS = (
     "environment",
-    "configure_accelerator",
-    "configure_dataloader",
-    "configure_optimizer",
+    "configure",
     "before_prepare",
     "after_prepare",
 )
@@ -109,23 +109,19 @@ def environment(recipe: Recipe) -> dict[str, str] | None:
 
 
 @hookspec
-def check_recipe(recipe: Recipe) -> None:
-    """Check ``model``, ``data`` and paths before anything is loaded. Raise ``RecipeError`` if one is wrong."""
+def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
+    """Check ``model``, ``data`` and paths before anything is loaded. Raise ``RecipeError`` if one is wrong.
+
+    Args:
+        plugins: The plugins of the run: the argument ``plugins`` of ``Run``.
+    """
 
 
 @hookspec
-def configure_accelerator(draft: AcceleratorDraft) -> None:
-    """Draft. Precision and Accelerate's handlers."""
-
-
-@hookspec
-def configure_dataloader(draft: DataLoaderDraft) -> None:
-    """Draft. Workers, pinning, padding to a multiple."""
-
-
-@hookspec
-def configure_optimizer(draft: OptimizerDraft) -> None:
-    """Draft. Additional arguments of the optimizer."""
+def configure(recipe: Recipe, settings: Settings) -> Mapping[str, Any] | None:
+    """Settings by name, such as ``{"mixed_precision": "bf16"}`` or ``{"optimizer": {"fused": True}}``. ``Settings``
+    lists them. Two plugins must not set the same one, or the same key of a mapping. The argument ``settings`` holds
+    the values so far: those of the recipe and of earlier plugins."""
 
 
 @hookspec
@@ -165,7 +161,7 @@ def before_prepare(run: Run, model: nn.Module) -> nn.Module | None:
 
 @first
 def build_optimizer(run: Run, model: nn.Module) -> Optimizer | Mapping[str, Optimizer] | None:
-    """First. fastloop builds the recipe's ``train.optimizer``. ``run.optimizer_arguments`` holds the arguments that
+    """First. fastloop builds the recipe's ``train.optimizer``. ``run.settings.optimizer`` holds the arguments that
     plugins set. A dict of name -> optimizer becomes one optimizer of all their groups. ``run.optimizer["generator"]``
     is one of the dict."""
 

@@ -19,7 +19,6 @@ from torch import nn
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume
-from fastloop.checkpoint.export import load_model
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
@@ -27,16 +26,15 @@ from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
-from fastloop.hooks import make_crash
-from fastloop.plugin import Plugin
+from fastloop.plugins.manager import make_crash
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.recipe import Inference
-from fastloop.registry import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.files import check_links, sync_folder
 from fastloop.schedule import Schedule
-from fastloop.state import DataLoaderDraft, OptimizerDraft
 
 log = logging.getLogger("fastloop")
 
@@ -79,7 +77,7 @@ def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path |
 def _build(run: Run, resume_from: Path | None) -> Run:
     recipe = run.recipe
     with _teardown_after_error(run), explain_errors(run):
-        run.hooks.check_recipe(recipe=recipe)
+        run.hooks.check_recipe(recipe=recipe, plugins=run.plugins)
         _build_accelerator(run)
         if resume_from is not None:
             check_links(run.folder)
@@ -97,7 +95,6 @@ def _build(run: Run, resume_from: Path | None) -> Run:
             run.metrics.to(run.device)
         if recipe.inference is None:
             run.hooks.check_run(run=run)
-            warn_of_batch_norm(run)
     return run
 
 
@@ -128,7 +125,7 @@ def execute(run: Run) -> dict[str, Any]:
     except BaseException as error:
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
-            run.saver.finish()  # so that the run can resume from this checkpoint
+            run.saver.wait()  # so that the run can resume from this checkpoint
         try:
             with explain_errors(run):
                 folder.summarize(run, "stopped" if stopped else "failed", str(error) or type(error).__name__)
@@ -195,17 +192,13 @@ def _build_accelerator(run: Run) -> None:
     # torch does not know the quota of a control group
     if (cores := platform_support.cores()) < len(platform_support.processors()):
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    run.accelerator, run.processes = build_accelerator(recipe, plugins)
+    run.settings = plugins.configure(recipe)
+    run.accelerator, run.processes = build_accelerator(recipe, plugins, run.settings)
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
-    draft = DataLoaderDraft(pin_memory=device.type == "cuda", pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))
-    settings: DataLoaderDraft = plugins.draft("configure_dataloader", draft)
-    sharing = Processes() if settings.same_batches else run.processes
-    run.loaders = Loaders(recipe, settings, sharing, *micro_batches(recipe, sharing.world_size))
-    run.optimizer_arguments = plugins.draft(
-        "configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)
-    ).arguments
+    sharing = Processes() if run.settings.same_batches else run.processes
+    run.loaders = Loaders(recipe, run.settings, sharing, *micro_batches(recipe, sharing.world_size))
 
 
 def _build_loaders(run: Run) -> None:
@@ -253,25 +246,23 @@ def _build_model(run: Run) -> None:
             f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}."
         )
     if run.recipe.inference is not None:
-        if run.recipe.inference.model is not None:
-            load_model(model, run.recipe.inference.model, run.recipe.where)
-        run.built_model = run.plugins.chain("before_prepare", model, run=run)
+        run._built_model = run.plugins.chain("before_prepare", model, run=run)
         run.model = run.plugins.chain(
-            "after_prepare", run.accelerator.prepare_model(run.built_model, evaluation_mode=True), run=run
+            "after_prepare", run.accelerator.prepare_model(run._built_model, evaluation_mode=True), run=run
         )
         return
     _set_train_mode(model)
     model = run.plugins.chain("before_prepare", model, run=run)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
-    run.built_model = model
+    run._built_model = model
     optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
     if optimizer is None:
         raise PluginError(f"{run.recipe.where}: no plugin built an optimizer.")
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
-    run.skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
+    run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
 
 
 def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
@@ -313,27 +304,6 @@ def _set_train_mode(model: nn.Module) -> None:
         more = ", ..." * (len(frozen) > 3)
         log.warning(
             "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more
-        )
-
-
-def warn_of_batch_norm(run: Run) -> None:
-    """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
-    norms = [
-        module
-        for module in run.built_model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
-    causes = []
-    if run.loader_settings.split is not None:
-        causes.append(f"plugin {run.loader_settings.writers['split']!r}, which splits steps")
-    elif run.loaders.micro_steps > 1:
-        causes.append("train.micro_batch_size")
-    part = "micro-batch" if causes else "process"
-    if run.loaders.processes.world_size > 1 and not all(isinstance(module, nn.SyncBatchNorm) for module in norms):
-        causes.append("the number of processes")
-    if norms and causes:
-        log.warning(
-            "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
         )
 
 

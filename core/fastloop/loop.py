@@ -28,7 +28,7 @@ from fastloop import log_points
 from fastloop.checkpoint import resume
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
-from fastloop.plugin import hookimpl
+from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import NO_CONTEXT, region
 from fastloop.state import Batch
@@ -41,7 +41,7 @@ log = logging.getLogger("fastloop")
 T = TypeVar("T")
 
 POLL_EVERY = 8
-"""Evaluation batches between two calls of ``run.sync_requests``, with several processes."""
+"""Evaluation batches between two calls of ``run._sync_requests``, with several processes."""
 
 
 class EvaluationInterrupted(Exception):
@@ -64,7 +64,7 @@ def fit(run: Run) -> None:
         resume.save(run)
     run.signals.finishing = True  # nothing is left to save: from here on, a signal lets the run end
     resume.wait_for_save(run)
-    run.sync_requests()
+    run._sync_requests()
     if run.interrupted:
         return
     run.hooks.after_fit(run=run)
@@ -77,13 +77,13 @@ def train(run: Run) -> None:
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
-            if run.should_skip_step():
-                state.skip_samples(run.totals(batches))
+            if [state.epoch, state.epoch_samples] in state.left_out:  # it failed before
+                state.skip_samples(run._start_totals(batches)())
                 continue
             loss = take_step(run, batches)
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
-            run.sync_requests()
+            run._sync_requests()
             if schedule.evaluation_due():
                 evaluate(run, "validation")
             if schedule.save_due():
@@ -123,7 +123,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
         PluginError: A plugin's ``train_step`` did not change the weights, or returned no loss.
     """
     run.hooks.before_step(run=run, batches=batches)
-    totals = run.totals(batches)
+    totals = run._start_totals(batches)
     run.updates = 0
     loss = run.hooks.train_step(run=run, batches=batches)
     if not run.updates or not isinstance(loss, Tensor) or loss.dim() or loss.requires_grad:
@@ -131,7 +131,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
     if run.scheduler is not None and not run.step_was_skipped():
         with region("optimizer"):
             run.scheduler.step()
-    run.state.count_step(totals)
+    run.state.count_step(totals())
     return loss
 
 
@@ -156,15 +156,15 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
-    totals = run.totals(batches)
-    # processes average gradients, and their shares may differ
-    total = (totals.weight or 1) / run.loaders.processes.world_size
+    totals = run._start_totals(batches)
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1 or run.world_size == 1
         with NO_CONTEXT if is_last else run.accelerator.no_sync(run.model):  # reduce gradients once
             with region("loss"):
                 output = run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+                # processes average gradients, and their shares may differ
+                total = (totals().weight or 1) / run.loaders.processes.world_size
                 loss = output.loss if batch.loss_weight == total else output.loss * (batch.loss_weight / total)
             with region("backward"):
                 run.strategy.backward(run, loss)
@@ -236,7 +236,7 @@ def evaluate(run: Run, split: str) -> None:
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
         log_points.emit(run, {f"{split}/{name}": value for name, value in metrics.items()})
-        run.sync_requests()
+        run._sync_requests()
         step = f"step {run.state.step}, " if run.recipe.inference is None else ""
         log.info("%s%s: %s", step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))
 
@@ -249,7 +249,7 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
     """
     for number, (batch,) in enumerate(run.to_device([batch] for batch in islice(loader.batches(), loader.max_batches))):
         if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
-            run.sync_requests()
+            run._sync_requests()
             if run.interrupted:
                 raise EvaluationInterrupted
         yield batch

@@ -10,16 +10,15 @@ Recipes, Python arguments, `fastloop plugins NAME`, `fastloop schema` and the do
 from __future__ import annotations
 
 import dataclasses
-import re
 import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastloop.errors import PluginError, RecipeError, UsageError, did_you_mean
+from fastloop.errors import PluginError, RecipeError, did_you_mean
 
 if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` needs none of it
-    from pydantic import BaseModel, ValidationError
+    from pydantic import TypeAdapter, ValidationError
     from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
@@ -36,33 +35,15 @@ def option(help: str, **bounds: Any) -> FieldInfo:
     return info
 
 
-@dataclasses.dataclass(frozen=True)
-class OptionInfo:
-    """One row of an option table."""
-
-    name: str
-    type: str
-    default: str
-    help: str
-
-
 @cache
-def pydantic_model(cls: Any) -> type[BaseModel]:
-    """The pydantic model of the mappings for a dataclass. Its fields have the prefix ``option_``, and the dataclass's
-    names as aliases."""
-    from pydantic import ConfigDict, Field, create_model
+def adapter(cls: Any) -> TypeAdapter[Any]:
+    """pydantic's adapter of a dataclass of options. Without its configuration, pydantic converts types and ignores
+    unknown keys."""
+    from pydantic import ConfigDict, TypeAdapter
 
-    hints = typing.get_type_hints(cls, include_extras=True)
-    fields: dict[str, Any] = {}
-    for field in dataclasses.fields(cls):
-        if field.default is not dataclasses.MISSING:
-            default: Any = Field(field.default, alias=field.name)
-        elif field.default_factory is not dataclasses.MISSING:
-            default = Field(default_factory=field.default_factory, alias=field.name)
-        else:
-            default = Field(alias=field.name)
-        fields[f"option_{field.name}"] = (hints[field.name], default)  # avoid clashes with methods of BaseModel
-    return create_model(cls.__name__, __config__=ConfigDict(extra="forbid", strict=True, allow_inf_nan=False), **fields)
+    typing.get_type_hints(cls)  # raises NameError, which pydantic postpones until the adapter is used
+    cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    return TypeAdapter(cls)
 
 
 def check_options(cls: Any, label: str) -> None:
@@ -74,7 +55,7 @@ def check_options(cls: Any, label: str) -> None:
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
         raise PluginError(f"{label} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).")
     try:
-        pydantic_model(cls)
+        adapter(cls)
     except Exception as error:
         raise PluginError(f"{label} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}") from error
 
@@ -89,33 +70,33 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
         RecipeError: A key is unknown (suggests the nearest one), has the wrong type, or is out of range.
     """
     from pydantic import ValidationError
+    from pydantic_core import ArgsKwargs
 
     if values is None:
         values = {}
     if not isinstance(values, Mapping):
         raise RecipeError(f"{where}: found {_format(values)}, expected a mapping of options.")
-    model = pydantic_model(cls)  # type: ignore[arg-type]
-    try:
-        valid = model.model_validate({str(key): value for key, value in values.items()})
+    validator = adapter(cls).validator  # type: ignore[arg-type]
+    arguments = ArgsKwargs((), {str(key): value for key, value in values.items()})
+    try:  # in strict mode, pydantic makes a dataclass from arguments only, as dataclasses of its own do
+        valid: T = validator.validate_python(arguments, self_instance=cls.__new__(cls))
     except ValidationError as error:
         raise RecipeError("\n".join(_explain(cls, error, where))) from None
-    try:
-        return cls(**{field.alias or name: getattr(valid, name) for name, field in model.model_fields.items()})
-    except ValueError as error:  # from __post_init__, which validates combinations of options
-        raise RecipeError(f"{where}: {error}") from None
+    return valid
 
 
 def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
-    names = [field.name for field in dataclasses.fields(cls)]
-    invalid: dict[str, list[Any]] = {}
+    invalid, fields = dict[str, list[Any]](), dataclasses.fields(cls)
     for item in error.errors():
-        if item["type"] == "extra_forbidden":
-            name = str(item["loc"][0])
-            yield f"{where}.{name}: no such option.{did_you_mean(name, names)}"
+        name = ".".join(map(str, item["loc"][:1]))
+        if not name:  # __post_init__ refused a combination of options
+            yield f"{where}: {item['ctx']['error']}"
+        elif item["type"] == "unexpected_keyword_argument":
+            yield f"{where}.{name}: no such option.{did_you_mean(name, [field.name for field in fields])}"
         elif item["type"] == "missing":
-            yield f"{where}.{item['loc'][0]}: missing. {_expected(cls, str(item['loc'][0]))}"
+            yield f"{where}.{name}: missing. {_expected(cls, name)}"
         else:
-            invalid.setdefault(str(item["loc"][0]), []).append(item)
+            invalid.setdefault(name, []).append(item)
     for name, items in invalid.items():  # pydantic reports each member of a union; report the option once
         bounds = [item["msg"] for item in items if "than" in item["msg"] or "finite" in item["msg"]]
         detail = f" ({bounds[0].removeprefix('Input ')})" if bounds else ""
@@ -123,34 +104,18 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
 
 
 def _expected(cls: type, name: str) -> str:
-    info = next(info for info in describe(cls) if info.name == name)
-    return f"Expected {info.type}: {info.help}" if info.help else f"Expected {info.type}."
+    kind, help = describe_type(typing.get_type_hints(cls, include_extras=True)[name])
+    return f"Expected {kind}: {help}" if help else f"Expected {kind}."
 
 
 def _format(value: Any) -> str:
     return f"{value!r:.300} ({type(value).__name__})"
 
 
-def describe(cls: type) -> list[OptionInfo]:
-    """The options of a dataclass, in order, for the tables of `fastloop plugins NAME` and the docs."""
-    from pydantic.fields import FieldInfo
-
-    hints = typing.get_type_hints(cls, include_extras=True)
-    rows = []
-    for field in dataclasses.fields(cls):
-        hint, help = hints[field.name], ""
-        if typing.get_origin(hint) is typing.Annotated:
-            infos = [meta for meta in typing.get_args(hint)[1:] if isinstance(meta, FieldInfo)]
-            help = next((info.description or "" for info in infos), "")
-            hint = typing.get_args(hint)[0]
-        if field.default is not dataclasses.MISSING:
-            default = "null" if field.default is None else str(field.default)
-        elif field.default_factory is not dataclasses.MISSING:
-            default = str(field.default_factory())
-        else:
-            default = "(required)"
-        rows.append(OptionInfo(field.name, _type_name(hint), default, help))
-    return rows
+def describe_type(hint: Any) -> tuple[str, str]:
+    """The type of an option as users read it, such as ``int | null``, and its help text."""
+    marks = getattr(hint, "__metadata__", ())
+    return _type_name(hint), next((mark.description or "" for mark in marks if hasattr(mark, "description")), "")
 
 
 def _type_name(hint: Any) -> str:
@@ -164,18 +129,3 @@ def _type_name(hint: Any) -> str:
     if origin in (list, dict, tuple):
         return f"{origin.__name__}[{', '.join(_type_name(arg) for arg in args)}]"
     return " | ".join(map(_type_name, args)) if args else getattr(hint, "__name__", str(hint))
-
-
-def parse_time(text: str, option: str) -> float:
-    """``90s``, ``10m`` or ``1h`` in seconds; a number without a unit counts seconds.
-
-    Args:
-        option: The option that takes it, for the message.
-
-    Raises:
-        UsageError: It is none of them, or 0.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
-    if found is None or not float(found[1]):
-        raise UsageError(f"{option} {text}: expected a time such as 90s, 10m or 1h.")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]

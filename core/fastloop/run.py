@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,14 @@ from fastloop.distributed.signals import StopSignals
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, SaveError
-from fastloop.hooks import PluginSet
+from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.regions import each, region
 from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
-from fastloop.state import INTERRUPTED, Batch, BatchTotals, DataLoaderDraft, State
+from fastloop.settings import Settings
+from fastloop.state import INTERRUPTED, Batch, BatchTotals, State
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -51,14 +53,12 @@ class Run:
         strategy: The plugin in the slot ``strategy``, or the default.
         state: Counters, metrics and requests.
         folder: The run folder.
+        settings: Precision, loading of batches, and arguments of the optimizer.
         processes: Rank, world size and collective operations.
         accelerator: Accelerate's ``Accelerator``.
         device: The device of this process.
         clock: Seconds by phase.
         loaders: Datasets, samplers, collators and loaders by split; the ones in use most are passed through.
-        optimizer_arguments: From the finished ``OptimizerDraft``: arguments of the optimizer beside ``lr`` and
-            ``weight_decay``.
-        built_model: The model as built; ``unwrap_model()`` returns it.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
         optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]``
             for a dict.
@@ -69,7 +69,6 @@ class Run:
         saver: The pending checkpoint, and the step of the newest complete one.
         signals: The stop signal that this process received.
         resume_point: ``(checkpoint folder, warnings)`` to resume from; None: start from the beginning.
-        skipped_steps: The optimizer steps that fp16's loss scaling skipped.
         scalars: The values since the last log point; see ``log``.
         updates: Calls of ``apply_gradients`` in the current step.
     """
@@ -79,21 +78,21 @@ class Run:
         self.state, self.folder = State(), Path(recipe.output)
         self.processes, self.saver, self.signals = Processes(), CheckpointSaver(), StopSignals()
         self.resume_point: tuple[Path, list[str]] | None = None
+        self.settings: Settings
         self.accelerator: Accelerator
         self.device: torch.device
         self.clock: Clock
         self.loaders: Loaders
-        self.optimizer_arguments: Mapping[str, Any]
-        self.built_model: nn.Module
+        self._built_model: nn.Module
         self.model: nn.Module
         self.optimizer: RunOptimizer
         self.scheduler: Any
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
-        self.skipped_steps: SkippedSteps
+        self._skipped_steps: SkippedSteps  # by fp16's loss scaling
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0
-        self._totals: tuple[list[Batch], BatchTotals] | None = None
+        self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | None = None
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None
         self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
@@ -120,11 +119,6 @@ class Run:
         return self.loaders.datasets
 
     @property
-    def loader_settings(self) -> DataLoaderDraft:
-        """How batches are loaded: the finished ``DataLoaderDraft``."""
-        return self.loaders.settings
-
-    @property
     def train_loader(self) -> Loader:
         """Loader of the training split."""
         return self.loaders.train
@@ -139,23 +133,18 @@ class Run:
         """Optimizer steps of the complete run; None for data of unknown length without ``max_steps``."""
         return self.schedule.total_steps
 
-    @property
-    def finished_training(self) -> bool:
-        """Whether training is over. Plugins may have replaced the weights."""
-        return self.signals.finishing
-
     def unwrap_model(self) -> nn.Module:
         """The model as built, without the wrappers of Accelerate, a strategy or a compiler."""
-        return self.built_model
+        return self._built_model
 
     @contextmanager
     def substitute_model(self, model: nn.Module) -> Iterator[None]:
         """Make ``unwrap_model()`` return another model inside the block, such as one with merged adapters to export."""
-        original, self.built_model = self.built_model, model
+        original, self._built_model = self._built_model, model
         try:
             yield
         finally:
-            self.built_model = original
+            self._built_model = original
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The model's full weights on the CPU, for the main process to write; empty on the others. Every process must
@@ -175,32 +164,27 @@ class Run:
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""
         steps = each("data", steps)
-        placing = self.loader_settings.placing
+        placing = self.settings.placing
         return map(self._to_device, steps) if placing is None else placing(steps, self._to_device)
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
         if self.device.type != "cpu":
             with region("to device"):
                 for batch in batches:
-                    batch.inputs = send_to_device(
-                        batch.inputs, self.device, non_blocking=self.loader_settings.pin_memory
-                    )
+                    batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.settings.pin_memory)
         return batches
 
-    def totals(self, batches: list[Batch]) -> BatchTotals:
-        """Sums over the micro-batches of a step, on all processes. The result is kept for the next call with the same
-        list."""
-        if self._totals is not None and self._totals[0] is batches:
-            return self._totals[1]
-        totals = BatchTotals.of(batches)
-        if self.loaders.processes.world_size > 1:
-            totals = BatchTotals.read(self.processes.all_reduce_sum(torch.tensor(totals, dtype=torch.float64)))
-        self._totals = batches, totals
-        return totals
-
-    def should_skip_step(self) -> bool:
-        """Whether the step that begins at the current counters failed before, and must not be trained again."""
-        return bool(self.state.left_out) and [self.state.epoch, self.state.epoch_samples] in self.state.left_out
+    def _start_totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
+        """Start to sum over the micro-batches of a step, on all processes. The returned function waits for the sums, so
+        that the exchange overlaps a forward pass. It is kept for the next call with the same list."""
+        if self._totals is None or self._totals[0] is not batches:
+            own = BatchTotals.of(batches)
+            if self.loaders.processes.world_size == 1:
+                self._totals = batches, lambda: own
+            else:
+                sums = self.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
+                self._totals = batches, cache(lambda: BatchTotals.read(sums()))
+        return self._totals[1]
 
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
         """Compute the gradients of a step's micro-batches and add them to ``grad``. Every process must call it.
@@ -265,7 +249,7 @@ class Run:
     def step_was_skipped(self) -> bool:
         """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The counters include a
         skipped step and its samples. With a fused optimizer, the first call after a step waits for the device."""
-        return self.skipped_steps.newest()
+        return self._skipped_steps.newest()
 
     def log(self, name: str, value: float | Tensor, reduce: Reduction = "mean") -> None:
         """Log a value under a name of your own, such as ``my-plugin/noise``. Plugins receive it in ``log_scalars``, at
@@ -294,7 +278,7 @@ class Run:
         """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
         return self.schedule.interrupted
 
-    def sync_requests(self) -> None:
+    def _sync_requests(self) -> None:
         """Share requests, signals and failed saves between processes: those of one process apply to all. Every process
         must call it.
 
@@ -316,7 +300,7 @@ class Run:
             if self.recipe.train.on_save_error == "stop":
                 raise SaveError(f"{failure}. Free disk space, then continue with --resume.")
             log.warning("%s. Training continues; earlier checkpoints are intact", failure)
-        if signal_name is not None and not self.finished_training:
+        if signal_name is not None and not self.signals.finishing:
             self.signals.wait_until_logged()
             state.stop_reason = f"{INTERRUPTED} by {signal_name}"
             state.request_save()

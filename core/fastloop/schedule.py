@@ -2,7 +2,7 @@
 
 Methods change nothing: the caller that handles a request clears it.
 
-Processes must decide alike, so nothing here reads a clock. A decision by wall time is a request: ``Run.sync_requests``
+Processes must decide alike, so nothing here reads a clock. A decision by wall time is a request: ``Run._sync_requests``
 shares it.
 """
 

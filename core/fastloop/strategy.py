@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop.plugin import Plugin
+from fastloop.plugins.plugin import Plugin
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -51,8 +51,8 @@ def reads_padded_texts(recipe: Recipe) -> bool:
 
 def task_name(recipe: Recipe) -> str | None:
     """The task of the recipe: the one that it lists, or the first default one that takes its data."""
-    from fastloop.plugin import defaults
-    from fastloop.registry import load_listed
+    from fastloop.plugins.installed import defaults
+    from fastloop.plugins.resolve import load_listed
 
     given = (name for name, options in recipe.plugins.items() if options is not False)
     listed = (name for name in given if load_listed(recipe, name).slot == "task")

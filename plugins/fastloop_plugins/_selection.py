@@ -24,9 +24,9 @@ from fastloop.data.datasets import Filler
 from fastloop.errors import PluginCrash
 from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
-from fastloop.plugin import Numerics, Plugin
+from fastloop.plugins.plugin import Numerics, Plugin
+from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.recipe import Recipe
-from fastloop.registry import ResolvedRecipe, resolve
 from fastloop.run import Run
 from fastloop.runtime import hardware
 from fastloop.runtime.hardware import Machine
@@ -38,7 +38,6 @@ log = logging.getLogger("fastloop")
 SAMPLES = 2
 """Samples of a trial: the fewest with which batch norm can train."""
 ACTING = {
-    "configure_accelerator",
     "build_collator",
     "build_model",
     "before_prepare",
@@ -89,7 +88,12 @@ class SelectedBuild:
             for plugin in reversed(run.plugins.plugins)
             if self._is_selected(plugin) and plugin.numerics != "bitwise"
         ]
-        found = [plugin for plugin in found if ACTING & {hook for _, hook in manager.implementations(plugin)}]
+        found = [
+            plugin
+            for plugin in found
+            if ACTING & {hook for _, hook in manager.implementations(plugin)}
+            or run.settings.writers.get("mixed_precision") == plugin.name
+        ]
         return [plugin.name for plugin in sorted(found, key=lambda plugin: -effects.index(plugin.numerics))]
 
     def _is_selected(self, plugin: Plugin) -> bool:
@@ -157,7 +161,7 @@ class SelectedBuild:
 
     def _finish(self, run: Run, out: dict[str, str]) -> Run:
         for name, reason in out.items():
-            selector, model = self.selected[name].partition(":")[0], type(run.built_model).__name__
+            selector, model = self.selected[name].partition(":")[0], type(run.unwrap_model()).__name__
             log.warning("%s: leaves out %s: %s", selector, name, reason if model in reason else f"{model}: {reason}")
         return run
 
@@ -206,15 +210,15 @@ def try_step(run: Run) -> str | None:
 def _has_whole_weights(run: Run) -> bool:
     """Whether this process can compute with the model alone: no strategy wraps it, except DDP, or shards its
     weights."""
-    wrapped = run.model is not run.built_model and not isinstance(run.model, nn.parallel.DistributedDataParallel)
+    wrapped = run.model is not run.unwrap_model() and not isinstance(run.model, nn.parallel.DistributedDataParallel)
     return not wrapped and not any(
-        weight.is_meta or isinstance(weight, DTensor) for weight in run.built_model.parameters()
+        weight.is_meta or isinstance(weight, DTensor) for weight in run.unwrap_model().parameters()
     )
 
 
 def _compute(run: Run) -> str | None:
     """``try_step`` on this process."""
-    loader, model, plugins = run.train_loader, run.built_model, run.plugins
+    loader, model, plugins = run.train_loader, run.unwrap_model(), run.plugins
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
         samples = _samples(run, min(SAMPLES, loader.micro_batch_size))

@@ -30,12 +30,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
-from fastloop.plugin import Numerics
+from fastloop.plugins.plugin import Numerics
 
 if TYPE_CHECKING:
     from fastloop import Run
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
-    from fastloop.registry import ResolvedRecipe
     from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
@@ -65,7 +65,9 @@ class Auto(Plugin):
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
         """Ask each plugin of fastloop. A plugin that does not combine with the ones before it is left out."""
-        from fastloop.registry import load, own_plugins, resolve
+        from fastloop.plugins.installed import load
+        from fastloop.plugins.resolve import resolve
+        from fastloop_plugins._own_plugins import own_plugins
 
         candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
         candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]
@@ -98,7 +100,7 @@ class Auto(Plugin):
 
     def _problem(self, recipe: Recipe) -> str:
         """The error of a recipe's own plugins; empty if there is none. It is reported when the recipe is resolved."""
-        from fastloop.registry import resolve
+        from fastloop.plugins.resolve import resolve
 
         try:
             resolve(recipe, any_machine=True)
@@ -113,7 +115,7 @@ class Auto(Plugin):
 
 def recommend_beside(recipe: Recipe, name: str, machine: Machine) -> Recommendation | None:
     """The recommendation for a plugin beside the others that a recipe lists. Its options may depend on them."""
-    from fastloop.registry import load_listed
+    from fastloop.plugins.resolve import load_listed
 
     others = {other: options for other, options in recipe.plugins.items() if other != name}
     return load_listed(recipe, name).recommend(dataclasses.replace(recipe, plugins=others, selected={}), machine)

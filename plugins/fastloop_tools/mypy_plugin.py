@@ -1,6 +1,6 @@
 """A mypy plugin, ``plugins = ["fastloop_tools.mypy_plugin"]``: reports hooks and hook arguments that do not exist.
 
-It applies the checks of ``plugin_checks`` to the source code. It knows the hooks of the core, those in the class's
+It applies the checks of ``plugins.checks`` to the source code. It knows the hooks of the core, those in the class's
 ``hookspecs``, and those of the plugins in its ``requires``. Errors have the code ``fastloop``. Only mypy imports this
 module.
 """
@@ -32,10 +32,11 @@ from mypy.types import Type
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError
-from fastloop.plugin_checks import CLOSE, check_argument, unknown_hook
-from fastloop.registry import load
+from fastloop.plugins.checks import CLOSE, check_argument, unknown_hook
+from fastloop.plugins.installed import load
 
-BASE, MARK, CALLERS = "fastloop.plugin.Plugin", "fastloop.plugin.hookimpl", "fastloop.hook_callers.HookCallers."
+BASE, MARK = "fastloop.plugins.plugin.Plugin", "fastloop.plugins.plugin.hookimpl"
+CALLERS = "fastloop.plugins.call.HookCallers."
 FASTLOOP = ErrorCode("fastloop", "A hook does not exist, or has other arguments", "fastloop")
 
 

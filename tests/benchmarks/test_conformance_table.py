@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.plugin import is_own
-from fastloop.registry import installed
+from fastloop.plugins.installed import installed, is_own
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 

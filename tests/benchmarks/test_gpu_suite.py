@@ -311,9 +311,8 @@ def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     import ablation
     from _arms import Work, prepare_fastloop
 
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
     from fastloop.runtime.hardware import Machine
-    from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
     h100 = Machine("cuda", "H100", ("fp32", "bf16", "fp16", "fp8"))
     monkeypatch.setattr("fastloop.runtime.hardware.this_machine", lambda device="auto": h100)
@@ -323,12 +322,10 @@ def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         recipe, task = prepare_fastloop(Work(model="tiny", device="cuda", folder=Path(name), plugins=plugins), {})
         resolution = resolve(recipe, h100, objects=[task]).plugins
         assert variant.plugins.keys() <= set(resolution.names())
-        resolution.draft("configure_accelerator", AcceleratorDraft())
-        resolution.hooks.check_recipe(recipe=recipe)
-        loading = resolution.draft("configure_dataloader", DataLoaderDraft())
-        resolution.draft("configure_optimizer", OptimizerDraft())
+        resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
+        settings = resolution.configure(recipe)
         if "compile" in variant.plugins or "length-bucketing" in variant.plugins:
-            assert loading.pad_to_multiple_of == 64
+            assert settings.pad_to_multiple_of == 64
     graphs = ablation.VARIANTS["graphs"].plugins
     assert graphs["compile"]["mode"] == "reduce-overhead"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import forked
 import pytest
+from pinned import with_pinned_versions
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 CALLS = 70
@@ -16,6 +17,7 @@ INSTRUCTIONS = 1720
 
 
 @pytest.mark.slow
+@with_pinned_versions
 def test_a_step_adds_few_calls_and_instructions_to_the_raw_loop(tmp_path: Path) -> None:
     found = tmp_path / "counts.json"
     done = forked.run(str(BENCHMARKS / "step_calls.py"), "--steps", "20", "--arms", "fastloop", "--json", str(found))

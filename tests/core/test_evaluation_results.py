@@ -135,13 +135,11 @@ class Fails(Updates):
 
 
 @pytest.mark.parametrize("method", ["update", "compute"])
-def test_the_error_of_a_metric_names_it_and_the_split(method):
+def test_the_error_of_a_metric_names_the_split(method):
     collection = MetricCollection({"good": Updates(), "bad": Fails(method)}, prefix="my_")
     found, (output, *_) = EvaluationResults(collection, "r.yaml", "test"), classified()
     found.add(output, 8, 8)
-    with pytest.raises(
-        MetricError, match=rf"^r\.yaml: the metric 'my_bad' failed for test: ValueError: no {method}\. Choose "
-    ) as raised:
+    with pytest.raises(MetricError, match=rf"^r\.yaml: a metric failed for test: ValueError: no {method}$") as raised:
         found.read()
     assert raised.value.output is output
     assert isinstance(raised.value.__cause__, ValueError)
@@ -158,14 +156,10 @@ class Gives(Updates):
         return self.value
 
 
-@pytest.mark.parametrize(
-    ("value", "described"),
-    [(torch.zeros(2, 3), r"\(2, 3\) float32"), (torch.zeros(0), r"\(0,\) float32"), ([1.0], "a value of type list")],
-)
-def test_a_value_that_is_not_one_number_is_an_error(value, described):
+@pytest.mark.parametrize("value", [torch.zeros(2, 3), torch.zeros(0), [1.0]])
+def test_a_value_that_is_not_one_number_is_an_error(value):
     found = EvaluationResults(MetricCollection({"m": Gives(value)}), "r.yaml", "test")
     found.add(classified()[0], 8, 8)
-    with pytest.raises(
-        MetricError, match=rf"^r\.yaml: the metric 'm' gives {described} for test, expected one number\. "
-    ):
+    with pytest.raises(MetricError, match=r"^r\.yaml: the metric 'm' does not give one number for test\.$") as raised:
         found.read()
+    assert repr(raised.value.values) == repr({"m": value})

@@ -16,7 +16,7 @@ from torch import nn
 
 from fastloop import Output, Plugin, PluginCrash, PluginError, Trainer, checkpoint, hookimpl, hookspecs
 from fastloop.checkpoint import resume
-from fastloop.registry import PluginSet
+from fastloop.plugins.manager import PluginSet
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
 
@@ -32,8 +32,8 @@ def test_every_hook_stands_in_the_annotated_loop_and_says_what_it_is():
     assert {name for name, kind in kinds.items() if kind == "First"} == {
         name for name, spec in SPECS.items() if spec.fastloop_spec["firstresult"]
     }
-    called_separately = {"environment", "save_state", "load_state", "teardown"}
-    called_separately |= {name for name, kind in kinds.items() if kind in ("Draft", "Chain")}
+    called_separately = {"environment", "configure", "save_state", "load_state", "teardown"}
+    called_separately |= {name for name, kind in kinds.items() if kind == "Chain"}
     assert called_separately == set(hookspecs.UNWRAPPABLE_HOOKS)
 
 
@@ -64,9 +64,7 @@ def short_run(plugin: Plugin, output: str, **arguments: Any) -> Trainer:
 
 BUILD = """
     check_recipe
-    configure_accelerator
-    configure_dataloader
-    configure_optimizer
+    configure
     build_datasets
     build_sampler train
     build_collator train
@@ -403,24 +401,33 @@ def test_plugins_steer_by_requests(tiny_run):
     assert saved == [2], "save_every: null saves when asked only"
 
 
-def test_an_optimizer_argument_of_a_draft_reaches_the_optimizer_and_no_later_run(tiny_run):
+def test_an_optimizer_argument_of_a_plugin_reaches_the_optimizer_and_no_later_run(tiny_run):
     class Betas(Plugin):
         name = "betas"
 
         @hookimpl
-        def configure_optimizer(self, draft: Any) -> None:
-            draft.arguments = {"betas": (0.5, 0.6)}
+        def configure(self) -> dict[str, Any]:
+            return {"optimizer": {"betas": (0.5, 0.6)}}
 
     class InPlace(Plugin):
         name = "in-place"
 
         @hookimpl
-        def configure_optimizer(self, draft: Any) -> None:
-            draft.arguments["betas"] = (0.5, 0.6)
+        def configure(self, settings: Any) -> None:
+            settings.optimizer["betas"] = (0.5, 0.6)
+
+    class Assigns(Plugin):
+        name = "assigns"
+
+        @hookimpl
+        def configure(self, settings: Any) -> None:
+            settings.num_workers = 2
 
     assert tiny_run([Betas()], epochs=1).trainer.run.optimizer.param_groups[0]["betas"] == (0.5, 0.6)
-    with pytest.raises(PluginCrash, match="failed in configure_optimizer: TypeError"):
+    with pytest.raises(PluginCrash, match="failed in configure: TypeError"):
         tiny_run([InPlace()], epochs=1)
+    with pytest.raises(PluginCrash, match=r"failed in configure: FrozenInstanceError: .*'num_workers'"):
+        tiny_run([Assigns()], epochs=1)
     assert tiny_run(epochs=1).trainer.run.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
 
 

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pinned import with_pinned_versions
 
 import fastloop
 from fastloop.cli.startup import GC_THRESHOLD, reduced_gc
-from fastloop.registry import installed
+from fastloop.plugins.installed import installed
 
 CORE = Path(fastloop.__file__).parent
 HEAVY = ("torch", "mypy", "accelerate", "transformers", "datasets", "numpy", "fastloop_plugins")
@@ -57,8 +58,8 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
         "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n"
     )
     code = (
-        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; from fastloop.registry "
-        "import resolve; "
+        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; "
+        "from fastloop.plugins.resolve import resolve; "
         "recipe = load_recipe('recipe.yaml', (), ('allocator', 'cpu-affinity'), ()); "
         "assert environment(resolve(recipe, any_machine=True)) is not None"
     )
@@ -70,6 +71,7 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
 
 
 @pytest.mark.slow
+@with_pinned_versions
 def test_torchmetrics_is_imported_without_scipys_signal_which_works_afterwards():
     code = (
         "from fastloop_plugins.tasks._metrics import import_torchmetrics; import_torchmetrics(); "

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from fastloop import RecipeError, option
-from fastloop.options import describe, parse
+from fastloop.cli.option_table import describe
+from fastloop.options import parse
 
 
 @dataclass(kw_only=True)

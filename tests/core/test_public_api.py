@@ -52,7 +52,7 @@ def test_snapshot_covers_what_is_promised(api):
             "fastloop.Output.loss",
         ),
         *(
-            "fastloop.OptimizerDraft.arguments",
+            "fastloop.Settings.optimizer",
             "fastloop.Plugin.requires",
             "fastloop.Trainer.fit()",
             "fastloop.testing.tiny_run",

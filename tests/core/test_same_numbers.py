@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fastloop.registry import installed, load
+from fastloop.plugins.installed import installed, load
 from fastloop.testing import tiny_data, tiny_model
 
 

@@ -48,7 +48,7 @@ class Fp16(Plugin):
 
     @hookimpl
     def after_step(self, run: Any) -> None:
-        self.unread.append(isinstance(run.skipped_steps.found_inf, torch.Tensor))
+        self.unread.append(isinstance(run._skipped_steps.found_inf, torch.Tensor))
         self.skipped.append(run.step_was_skipped())
         self.unchanged.append(all(torch.equal(a, b) for a, b in zip(run.model.parameters(), self.before, strict=True)))
         self.fell.append(run.accelerator.scaler.get_scale() < self.scale)

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from pinned import with_pinned_versions
 
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import this_machine
 
 HELP_NEEDS_NONE = (
@@ -83,6 +84,7 @@ def test_help_imports_no_library_of_training():
 
 
 @pytest.mark.slow
+@with_pinned_versions
 def test_quickstart_imports_little_before_its_first_step():
     Path("probe.py").write_text(PROBE)
     data = "data.arguments={train: 64, validation: 32, test: 32}"

@@ -12,8 +12,8 @@ import torch
 
 from fastloop import Plugin, PluginCrash, PluginError, Strategy, hookimpl
 from fastloop.cli.plugins import listing
-from fastloop.hooks import PluginSet
-from fastloop.plugin import entry_points
+from fastloop.plugins.installed import entry_points
+from fastloop.plugins.manager import PluginSet
 from fastloop.strategy import METHODS
 
 

@@ -13,9 +13,10 @@ from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits,
 from torch.amp import GradScaler
 from training_runs import execute
 
-from fastloop import DataLoaderDraft, Plugin, hookimpl, registry
+from fastloop import Plugin, hookimpl
 from fastloop.distributed.processes import Processes
 from fastloop.lifecycle import build
+from fastloop.plugins import resolve as registry
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
 from fastloop.scalars import Scalars
@@ -160,8 +161,8 @@ class ReadAhead(Plugin):
     name = "read-ahead"
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        draft.thread_loader_class = ReadAheadLoader
+    def configure(self) -> dict[str, Any]:
+        return {"thread_loader_class": ReadAheadLoader}
 
 
 def test_batches_that_a_thread_reads_do_not_wait(emulated):
@@ -195,6 +196,7 @@ def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
 
     looks, wanted = Looks(), recipe()
     cuda = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1, process_index=0, is_main_process=True)
+    monkeypatch.setattr("fastloop.settings.this_machine", lambda device: SimpleNamespace(device="cuda"))
     monkeypatch.setattr("fastloop.lifecycle.build_accelerator", lambda *_: (cuda, Processes()))
     with pytest.raises(Exception, match="build_model") as raised:
         build(registry.resolve(wanted, objects=[looks]))

@@ -112,7 +112,7 @@ def test_it_fires_for_a_run_that_cannot_be_built_with_the_fields_that_exist(tiny
     assert ends.fired == ["before_prepare", "teardown"]
     assert {"recipe", "plugins", "hooks", "state", "folder", "processes", "saver", "signals"} <= Reads.fields.keys()
     assert {"accelerator", "device", "clock", "loaders"} <= Reads.fields.keys(), "their build steps were completed"
-    assert not {"built_model", "model", "optimizer"} & Reads.fields.keys()
+    assert not {"_built_model", "model", "optimizer"} & Reads.fields.keys()
     assert not Path("out").exists()
 
 

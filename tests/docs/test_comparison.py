@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.registry import installed
+from fastloop.plugins.installed import installed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/comparison.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 
 DISTILBERT = {

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastloop import Batch, DataLoaderDraft, Plugin, hookimpl
+from fastloop import Batch, Plugin, hookimpl
 from fastloop.run import Run
 from fastloop.runtime.clock import Clock
 
@@ -201,10 +201,9 @@ class EmulatedDevice(Plugin):
             yield
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+    def configure(self) -> dict[str, Any]:
         # without an accelerator torch pins nothing; copies are non-blocking all the same
-        draft.pin_memory = self.pin_memory
-        draft.placing = self.placed
+        return {"pin_memory": self.pin_memory, "placing": self.placed}
 
     def placed(
         self, steps: Iterable[list[Batch]], place: Callable[[list[Batch]], list[Batch]]

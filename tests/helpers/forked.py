@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -33,6 +34,8 @@ from fastloop.testing import starting
 TESTS = Path(__file__).parents[1]
 PATH = [entry for entry in sys.path if entry and Path(entry) != TESTS.parent and not Path(entry).is_relative_to(TESTS)]
 """The import path of a new Python, without what pytest adds."""
+FORKING = threading.Lock()
+"""Held while a process forks: filelock refuses a fork while another thread's fork has not returned."""
 PYTEST = ["-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 """Runs the tests of an author; ``fastloop.testing`` is imported already, and its assertions are not rewritten."""
 
@@ -201,7 +204,8 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
         self._child_created = True
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
+        with FORKING:
+            self.pid = os.fork()
         if self.pid == 0:
             _become(args[1:], env, cwd, (stdin, stdout, stderr), fds, new_session)
 

@@ -16,8 +16,8 @@ from training_runs import execute
 
 from fastloop import Plugin, hookimpl
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 
 COLORS = {"blue": (60, 80, 200), "green": (70, 180, 90), "red": (200, 70, 60)}

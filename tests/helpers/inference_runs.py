@@ -12,8 +12,8 @@ from text_helpers import TINY
 from training_runs import execute
 
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 
 CLASSES = ("bad", "fine", "good")
 WORDS = {"bad": "dull dreadful bore", "fine": "plain decent usual", "good": "lovely superb fine"}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from training_runs import execute
 
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 
 EPOCHS, BATCH, LR, SEED, SAMPLES = 2, 8, 0.05, 7, 64

@@ -27,8 +27,8 @@ from training_runs import execute
 from fastloop import Plugin, hookimpl
 from fastloop.cli import launch
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import resolve
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -21,8 +21,8 @@ from training_runs import execute
 
 from fastloop import Batch, FastloopError, Plugin, Trainer, hookimpl
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 
 TRAIN = {
     "lr": 1e-2,

@@ -15,7 +15,7 @@ import pytest
 from pyarrow import parquet
 from text_helpers import TINY, TINY_GPT, make_run, rows
 
-from fastloop import DataLoaderDraft
+from fastloop import Settings
 from fastloop.data import Loader
 from fastloop.run import Run
 from fastloop_plugins.data._watched_loader import WatchedLoader
@@ -92,13 +92,12 @@ def generate(train: Any, **changes: Any) -> Run:
 
 def loader(run: Run, rank: int = 0, world_size: int = 1, workers: int = 0, batch_size: int = 16) -> Loader:
     """The training loader that one of several processes has."""
-    draft = DataLoaderDraft(num_workers=workers, loader_class=WatchedLoader)
     size = batch_size // world_size
     settings = {"rank": rank, "world_size": world_size, "seed": 1, "shuffle": True}
     return Loader(
         run.datasets["train"],
         run.loaders.collators["train"],
-        draft,
+        Settings(num_workers=workers, loader_class=WatchedLoader),
         batch_size=batch_size,
         micro_batch_size=size,
         **settings,

@@ -13,8 +13,8 @@ from text_loops import DISTILBERT, TRAIN
 from training_runs import execute
 
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop_plugins.datasets.dispatches import dispatches
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.lifecycle import build
-from fastloop.plugin import Plugin
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 
 TINY = {

@@ -14,8 +14,8 @@ from training_runs import execute
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 
 BERT = {

@@ -16,8 +16,8 @@ from data_helpers import named_rows, refusal, text_data, write
 
 from fastloop.errors import RecipeError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 
 ROWS = [(f"{('a dull', 'a fine')[i % 2]} film, number {i}", ("neg", "pos")[i % 2]) for i in range(12)]
 

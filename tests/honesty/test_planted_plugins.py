@@ -208,8 +208,8 @@ PLANTED = {
         numerics = "bitwise"
 
         @hookimpl
-        def configure_dataloader(self, draft):
-            draft.arrange = lambda dataset, ids, size, generator: ids[1::-1] + ids[2:]
+        def configure(self):
+            return {"arrange": lambda dataset, ids, size, generator: ids[1::-1] + ids[2:]}
         """,
         {"ids[1::-1] + ids[2:]": "ids"},
     ),

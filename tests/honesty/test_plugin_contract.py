@@ -15,9 +15,12 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from fastloop import Output, Package, Plugin, PluginCrash, PluginError, hookimpl
-from fastloop.plugin_checks import RENAMED, check_declarations
+from fastloop.plugins.checks import RENAMED, check_declarations
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import PluginSet, load, own_plugins, resolve
+from fastloop_plugins._own_plugins import own_plugins
 from fastloop_plugins.guards._hook_checks import STEP_HOOKS, STEPS
 
 ROOT = Path(__file__).parents[2]
@@ -449,7 +452,7 @@ RESULTS: dict[str, tuple[str, Any, str]] = {
         lambda self, batches: batches,
         f"a list, expected no result. {DESCRIBED}",
     ),
-    "a result of a draft": ("configure_dataloader", lambda self: 3, f"a int, expected no result. {DESCRIBED}"),
+    "no settings": ("configure", lambda self: 3, f"a int, expected a mapping. {DESCRIBED}"),
     "a summary": ("write_summary", lambda self: {"a": 1}, f"a dict, expected no result. {DESCRIBED}"),
     "a generator": (
         "after_step",
@@ -465,8 +468,7 @@ def test_a_wrong_result_of_a_hook_is_refused_by_name(tiny_run, result):
     hook, function, message = RESULTS[result]
     with pytest.raises(PluginError) as refused:
         tiny_run([make("other"), make("wrong", **{hook: function})])
-    where = "" if hook == "configure_dataloader" else "recipe: "  # a draft knows no recipe for plugins from Python
-    assert str(refused.value) == f"{where}plugin 'wrong': {hook} returned {message}"
+    assert str(refused.value) == f"recipe: plugin 'wrong': {hook} returned {message}"
 
 
 def test_a_loss_of_none_is_refused_if_no_other_plugin_computes_one():

@@ -12,9 +12,12 @@ import pytest
 from torch import nn
 
 from fastloop import Output, Plugin, PluginError, RecipeError, hookimpl, hookspecs
-from fastloop.plugin_checks import check_hooks, check_together, exclusive_hooks, misspelled
+from fastloop.plugins.checks import REFERENCES, check_exclusive_hooks, check_hooks, exclusive_hooks, nearest
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import PluginSet, load, own_plugins, resolve
+from fastloop_plugins._own_plugins import own_plugins
 
 QUIET = [
     {"log": False},
@@ -197,7 +200,7 @@ def test_options_decide_whether_a_plugin_answers():
         "own",
     ]
     with pytest.raises(PluginError, match="plugins 'fused-optimizer' and 'own' both implement build_optimizer"):
-        check_together([load("fused-optimizer")(implementation="8bit"), own], (), {}, "recipe")
+        check_exclusive_hooks([load("fused-optimizer")(implementation="8bit"), own], {}, "recipe")
 
 
 @pytest.mark.parametrize(
@@ -226,13 +229,13 @@ def test_our_own_plugins_answer_one_hook_only_where_they_share_a_slot():
     known = PluginSet([]).manager
     for plugin in ours:
         check_hooks(plugin, known.known, known.first)
-        assert not list(
-            misspelled(plugin, {other.name for other in ours}, {other.slot for other in ours if other.slot})
-        )
+        for reference in (name for declaration in REFERENCES for name in getattr(plugin, declaration)):
+            found = nearest(reference, {other.name for other in ours}, {other.slot for other in ours if other.slot})
+            assert found in ("", reference)
     for plugin in ours:
         for other in ours:
             if plugin is not other and (plugin.slot is None or plugin.slot != other.slot):
-                check_together([plugin, other], (), {}, "recipe")
+                check_exclusive_hooks([plugin, other], {}, "recipe")
 
 
 # -- methods without a mark --------------------------------------------------------------------------------------------

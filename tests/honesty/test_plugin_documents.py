@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.registry import load
+from fastloop.plugins.installed import load
 from fastloop.testing import Conformance
 from fastloop.testing.documents import Documents, option_rows, problems
 from fastloop_tools.new.command import render

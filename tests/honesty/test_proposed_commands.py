@@ -60,6 +60,9 @@ class Two(Plugin):
 class Needs(Plugin):
     name = "needs"
     requires = ("ema",)
+class Shards(Plugin):
+    name = "shards"
+    requires = ("slot:strategy",)
 class First(Plugin):
     name = "first"
     @hookimpl
@@ -291,6 +294,19 @@ CASES: dict[str, Case] = {
         ("tasks/_streaming_options.py data.streaming=",),
         text([{"text": text, "label": label} for text, label in ROWS], path="train.jsonl", lanes=1),
         (r"set (data\.streaming=true)",),
+    ),
+    "samples of a stream": Case(
+        ("tasks/_text_tokens.py data.streaming=",),
+        lambda cli: (
+            [
+                "plan",
+                *text([{"text": text, "label": label} for text, label in ROWS], path="train.jsonl", streaming=True)(
+                    cli
+                )[1:],
+            ]
+            + ["--samples", "1"]
+        ),
+        (r"Give (data\.streaming=false),",),
     ),
     # -- labels
     "label": Case(
@@ -561,31 +577,36 @@ CASES: dict[str, Case] = {
         ("recipe/recipe.py --with",), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)
     ),
     "a required plugin": Case(
-        ("fastloop/registry.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
+        ("plugins/checks.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
+    ),
+    "an empty slot": Case(
+        ("plugins/checks.py fastloop plugins",),
+        module("--with", "./plugin.py:Shards"),
+        (r"`(fastloop plugins)` shows who fills it",),
     ),
     "two plugins in a slot": Case(
-        ("fastloop/registry.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)
+        ("plugins/checks.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)
     ),
     "the other of two plugins": Case(
-        ("fastloop/registry.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)
+        ("plugins/checks.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)
     ),
     "a package that is not installed": Case(
-        ("fastloop/registry.py --without",),
+        ("plugins/resolve.py --without",),
         module("--with", "liger", "train.device=cpu"),
         (r"leave it out: (--without liger)",),
     ),
     "a circle": Case(
-        ("fastloop/plugin_order.py --without",),
+        ("plugins/resolve.py --without",),
         module("--with", "./plugin.py:One,./plugin.py:Two"),
         (r"or a plugin: (--without \w+)",),
     ),
     "two plugins in a hook": Case(
-        ("fastloop/plugin_checks.py --without",),
+        ("plugins/checks.py --without",),
         module("--with", "./plugin.py:First,./plugin.py:Second"),
         (r"Keep one: (--without \w+)",),
     ),
     "an unknown plugin": Case(
-        ("fastloop/registry.py fastloop plugins",), module("--with", "nothing"), (r"`(fastloop plugins)`",)
+        ("plugins/installed.py fastloop plugins",), module("--with", "nothing"), (r"`(fastloop plugins)`",)
     ),
     "a plugin's page": Case(
         ("cli/plugins.py fastloop plugins",),
@@ -702,6 +723,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "scale/model.py fastloop plan",
         "search/command.py fastloop search",
         "search/study.py fastloop search",
+        "tasks/_samples.py data.max_length=",
         "tasks/_streaming_samples.py data.label_type=",
         "tasks/_text_data.py data.label_type=",
         "testing/conformance.py fastloop plan",

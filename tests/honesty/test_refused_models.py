@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from fastloop import RecipeError
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop.testing import start
 
@@ -81,8 +81,9 @@ def planned(task: str, model: Any, data: dict[str, Any] | None = None) -> str:
     """The message with which `fastloop plan` refuses a model: the data files are not read."""
     Path("rows.jsonl").write_text("this is no JSON")
     recipe = text_recipe(task, model, data)
+    plugins = resolve(recipe).plugins
     with pytest.raises(RecipeError) as caught:
-        resolve(recipe).plugins.hooks.check_recipe(recipe=recipe)
+        plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
     return str(caught.value)
 
 
@@ -95,7 +96,7 @@ def test_an_encoder_whose_label_column_is_forgotten_is_refused_by_plan():
     resolution = resolve(recipe).plugins
     assert LM in resolution.names()
     with pytest.raises(RecipeError) as caught:
-        resolution.hooks.check_recipe(recipe=recipe)
+        resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
     message = str(caught.value)
     assert message.startswith(f"recipe.yaml: model.name: 'bert' is an encoder (is_decoder: false): {READS_AHEAD}")
     assert "To classify texts, name the column of their labels: data.label=COLUMN." in message

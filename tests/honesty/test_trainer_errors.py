@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from fastloop import DataLoaderDraft, Plugin, PluginCrash, Trainer, UsageError, hookimpl
+from fastloop import Plugin, PluginCrash, Trainer, UsageError, hookimpl
 from fastloop.errors import DataError
 from fastloop.testing import tiny_data
 
@@ -156,7 +156,7 @@ def test_a_plugin_in_the_same_file_does_not_hide_the_models_line():
         name = "beside"
 
         @hookimpl
-        def configure_dataloader(self, draft: DataLoaderDraft) -> None: ...
+        def configure(self) -> None: ...
 
     with pytest.raises(IndexError) as failed:
         fit(Fails("itself"), plugins=[Beside()])

@@ -99,8 +99,8 @@ def test_a_hugging_face_model_and_its_tokenizer_load_from_the_run_folder(tokeniz
 
 
 def test_the_task_module_exports_so_too(tmp_path):
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve
 
     Path("hub.py").write_text(
         "import torch\nfrom torch import nn\nfrom huggingface_hub import PyTorchModelHubMixin\n\n\n"

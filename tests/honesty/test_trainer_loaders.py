@@ -288,7 +288,7 @@ def test_a_stream_with_drop_last_ends_with_its_last_full_step(size, workers):
 
 @pytest.mark.parametrize("size", [1, 7, 8, 12, 15, 16, 23])
 def test_a_stream_with_drop_last_gives_processes_the_same_full_steps(size):
-    from fastloop import DataLoaderDraft
+    from fastloop import Settings
     from fastloop.data import Loader
 
     drop = BatchSampler(range(size), 8, drop_last=True)
@@ -298,7 +298,7 @@ def test_a_stream_with_drop_last_gives_processes_the_same_full_steps(size):
         loader = Loader(
             numbers,
             list,
-            DataLoaderDraft(),
+            Settings(),
             batch_size=8,
             micro_batch_size=1,
             rank=rank,
@@ -360,7 +360,7 @@ def test_workers_are_set_up_as_the_loader_says():
     assert (used.num_workers, used.prefetch_factor, used.persistent_workers) == (2, 3, True)
     assert used.multiprocessing_context.get_start_method() == "fork"
     assert used.limit == 77
-    assert trainer.run.loader_settings.num_workers == 2
+    assert trainer.run.settings.num_workers == 2
     assert trainer.run.eval_loaders["validation"].loader.num_workers == 0
 
 

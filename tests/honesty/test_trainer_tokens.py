@@ -131,8 +131,8 @@ def run(path: str, *overrides: str) -> dict[str, Any]:
     from training_runs import execute
 
     from fastloop.lifecycle import build
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import load_recipe
-    from fastloop.registry import resolve
 
     recipe = load_recipe(path, overrides)
     return execute(build(resolve(recipe)))

@@ -17,10 +17,11 @@ import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
 from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
-from fastloop.hooks import PluginSet, own_implementations
 from fastloop.lifecycle import build
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet, own_implementations
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import load, resolve
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text
@@ -162,8 +163,12 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
     assert [module.__name__ for module in own_implementations()] == [
         "fastloop.loop",
         "fastloop.defaults",
+        "fastloop_plugins.guards._batch_norm",
+        "fastloop_tools.inference.weights",
         "fastloop_plugins.guards._hook_checks",
+        "fastloop_plugins.strategies._launcher_check",
         "fastloop_plugins.training._named_optimizer",
+        "fastloop_plugins.guards._resume_check",
         "fastloop_plugins.guards._sample_orders",
         "fastloop_plugins.data._sampler_order",
         "fastloop_plugins.training._several_optimizers",
@@ -639,7 +644,7 @@ def test_plugin_can_be_listed_only_where_allowed(install):
             "build_model changes the run, but the plugin is declared read_only",
         ),
         ({"before_prepare": hookimpl(lambda self: None)}, "before_prepare changes the run"),
-        ({"configure_dataloader": hookimpl(lambda self, draft: None)}, "configure_dataloader changes the run"),
+        ({"configure": hookimpl(lambda self: None)}, "configure changes the run"),
         (
             {"after_fit": hookimpl(wrapper=True)(lambda self: (yield))},
             "after_fit is a wrapper, but the plugin is declared read_only",

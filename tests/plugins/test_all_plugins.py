@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fastloop.plugin import is_own
-from fastloop.registry import installed, load
+from fastloop.plugins.installed import installed, is_own, load
 
 OURS = [name for name, point in installed().items() if is_own(point)]
 
@@ -30,7 +29,7 @@ def test_plugin_module_has_limited_length_and_docstring(name):
 
 def test_importing_plugins_imports_no_torch():
     code = (
-        f"import sys; from fastloop.registry import load; [load(name) for name in {OURS!r}]; print('torch' in "
+        f"import sys; from fastloop.plugins.resolve import load; [load(name) for name in {OURS!r}]; print('torch' in "
         "sys.modules)"
     )
     assert (

@@ -8,8 +8,8 @@ import logging
 import pytest
 
 from fastloop.errors import PluginError
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 from fastloop_plugins._selection import dependents
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers

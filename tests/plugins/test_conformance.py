@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastloop.plugin import is_own
-from fastloop.registry import installed
+from fastloop.plugins.installed import installed, is_own
 from fastloop.testing import IMAGES, LANGUAGE, TEXTS, Conformance
 from fastloop.testing.studies import strategies
 

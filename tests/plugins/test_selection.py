@@ -19,8 +19,8 @@ from training_runs import execute
 from fastloop import FastloopError, Plugin, PluginError, Run, Trainer, hookimpl
 from fastloop.errors import PluginCrash
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, load_recipe, make_recipe
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 
 CPU = Machine("cpu", "AVX512", ("fp32", "bf16"), ("bf16",))

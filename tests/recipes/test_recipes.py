@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,8 @@ import torch
 from training_runs import execute
 
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, shipped_recipes
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 
 SHIPPED = {
@@ -23,6 +24,7 @@ SHIPPED = {
     "distilbert_imdb_cpu",
     "distilbert_imdb_gpu",
     "gpt_stdlib",
+    "char_lm",
     "chat_animals",
     "seq2seq_dates",
     "tokens_names",
@@ -97,6 +99,7 @@ def test_shipped_recipes_have_descriptions():
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_plan_explains_it_without_data_or_weights(plan, name):
+    Path("input.txt").write_text("The file that the recipe char_lm names.")
     shown = plan(name)
     assert "slot task" in shown
     assert "batch " in shown
@@ -209,6 +212,18 @@ def test_gpt_stdlib_shortened():
     )
     assert summary["status"] == "completed"
     assert summary["validation"]["perplexity"] < 4000, "below that of guessing"
+
+
+def test_char_lm_shortened():
+    text = "".join(f"First:\n  Speak {number}, speak.\n\n" for number in range(200))
+    Path("mine.txt").write_text(text)
+    summary = train("char_lm", "data.files.train=mine.txt", "train.max_steps=30")
+    assert summary["status"] == "completed"
+    metrics = summary["validation"]
+    # each character is a token, and the end token is one more
+    held = round(len(text) / 10)
+    assert metrics["bits_per_character"] == pytest.approx(metrics["loss"] / math.log(2) * (held + 1) / held)
+    assert metrics["loss"] < math.log(len(set(text))), "below that of guessing"
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from training_runs import execute
 from fastloop import CheckpointError, Plugin, RecipeError, hookimpl
 from fastloop.errors import DataError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop.testing import tiny_data
 
@@ -206,7 +206,7 @@ def test_leaving_out_is_bounded(tiny_run):
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def text_run(plugins: tuple[Any, ...] = (), max_length: int = 16, **files: str) -> Run:
+def text_run(plugins: tuple[Any, ...] = (), max_length: int = 16, resume: Path | None = None, **files: str) -> Run:
     tree = {
         "model": {"config": TINY, "tokenizer": {"kind": "word"}},
         "data": {"files": files, "text": "text", "label": "label", "max_length": max_length},
@@ -215,7 +215,7 @@ def text_run(plugins: tuple[Any, ...] = (), max_length: int = 16, **files: str) 
         "output": "run",
     }
     recipe = make_recipe(tree, Path("recipe.yaml"))
-    return build(resolve(recipe))
+    return build(resolve(recipe), resume=resume)
 
 
 def good(count: int = 40) -> list[dict[str, Any]]:
@@ -472,7 +472,5 @@ def test_file_with_one_changed_word_is_detected(change):
     assert summary["status"] == "completed"
     checkpoint = next(Path("run/checkpoints").glob("step-*"))
     jsonl("train.jsonl", [*rows[:8], rows[8] | change, *rows[9:]])
-    again = text_run(train="train.jsonl")
-    again.resume_point = (checkpoint, [])
     with pytest.raises(CheckpointError, match="was saved with other data"):
-        execute(again)
+        text_run(train="train.jsonl", resume=checkpoint)

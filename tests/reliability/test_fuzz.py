@@ -24,13 +24,13 @@ from omegaconf import OmegaConf
 from saving_helpers import times
 
 from fastloop import CheckpointError, FastloopError, PluginCrash, checkpoint
+from fastloop.cli.option_table import describe
 from fastloop.data.loaders import micro_batches
-from fastloop.options import describe
-from fastloop.plugin import is_own, listed_at
+from fastloop.plugins.installed import installed, is_own, load
+from fastloop.plugins.plugin import listed_at
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
 from fastloop.recipe import safe_yaml as plain
-from fastloop.registry import installed, load, resolve
-from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 pytestmark = [
     pytest.mark.slow,
@@ -248,13 +248,8 @@ def check(recipe: Any) -> None:
     resolved = resolve(recipe)
     recipe, resolution = resolved.recipe, resolved.plugins
     with resolution.attributing_errors():
-        resolution.hooks.check_recipe(recipe=recipe)
-        for hook, draft in (
-            ("accelerator", AcceleratorDraft()),
-            ("dataloader", DataLoaderDraft()),
-            ("optimizer", OptimizerDraft()),
-        ):
-            resolution.draft(f"configure_{hook}", draft)
+        resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
+        resolution.configure(recipe)
     micro_batches(recipe, 1)
     OmegaConf.save(OmegaConf.create(secrets.hidden(recipe.to_dict())), "saved.yaml")
     assert load_recipe("saved.yaml").to_dict() == recipe.to_dict()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fastloop.registry import own_plugins
+from fastloop_plugins._own_plugins import own_plugins
 
 pytest_plugins = ["installing"]
 

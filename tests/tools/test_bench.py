@@ -51,7 +51,7 @@ import os
 import time
 from dataclasses import dataclass
 from fastloop import Plugin, hookimpl
-from fastloop.plugin import Device
+from fastloop.plugins.plugin import Device
 
 class Honest(Plugin):
     name = "honest"

@@ -16,8 +16,8 @@ from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from safetensors.torch import load_file, save_file
 from text_helpers import TINY, TINY_GPT
 
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe
-from fastloop.registry import resolve
 from fastloop_tools.inference.picture import draw
 
 CODE = """
@@ -296,7 +296,7 @@ def test_a_language_model(tmp_path, cli):
     train(recipe)
     found = results(cli, tmp_path / "run")
     assert found["metrics"] == summary(tmp_path / "run")["test"]
-    assert found["metrics"].keys() == {"loss", "perplexity"}
+    assert found["metrics"].keys() == {"loss", "perplexity", "bits_per_character"}
     assert found["classes"] == []
 
 
@@ -349,7 +349,7 @@ def test_files_that_are_refused(trained, cli):
 def test_only_plugins_for_inference_take_part(trained):
     recipe = load_recipe(str(trained / "recipe.yaml"), with_plugins=["amp", "ema", "checkpoint-best", "compile"])
     recipe.inference = Inference(trained / "run" / "model", "test")
-    assert resolve(recipe).plugins.names() == ["amp", "compile", "text-classification"]
+    assert resolve(recipe).plugins.names() == ["amp", "compile", "metric-check", "text-classification"]
 
 
 @pytest.mark.slow

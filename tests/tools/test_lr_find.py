@@ -16,8 +16,8 @@ import yaml
 from inference_runs import write_recipe
 
 from fastloop import hookimpl
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop_tools.lr_find.command import range_test
 from fastloop_tools.lr_find.finder import LRFinder, smooth, suggest
 

@@ -15,8 +15,9 @@ from scale_runs import tiny
 from typer.testing import CliRunner
 
 from fastloop.cli import app
+from fastloop.plugins.installed import load
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import load, resolve
 from fastloop.runtime.hardware import this_machine
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_tools.scale.change import Command, smallest_change
@@ -58,7 +59,8 @@ def resolves(words: list[str]) -> None:
     options = {name: words[words.index(name) + 1].split(",") for name in ("--with", "--without") if name in words}
     overrides = [word for word in words[1:] if "=" in word]
     recipe = load_recipe(words[0], overrides, options.get("--with", []), options.get("--without", []))
-    resolve(recipe, replace(this_machine("cpu"), device="cuda")).plugins.hooks.check_recipe(recipe=recipe)
+    plugins = resolve(recipe, replace(this_machine("cpu"), device="cuda")).plugins
+    plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ import yaml
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop.options import parse_time
 from fastloop.recipe import Recipe, load_recipe, make_recipe
+from fastloop_plugins._time import parse_time
 from fastloop_tools.measure import pairs
 from fastloop_tools.measure.pairs import Window
 from fastloop_tools.measure.worker import Spec, measure

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
-from fastloop.recipe import Train, secrets
+from fastloop.recipe import secrets
 from fastloop.runtime.random_states import random_states, restore_random_states
 from fastloop.runtime.regions import region
 
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
     from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
-
-FIXED_ON_RESUME = (
-    "seed", "batch_size", "lr", "optimizer", "weight_decay", "decay_biases_and_norms", "layer_lr_decay",
-    "parameter_groups", "max_grad_norm"
-)  # fmt: skip
-"""Keys of ``train`` that a resumed run cannot change, because the checkpoint's weights depend on them."""
 
 MALFORMED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a lookup or an operation on a value of another form."""
@@ -44,7 +38,7 @@ def save(run: Run) -> None:
         SaveError: The checkpoint cannot be written, and ``train.on_save_error`` is ``stop``.
     """
     wait_for_save(run)
-    run.sync_requests()  # handle a failure of the previous save first
+    run._sync_requests()  # handle a failure of the previous save first
     with run.clock("save"), region("save"):
         state = {
             "fastloop": 1,
@@ -65,7 +59,7 @@ def save(run: Run) -> None:
         except TypeError as error:
             raise PluginError(f"save_state: {error}") from error
         run.saver.start(pending, run.state.step)
-    run.sync_requests()
+    run._sync_requests()
     run.state.save_requested = False  # also covers a signal that arrived during the save
 
 
@@ -83,7 +77,7 @@ def write(run: Run, path: Path, model: dict[str, Tensor], state: dict[str, Any],
 
 
 def wait_for_save(run: Run) -> None:
-    """Wait for the checkpoint that this process is writing. ``run.sync_requests`` handles a failure."""
+    """Wait for the checkpoint that this process is writing. ``run._sync_requests`` handles a failure."""
     if run.saver.pending is not None:
         with run.clock("save"):
             run.saver.wait()
@@ -118,8 +112,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         skipped: Warnings to log.
 
     Raises:
-        CheckpointError: The checkpoint has other weights, or other settings that its weights depend on; or this process
-            does not see it.
+        CheckpointError: The checkpoint has other weights, or this process does not see it.
     """
     for line in skipped:
         log.warning("%s", line)
@@ -129,17 +122,17 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         )
     model, saved = checkpoint.read(path, sharded_target(run), run.processes.host_group)
     malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
-    with _refused(malformed):
+    with refuse_errors(malformed):
         _restore(run, path, model, saved)
         states = dict(saved["plugins"])
     _restore_plugins(run, states)
     log.info("resumed from %s at step %d", path, run.state.step)
-    with _refused(malformed, *MALFORMED, RuntimeError):
+    with refuse_errors(malformed, *MALFORMED, RuntimeError):
         _restore_random_states(run, saved["random"])
 
 
 @contextmanager
-def _refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
+def refuse_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
     """Turn errors of these kinds, by default of ``MALFORMED``, into a CheckpointError."""
     try:
         yield
@@ -148,28 +141,18 @@ def _refused(what: str, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    """Check the settings of a checkpoint that was read, and restore the run's state from it."""
-    recipe = secrets.hidden(run.recipe.to_dict())
-    check_same(path, saved["recipe"], recipe)
-    if "data" in saved:  # checkpoints of early versions have no fingerprints
-        check_data(run, path, saved["data"])
-    with _refused(f"{path}: not a checkpoint of this model: ", RuntimeError):
+    """Restore the run's state from a checkpoint that was read."""
+    with refuse_errors(f"{path}: not a checkpoint of this model: ", RuntimeError):
         run.strategy.load_model_state(run, model)
-    with _refused(
+    with refuse_errors(
         f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError
     ):
         run.strategy.load_optimizer_state(run, saved["optimizer"])
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
-        if (part is None) != (saved[name] is None):
-            then, now = "out" * (saved[name] is None), "out" * (part is None)
-            raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
         if part is not None:
             part.load_state_dict(saved[name])
-    for key, value in saved["state"].items():
-        wrong_type = (usual := vars(run.state)[key]) is not None and type(value) is not type(usual)
-        if wrong_type or (isinstance(value, int) and not -1 <= value < 2**63):
-            raise ValueError(f"state.{key}: found {value!r:.40}")
     run.state.restore(saved["state"])
+    recipe = secrets.hidden(run.recipe.to_dict())
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
         run.state.stop_reason = None  # it may not apply to other epochs or plugins
     run.saver.last_saved_step = run.state.step
@@ -200,26 +183,6 @@ def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:
         set_seed(run.recipe.train.seed + run.state.step * run.world_size + run.rank)
 
 
-def check_data(run: Run, path: Path, saved: dict[str, str]) -> None:
-    """Compare the data with the checkpoint's. If they differ, raise or log, according to ``train.on_data_change``.
-
-    Raises:
-        CheckpointError: Names the splits that changed, and their fingerprints.
-    """
-    current = run.loaders.fingerprints
-    changed = [split for split in {**saved, **current} if saved.get(split) != current.get(split)]
-    if not changed:
-        return
-    listed = "; ".join(f"{split}: {saved.get(split, 'none')}, now {current.get(split, 'none')}" for split in changed)
-    message = f"{path}: was saved with other data ({listed})."
-    if run.recipe.train.on_data_change == "stop":
-        raise CheckpointError(
-            f"{message} Resume with the same data, start a new run, or continue with the current data: "
-            "train.on_data_change=warn."
-        )
-    log.warning("%s The run continues with the current data: this epoch may repeat or miss samples", message)
-
-
 def sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
     """For ``checkpoint.read``: returns an empty tensor with this run's sharding of the named weight or optimizer state.
     If the optimizer of a strategy has the method ``empty_shard(shape)``, its result is used instead."""
@@ -235,21 +198,3 @@ def sharded_target(run: Run) -> Callable[[str, torch.Size], Tensor | None]:
         return torch.empty_like(target) if isinstance(target, DTensor) and target.shape == shape else None
 
     return target_like
-
-
-def check_same(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Refuse to resume with other settings, if the checkpoint's weights depend on them.
-
-    Raises:
-        CheckpointError: Names the key and both values.
-    """
-    pairs = [(key, old[key], new[key]) for key in ("model", "data")]
-    pairs += [
-        (f"train.{key}", old["train"].get(key, getattr(Train, key)), new["train"][key]) for key in FIXED_ON_RESUME
-    ]
-    for key, before, now in pairs:
-        if before != now:
-            raise CheckpointError(
-                f"{path}: was saved with {key} = {before!r}, and this run has {now!r}. Resume with the same, or start "
-                "a new run."
-            )

@@ -28,12 +28,7 @@ class CheckpointSaver:
         self.pending, self._pending_step = pending, step
 
     def wait(self) -> None:
-        """Wait for the pending save. ``take_failure`` returns a failure."""
-        self.finish()
-        self.poll()
-
-    def finish(self) -> None:
-        """Wait for the pending save without recording its outcome."""
+        """Wait for the pending save. ``take_failure`` then records its outcome."""
         if self.pending is not None:
             futures.wait([self.pending])
 
@@ -54,7 +49,7 @@ class CheckpointSaver:
             raise error
 
     def report_failure(self, message: str) -> None:
-        """Report a failed save to ``Run.sync_requests``. Plugins that write weights themselves call it, too."""
+        """Report a failed save to ``Run._sync_requests``. Plugins that write weights themselves call it, too."""
         self._failure = message
 
     def take_failure(self) -> str | None:

@@ -94,7 +94,7 @@ def numerics_classes(listed: str) -> list[str]:
     from typing import get_args
 
     from fastloop.errors import UsageError, did_you_mean
-    from fastloop.plugin import Numerics
+    from fastloop.plugins.plugin import Numerics
 
     if not names(listed):
         raise UsageError(f"--accept: names no numerics class. Expected some of: {', '.join(get_args(Numerics))}.")

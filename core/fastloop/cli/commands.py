@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugin import entry_points, is_own, name_and_version, own_entry_points
+from fastloop.plugins.installed import entry_points, is_own, name_and_version, own_entry_points
 
 GROUP = "fastloop.commands"
 OPTIONS = "fastloop.options"
@@ -116,7 +116,7 @@ def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:
     """Name -> entry point of other packages' commands."""
     if all(map(is_own, entry_points(GROUP))):
         return {}
-    from fastloop.registry import installed  # only here: importing it takes longer than the help
+    from fastloop.plugins.installed import installed  # only here: importing it takes longer than the help
 
     return {name: point for name, point in installed(GROUP, taken=set(reserved)).items() if not is_own(point)}
 
@@ -130,7 +130,7 @@ def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:
     origin = f"{point.value} of {' '.join(name_and_version(point.dist))}" if point.dist else point.value
     label = f"command {name!r} ({origin})"
     if not is_own(point):
-        from fastloop.registry import unsupported
+        from fastloop.plugins.installed import unsupported
 
         if problem := unsupported(point):
             raise UsageError(f"{label} {problem}")

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from fastloop.hook_callers import enclose
-from fastloop.plugin import Plugin
+from fastloop.plugins.call import enclose
+from fastloop.plugins.plugin import Plugin
 
 
 @dataclass(slots=True)

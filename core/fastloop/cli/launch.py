@@ -31,9 +31,9 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.step_folders import checkpoints
 
 if TYPE_CHECKING:
-    from fastloop.plugin import Plugin
+    from fastloop.plugins.plugin import Plugin
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
-    from fastloop.registry import ResolvedRecipe
     from fastloop.run import Run
 
 LAUNCHER = "FASTLOOP_LAUNCHER"
@@ -253,7 +253,7 @@ def resolve_early(recipe: Recipe, objects: Iterable[Plugin] = ()) -> ResolvedRec
         objects: Plugin objects from Python.
     """
     from fastloop.cli.startup import cpu_machine
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
 
     return resolve(recipe, cpu_machine(recipe.train.device), objects, any_machine=True)
 

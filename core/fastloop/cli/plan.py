@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,7 +13,7 @@ from fastloop.distributed import ranks
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
-    from fastloop.hooks import PluginSet
+    from fastloop.plugins.manager import PluginSet
 
 
 def plan(
@@ -31,11 +32,10 @@ def plan(
     """
     from fastloop.cli.code_files import code_files
     from fastloop.cli.messages import show_messages
-    from fastloop.options import describe
+    from fastloop.cli.option_table import describe
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import load_recipe
-    from fastloop.registry import resolve
     from fastloop.runtime.hardware import this_machine
-    from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     show_messages()
@@ -43,22 +43,22 @@ def plan(
         typer.echo(f"runs the code of {file}")
     resolved = resolve(loaded)
     loaded, resolution = resolved.recipe, resolved.plugins
-    resolution.hooks.check_recipe(recipe=loaded)
+    resolution.hooks.check_recipe(recipe=loaded, plugins=resolution)
     from fastloop.data.loaders import micro_batches
-    from fastloop.distributed.accelerator import check_launcher
+    from fastloop.distributed.accelerator import check_processes
 
-    drafts = [
-        resolution.draft("configure_accelerator", AcceleratorDraft()),
-        resolution.draft(
-            "configure_dataloader", DataLoaderDraft(pad_to_multiple_of=loaded.data.get("pad_to_multiple_of"))
-        ),
-        resolution.draft("configure_optimizer", OptimizerDraft(**loaded.train.optimizer_arguments)),
-    ]
+    settings = resolution.configure(loaded)
     world_size = nproc or ranks.world_size()
-    check_launcher(loaded, resolution, drafts[0].mixed_precision, world_size)
-    sharing = 1 if drafts[1].same_batches else world_size
+    check_processes(loaded, resolution, world_size)
+    sharing = 1 if settings.same_batches else world_size
     device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)
+    values = vars(settings) | {
+        f"{field}[{key!r}]": value
+        for field, mapping in vars(settings).items()
+        if isinstance(mapping, Mapping)
+        for key, value in mapping.items()
+    }
 
     if not verbose:
         show_table(resolution)
@@ -74,9 +74,9 @@ def plan(
         ]
         options += [f"on_error={plugin.on_error}"] * (plugin.on_error != "raise")
         changes = [
-            name if callable(value) else f"{name}={value}"
-            for draft in drafts
-            for name, value in draft.written_by(plugin.name).items()
+            name if callable(values[name]) else f"{name}={values[name]}"
+            for name, writer in settings.writers.items()
+            if writer == plugin.name
         ]
         for line in (plugin.description, ", ".join(options), ", ".join(changes) and "sets " + ", ".join(changes)):
             if line:
@@ -86,7 +86,7 @@ def plan(
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")
     dealt = f"x {sharing} processes" if sharing == world_size else "on every process"
     shares = f"= {device_batch} x {micro_steps} micro-steps {dealt}"
-    if splitter := drafts[1].writers.get("split"):
+    if splitter := settings.writers.get("split"):
         shares = f"over {world_size} processes, split by {splitter}"
     typer.echo(f"batch    {loaded.train.batch_size} samples a step {shares}")
     typer.echo(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Iterable
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.plugin import GROUP, Device, Dtype, Package, Plugin, When, name_and_version
+from fastloop.plugins.installed import GROUP, name_and_version
+from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, When
 from fastloop.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def plugins(
     import rich
     from rich.text import Text
 
-    from fastloop.registry import installed
+    from fastloop.plugins.installed import installed
 
     if name is not None:
         show(name, as_json)
@@ -89,7 +91,7 @@ def listing(name: str, point: EntryPoint) -> dict[str, Any]:
 
 
 def _declared(point: EntryPoint) -> dict[str, Any]:
-    from fastloop.recipe.plugin_references import read_declarations
+    from fastloop.recipe.plugin_references import read_literals
 
     module, _, cls = point.value.partition(":")
     relative = "/".join(module.strip().split("."))
@@ -98,22 +100,21 @@ def _declared(point: EntryPoint) -> dict[str, Any]:
     if path is None:
         return {"summary": f"cannot be found: there is no module {module}"}
     try:
-        source = read_declarations(path)
+        tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError) as error:
         return {"summary": f"cannot be read: {path.name}: {error}"}
-    cls = cls.strip()
+    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.strip()]
+    bases = [ast.unparse(base).rpartition(".")[2] for node in found for base in node.bases]
     usual: dict[str, Any] = {}
-    if source.bases.get(cls) in (["Plugin"], ["Strategy"]):
-        usual = {
-            "slot": Strategy.slot if source.bases[cls] == ["Strategy"] else Plugin.slot,
-            "numerics": Plugin.numerics,
-        }
+    if bases in (["Plugin"], ["Strategy"]):
+        usual = {"slot": Strategy.slot if bases == ["Strategy"] else Plugin.slot, "numerics": Plugin.numerics}
     given = {
         key: value
-        for key, value in source.classes.get(cls, {}).items()
+        for node in found
+        for key, value in read_literals(node).items()
         if key in ("slot", "numerics") and isinstance(value, str | None)
     }
-    return {"summary": source.summary} | usual | given
+    return {"summary": (ast.get_docstring(tree) or "").partition("\n")[0]} | usual | given
 
 
 def _locate(file: str) -> Path | None:
@@ -185,9 +186,9 @@ def show(name: str, as_json: bool) -> None:
     import rich
     from rich.markup import escape
 
-    from fastloop.options import describe
-    from fastloop.plugin import Observer
-    from fastloop.registry import find_entry_point, load
+    from fastloop.cli.option_table import describe
+    from fastloop.plugins.installed import find_entry_point, load
+    from fastloop.plugins.plugin import Observer
 
     cls = load(name, "fastloop plugins")
     options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])

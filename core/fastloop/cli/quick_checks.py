@@ -16,8 +16,8 @@ from fastloop.cli import launch
 from fastloop.cli.startup import start_run
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
-from fastloop.plugin import Plugin, hookimpl
-from fastloop.registry import ResolvedRecipe, load_listed, resolve
+from fastloop.plugins.plugin import Plugin, hookimpl
+from fastloop.plugins.resolve import ResolvedRecipe, load_listed, resolve
 from fastloop.runtime.step_folders import step_folder
 
 if TYPE_CHECKING:

@@ -11,10 +11,10 @@ import dataclasses
 import inspect
 from typing import Any
 
-from fastloop.options import pydantic_model
-from fastloop.plugin import Observer, Plugin, is_own, name_and_version
+from fastloop.options import adapter
+from fastloop.plugins.installed import installed, is_own, load, name_and_version
+from fastloop.plugins.plugin import Observer, Plugin
 from fastloop.recipe import Train
-from fastloop.registry import installed, load
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 REFERENCE = r"^(.+\.py(:\w+)?|[\w.-]+:[\w.-]+)$"
@@ -174,8 +174,8 @@ def json_schema(cls: type, pointer: str) -> dict[str, Any]:
         def field_title_should_be_set(self, schema: Any) -> bool:
             return False
 
-    schema = pydantic_model(cls).model_json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=Untitled)
+    schema = adapter(cls).json_schema(ref_template=f"{pointer}/$defs/{{model}}", schema_generator=Untitled)
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING:
             schema["properties"][field.name]["default"] = field.default_factory()
-    return {key: value for key, value in schema.items() if key != "title"}
+    return {key: value for key, value in schema.items() if key not in ("title", "description")}

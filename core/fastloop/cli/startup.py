@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.distributed.ranks import world_size
-from fastloop.plugin import Plugin, entry_points
-from fastloop.registry import ResolvedRecipe, check_requirements
+from fastloop.plugins.installed import entry_points
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import ResolvedRecipe, check_requirements
 from fastloop.runtime.hardware import Machine
 
 if TYPE_CHECKING:

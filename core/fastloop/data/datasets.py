@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import count, islice
 from typing import Any, Protocol
 
@@ -16,11 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
 from fastloop.data.seeding import IsolatedRandomState, seed_all
-from fastloop.errors import DataError
 from fastloop.state import Batch
-
-FILLER_ATTEMPTS = 100
-"""Samples to try as a filler if no sample of a micro-batch can be read."""
 
 
 class DatasetProtocol(Protocol):
@@ -86,8 +81,8 @@ class MapReader(Dataset[Any]):
     """Reads a map-style dataset by micro-batch. A worker first seeds its random states with the micro-batch's seed, so
     that random numbers do not depend on the worker."""
 
-    def __init__(self, dataset: Any, skip_unreadable: bool = False) -> None:
-        self.dataset, self.skip_unreadable = dataset, skip_unreadable
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
         self.read: Callable[[list[int]], list[Any]] = getattr(dataset, "__getitems__", None) or self._read_each
 
     def _read_each(self, ids: list[int]) -> list[Any]:
@@ -96,7 +91,7 @@ class MapReader(Dataset[Any]):
     def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
         if get_worker_info() is not None:
             seed_all(micro_batch.seed)
-        samples = self._skip_unreadable(micro_batch) if self.skip_unreadable else Samples(self.read(micro_batch))
+        samples = self.read_samples(micro_batch)
         if not samples.unreadable:
             samples.ids = tuple(micro_batch)
         if micro_batch.is_filler:
@@ -104,28 +99,9 @@ class MapReader(Dataset[Any]):
         samples.is_last_micro_batch = micro_batch.is_last_micro_batch
         return samples
 
-    def _skip_unreadable(self, micro_batch: MicroBatchIds) -> Samples:
-        """The readable samples of a micro-batch, or a filler if none is readable."""
-        with suppress(Exception):
-            return Samples(self.read(micro_batch))
-        samples = Samples()
-        for index in micro_batch:  # may contain an id twice
-            try:
-                (sample,) = self.read([index])
-            except Exception as error:
-                samples.unreadable += ((index, f"{type(error).__name__}: {error}"),)
-            else:
-                samples.append(sample)
-                samples.ids += (index,)
-        for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS) if not samples.ids else ():
-            with suppress(Exception):
-                samples.append(Filler(self.read([index % len(self.dataset)])))
-                break
-        if not samples:
-            raise DataError(
-                f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}"
-            )
-        return samples
+    def read_samples(self, micro_batch: list[int]) -> Samples:
+        """The samples of a micro-batch. A subclass may return others, with ``unreadable`` and their ``ids`` set."""
+        return Samples(self.read(micro_batch))
 
 
 class Stream(IterableDataset[Any]):

@@ -14,7 +14,8 @@ from fastloop.data.datasets import Collate, MapReader, Stream
 from fastloop.data.sampler import StepSampler
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.tracebacks import user_line
-from fastloop.state import Batch, DataLoaderDraft
+from fastloop.settings import Settings
+from fastloop.state import Batch
 
 log = logging.getLogger("fastloop")
 
@@ -47,7 +48,7 @@ class Loader:
         self,
         dataset: Any,
         collator: Callable[[list[Any]], Any],
-        draft: DataLoaderDraft,
+        settings: Settings,
         *,
         batch_size: int,
         micro_batch_size: int,
@@ -60,7 +61,7 @@ class Loader:
         sampler: BatchSampler | None = None,
     ) -> None:
         self.dataset = dataset
-        reading = draft.of(split)
+        reading = settings.of(split)
         self.unreadable = 0
         self.max_batches: int | None = None
         self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
@@ -75,9 +76,9 @@ class Loader:
             "pin_memory": reading["pin_memory"],
             "generator": torch.Generator().manual_seed(seed),  # keep epochs from using the global state
         }
-        loader_class: type[DataLoader[Any]] = draft.thread_loader_class or DataLoader
+        loader_class: type[DataLoader[Any]] = settings.thread_loader_class or DataLoader
         if reading["num_workers"]:
-            arguments |= {name: reading[name] for name in draft.WORKERS}
+            arguments |= {name: reading[name] for name in settings.WORKERS}
             loader_class = reading["loader_class"] or DataLoader
         drop_last = sampler is not None and sampler.drop_last
         self.loader: DataLoader[Any]
@@ -101,8 +102,8 @@ class Loader:
         dropped_batch = 0
         if sampler is not None and drop_last:
             dropped_batch = batch_size if shuffle else sampler.batch_size
-        arrange = partial(draft.arrange, dataset) if draft.arrange is not None else None
-        divide = partial(draft.split, dataset) if draft.split is not None else None
+        arrange = partial(settings.arrange, dataset) if settings.arrange is not None else None
+        divide = partial(settings.split, dataset) if settings.split is not None else None
         size = len(dataset if order is None else order)
         self.sampler = StepSampler(
             size,
@@ -123,7 +124,8 @@ class Loader:
                 f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the "
                 "batch size smaller."
             )
-        self.loader = loader_class(MapReader(dataset, draft.skip_unreadable), batch_sampler=self.sampler, **arguments)
+        reader = settings.reader_class or MapReader
+        self.loader = loader_class(reader(dataset), batch_sampler=self.sampler, **arguments)
 
     @property
     def epoch_samples(self) -> int | None:

@@ -15,7 +15,7 @@ from fastloop.errors import RecipeError
 if TYPE_CHECKING:
     from fastloop.distributed.processes import Processes
     from fastloop.recipe import Recipe
-    from fastloop.state import DataLoaderDraft
+    from fastloop.settings import Settings
 
 
 def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
@@ -48,7 +48,6 @@ class Loaders:
     """Datasets and loaders by split. ``lifecycle`` fills ``samplers`` and ``collators``, and then calls ``build``.
 
     Attributes:
-        settings: How batches are loaded: the finished ``DataLoaderDraft``.
         datasets: Split -> dataset.
         samplers: Split -> its ``BatchSampler``, or None for fastloop's default order.
         collators: Split -> collator.
@@ -61,9 +60,9 @@ class Loaders:
     """
 
     def __init__(
-        self, recipe: Recipe, settings: DataLoaderDraft, processes: Processes, micro_batch_size: int, micro_steps: int
+        self, recipe: Recipe, settings: Settings, processes: Processes, micro_batch_size: int, micro_steps: int
     ) -> None:
-        self.settings, self.micro_batch_size, self.micro_steps = settings, micro_batch_size, micro_steps
+        self._settings, self.micro_batch_size, self.micro_steps = settings, micro_batch_size, micro_steps
         self._recipe, self.processes = recipe, processes
         self.datasets: dict[str, Any] = {}
         self.samplers: dict[str, BatchSampler | None] = {}
@@ -113,7 +112,7 @@ class Loaders:
 
         Args:
             size: Samples of a micro-batch on one process.
-            pieces: Number of micro-batches to cut each micro-batch of ``DataLoaderDraft.split`` into.
+            pieces: Number of micro-batches to cut each micro-batch of ``Settings.split`` into.
         """
         (self.train if split == "train" else self.evaluation[split]).close()
         loader = self._build_loader(split, size, pieces)
@@ -155,7 +154,7 @@ class Loaders:
         return Loader(
             self.datasets[split],
             self.collators[split],
-            self.settings,
+            self._settings,
             batch_size=train.batch_size if trains else size * processes.world_size,
             micro_batch_size=size,
             pieces=pieces,

@@ -31,8 +31,8 @@ class StepSampler(Sampler[MicroBatchIds]):
         batch_size: Samples of an optimizer step, over all processes.
         micro_batch_size: Samples of a micro-batch on one process.
         shuffle: Whether to permute the ids and to pass a generator to ``arrange``. Otherwise the ids are sorted.
-        arrange: Reorders ids; see ``DataLoaderDraft``, without its first argument.
-        split: Splits a step's ids into micro-batches; see ``DataLoaderDraft``, without its first argument.
+        arrange: Reorders ids; see ``Settings``, without its first argument.
+        split: Splits a step's ids into micro-batches; see ``Settings``, without its first argument.
         pieces: Number of micro-batches to cut each micro-batch of ``split`` into.
         user_order: Epoch -> sample ids, for the order of a user's sampler; None: fastloop's.
         drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.

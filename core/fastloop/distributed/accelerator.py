@@ -1,4 +1,4 @@
-"""Build Accelerate's ``Accelerator`` from the draft of plugins and the launcher's environment."""
+"""Build Accelerate's ``Accelerator`` from the settings of plugins and the environment of the processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fastloop.distributed.ranks import LOOPBACK, rank, world_size
 from fastloop.errors import PluginError
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
-from fastloop.state import AcceleratorDraft
+from fastloop.settings import Settings
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from fastloop.hooks import PluginSet
+    from fastloop.plugins.manager import PluginSet
 
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -26,33 +26,31 @@ PRECISIONS = ("no", "bf16", "fp16")
 built."""
 
 
-def build_accelerator(recipe: Recipe, resolution: PluginSet) -> tuple[Accelerator, Processes]:
+def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings) -> tuple[Accelerator, Processes]:
     """Build the run's ``Accelerator``, and connect its processes.
 
     Raises:
-        PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_launcher``.
+        PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_processes``.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
 
-    draft: AcceleratorDraft = resolution.draft("configure_accelerator", AcceleratorDraft())
-    if draft.mixed_precision not in PRECISIONS:
+    if settings.mixed_precision not in PRECISIONS:
         raise PluginError(
-            f"{recipe.where}: plugin {draft.writers['mixed_precision']!r} set AcceleratorDraft.mixed_precision to "
-            f"{draft.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
+            f"{recipe.where}: plugin {settings.writers['mixed_precision']!r} set mixed_precision to "
+            f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
-    check_launcher(recipe, resolution, draft.mixed_precision, world_size() if recipe.inference is None else 1)
-    for variable in STRATEGIES:
-        os.environ.pop(variable, None)  # a plugin of the recipe sets up the strategy
+    check_processes(recipe, resolution, world_size() if recipe.inference is None else 1)
     # explicit, because otherwise Accelerate does not connect processes on CPUs
     cpu = this_machine(recipe.train.device).device == "cpu"
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != draft.mixed_precision:
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != settings.mixed_precision:
         AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
-    timeout = None if draft.timeout is None else timedelta(seconds=draft.timeout)
-    connection = draft.init_handler.to_kwargs() if draft.init_handler else {}
+    timeout = None if settings.process_timeout is None else timedelta(seconds=settings.process_timeout)
+    connection = settings.init_handler.to_kwargs() if settings.init_handler else {}
     PartialState(cpu=cpu, **connection, **({"timeout": timeout} if timeout else {}), **_own_store())
-    accelerator = Accelerator(mixed_precision=draft.mixed_precision, cpu=cpu, kwargs_handlers=draft.handlers())
+    handlers = [*filter(None, (settings.ddp_handler, settings.scaler_handler, settings.init_handler))]
+    accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=cpu, kwargs_handlers=handlers)
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator, Processes(accelerator, timeout)
@@ -112,47 +110,13 @@ def _name_start(store: Any) -> str:
     return mine
 
 
-STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
-"""Strategies that ``accelerate launch`` can request. In fastloop, plugins of the same names implement them."""
-
-
-def check_launcher(recipe: Recipe, resolution: PluginSet, precision: str, processes: int) -> None:
-    """Check that the settings of ``accelerate launch`` agree with the recipe.
-
-    Args:
-        precision: The mixed precision of the finished draft.
-        processes: Number of processes.
+def check_processes(recipe: Recipe, resolution: PluginSet, processes: int) -> None:
+    """Check that a strategy connects the processes of a run, if it has several.
 
     Raises:
-        PluginError: They contradict each other, or no plugin connects several processes.
+        PluginError: No plugin fills the slot ``strategy``.
     """
-    strategy, environment = resolution.in_slot("strategy"), os.environ
-    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
-    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
-    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    launcher = f"{recipe.where}: accelerate's configuration asks for"
-    for variable in STRATEGIES:
-        asked = variable.removeprefix("ACCELERATE_USE_").lower().replace("_", "-")
-        if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
-            listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
-            raise PluginError(
-                f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here."
-            )
-    if given not in ("no", "", precision):
-        raise PluginError(
-            f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is {precision!r}. "
-            "Remove it there, or list a plugin in the slot 'precision' here with the same precision."
-        )
-    if compiler.upper() not in ("NO", ""):
-        raise PluginError(
-            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile."
-        )
-    if steps not in ("1", "", "auto"):
-        raise PluginError(
-            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
-            "Set train.batch_size and train.micro_batch_size instead."
-        )
-    if processes > 1 and strategy is None:
+    if processes > 1 and resolution.in_slot("strategy") is None:
         raise PluginError(
             f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which "
             "joins them. "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -52,10 +52,20 @@ class Processes:
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Sum a CPU tensor over all processes into a new tensor, without waiting for the device."""
-        if self.world_size > 1:
-            tensor = tensor.clone()
-            torch.distributed.all_reduce(tensor, group=self.host_group)
-        return tensor
+        return self.start_all_reduce_sum(tensor)()
+
+    def start_all_reduce_sum(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start ``all_reduce_sum``. The returned function waits for the sum."""
+        if self.world_size == 1:
+            return lambda: tensor
+        result = tensor.clone()
+        work: torch.distributed.Work = torch.distributed.all_reduce(result, group=self.host_group, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return result
+
+        return wait
 
     def all_reduce_mean(self, tensor: Tensor) -> Tensor:
         """Average a device tensor over all processes, in place. The host does not wait."""

@@ -77,7 +77,7 @@ class StopSignals:
     """The stop signal that this process received, and the thread that enforces the timeout.
 
     Attributes:
-        name: The first stop signal; None: no signal yet. ``Run.sync_requests`` handles it.
+        name: The first stop signal; None: no signal yet. ``Run._sync_requests`` handles it.
         finishing: Whether training is over. Then a signal does not stop the test and the export.
     """
 

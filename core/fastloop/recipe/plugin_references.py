@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,44 +11,14 @@ from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe.paths import find_path
 
 
-@dataclass(frozen=True)
-class Declarations:
-    """The declarations in a Python file.
-
-    Attributes:
-        summary: First line of the docstring.
-        classes: Top-level class -> its attributes with literal values, such as ``name``, ``slot`` and ``numerics``.
-        bases: Top-level class -> names of its base classes, without modules.
-    """
-
-    summary: str = ""
-    classes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    bases: dict[str, list[str]] = field(default_factory=dict)
-
-    def plugins(self) -> dict[str, str]:
-        """Class -> plugin name, for classes with a base class and a literal ``name``."""
-        names = {cls: declared.get("name") for cls, declared in self.classes.items() if self.bases[cls]}
-        return {cls: name for cls, name in names.items() if isinstance(name, str) and name}
-
-
-def read_declarations(path: Path) -> Declarations:
-    """Parse a Python file.
-
-    Raises:
-        OSError: The file cannot be opened.
-        SyntaxError: The file is not Python, or not text.
-    """
-    tree = ast.parse(path.read_bytes(), str(path))
-    found = Declarations((ast.get_docstring(tree) or "").partition("\n")[0])
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            found.bases[node.name] = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-            found.classes[node.name] = declared = {}
-            for item in node.body:
-                if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(item.value, ast.Constant):
-                    target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0]
-                    if isinstance(target, ast.Name):
-                        declared[target.id] = item.value.value
+def read_literals(cls: ast.ClassDef) -> dict[str, Any]:
+    """The attributes of a class with literal values, such as ``name``, ``slot`` and ``numerics``."""
+    found = {}
+    for item in cls.body:
+        if isinstance(item, ast.Assign | ast.AnnAssign) and isinstance(item.value, ast.Constant):
+            target = item.target if isinstance(item, ast.AnnAssign) else item.targets[0]
+            if isinstance(target, ast.Name):
+                found[target.id] = item.value.value
     return found
 
 
@@ -85,7 +54,7 @@ def plugin_name(reference: str, where: str, source: Path | None, references: dic
 def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
     path = find_path(file, source)
     try:
-        found = read_declarations(path)
+        tree = ast.parse(path.read_bytes(), str(path))
     except OSError:
         beside = " nor beside the recipe" if source else ""
         raise RecipeError(
@@ -93,14 +62,16 @@ def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
         ) from None
     except SyntaxError as error:
         raise RecipeError(f"{where}: {path}, line {error.lineno}: not valid Python: {error.msg}.") from None
-    plugins = found.plugins()
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    names = {name: read_literals(node).get("name") for name, node in classes.items() if node.bases}
+    plugins = {cls: name for cls, name in names.items() if isinstance(name, str) and name}
     if cls and cls not in plugins:
-        what = "has no literal `name`, or no base class" if cls in found.classes else "is not a class of the file"
+        what = "has no literal `name`, or no base class" if cls in classes else "is not a class of the file"
         raise RecipeError(f"{where}: {cls} {what}.{did_you_mean(cls, plugins)}")
     if not plugins:
-        classes = f"It has the classes {', '.join(found.classes)}. " if found.classes else ""
+        held = f"It has the classes {', '.join(classes)}. " if classes else ""
         raise RecipeError(
-            f'{where}: the file holds no plugin. {classes}Expected a subclass of fastloop.Plugin with `name = "..."`.'
+            f'{where}: the file holds no plugin. {held}Expected a subclass of fastloop.Plugin with `name = "..."`.'
         )
     if not cls and len(plugins) > 1:
         raise RecipeError(

@@ -40,7 +40,8 @@ from typing import Annotated, Any, Literal
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
-from fastloop.plugin import Plugin, defaults
+from fastloop.plugins.installed import defaults
+from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import interpolation, secrets
 from fastloop.recipe import safe_yaml as plain
 from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe
@@ -235,8 +236,7 @@ def load_recipe(
     overridden = [name for name in tree["plugins"] if name not in listed]
     for plugin in without_plugins:
         tree["plugins"][plugin_name(plugin, "--without", path, {})] = False
-    tree["plugins"] = {references.get(name, name): options for name, options in tree["plugins"].items()}
-    recipe = make_recipe(tree, path)
+    recipe = make_recipe(tree, path, references)
     recipe.parents = read[1:]
     for name in overridden:
         if recipe.plugins[name] is not False and not defaults()[name].load().auto_enable(recipe):
@@ -248,8 +248,14 @@ def load_recipe(
     return recipe
 
 
-def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
+def make_recipe(
+    tree: Mapping[str, Any], source: Path | None = None, references: Mapping[str, str] | None = None
+) -> Recipe:
     """A typed recipe from plain mappings.
+
+    Args:
+        source: The recipe's file.
+        references: Listed form of plugins that ``tree`` has by name.
 
     Raises:
         RecipeError: A key is invalid.
@@ -266,7 +272,7 @@ def make_recipe(tree: Mapping[str, Any], source: Path | None = None) -> Recipe:
     if not isinstance(output, str) or "://" in output:
         raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder on this machine.")
     check_path(output, source)
-    references: dict[str, str] = {}
+    references = dict(references or {})
     return Recipe(
         model=dict(tree.get("model") or {}),
         data=dict(tree.get("data") or {}),

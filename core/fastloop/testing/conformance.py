@@ -35,10 +35,11 @@ from typing import Any, ClassVar
 import pytest
 
 from fastloop.cli.numerics import BOUNDS, HOLDS, compare
+from fastloop.cli.option_table import describe
 from fastloop.errors import RecipeError, UsageError, did_you_mean
-from fastloop.options import describe, parse
-from fastloop.plugin import DISTRIBUTION, Numerics, listed_at
-from fastloop.registry import installed, load
+from fastloop.options import parse
+from fastloop.plugins.installed import installed, load
+from fastloop.plugins.plugin import DISTRIBUTION, Numerics, listed_at
 from fastloop.runtime.platform_support import KILL
 from fastloop.testing.differences import distance, few, packed, unequal
 from fastloop.testing.documents import problems

@@ -23,10 +23,10 @@ from urllib.request import url2pathname
 
 import yaml
 
+from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.errors import PluginError
-from fastloop.options import OptionInfo, describe
-from fastloop.plugin import GROUP, Plugin
-from fastloop.registry import load
+from fastloop.plugins.installed import GROUP, load
+from fastloop.plugins.plugin import Plugin
 
 
 class Problem(NamedTuple):

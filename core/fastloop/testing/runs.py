@@ -27,9 +27,9 @@ from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed.tensors import gather_full
 from fastloop.lifecycle import execute, open_run
-from fastloop.plugin import defaults
+from fastloop.plugins.installed import defaults, load
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import load, resolve
 from fastloop.run import Run
 from fastloop.runtime.platform_support import KILL
 from fastloop.runtime.random_states import cpu_random_states

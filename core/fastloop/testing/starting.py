@@ -28,8 +28,7 @@ import pytest
 
 from fastloop.cli import launch
 from fastloop.errors import UsageError
-from fastloop.plugin import is_own
-from fastloop.registry import installed
+from fastloop.plugins.installed import installed, is_own
 from fastloop.runtime.platform_support import KILL
 from fastloop.runtime.tracebacks import user_line
 

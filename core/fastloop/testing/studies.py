@@ -12,8 +12,9 @@ import pytest
 
 from fastloop.cli.numerics import BOUNDS
 from fastloop.errors import PluginError
-from fastloop.plugin import Plugin
-from fastloop.registry import check_requirements, installed, load, resolve
+from fastloop.plugins.installed import installed, load
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import check_requirements, resolve
 from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without
 from fastloop.testing.starting import ProcessResult, failure, start
 from fastloop.testing.tasks import TEXTS, VECTORS, write_texts

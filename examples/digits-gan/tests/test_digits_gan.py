@@ -3,8 +3,8 @@
 import pytest
 import torch
 from fastloop.lifecycle import execute, open_run
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import Conformance
 from sklearn.datasets import load_digits
 from sklearn.neighbors import KNeighborsClassifier

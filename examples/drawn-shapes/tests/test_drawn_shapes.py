@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from fastloop import RecipeError
 from fastloop.lifecycle import execute, open_run
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import Conformance
 
 from drawn_shapes import SHAPES, DrawnShapes, draw

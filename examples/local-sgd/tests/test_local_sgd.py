@@ -7,8 +7,8 @@ import pytest
 import torch
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop.lifecycle import open_run
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import VECTORS, Conformance, train
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset

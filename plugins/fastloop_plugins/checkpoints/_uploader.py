@@ -74,6 +74,7 @@ class Uploader(threading.Thread):
     def _upload_once(self) -> None:
         """Upload new files, then remove checkpoints that are no longer kept. A checkpoint follows the logs, because it
         has a position in them, and the best checkpoints that it names."""
+        ended = (self.folder / "summary.json").exists()  # before the search: its last checkpoint is there, too
         newest = checkpoint.checkpoints(self.folder)[-1:]
         best = sorted(
             path for path in (self.folder / "checkpoints").glob("best-*") if (path / checkpoint.MANIFEST).exists()
@@ -100,7 +101,7 @@ class Uploader(threading.Thread):
         if newest and kept != self._kept:
             self._remove_old(newest[0], {path.name for path in best})
             self._kept = kept
-        if (self.folder / "summary.json").exists():
+        if ended:
             self._put_changed("summary.json")  # last: it marks the run as complete
 
     def _names(self) -> Iterator[str]:

@@ -18,7 +18,7 @@ AHEAD = 4
 
 
 class ReadAheadLoader(DataLoader[Any]):
-    """Reads, collates and pins the next batches in one thread, for ``DataLoaderDraft.thread_loader_class``.
+    """Reads, collates and pins the next batches in one thread, for ``Settings.thread_loader_class``.
 
     Only if reading draws no random numbers: see ``is_deterministic``. Otherwise it is a plain ``DataLoader``. The
     thread is at most ``AHEAD`` batches ahead, and it lives until ``close()``. Its error is raised where the caller asks

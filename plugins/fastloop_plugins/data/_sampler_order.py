@@ -40,7 +40,7 @@ def build_sampler(run: Run, split: str) -> Generator[None, BatchSampler | None, 
     sampler, dataset = (yield), run.datasets[split]
     if sampler is None or isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         return sampler
-    trains, settings = split == "train" and run.recipe.inference is None, run.loader_settings
+    trains, settings = split == "train" and run.recipe.inference is None, run.settings
     if is_default_order(sampler.sampler, dataset, trains, settings.arrange is not None):
         return sampler
     return BatchSampler(

@@ -47,7 +47,7 @@ _print_error: Any = Queue._on_queue_feeder_error  # type: ignore[attr-defined]
 
 
 class WatchedLoader(DataLoader[Any]):
-    """A ``DataLoader`` with workers, for ``DataLoaderDraft.loader_class``. Arguments are those of ``DataLoader``.
+    """A ``DataLoader`` with workers, for ``Settings.loader_class``. Arguments are those of ``DataLoader``.
 
     Torch's signal handler raises wherever training is when a worker ends. Here only the wait for a batch raises.
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import NonNegativeInt
 
-from fastloop import DataLoaderDraft, Plugin, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
@@ -88,18 +88,14 @@ class DataLoaderWorkers(Plugin):
         )
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        config = self.config
-        workers = self._auto() if config.num_workers == "auto" else config.num_workers
-        draft.num_workers = workers
-        if workers:
-            from fastloop_plugins.data._watched_loader import WatchedLoader
+    def configure(self) -> dict[str, Any]:
+        workers = self._auto() if self.config.num_workers == "auto" else self.config.num_workers
+        if not workers:
+            return {"num_workers": 0}
+        from fastloop_plugins.data._watched_loader import WatchedLoader
 
-            draft.loader_class = WatchedLoader
-            draft.persistent_workers = config.persistent_workers
-            draft.prefetch_factor = config.prefetch_factor
-            draft.timeout = config.timeout
-            draft.multiprocessing_context = config.multiprocessing_context
+        # the options have the names of settings
+        return {**vars(self.config), "num_workers": workers, "loader_class": WatchedLoader}
 
     def _auto(self) -> int:
         processors = platform_support.cores()

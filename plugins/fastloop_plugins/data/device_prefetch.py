@@ -22,10 +22,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastloop import Batch, DataLoaderDraft, Plugin, Recommendation, hookimpl
+from fastloop import Batch, Plugin, Recommendation, hookimpl
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop import Run, Settings
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
@@ -41,7 +41,7 @@ class DevicePrefetch(Plugin):
     runs_after = ("dataloader-workers",)
     for_inference = True
     description = "copies the next batches to the GPU during a step"
-    kind = ""  # device type; configure_dataloader may run without check_recipe
+    kind = ""  # device type; configure may run without check_recipe
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -55,18 +55,19 @@ class DevicePrefetch(Plugin):
         self.kind = this_machine(recipe.train.device).device
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        if self.kind == "cuda":
-            from fastloop_plugins.data._read_ahead import ReadAheadLoader
+    def configure(self, settings: Settings) -> dict[str, Any]:
+        if self.kind != "cuda":
+            return {}
+        from fastloop_plugins.data._read_ahead import ReadAheadLoader
 
-            draft.thread_loader_class = ReadAheadLoader
-            draft.placing = self.copied if draft.num_workers else self.copied_when_read
+        placing = self.copied if settings.num_workers else self.copied_when_read
+        return {"thread_loader_class": ReadAheadLoader, "placing": placing}
 
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.kind != "cuda":
             logger.warning("device-prefetch: the device is %s: there is nothing to prefetch", self.kind)
-        elif not run.loader_settings.num_workers and not self.is_deterministic(run):
+        elif not run.settings.num_workers and not self.is_deterministic(run):
             logger.warning(
                 "device-prefetch: reading a batch may draw random numbers, so no thread reads ahead. "
                 "Add dataloader-workers with num_workers of 1 or more."

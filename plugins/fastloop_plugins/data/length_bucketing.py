@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import DataLoaderDraft, Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
+from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import hardware
 from fastloop_plugins._models import reads_padded_texts
 from fastloop_plugins.data._shapes import MULTIPLE
@@ -27,7 +27,7 @@ from fastloop_plugins.data._shapes import MULTIPLE
 if TYPE_CHECKING:
     from torch import Generator
 
-    from fastloop import Run
+    from fastloop import Run, Settings
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
@@ -98,12 +98,14 @@ class LengthBucketing(Plugin):
             )
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        draft.arrange, self.draft = self.arrange, draft
-        if self.kind == "cuda" and draft.pad_to_multiple_of is None:
-            draft.pad_to_multiple_of = MULTIPLE
+    def configure(self, settings: Settings) -> dict[str, Any]:
+        self.settings = settings
+        changes: dict[str, Any] = {"arrange": self.arrange}
+        if self.kind == "cuda" and settings.pad_to_multiple_of is None:
+            changes["pad_to_multiple_of"] = MULTIPLE
         if self.config.max_tokens is not None:
-            draft.split = self.split
+            changes["split"] = self.split
+        return changes
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -155,12 +157,12 @@ class LengthBucketing(Plugin):
 
     def width(self, length: int) -> int:
         """The width of a batch whose longest sample has this length."""
-        multiple = self.draft.pad_to_multiple_of or 1
+        multiple = self.settings.pad_to_multiple_of or 1
         return -(-length // multiple) * multiple
 
     def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
         """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see
-        ``DataLoaderDraft.split``."""
+        ``Settings.split``."""
         lengths, limit = self.lengths(dataset), self.config.max_tokens
         assert limit is not None
         ids = sorted(ids, key=lambda index: -lengths[index])
@@ -181,7 +183,7 @@ class LengthBucketing(Plugin):
         return sorted(parts, key=cost, reverse=True)  # micro-batches that run in parallel have similar cost
 
     def arrange(self, dataset: Any, ids: list[int], batch_size: int, generator: Generator | None) -> list[int]:
-        """Order samples so that each batch has similar lengths; see ``DataLoaderDraft.arrange``."""
+        """Order samples so that each batch has similar lengths; see ``Settings.arrange``."""
         import torch
 
         lengths = self.lengths(dataset)

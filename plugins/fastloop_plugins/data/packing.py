@@ -95,7 +95,7 @@ class Packing(Plugin):
             return collate
         if split != run.loaders.first:
             return OtherPackedCollator(self.collator, collate)
-        self.collator = PackedCollator(collate, run.loader_settings.pad_to_multiple_of)
+        self.collator = PackedCollator(collate, run.settings.pad_to_multiple_of)
         return self.collator
 
     @hookimpl
@@ -182,7 +182,7 @@ class Packing(Plugin):
         else:
             logger.info("packing: removes padding, %.0f%% of the tokens of padded batches", 100 * share)
         if run.device.type == "cuda" and run.recipe.data.get("pad_to_multiple_of") is None:
-            self.collator.multiple = multiple_for(rows, run.loader_settings.pad_to_multiple_of or MULTIPLE)
+            self.collator.multiple = multiple_for(rows, run.settings.pad_to_multiple_of or MULTIPLE)
         widths, multiple = [self.collator.width(row) for row in rows], self.collator.multiple
         if multiple > 1:
             more = 100 * (sum(widths) / sum(rows) - 1)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import DataLoaderDraft, Plugin, hookimpl, option
+from fastloop import Plugin, hookimpl, option
 from fastloop.errors import DataError
 
 if TYPE_CHECKING:
@@ -39,8 +39,10 @@ class SkipUnreadable(Plugin):
         limit: Annotated[int, option("Samples to skip before the run ends with an error.", ge=0)] = 100
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        draft.skip_unreadable = True
+    def configure(self) -> dict[str, Any]:
+        from fastloop_plugins.data._skipping_reader import SkippingReader
+
+        return {"skip_unreadable": True, "reader_class": SkippingReader}
 
     @hookimpl
     def check_run(self, run: Run) -> None:

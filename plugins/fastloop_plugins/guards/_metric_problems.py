@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from torch import Tensor
 
 from fastloop import Output
 from fastloop.errors import MetricError
-from fastloop.evaluation_results import check_number, describe
 from fastloop.runtime.tracebacks import user_line
 from fastloop_plugins.guards.metric_check import MetricCheck
 
 if TYPE_CHECKING:
-    from torchmetrics import Metric
+    from torchmetrics import Metric, MetricCollection
 
     from fastloop import Run
 
@@ -38,9 +38,8 @@ def find_problem(run: Run, split: str, output: Output) -> str | None:
         try:
             metric.update(output.predictions, output.targets)
             for key, value in batch_values(metric, name, output).items():
-                check_number(where, key, split, value)
-        except MetricError as error:
-            return str(error)
+                if problem := find_shape_problem(where, key, split, value):
+                    return problem
         except Exception as error:
             return explain(label, split, output, error, metric)
         finally:
@@ -61,6 +60,48 @@ def batch_values(metric: Metric, name: str, output: Output) -> Mapping[str, Any]
     except Exception:
         return {}
     return value if isinstance(value, Mapping) else {name: value}
+
+
+def find_shape_problem(where: str, name: str, split: str, value: Any) -> str | None:
+    """The message for the value of a metric that is not one number, or None."""
+    if value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat):
+        return None
+    return (
+        f"{where}: the metric {name!r} gives {'' if isinstance(value, Tensor) else 'a value '}{describe(value)} for "
+        f"{split}, expected one number. Average over classes, such as average: macro, or choose another metric."
+    )
+
+
+def describe(value: Any) -> str:
+    """The shape and dtype of a tensor, ``(8, 3) float32``; the type of anything else."""
+    if not isinstance(value, Tensor):
+        return f"of type {type(value).__name__}"
+    return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+
+
+def explain_error(run: Run, split: str, error: MetricError) -> str:
+    """The message for the metrics of an evaluation that failed: which metric, and why."""
+    where, cause = run.recipe.where, error.__cause__
+    problems = (find_shape_problem(where, str(name), split, value) for name, value in error.values.items())
+    if problem := next(filter(None, problems), None):
+        return problem
+    assert run.metrics is not None
+    assert isinstance(cause, Exception)
+    label = f"{where}: {find_label(run.metrics, cause)}"
+    if error.output is None:
+        reason = f"{type(cause).__name__}: {cause}".rstrip(". ")
+        advice = "Choose a metric, or arguments of it, that fit the predictions and targets."
+        return f"{label} failed for {split}: {reason}. {advice}"
+    return find_problem(run, split, error.output) or explain(label, split, error.output, cause)
+
+
+def find_label(metrics: MetricCollection, error: Exception) -> str:
+    """``the metric 'accuracy'``: the one whose method raised the error. If the collection itself raised it: all
+    names."""
+    names = {id(metric): repr(str(name)) for name, metric in metrics.items(copy_state=False)}
+    owners = (id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(error.__traceback__))
+    name = next((names[owner] for owner in owners if owner in names), None)
+    return f"one of the metrics {', '.join(names.values())}" if name is None else f"the metric {name}"
 
 
 def explain(label: str, split: str, output: Output, error: Exception, metric: Metric | None = None) -> str:

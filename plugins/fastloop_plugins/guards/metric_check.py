@@ -34,6 +34,7 @@ class MetricCheck(Plugin):
 
     name = "metric-check"
     numerics = "bitwise"
+    for_inference = True
     description = "tries the metrics on a batch before training"
 
     @classmethod
@@ -60,13 +61,9 @@ class MetricCheck(Plugin):
         try:
             return (yield)
         except MetricError as error:
-            if not isinstance(error.__cause__, Exception) or error.output is None:  # the message has all that is known
-                raise
-            from fastloop_plugins.guards._metric_problems import explain, find_problem
+            from fastloop_plugins.guards._metric_problems import explain_error
 
-            problem = find_problem(run, split, error.output)
-            label = f"{run.recipe.where}: {error.metric}"
-            raise UsageError(problem or explain(label, split, error.output, error.__cause__)) from error.__cause__
+            raise UsageError(explain_error(run, split, error)) from error.__cause__
 
 
 def try_batch(run: Run, split: str, loader: Loader) -> str | None:

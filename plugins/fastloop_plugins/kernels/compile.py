@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import (
     Batch,
-    DataLoaderDraft,
     Output,
     Plugin,
     PluginError,
@@ -45,7 +44,7 @@ from fastloop_plugins.kernels._compiling import compile_in_place, counts, second
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastloop import Run
+    from fastloop import Run, Settings
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
@@ -130,9 +129,8 @@ class Compile(Plugin):
         self.settings = ExitStack()  # torch's settings, patched for the duration of the run
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        if draft.pad_to_multiple_of is None:
-            draft.pad_to_multiple_of = MULTIPLE
+    def configure(self, settings: Settings) -> dict[str, Any]:
+        return {"pad_to_multiple_of": MULTIPLE} if settings.pad_to_multiple_of is None else {}
 
     @hookimpl
     def after_prepare(self, run: Run) -> None:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import (
     Device,
-    OptimizerDraft,
     Package,
     Plugin,
     PluginError,
@@ -105,7 +104,7 @@ class FusedOptimizer(Plugin):
         super().__init__(**options)
         if eight_bits(self.config):
             self.numerics = "reduced-precision"  # type: ignore[assignment, misc] # this option lowers the precision
-        else:  # another plugin's optimizer gets `fused` or `foreach` through run.optimizer_arguments
+        else:  # another plugin's optimizer gets `fused` or `foreach` through run.settings.optimizer
             self.fallback_hooks = ("build_optimizer",)
 
     @hookimpl
@@ -134,9 +133,8 @@ class FusedOptimizer(Plugin):
         )
 
     @hookimpl
-    def configure_optimizer(self, draft: OptimizerDraft) -> None:
-        if not eight_bits(self.config):
-            draft.arguments = {self.config.implementation: True}
+    def configure(self) -> dict[str, Any]:
+        return {} if eight_bits(self.config) else {"optimizer": {self.config.implementation: True}}
 
     @hookimpl
     def build_optimizer(self, run: Run, model: nn.Module) -> Optimizer | None:
@@ -153,7 +151,7 @@ class FusedOptimizer(Plugin):
                 "or fused."
             )
         optimizer: Optimizer = getattr(bitsandbytes.optim, f"{train.optimizer_name}8bit")(
-            parameters, lr=train.lr, weight_decay=train.weight_decay, **run.optimizer_arguments
+            parameters, lr=train.lr, weight_decay=train.weight_decay, **run.settings.optimizer
         )
         return optimizer
 

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastloop import FastloopError, Plugin, UsageError, hookimpl, option
 from fastloop.recipe import secrets
 from fastloop.runtime import files, platform_support
+from fastloop_plugins.guards import _batch_norm
 from fastloop_plugins.memory._out_of_memory import free_tensors, is_out_of_memory, write_memory_report
 
 if TYPE_CHECKING:
@@ -131,9 +132,7 @@ class AutoMicroBatch(Plugin):
         logger.warning("auto-micro-batch: %s", message)
         self.apply_sizes(run, self.sizes)
         if not split:
-            from fastloop.lifecycle import warn_of_batch_norm
-
-            warn_of_batch_norm(run)
+            _batch_norm.check_run(run)
         return True
 
     def apply_sizes(self, run: Run, sizes: dict[str, list[int]]) -> None:

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastloop import Plugin
-from fastloop.hook_callers import enclose
-from fastloop.hooks import PluginSet
+from fastloop.plugins.call import enclose
+from fastloop.plugins.manager import PluginSet
 from fastloop.runtime.regions import region
 
 

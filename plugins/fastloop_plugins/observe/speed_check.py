@@ -165,8 +165,10 @@ def estimates(profile: StepProfile, recipe: Recipe) -> Iterator[tuple[str, Speed
     a step."""
     import dataclasses
 
-    from fastloop.registry import load, own_plugins, resolve
+    from fastloop.plugins.installed import load
+    from fastloop.plugins.resolve import resolve
     from fastloop.runtime.hardware import this_machine
+    from fastloop_plugins._own_plugins import own_plugins
 
     for name in own_plugins():
         cls = load(name)

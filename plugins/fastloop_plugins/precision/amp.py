@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import (
-    AcceleratorDraft,
     Dtype,
     Plugin,
     PluginError,
@@ -118,14 +117,14 @@ class Amp(Plugin):
         logger.info("amp: dtype auto is %s on %s (%s)", self.dtype, machine.device, machine.name)
 
     @hookimpl
-    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
-        draft.mixed_precision = self.dtype
-        if self.dtype == "fp16":
-            from accelerate.utils import GradScalerKwargs
+    def configure(self) -> dict[str, Any]:
+        if self.dtype != "fp16":
+            return {"mixed_precision": self.dtype}
+        from accelerate.utils import GradScalerKwargs
 
-            draft.scaler_handler = GradScalerKwargs(
-                init_scale=self.config.init_scale, growth_interval=self.config.growth_interval
-            )
+        config = self.config
+        scaler = GradScalerKwargs(init_scale=config.init_scale, growth_interval=config.growth_interval)
+        return {"mixed_precision": self.dtype, "scaler_handler": scaler}
 
     @hookimpl(trylast=True)
     def after_prepare(self, run: Run) -> None:

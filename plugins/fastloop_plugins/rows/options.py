@@ -28,6 +28,7 @@ class Read:
     compression: Annotated[
         Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")
     ] = None
+    blank_lines: Annotated[bool, option("Read each .txt file as one text, with its blank lines and line ends.")] = False
     max_row_mib: Annotated[
         int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)
     ] = 16

@@ -93,7 +93,8 @@ def refuse_url(item: str, where: str, what: str) -> None:
 
 
 def refuse_options_without_files(how: Read, files: list[Path], where: str, known: Sequence[str] = FORMATS) -> None:
-    """Raise an error for options of ``data.read`` that apply to none of the files."""
+    """Raise an error for options of ``data.read`` that apply to none of the files, and for ``blank_lines`` if it does
+    not apply to all."""
     formats = {format_of(path)[0] for path in files}
     for names, kinds in (
         (("delimiter", "columns", "quoting"), {".csv", ".tsv"}),
@@ -106,6 +107,11 @@ def refuse_options_without_files(how: Read, files: list[Path], where: str, known
                     f"{where}.{name}: it is for files of type {', '.join(sorted(kinds))}; data.files has {found}. "
                     "Remove it."
                 )
+    if how.blank_lines and formats != {".txt"}:
+        found = ", ".join(sorted(formats)) or "none"
+        raise RecipeError(
+            f"{where}.blank_lines: it is for files of type .txt; data.files has {found}. Remove it, or give only those."
+        )
 
 
 def _patterns(folder: Path, item: str, split: str, formats: Sequence[str]) -> str:

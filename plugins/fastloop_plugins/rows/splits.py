@@ -146,6 +146,13 @@ def hold_out(
     return [index for index in range(total) if index not in held], sorted(held)
 
 
+def hold_out_ends(texts: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:
+    """The start and the end of each text: a share of its characters, in the end, is held out for validation."""
+    ends = [len(text) - max(round(len(text) * fraction), 1) for text in texts]
+    pairs = list(zip(texts, ends, strict=True))
+    return [text[:end] for text, end in pairs], [text[end:] for text, end in pairs]
+
+
 def _share(counts: Counter[Hashable], fraction: float, count: int) -> dict[Hashable, int]:
     """The rows of each class to hold out: about ``count`` in total, by largest remainders."""
     shares = {name: min(max(int(size * fraction), 1), size - 1) for name, size in counts.items()}

@@ -14,7 +14,7 @@ class Text(LineFormat):
     """Rows of a txt file, which has one column. Blank lines separate paragraphs. In a file to predict, each line is a
     row."""
 
-    row = "a paragraph, or a line if no line is blank; to predict: each line"
+    row = "a paragraph, or a line if no line is blank; to predict: each line; with `blank_lines`, the file"
     group = ""
     is_parsed_whole = True
 
@@ -24,6 +24,11 @@ class Text(LineFormat):
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``."""
+        if self.how.blank_lines:
+            content = "".join(self.begin(0))
+            if content.strip() and not skip:
+                yield Block(0, 1, {name: [content] for name in columns if name in self.names})
+            return
         lines = (line.removesuffix("\n").removesuffix("\r") for line in self.begin(0))
         rows = islice(lines if self.predicts else self._paragraphs(list(lines)), skip, None)
         while block := list(islice(rows, size)):

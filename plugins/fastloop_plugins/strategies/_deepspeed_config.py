@@ -158,8 +158,8 @@ class Configuration:
         elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         precision, options = run.accelerator.mixed_precision, self.options
         self.half = precision == "fp16" or lookup(self.json, "bf16.enabled") is True
-        if run.loader_settings.split is not None:
-            splitter = run.loader_settings.writers["split"]
+        if run.settings.split is not None:
+            splitter = run.settings.writers["split"]
             raise PluginError(
                 f"{run.recipe.where}: plugins.deepspeed: needs the same number of micro-steps in each step, and "
                 f"{splitter!r} splits steps by the lengths of their samples. Use another strategy, or remove the "

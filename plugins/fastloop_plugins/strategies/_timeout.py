@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from fastloop import option
-from fastloop.options import parse_time
-
-if TYPE_CHECKING:
-    from fastloop import AcceleratorDraft
+from fastloop_plugins._time import parse_time
 
 Timeout = Annotated[
     float | str | None,
@@ -16,7 +13,8 @@ Timeout = Annotated[
 ]
 
 
-def set_timeout(plugin: Any, draft: AcceleratorDraft) -> None:
-    """Set the timeout of the process group, if the strategy has the option."""
-    if plugin.config.timeout is not None:
-        draft.timeout = parse_time(str(plugin.config.timeout), f"{plugin.where}.timeout:")
+def read_timeout(plugin: Any) -> dict[str, Any]:
+    """The setting of the process group's timeout, if the strategy has the option."""
+    if plugin.config.timeout is None:
+        return {}
+    return {"process_timeout": parse_time(str(plugin.config.timeout), f"{plugin.where}.timeout:")}

@@ -19,8 +19,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Device, PluginError, Recommendation, Strategy, When, hookimpl, option
-from fastloop_plugins.strategies._timeout import Timeout, set_timeout
+from fastloop import Device, PluginError, Recommendation, Strategy, When, hookimpl, option
+from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,17 +82,17 @@ class DDP(Strategy):
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
     @hookimpl
-    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
+    def configure(self) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
         config = self.config
-        set_timeout(self, draft)
-        draft.ddp_handler = DistributedDataParallelKwargs(
+        handler = DistributedDataParallelKwargs(
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             bucket_cap_mb=config.bucket_cap_mb,
             find_unused_parameters=config.find_unused_parameters,
             static_graph=config.static_graph,
         )
+        return {"ddp_handler": handler, **read_timeout(self)}
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> nn.Module | None:
@@ -117,8 +117,8 @@ class DDP(Strategy):
     def check_run(self, run: Run) -> None:
         if run.world_size == 1:
             logger.info("ddp: one process, so there are no gradients to average")
-        elif self.config.static_graph and run.loader_settings.split is not None:
-            splitter = run.loader_settings.writers["split"]
+        elif self.config.static_graph and run.settings.split is not None:
+            splitter = run.settings.writers["split"]
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and "
                 f"{splitter!r} splits each step by the lengths of its samples. Set it to false."

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Package, PluginError, Strategy, hookimpl, option
+from fastloop import Package, PluginError, Strategy, hookimpl, option
 from fastloop_plugins.strategies._deepspeed_config import Configuration
-from fastloop_plugins.strategies._timeout import Timeout, set_timeout
+from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -85,8 +85,8 @@ class DeepSpeed(Strategy):
         self.configuration = Configuration(recipe, self)
 
     @hookimpl
-    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
-        set_timeout(self, draft)
+    def configure(self) -> dict[str, Any]:
+        return read_timeout(self)
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch

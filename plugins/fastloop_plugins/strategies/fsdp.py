@@ -30,13 +30,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import AcceleratorDraft, Device, PluginError, Strategy, When, hookimpl, option
+from fastloop import Device, PluginError, Strategy, When, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_mesh
 from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
-from fastloop_plugins.strategies._timeout import Timeout, set_timeout
+from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -106,13 +106,13 @@ class FSDP(Strategy):
         take_over(recipe, self)
 
     @hookimpl
-    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
-        set_timeout(self, draft)
-        if self.config.cpu_offload:
-            from accelerate.utils import InitProcessGroupKwargs
+    def configure(self) -> dict[str, Any]:
+        if not self.config.cpu_offload:
+            return read_timeout(self)
+        from accelerate.utils import InitProcessGroupKwargs
 
-            # gradients are on the host when they are clipped
-            draft.init_handler = InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl")
+        # gradients are on the host when they are clipped
+        return {"init_handler": InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl"), **read_timeout(self)}
 
     @hookimpl(wrapper=True)
     def build_model(self, run: Run) -> Generator[None, Any, Any]:

@@ -23,9 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import AcceleratorDraft, DataLoaderDraft, PluginError, Strategy, hookimpl
+from fastloop import PluginError, Strategy, hookimpl
 from fastloop_plugins._models import transformers_model
-from fastloop_plugins.strategies._timeout import Timeout, set_timeout
+from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -104,12 +104,8 @@ class TensorParallel(Strategy):
         self.drew_together = False
 
     @hookimpl
-    def configure_accelerator(self, draft: AcceleratorDraft) -> None:
-        set_timeout(self, draft)
-
-    @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        draft.same_batches = True
+    def configure(self) -> dict[str, Any]:
+        return {"same_batches": True, **read_timeout(self)}
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:

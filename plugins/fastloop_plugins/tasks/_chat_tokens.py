@@ -33,6 +33,11 @@ class ChatModel(DecoderModel):
     def __init__(self, recipe: Recipe, template: str | None) -> None:
         super().__init__(recipe)
         self.template = template_text(recipe, template) if template is not None and recipe.inference is None else None
+        if self.trained is not None and self.trained.kind == "char":
+            raise RecipeError(
+                f"{self.where}.tokenizer.kind: char has the characters of the messages, and a chat template adds "
+                "others. Use kind: byte or bpe."
+            )
         self.marks = sorted(set(SPECIAL.findall(self.template or "")))
         if self.trained is not None and self.trained.vocab_size - len(self.marks) > 8:
             self.trained.vocab_size -= len(self.marks)  # which are added after training

@@ -24,7 +24,7 @@ from fastloop_plugins._references import check_reference, import_object
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import FORMATS, find_files, format_of, refuse_options_without_files, refuse_url
-from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, join_rows
+from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold_out_ends, join_rows
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.tasks._label_drops import drop_rows
@@ -82,7 +82,8 @@ class Data(StreamingOptions):
         option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
     ] = None
     read: Annotated[
-        dict[str, Any] | None, option("How files are read: delimiter, columns, encoding, quoting, compression.")
+        dict[str, Any] | None,
+        option("How files are read: delimiter, columns, encoding, quoting, compression, blank_lines."),
     ] = None
     max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
     padding: Annotated[
@@ -259,7 +260,14 @@ class TextData(StreamedData):
                 rows[role].labels = labels.ids[role]
         classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
         fraction = self.options.validation_fraction if held_out else 0.0
-        rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
+        if fraction and self.how.blank_lines and "train" in rows:
+            name, texts = next(iter(rows["train"].columns.items()))
+            starts, ends = hold_out_ends(texts, fraction)
+            rows |= {"train": Rows({name: starts}), "validation": Rows({name: ends})}
+            rows, _ = divide(rows, 0.0, None, self.limit, self.where)
+            suffix = f" (no validation split: the last {fraction:.0%} of each file held out)"
+        else:
+            rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
         if self.inference is None and self.stream is None:
             self.messages += [(logging.WARNING, line) for line in find_repeats(rows, self)]
         if "train" in rows and rows["train"].labels is not None and self.stream is None:

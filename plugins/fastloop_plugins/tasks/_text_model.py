@@ -43,7 +43,7 @@ class Model:
     ] = None
     tokenizer: Annotated[
         str | dict[str, Any] | None,
-        option("Hub id or local folder; from scratch: {kind: word|bpe, vocab_size: N}, trained on the training texts."),
+        option("Hub id or local folder; from scratch: {kind: word|bpe|char|byte}, made from the training texts."),
     ] = None
     attn_implementation: Annotated[
         str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")
@@ -103,6 +103,7 @@ class TextModel:
                         f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more "
                         "for bpe."
                     )
+                self._check_units(self.trained.kind, given or {})
         if self.options.trust_remote_code:
             logger.warning(
                 "model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given
@@ -112,6 +113,20 @@ class TextModel:
                 self._check_name(key, name)
         self._check_architecture(self.options.config or self._folder_config())
         weight_files(recipe)
+
+    def _check_units(self, kind: str, given: dict[str, Any]) -> None:
+        """Raise an error for options that a tokenizer of characters or bytes cannot have."""
+        if kind in ("char", "byte") and "vocab_size" in given:
+            has = "256 bytes" if kind == "byte" else "all characters of the training texts"
+            raise RecipeError(
+                f"{self.where}.tokenizer.vocab_size: a tokenizer of kind {kind} has {has}. Remove vocab_size."
+            )
+        if kind == "char" and self.recipe.data.get("streaming"):
+            raise RecipeError(
+                f"{self.where}.tokenizer.kind: char needs all characters of the training texts, and data.streaming "
+                "reads only the first rows before training. Use kind: byte, or the tokenizer of another run: "
+                "model.tokenizer=RUN/model."
+            )
 
     def _folder_config(self) -> dict[str, Any]:
         """``config.json`` of a local model; empty if it cannot be read, which ``load_tokenizer`` reports."""
@@ -241,7 +256,7 @@ class TextModel:
         if self.trained is not None:
             self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length, types)
             logger.info(
-                "tokenizer: %s, %d tokens, trained on the training texts", self.trained.kind, len(self.tokenizer)
+                "tokenizer: %s, %d tokens, made from the training texts", self.trained.kind, len(self.tokenizer)
             )
             self._ensure_pad_token()
         if self.options.tokenizer is not None or self.trained is not None:
@@ -279,9 +294,7 @@ class TextModel:
         if self._width is None:
             from fastloop_plugins.tasks._text_batches import Width
 
-            self._width = Width(
-                options.max_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length"
-            )
+            self._width = Width(options.max_length, run.settings.pad_to_multiple_of, options.padding == "max_length")
         return self._width
 
     # -- the model -----------------------------------------------------------------------------------------------------

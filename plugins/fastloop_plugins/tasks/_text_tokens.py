@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastloop import __version__
+from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
 from fastloop_plugins.tasks._text_batches import describe_cut
 from fastloop_plugins.tasks._text_columns import Text, each_text, encode_pairs, join_columns, token_types
@@ -39,21 +39,24 @@ AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
 """Rows, and their characters, that the tokenizer gets at once."""
 
 
-ENCODING = 2
-"""Increase it when the same texts and arguments give other rows, so that cached ones are not used."""
+ENCODING = 3
+"""Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
 
 
 @dataclass
 class Split:
     """One split: ids of all texts end to end, the number of ids in each text, and labels if the task has labels.
 
-    With ``typed``, each text has its ids and then the type of each token, and the number counts both.
+    With ``typed``, each text has its ids and then the type of each token, and the number counts both. ``characters`` is
+    the number of characters of all texts. ``texts`` is empty unless ``read`` was called with ``first``.
     """
 
     ids: NDArray[np.int32]
     lengths: NDArray[np.int64]
     labels: NDArray[Any] | None = None
     typed: bool = False
+    characters: int = 0
+    texts: Sequence[Any] = ()
 
 
 def read(
@@ -61,6 +64,7 @@ def read(
     model: TextModel,
     documents: bool = False,
     encoder: Callable[[Any, Any, list[int], dict[str, Any]], Iterator[list[int]]] | None = None,
+    first: int | None = None,
     **arguments: Any,
 ) -> dict[str, Split]:
     """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
@@ -68,6 +72,8 @@ def read(
     Args:
         documents: Skip empty texts, and end each text with the end token.
         encoder: Replaces ``encode``. Its result must depend only on its arguments.
+        first: Tokenize only this many rows of ``train``, for `fastloop plan --samples`, and keep their texts. A
+            tokenizer is trained on all.
         arguments: Arguments of the tokenizer.
 
     Raises:
@@ -75,21 +81,30 @@ def read(
     """
     import numpy as np
 
+    if first and data.stream is not None:
+        raise RecipeError(
+            f"{data.where}.streaming: --samples reads rows in memory. Give data.streaming=false, and fewer files if "
+            "they are large."
+        )
     model.load_tokenizer(data.options.max_length)
     if data.inference is not None and data.options.label is not None:
         data.classes = model.class_names()
     types = token_types(data.columns, model)
     arguments |= types
-    folder = None if model.options.trust_remote_code else _cache.TOKENS.get()  # the hash does not cover such code
+    folder = (
+        None if model.options.trust_remote_code or first else _cache.TOKENS.get()
+    )  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
     if folder is not None and model.trained is None and data.files and data.stream is None:
-        source = folder / _cache.digest(["data", __version__, model.fingerprint(), how, data.identity()])
+        source = folder / _cache.digest(["data", str(ENCODING), __version__, model.fingerprint(), how, data.identity()])
         if (found := _read_entry(source, data, bool(types))) is not None:
             return found
     splits = data.load()
     if model.trained is not None:
         texts = splits["train"].texts
         model.finish_tokenizer(each_text(texts) if encoder is None else texts, data.options.max_length, bool(types))
+    if first:
+        splits = {"train": splits["train"]}
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
     end = (
@@ -99,7 +114,8 @@ def read(
         texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         if documents:
             texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        facts: dict[str, int] = {}
+        texts = texts[:first]
+        facts = {"characters": sum(map(len, each_text(texts))) if encoder is None else 0}
         encoded = (
             encode(tokenizer, texts, end, arguments, facts)
             if encoder is None
@@ -116,8 +132,11 @@ def read(
                 (logging.WARNING, describe_cut(of, facts["cut"], len(texts), "texts", data.options.max_length))
             )
             logger.warning("%s", data.messages[-1][1])
+        if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
+            _warn_about_unknown(name, int((flat[0] == tokenizer.unk_token_id).sum()), data)
         kind = np.int64 if data.label_type == "class" else np.float32
-        found[name] = Split(*flat, None if rows.labels is None else np.array(rows.labels, dtype=kind), bool(types))
+        labels = None if rows.labels is None else np.array(rows.labels[:first], dtype=kind)
+        found[name] = Split(*flat, labels, bool(types), facts["characters"], texts if first else ())
     if source is not None:
         _write_entry(source, data, found, keys)
     return found
@@ -134,6 +153,13 @@ def _content(texts: Sequence[Any], plain: bool) -> Iterator[str]:
         yield from each_text(texts)
     else:
         yield from (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in texts)
+
+
+def _warn_about_unknown(split: str, count: int, data: TextData) -> None:
+    if count:
+        line = f"data: {split}: {count} characters are not in the training texts, and become the unknown token"
+        data.messages.append((logging.WARNING, line))
+        logger.warning("%s", line)
 
 
 def encode(
@@ -240,13 +266,14 @@ def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | 
     try:
         saved = json.loads((entry / "data.json").read_text(encoding="utf-8"))
         for name, key in saved["splits"].items():
-            flat = _cache.read(entry.parent / key)
+            facts: dict[str, int] = {}
+            flat = _cache.read(entry.parent / key, facts)
             if flat is None:
                 return None
             labels = np.load(entry / f"{name}.npy", allow_pickle=False) if data.options.label is not None else None
             if labels is not None and len(labels) != len(flat[1]):
                 raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
-            found[name] = Split(*flat, labels, typed)
+            found[name] = Split(*flat, labels, typed, facts["characters"])
         data.classes, data.messages, data.unreadable = saved["classes"], saved["messages"], saved["unreadable"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
         logger.warning("data: %s is damaged (%s): the data is read again", entry, error)

@@ -1,31 +1,39 @@
-"""Train a tokenizer on the training texts, and check that transformers reads a saved one in the same way."""
+"""Make a tokenizer from the training texts, and check that transformers reads a saved one in the same way."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop_plugins.tasks._hub import quiet
 
-CHECKED = 20
-"""Number of training texts that the check of a saved tokenizer encodes. The first word decides in the known case."""
+CHECKED, CHARACTERS = 20, 10_000
+"""Number of training texts, and characters of each at most, that the check of a saved tokenizer encodes. The first word
+decides in the known case."""
 
 
 @dataclass(kw_only=True)
 class TrainedTokenizer:
     """``model.tokenizer`` as a mapping: options of a tokenizer to train."""
 
-    kind: Annotated[Literal["word", "bpe"], option("lower-cased words, or byte pairs, which encode any text")] = "bpe"
-    vocab_size: Annotated[int, option("tokens at most", ge=8)] = 8000
+    kind: Annotated[
+        Literal["word", "bpe", "char", "byte"],
+        option(
+            "lower-cased words; byte pairs, which encode any text; the characters of the training texts; or the 256 "
+            "bytes, which encode any text"
+        ),
+    ] = "bpe"
+    vocab_size: Annotated[int, option("tokens at most, for word and bpe", ge=8)] = 8000
 
 
 def train_tokenizer(
     options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False
 ) -> Any:
-    """Train a tokenizer on texts. The same texts give the same tokenizer. With ``types``, it returns token types by
+    """Make a tokenizer from texts. The same texts give the same tokenizer. With ``types``, it returns token types by
     default."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -46,12 +54,23 @@ def train_tokenizer(
         tokenizer.normalizer = normalizers.Lowercase()
         tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
         trainer: Any = trainers.WordLevelTrainer(**common)
-    else:
+    elif options.kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
-    tokenizer.train_from_iterator(iter(texts), trainer, length=len(texts))
+    else:  # byte pairs without a pair: each character is a token, and nothing is trained
+        is_byte = options.kind == "byte"
+        units = pre_tokenizers.ByteLevel.alphabet() if is_byte else set(chain.from_iterable(texts))
+        vocabulary = {token: index for index, token in enumerate([*tokens, *sorted(units)])}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special["unk_token"]))
+        if is_byte:
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel() if is_byte else decoders.Fuse()
+        tokenizer.add_special_tokens(tokens)
+        trainer = None
+    if trainer is not None:
+        tokenizer.train_from_iterator(iter(texts), trainer, length=len(texts))
     if classify:
         ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -80,7 +99,7 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: 
             saved: Any = AutoTokenizer.from_pretrained(Path(folder))
     except OSError as error:
         raise RecipeError(f"{where}.tokenizer: cannot be saved in {tempfile.gettempdir()}: {error}") from None
-    for text in texts[:CHECKED]:
+    for text in (text[:CHARACTERS] for text in texts[:CHECKED]):
         expected, found = (made(text, verbose=False)["input_ids"] for made in (tokenizer, saved))
         if expected != found:
             raise RecipeError(

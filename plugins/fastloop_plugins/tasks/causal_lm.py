@@ -21,6 +21,10 @@ target tokens. Evaluation does not add it.
 GPT-2's 50,257. Losses are those of a run without padding, up to rounding: the added rows stay zeros, because the loss
 leaves out their logits. Checkpoints have these rows, and the exported model does not.
 
+For texts, evaluation reports ``bits_per_character``: the mean loss of a token in bits, times the tokens of the split,
+divided by its characters. End tokens are no characters. It compares models with different tokenizers. Conversations,
+completions and ``folds`` have none. The recipe ``char_lm`` trains on the characters of one text.
+
 `fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it
 draws tokens:
 
@@ -51,19 +55,21 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._lm_batches import Collator
+    from fastloop_plugins.tasks._samples import Sample
     from fastloop_plugins.tasks._text_batches import Sequences
     from fastloop_plugins.tasks._text_prompts import PromptCollator
+    from fastloop_plugins.tasks._text_tokens import Split
 
 
 class CausalLM(Plugin):
-    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token, and reports
-    ``perplexity``."""
+    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token. Reports ``perplexity``, and
+    ``bits_per_character`` of texts."""
 
     name = "causal-lm"
     slot = "task"
     fallback_hooks = ("compute_loss",)
     sections = {"model": DecoderOptions, "data": LanguageData}
-    adds_metrics = ("perplexity",)
+    adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of a causal language model"
     router_weight = 0.0
 
@@ -96,28 +102,42 @@ class CausalLM(Plugin):
             self.data.names_read = model.template_names
         else:
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
+        self.adds_metrics = type(self).adds_metrics
+        if not self.data.masked and recipe.plugins.get("folds", False) is False:
+            self.adds_metrics += ("bits_per_character",)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
-        from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._lm_batches import block_sequences, masked_sequences
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
-        where, size = self.data.where, self.data.options.max_length
+        where, size, splits = self.data.where, self.data.options.max_length, self._read(run)
         if self.data.masked:
-            encoder = partial(encode_rows, name_of=self.data.name_of)
-            documents, train_on = self.data.options.messages is None, self.data.options.train_on
-            splits = _text_tokens.read(self.data, self.text_model, documents, encoder, train_on=train_on)
             datasets: dict[str, Sequences] = {
                 name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()
             }
         else:
-            splits = _text_tokens.read(
-                self.data, self.text_model, documents=True, add_special_tokens=False, verbose=False
-            )
             datasets = {name: block_sequences(where, name, split.ids, size) for name, split in splits.items()}
+            self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
         run.state.unreadable += self.data.unreadable
         return self.data.streamed(run, datasets, self.text_model)
+
+    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        from fastloop_plugins.tasks import _text_tokens
+
+        self.data.skip_unreadable = run.settings.skip_unreadable
+        if not self.data.masked:
+            return _text_tokens.read(
+                self.data, self.text_model, documents=True, first=first, add_special_tokens=False, verbose=False
+            )
+        encoder = partial(encode_rows, name_of=self.data.name_of)
+        documents, train_on = self.data.options.messages is None, self.data.options.train_on
+        return _text_tokens.read(self.data, self.text_model, documents, encoder, first, train_on=train_on)
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
+        from fastloop_plugins.tasks._samples import language_samples
+
+        return language_samples(self.data, self.text_model, self._read(run, count)["train"])
 
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Sequences]:
@@ -208,9 +228,12 @@ class CausalLM(Plugin):
         return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 
     @hookimpl(wrapper=True, trylast=True)
-    def evaluate(self) -> Generator[None, dict[str, float], dict[str, float]]:
+    def evaluate(self, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
-        return metrics | {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
+        metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
+        if "bits_per_character" in self.adds_metrics:
+            metrics["bits_per_character"] = metrics["loss"] / math.log(2) * self.tokens_per_character[split]
+        return metrics
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

@@ -110,7 +110,7 @@ class ImageClassification(Plugin):
         splits = self.data.load()
         if recipe.inference is None:
             self.labels = self.model.order(self.data.classes)
-            if run.is_main and not run.loader_settings.skip_unreadable:
+            if run.is_main and not run.settings.skip_unreadable:
                 check_images(splits.values(), self.model.input.resized)
         plain, named = Transform(self.model.input), recipe.inference is not None and recipe.inference.chunk > 0
         datasets = {}
@@ -124,6 +124,16 @@ class ImageClassification(Plugin):
             (lambda: datasets["train"].files.labels) if "train" in datasets else None, self.labels.names
         )
         return datasets
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, str]]]:
+        from fastloop_plugins.tasks._image_batches import read_image
+
+        files = self.build_datasets(run)["train"].files
+        for index in [*range(0, len(files.names), max(len(files.names) // count, 1))][:count]:  # of several classes
+            path, label = files.root / files.names[index], files.labels[index]
+            width, height = read_image(path, files.max_pixels).size
+            yield [("image", str(path)), ("class", self.labels.names[label]), ("size", f"{width} x {height} pixels")]
 
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[ImageDataset] | None:

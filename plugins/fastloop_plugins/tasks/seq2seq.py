@@ -41,8 +41,10 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._samples import Sample
     from fastloop_plugins.tasks._seq2seq_data import Collator
     from fastloop_plugins.tasks._text_batches import Sequences
+    from fastloop_plugins.tasks._text_tokens import Split
 
 
 class Seq2Seq(Plugin):
@@ -96,15 +98,29 @@ class Seq2Seq(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks import _text_tokens
-        from fastloop_plugins.tasks._seq2seq_data import encode_rows, pair_sequences
+        from fastloop_plugins.tasks._seq2seq_data import pair_sequences
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
-        sizes = {"max_length": self.data.options.max_length, "max_target_length": self.data.options.max_target_length}
-        splits = _text_tokens.read(self.data, self.text_model, documents=True, encoder=encode_rows, **sizes)
+        splits, sizes = self._read(run), self._sizes()
         run.state.unreadable += self.data.unreadable
         datasets = {name: pair_sequences(name, split.ids, split.lengths, sizes) for name, split in splits.items()}
         return self.data.streamed(run, datasets, self.text_model)
+
+    def _sizes(self) -> dict[str, int]:
+        options = self.data.options
+        return {"max_length": options.max_length, "max_target_length": options.max_target_length}
+
+    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.tasks._seq2seq_data import encode_rows
+
+        self.data.skip_unreadable = run.settings.skip_unreadable
+        return _text_tokens.read(self.data, self.text_model, True, encode_rows, first, **self._sizes())
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
+        from fastloop_plugins.tasks._samples import pair_samples
+
+        return pair_samples(self.text_model, self._read(run, count)["train"])
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
@@ -121,9 +137,7 @@ class Seq2Seq(Plugin):
         from fastloop_plugins.tasks._text_batches import Width
 
         options = self.data.options
-        targets = Width(
-            options.max_target_length, run.loader_settings.pad_to_multiple_of, options.padding == "max_length"
-        )
+        targets = Width(options.max_target_length, run.settings.pad_to_multiple_of, options.padding == "max_length")
         return Collator(
             self.text_model.tokenizer.pad_token_id,
             [self.text_model.end()],

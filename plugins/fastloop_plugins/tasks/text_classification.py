@@ -58,7 +58,9 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._samples import Sample
     from fastloop_plugins.tasks._text_batches import Sequences
+    from fastloop_plugins.tasks._text_tokens import Split
 
 
 class TextClassification(Plugin):
@@ -114,15 +116,10 @@ class TextClassification(Plugin):
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
         import numpy as np
 
-        from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._text_batches import Sequences
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
-        splits = _text_tokens.read(self.data, self.text_model, truncation=True, max_length=self.data.options.max_length)
+        splits = self._read(run)
         run.state.unreadable += self.data.unreadable
-        names = self.text_model.class_names()
-        only = self.data.label_type == "number" and len(names) == 1  # the output of a regression may have any name
-        self.labels = self.text_model.order_labels(names if only else self.data.classes)
         ids = np.array(self.labels.ids)
         labels = {name: ids[split.labels] if self.problem is None else split.labels for name, split in splits.items()}
         if self.data.label_type == "classes":
@@ -134,6 +131,23 @@ class TextClassification(Plugin):
         }
         self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names)
         return self.data.streamed(run, datasets, self.text_model)
+
+    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        from fastloop_plugins.tasks import _text_tokens
+
+        self.data.skip_unreadable = run.settings.skip_unreadable
+        arguments: dict[str, Any] = {"truncation": True, "max_length": self.data.options.max_length}
+        splits = _text_tokens.read(self.data, self.text_model, first=first, **arguments)
+        names = self.text_model.class_names()
+        only = self.data.label_type == "number" and len(names) == 1  # the output of a regression may have any name
+        self.labels = self.text_model.order_labels(names if only else self.data.classes)
+        return splits
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
+        from fastloop_plugins.tasks._samples import labelled_samples
+
+        return labelled_samples(self.data, self.text_model, self._read(run, count)["train"])
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Output, Plugin, hookimpl, option
-from fastloop.plugin import Package
+from fastloop.plugins.plugin import Package
 from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks._metrics import find_metrics
 from fastloop_plugins.tasks._model_checks import check_alone, check_classifies, shortest
@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop_plugins.tasks._samples import Sample
     from fastloop_plugins.tasks._tag_batches import TagCollator, TaggedSentences
     from fastloop_plugins.tasks._text_tokens import Split
 
@@ -101,19 +102,31 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks import _text_tokens
         from fastloop_plugins.tasks._tag_batches import check_scheme
-        from fastloop_plugins.tasks._tag_tokens import encode_rows
 
-        self.data.skip_unreadable = run.loader_settings.skip_unreadable
-        splits = _text_tokens.read(self.data, self.text_model, encoder=encode_rows, words=True)
+        splits = self._read(run)
         run.state.unreadable += self.data.unreadable
-        self.labels = self.text_model.order_labels(self.data.classes)
         for name, split in splits.items():
             check_scheme(self.data, name, split, self.config.scheme, f"plugins.{self.name}.scheme")
         datasets = {name: self._dataset(name, split) for name, split in splits.items()}
         self.loss.set_weights((lambda: datasets["train"].tags()) if "train" in datasets else None, self.labels.names)
         return self.data.streamed(run, datasets, self.text_model, self.labels.ids)
+
+    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.tasks._tag_tokens import encode_rows
+
+        self.data.skip_unreadable = run.settings.skip_unreadable
+        splits = _text_tokens.read(self.data, self.text_model, encoder=encode_rows, first=first, words=True)
+        self.labels = self.text_model.order_labels(self.data.classes)
+        return splits
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
+        from fastloop_plugins.tasks._samples import tagged_samples
+
+        split = self._read(run, count)["train"]
+        return tagged_samples(self.data, self.text_model, split, self.config.label_tokens == "all")
 
     def _dataset(self, name: str, split: Split) -> TaggedSentences:
         from fastloop_plugins.tasks._tag_batches import TaggedSentences

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-FALLING = ("loss", "perplexity", "error", "mae", "mse", "rmse")
+FALLING = ("loss", "perplexity", "bits_per_character", "error", "mae", "mse", "rmse")
 """Metrics that improve when they fall, for ``mode: auto``. Names that end in one of these count too."""
 
 

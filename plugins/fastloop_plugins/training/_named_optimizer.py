@@ -91,7 +91,7 @@ def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
     """
     where = f"{run.recipe.where}: train.optimizer: {run.recipe.train.optimizer_name}"
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    arguments = {**optimizer_keywords(run.recipe), **run.optimizer_arguments}
+    arguments = {**optimizer_keywords(run.recipe), **run.settings.optimizer}
     try:
         optimizer = optimizer_function(run.recipe)(parameters, **arguments)
     except (TypeError, ValueError) as error:

@@ -175,13 +175,13 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
     import torch
 
     from fastloop import __version__
-    from fastloop.hooks import distribution_of
+    from fastloop.plugins.manager import distribution_of
     from fastloop.runtime.hardware import this_machine
 
     machine = this_machine(recipe.train.device)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": __version__}
     for plugin in plugins.values():
-        if (distribution := distribution_of(type(plugin))) is not None:
+        if (distribution := distribution_of(type(plugin))) is not None:  # type: ignore[arg-type]
             versions[distribution.name] = distribution.version
     return {
         "versions": versions,

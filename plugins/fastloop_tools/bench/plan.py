@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugin import Plugin, defaults
+from fastloop.plugins.installed import defaults
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import ResolvedRecipe, expand, load_listed, make, resolve
-from fastloop.state import AcceleratorDraft, DataLoaderDraft, OptimizerDraft
 
 if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine
@@ -137,7 +137,7 @@ def make_ablation(
     if not ablation.absent and not sets:
         # an error in the full set is an error in the recipe
         resolved = check(make_recipe(with_only(recipe, tested), recipe.source))
-    resolved.plugins.hooks.check_recipe(recipe=recipe)
+    resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
 
     ablation.variants.append(Variant(BASELINE, (), "baseline", at_baseline=bool(lifted)))
     if lifted:
@@ -208,18 +208,13 @@ def unresolvable(ablation: Ablation, names: Sequence[str]) -> str | None:
 
 
 def check(recipe: Recipe) -> ResolvedRecipe:
-    """Resolve a recipe and let its plugins fill in their drafts, which shows contradictions between them.
+    """Resolve a recipe and collect the settings of its plugins, which shows contradictions between them.
 
     Raises:
         UsageError: The recipe cannot run.
     """
     resolved = resolve(recipe)
-    for hook, draft in (
-        ("configure_accelerator", AcceleratorDraft()),
-        ("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=recipe.data.get("pad_to_multiple_of"))),
-        ("configure_optimizer", OptimizerDraft(**recipe.train.optimizer_arguments)),
-    ):
-        resolved.plugins.draft(hook, draft)
+    resolved.plugins.configure(recipe)
     return resolved
 
 

@@ -75,7 +75,7 @@ def open_exported(recipe: Recipe) -> Iterator[tuple[Run, bool]]:
     Raises:
         UsageError: The recipe or the model is wrong, or the task needs data to build its model.
     """
-    from fastloop.registry import load_listed
+    from fastloop.plugins.resolve import load_listed
     from fastloop_tools.inference.chunks import Chunks
     from fastloop_tools.inference.target import open_inference
 

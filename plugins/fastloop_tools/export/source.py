@@ -116,7 +116,7 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
     from fastloop import checkpoint
     from fastloop.cli.messages import show_messages
     from fastloop.cli.startup import start_run
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
 
     show_messages()
     folder = scratch / "model"
@@ -144,7 +144,7 @@ def best_of(run: Path) -> Path | None:
 
 def training_recipe(recipe: Recipe, adapter: bool, scratch: Path) -> Recipe:
     """The recipe that builds the model of training on one process, without plugins that only observe or publish."""
-    from fastloop.registry import load_listed
+    from fastloop.plugins.resolve import load_listed
 
     plugins = dict(recipe.plugins)
     for name, options in recipe.plugins.items():

@@ -89,9 +89,9 @@ def range_test(recipe: Recipe, finder: LRFinder) -> Run:
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.cli.startup import start_run
     from fastloop.lifecycle import execute
-    from fastloop.plugin import defaults
+    from fastloop.plugins.installed import defaults
+    from fastloop.plugins.resolve import load_listed, resolve
     from fastloop.recipe import make_recipe
-    from fastloop.registry import load_listed, resolve
 
     listed = [
         name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only

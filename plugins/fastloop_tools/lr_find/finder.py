@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from fastloop.plugin import Plugin, hookimpl
+from fastloop.plugins.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -22,13 +22,13 @@ from fastloop.cli import launch
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.distributed import ranks
 from fastloop.errors import FastloopError, ProcessLost, UsageError
-from fastloop.plugin import Plugin, hookimpl
+from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.runtime import files
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastloop.registry import ResolvedRecipe
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.run import Run
     from fastloop.state import Batch
 

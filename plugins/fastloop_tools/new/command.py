@@ -73,7 +73,7 @@ def check_name(name: str) -> None:
     Raises:
         UsageError: The name is invalid or in use; the message suggests another.
     """
-    from fastloop.registry import installed
+    from fastloop.plugins.installed import installed
 
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         proposal = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-0123456789")
@@ -110,7 +110,7 @@ def first_unsupported(version: Version) -> str:
 def described(source: str, title: str) -> dict[str, Any]:
     """``description``, ``numerics`` and ``options`` of the class ``title`` in the text of a plugin's file, for the
     other files."""
-    from fastloop.options import describe
+    from fastloop.cli.option_table import describe
 
     module = ModuleType("fastloop_tools.new.example")
     sys.modules[module.__name__] = module  # dataclasses look up annotations there

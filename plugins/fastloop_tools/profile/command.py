@@ -85,8 +85,8 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.estimates import StepProfile
     from fastloop.lifecycle import execute, open_run
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve
     from fastloop.runtime.files import write
     from fastloop_tools.measure.worker import Spec, WarningCollector, whole_length
     from fastloop_tools.profile import page

@@ -16,7 +16,7 @@ from torch._C._autograd import DeviceType
 
 from fastloop.errors import UsageError
 from fastloop.estimates import StepProfile
-from fastloop.plugin import hookimpl
+from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop.runtime.regions import PREFIX

@@ -10,10 +10,12 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.estimates import SpeedupEstimate, StepProfile
-from fastloop.plugin import Plugin
+from fastloop.plugins.installed import load
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import load_listed
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import load, load_listed, own_plugins
 from fastloop.runtime.hardware import this_machine
+from fastloop_plugins._own_plugins import own_plugins
 from fastloop_tools.bench.plan import check
 from fastloop_tools.measure.statistics import break_even
 

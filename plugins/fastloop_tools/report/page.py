@@ -33,7 +33,7 @@ TITLES = {
 """Titles, units and factors of values of the core, in the order of their charts. Metrics follow the loss. Other values
 come last."""
 ASIDE = ("epoch",)
-LOWER = ("loss", "perplexity", "error", "mse", "mae")
+LOWER = ("loss", "perplexity", "bits_per_character", "error", "mse", "mae")
 """Parts of names of metrics that improve when they fall."""
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
+from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import load_listed, resolve
 from fastloop_tools.scale.model import quiet
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Command:
                 resolved = resolve(
                     load_recipe(self.recipe, self.overrides, self.listed, self.left_out), any_machine=True
                 )
-                resolved.plugins.hooks.check_recipe(recipe=resolved.recipe)
+                resolved.plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=resolved.plugins)
         except UsageError:
             return False
         return True

@@ -8,6 +8,10 @@ import typer
 
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 
+DeviceMemory = Annotated[
+    str, typer.Option(metavar="SIZE", help="Estimate memory: does it fit into SIZE, such as 80GiB?")
+]
+
 
 def plan_memory(
     recipe: RecipeName,
@@ -18,9 +22,7 @@ def plan_memory(
     nnodes: Annotated[
         int | None, typer.Option(min=1, metavar="K", help="Estimate memory: on K machines with N processes each.")
     ] = None,
-    device_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Estimate memory: does it fit into SIZE, such as 80GiB?")
-    ] = "",
+    device_memory: DeviceMemory = "",
     device_flops: Annotated[
         float | None, typer.Option(metavar="FLOPS", help="And step times: FLOP/s of a device, such as 400e12.")
     ] = None,
@@ -38,8 +40,8 @@ def plan_memory(
     from fastloop.cli.messages import show_messages
     from fastloop.distributed import ranks
     from fastloop.errors import UsageError
+    from fastloop.plugins.resolve import expand
     from fastloop.recipe import load_recipe
-    from fastloop.registry import expand
     from fastloop_tools.scale.sizes import parse_bytes
 
     if ranks.world_size() > 1:

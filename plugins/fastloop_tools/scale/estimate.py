@@ -16,8 +16,8 @@ from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
 from fastloop_tools.scale.model import FakeRun, explain, make_fake, open_fake, quiet
 
 if TYPE_CHECKING:
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
-    from fastloop.registry import ResolvedRecipe
 
 logger = logging.getLogger("fastloop")
 
@@ -128,7 +128,7 @@ def estimate(
     import torch
     from torch.utils._pytree import tree_leaves
 
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
 
     resolved, processes = resolve(recipe, any_machine=True), nproc * nnodes
     recipe = resolved.recipe
@@ -239,7 +239,9 @@ def _variant(
 
 def strategies(recipe: Recipe) -> Iterator[tuple[str, Any]]:
     """The strategies: fastloop's own, and those that the recipe lists."""
-    from fastloop.registry import load, load_listed, own_plugins
+    from fastloop.plugins.installed import load
+    from fastloop.plugins.resolve import load_listed
+    from fastloop_plugins._own_plugins import own_plugins
 
     found = {name: load(name) for name in own_plugins()}
     found |= {name: load_listed(recipe, name) for name, options in recipe.plugins.items() if options is not False}
@@ -306,7 +308,7 @@ def measure(fake: FakeRun, options: Mapping[str, Any], share: Any = None) -> dic
     """
     import torch
 
-    from fastloop.registry import load
+    from fastloop.plugins.installed import load
 
     run, model = fake.run, fake.run.unwrap_model()
     dtypes = {False: torch.float32} | (

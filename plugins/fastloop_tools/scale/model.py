@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fastloop import FastloopError, RecipeError, Strategy, hookimpl
 
 if TYPE_CHECKING:
-    from fastloop.registry import ResolvedRecipe
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.run import Run
 
 BUILDING = (
-    "configure_dataloader", "configure_optimizer", "build_datasets", "build_sampler", "build_collator", "build_model",
-    "before_prepare", "build_optimizer",
+    "configure", "build_datasets", "build_sampler", "build_collator", "build_model", "before_prepare",
+    "build_optimizer",
 )  # fmt: skip
 """A plugin takes part in the estimate if it implements one of these hooks."""
 LEFT_OUT = ("activation-checkpointing", "compile")
@@ -111,14 +111,13 @@ def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
     """
     from fastloop.data.loaders import micro_batches
     from fastloop.lifecycle import open_run
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve
-    from fastloop.state import AcceleratorDraft
 
     recipe, plugins = resolved.recipe, resolved.plugins
     size, micro_steps = micro_batches(recipe, processes)
-    plugins.hooks.check_recipe(recipe=recipe)
-    precision = plugins.draft("configure_accelerator", AcceleratorDraft()).mixed_precision
+    plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
+    precision = plugins.configure(recipe).mixed_precision
     building = {plugin.name for hook in BUILDING for plugin, _ in plugins.each(hook)}
     kept = [
         plugin.name

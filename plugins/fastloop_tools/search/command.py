@@ -77,8 +77,8 @@ def search(
         ) from None
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import load_recipe, secrets
-    from fastloop.registry import resolve
     from fastloop.runtime import files
     from fastloop_plugins.training._monitor import Monitor
     from fastloop_tools.search import results, space

@@ -96,8 +96,8 @@ class UserOptimizer:
             raise UsageError(
                 f"optimizer: the function returned a {type(optimizer).__name__}. Expected a torch.optim.Optimizer."
             )
-        if run.optimizer_arguments:
-            names = ", ".join(f"{name}={value!r}" for name, value in run.optimizer_arguments.items())
+        if run.settings.optimizer:
+            names = ", ".join(f"{name}={value!r}" for name, value in run.settings.optimizer.items())
             log.warning(
                 "optimizer: plugins set its arguments %s, which has no effect: build the optimizer with them", names
             )

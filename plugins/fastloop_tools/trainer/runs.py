@@ -17,8 +17,8 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 from fastloop import Plugin, PluginCrash, Run, UsageError, lifecycle
 from fastloop.distributed import signals
 from fastloop.errors import UserCodeError
+from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.recipe import Inference, Recipe
-from fastloop.registry import ResolvedRecipe, resolve
 from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.step_folders import checkpoints
 from fastloop_tools.trainer.task import TrainerTask

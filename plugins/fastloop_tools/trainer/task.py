@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
-from fastloop import DataLoaderDraft, Output, Plugin, Run, UsageError, hookimpl
+from fastloop import Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks._default_collate import DefaultCollator
 from fastloop_plugins.tasks._forward import forward, outputs
 from fastloop_plugins.tasks._target_counts import TargetCounter
@@ -77,10 +77,8 @@ class TrainerTask(Plugin):
         return TrainerTask(self.model, splits, self.loss, self.metrics, self.processing_class, self.optimizer)
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        for split, loader in self.splits.items():
-            if loader.reading:
-                draft.suggest(split, **loader.reading)
+    def configure(self) -> Mapping[str, Any]:
+        return {"by_split": {split: loader.reading for split, loader in self.splits.items() if loader.reading}}
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
@@ -100,7 +98,7 @@ class TrainerTask(Plugin):
                 "Give processing_class=tokenizer, which pads token ids, or DataLoader(collate_fn=...), or let "
                 "the dataset pad them."
             )
-            collate = DefaultCollator(tokenizer, remedy, run.loader_settings.pad_to_multiple_of)
+            collate = DefaultCollator(tokenizer, remedy, run.settings.pad_to_multiple_of)
         return TargetCounter(collate, self.loss, self.model)
 
     @hookimpl
@@ -128,14 +126,14 @@ class TrainerTask(Plugin):
     def check_run(self, run: Run) -> None:
         for split, loader in self.splits.items():
             for name, value in loader.reading.items():
-                plugin, used = run.loader_settings.writers.get(name), getattr(run.loader_settings, name)
+                plugin, used = run.settings.writers.get(name), getattr(run.settings, name)
                 if plugin is not None and used != value and loader.reading["num_workers"]:
                     log.info("%s: the loader's %s=%r is overridden by plugin %r: %r", split, name, value, plugin, used)
         sampler = run.train_loader.sampler
         if sampler is not None and sampler.arrange is not None and self.splits["train"].sampler is not None:
             log.info(
                 "train: plugin %r arranges the samples: the loader's order is not kept",
-                run.loader_settings.writers["arrange"],
+                run.settings.writers["arrange"],
             )
         elif sampler is not None and sampler.user_order is not None:
             log.info(

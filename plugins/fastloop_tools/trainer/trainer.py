@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset
 
 from fastloop import Plugin, Run, UsageError, lifecycle, loop
+from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import ResolvedRecipe, resolve
 from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
 from fastloop_tools.trainer.optimizers import UserOptimizer

@@ -20,7 +20,7 @@ class UserLoader:
         dataset: Map-style or iterable.
         collate_fn: The loader's collator.
         sampler: Order of samples, batch size and ``drop_last``.
-        reading: ``DataLoaderDraft.READING`` fields.
+        reading: ``Settings.READING`` fields.
     """
 
     dataset: Any
@@ -87,7 +87,7 @@ def read_loader(name: str, loader: Any) -> UserLoader:
 
 
 def _reading(loader: DataLoader[Any]) -> dict[str, Any]:
-    """The loader's settings as ``DataLoaderDraft.READING`` fields."""
+    """The loader's settings as ``Settings.READING`` fields."""
     fields: dict[str, Any] = {"num_workers": loader.num_workers}
     if loader.pin_memory:
         fields["pin_memory"] = True

@@ -23,7 +23,6 @@ from fastloop.cli.arguments import (
     output_file,
 )
 from fastloop.distributed import ranks
-from fastloop.options import parse_time
 
 
 def tune(
@@ -66,6 +65,7 @@ def tune(
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
+    from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.ablation import dump, json_safe
     from fastloop_tools.bench.plan import check
     from fastloop_tools.measure.pairs import TrialRunner, Window
@@ -82,7 +82,7 @@ def tune(
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     resolved = check(loaded)
     loaded = resolved.recipe
-    resolved.plugins.hooks.check_recipe(recipe=loaded)
+    resolved.plugins.hooks.check_recipe(recipe=loaded, plugins=resolved.plugins)
     show_messages()
     # relative paths in a recipe keep their meaning there
     base = Path(recipe) if Path(recipe).is_file() else Path(Path(recipe).stem)

@@ -23,9 +23,9 @@ from typing import Any, get_args
 from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import FastloopError, UsageError
 from fastloop.estimates import StepProfile
-from fastloop.plugin import Numerics
+from fastloop.plugins.plugin import Numerics
+from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import load_listed, resolve
 from fastloop_tools.bench.plan import check
 from fastloop_tools.measure.pairs import TrialRunner, Window, faster
 from fastloop_tools.measure.results import Measurement, speed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fastloop.plugin import Plugin
+from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Recipe
 from fastloop_tools.measure.results import Measurement
 from fastloop_tools.measure.statistics import interval, median, verdict

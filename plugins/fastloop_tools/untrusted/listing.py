@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import FastloopError
-from fastloop.plugin import DISTRIBUTION, defaults
+from fastloop.plugins.installed import defaults, find_entry_point
+from fastloop.plugins.plugin import DISTRIBUTION
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
-from fastloop.registry import find_entry_point
 from fastloop_tools.untrusted.effects import effects
 from fastloop_tools.untrusted.origin import Origin, find_module, find_name, on_import_path
 from fastloop_tools.untrusted.values import Value, files_of, is_import_key, refused_value, values_of

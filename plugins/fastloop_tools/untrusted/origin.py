@@ -22,7 +22,7 @@ from pathlib import Path
 from pkgutil import get_importer
 from typing import Any
 
-from fastloop.plugin import name_and_version
+from fastloop.plugins.installed import name_and_version
 
 MAX_PATHS = 200
 """Names to follow for one reference at most. Installed packages need two or three."""

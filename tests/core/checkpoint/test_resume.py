@@ -425,28 +425,12 @@ def test_a_second_ctrl_c_stops_at_once(train):
 # -- what is not resumed, or not from there ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"seed": 7}, r"was saved with train\.seed = 123, and this run has 7"),
-        ({"lr": 0.5}, r"train\.lr = 0\.01, and this run has 0\.5"),
-        ({"batch_size": 4}, r"train\.batch_size = 8"),
-        ({"optimizer": "SGD"}, r"train\.optimizer = 'AdamW'"),
-        ({"model": torch.nn.Linear(8, 3)}, "not a checkpoint of this model"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused_and_nothing_is_changed(train, changes, message):
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(train):
     train("run", [], epochs=1)
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match=message):
-        train("run", [], resume=True, **changes)
+    with pytest.raises(CheckpointError, match="not a checkpoint of this model"):
+        train("run", [], resume=True, model=torch.nn.Linear(8, 3))
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
-
-
-def test_resume_with_added_or_removed_scheduler_is_rejected(train):
-    train("run", [SCHEDULE], epochs=1)
-    with pytest.raises(CheckpointError, match="was saved with a scheduler, and this run is without one"):
-        train("run", [], resume=True)
 
 
 def damage_newest(folder: str) -> None:

@@ -20,9 +20,8 @@ from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import tools
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
-from fastloop.plugin import is_own
+from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import load_recipe, shipped_recipes
-from fastloop.registry import installed, load
 
 
 def test_program_prints_usage_error_to_stderr_and_exits_2():
@@ -198,7 +197,8 @@ def test_every_plugins_page_has_a_recipe_its_hooks_in_firing_order_and_options_w
     assert code == 0
     order = list(vars(hookspecs))
     assert facts["hooks"]
-    assert facts["hooks"] == sorted(facts["hooks"], key=order.index)
+    # a command's plugin may declare a hook, which follows
+    assert facts["hooks"] == sorted(facts["hooks"], key=lambda hook: order.index(hook) if hook in order else len(order))
     assert all(option["help"] for option in facts["options"])
     listed = yaml.safe_load(facts["recipe"])["plugins"]
     assert name in [next(iter(entry)) if isinstance(entry, dict) else entry for entry in listed]
@@ -330,6 +330,6 @@ def test_doctor_reports_environment(cli):
     assert code == 0
     facts = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert {"device", "dtypes", "processors", "compiler", "python", "[dev]"} <= set(facts)
-    assert facts["torch"] == torch.__version__
+    assert facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # builds of one version
     assert "fp32" in facts["dtypes"]
     assert "missing" not in facts.values()

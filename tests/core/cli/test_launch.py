@@ -222,37 +222,10 @@ def test_invalid_launch_options_are_rejected(options, environment, message):
     assert message in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("environment", "recipe", "parts"),
-    [
-        (
-            {"ACCELERATE_USE_DEEPSPEED": "true"},
-            [],
-            ["asks for 'deepspeed' (ACCELERATE_USE_DEEPSPEED)", "the recipe lists 'ddp'"],
-        ),
-        ({"ACCELERATE_USE_FSDP": "true"}, ["--without", "ddp"], ["asks for 'fsdp'", "the recipe lists no strategy"]),
-        (
-            {"ACCELERATE_MIXED_PRECISION": "bf16"},
-            [],
-            ["mixed precision 'bf16'", "the recipe's is 'no'", "slot 'precision'"],
-        ),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, [], ["the compiler 'INDUCTOR'", "plugins compile"]),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, [], ["4 accumulation steps", "train.micro_batch_size"]),
-        (
-            {"WORLD_SIZE": "2"},
-            ["--without", "ddp"],
-            ["started with 2 processes, but no plugin fills the slot 'strategy'"],
-        ),
-    ],
-)
-def test_an_accelerate_configuration_that_contradicts_the_recipe_is_refused_by_plan(
-    monkeypatch, environment, recipe, parts
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    result = CliRunner().invoke(app, ["plan", "recipe.yaml", *recipe])
-    for part in parts:
-        assert part in str(result.exception)
+def test_processes_without_a_strategy_are_refused_by_plan(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = CliRunner().invoke(app, ["plan", "recipe.yaml", "--without", "ddp"])
+    assert "started with 2 processes, but no plugin fills the slot 'strategy'" in str(result.exception)
 
 
 def test_plan_shows_the_batch_for_a_number_of_processes():

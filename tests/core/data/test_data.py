@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, TensorDataset, get_worker_info
 
-from fastloop import Batch, DataLoaderDraft, RecipeError
+from fastloop import Batch, RecipeError, Settings
 from fastloop.data import Loader, StepSampler
 from fastloop.data.loaders import micro_batches
 from fastloop.errors import DataError
@@ -137,15 +137,18 @@ class Noisy(TensorDataset):
 
 
 def loader(
-    data: Any, batch: int = 8, device: int = 4, rank: int = 0, world: int = 1, collator: Any = torch.stack, **draft: Any
+    data: Any,
+    batch: int = 8,
+    device: int = 4,
+    rank: int = 0,
+    world: int = 1,
+    collator: Any = torch.stack,
+    **settings: Any,
 ) -> Loader:
-    finished = DataLoaderDraft()
-    for name, value in draft.items():
-        setattr(finished, name, value)
     return Loader(
         data,
         collator,
-        finished,
+        Settings(**settings),
         batch_size=batch,
         micro_batch_size=device,
         rank=rank,
@@ -221,7 +224,7 @@ def test_a_start_reads_later_ranges_only():
 def test_ranges_of_an_incomplete_step_are_dropped_on_request():
     sampler = BatchSampler(SequentialSampler(range(23)), 8, drop_last=True)
     settings: Any = {"batch_size": 8, "micro_batch_size": 4, "rank": 0, "world_size": 1, "seed": 5, "shuffle": True}
-    found = Loader(Positions(23), torch.stack, DataLoaderDraft(), sampler=sampler, **settings)
+    found = Loader(Positions(23), torch.stack, Settings(), sampler=sampler, **settings)
     assert (found.steps_per_epoch(), found.epoch_samples) == (2, 16)
     assert [sample for batch in contents(found.batches()) for sample in batch] == list(range(16))
 

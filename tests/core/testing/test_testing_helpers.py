@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +21,8 @@ from torch import nn
 
 from fastloop import UsageError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import (
     IMAGES,
     LANGUAGE,
@@ -192,7 +193,9 @@ def test_timeout_ends_all_processes(tmp_path):
 
 
 def test_warnings_are_errors_where_they_are_in_the_test():
-    (ended,) = start(1, warns)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (ended,) = start(1, warns)
     assert ended.code == 1
     assert "DeprecationWarning: an old way" in ended.output
 

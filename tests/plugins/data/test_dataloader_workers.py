@@ -155,8 +155,8 @@ def test_no_worker_outlives_the_run(tiny_run):
 
 def test_auto_leaves_a_processor_to_training(tiny_run):
     run = tiny_run(["dataloader-workers"], epochs=1).trainer.run
-    assert run.loader_settings.num_workers == max(0, min(platform_support.cores() - 1, 8))
-    assert run.loader_settings.pin_memory == torch.cuda.is_available()
+    assert run.settings.num_workers == max(0, min(platform_support.cores() - 1, 8))
+    assert run.settings.pin_memory == torch.cuda.is_available()
 
 
 class Unsendable(Plugin):

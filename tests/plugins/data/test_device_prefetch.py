@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fastloop import Batch, DataLoaderDraft, Plugin, hookimpl
+from fastloop import Batch, Plugin, hookimpl
 from fastloop_plugins.data.device_prefetch import DevicePrefetch, one_ahead
 
 
 def test_on_a_cpu_it_says_that_there_is_nothing_to_copy(tiny_run, caplog):
     result = tiny_run([DevicePrefetch()], epochs=1)
     assert "device-prefetch: the device is cpu: there is nothing to prefetch" in caplog.text
-    assert result.trainer.run.loader_settings.placing is None
+    assert result.trainer.run.settings.placing is None
 
 
 def test_check_run_warns_if_neither_workers_nor_a_thread_read_ahead(tiny_run, caplog):
@@ -54,7 +54,7 @@ class Ahead(Plugin):
         self.lines: list[str] = []
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
+    def configure(self) -> dict[str, Any]:
         def placing(steps: Any, place: Any) -> Any:
             def placed(step: list[Batch]) -> list[Batch]:
                 self.lines.append(f"placed {len(step)}")
@@ -62,7 +62,7 @@ class Ahead(Plugin):
 
             return one_ahead(map(placed, steps))
 
-        draft.placing = placing
+        return {"placing": placing}
 
     @hookimpl
     def before_step(self, batches: list[Batch]) -> None:
@@ -86,6 +86,6 @@ def test_steps_placed_ahead_train_the_same_and_a_run_goes_on_where_it_stopped(ti
 def test_copies_on_a_stream_of_their_own_train_the_same(tiny_run, workers):
     loading = {"dataloader-workers": {"num_workers": workers}}
     plain, ours = tiny_run([loading]), tiny_run([loading, DevicePrefetch()])
-    assert ours.trainer.run.loader_settings.placing is not None
+    assert ours.trainer.run.settings.placing is not None
     assert ours.losses == plain.losses
     assert ours.recorder.metrics == plain.recorder.metrics

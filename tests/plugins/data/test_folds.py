@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fastloop import CheckpointError, Plugin, PluginError, RecipeError, Run, hookimpl
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import tiny_data
 from fastloop.testing.tasks import TEXTS, write_texts
 from fastloop_plugins.data.folds import Part, classes_of, divide

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from training_runs import execute
 
-from fastloop import Batch, CheckpointError, DataLoaderDraft, Plugin, PluginError, Trainer, hookimpl
+from fastloop import Batch, CheckpointError, Plugin, PluginError, Settings, Trainer, hookimpl
 from fastloop.data import StepSampler
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.runtime import hardware as machine
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.sample_audit import SampleAudit
@@ -246,7 +246,7 @@ def test_a_run_with_max_tokens_goes_on_inside_an_epoch():
 @pytest.mark.parametrize("processes", [1, 2, 3, 4, 7])
 def test_parts_of_a_step_are_within_the_limit_alike_side_by_side_and_enough_for_all_processes(processes):
     rows, plugin = Rows(), LengthBucketing(max_tokens=96)
-    plugin.configure_dataloader(DataLoaderDraft(pad_to_multiple_of=8))
+    plugin.configure(Settings(pad_to_multiple_of=8))
     for first in range(0, 200, 25):
         parts = plugin.split(rows, list(range(first, first + 25)), processes)
         costs = [len(part) * -(-max(rows.lengths[index] for index in part) // 8) * 8 for part in parts]
@@ -343,7 +343,6 @@ def test_shapes_are_few_on_cuda_unless_the_recipe_sets_a_multiple(device, plugin
     monkeypatch.setattr(machine, "this_machine", lambda asked: machine.Machine(device, "a device", ("fp32", "bf16")))
     recipe = make_recipe({"plugins": plugins, "train": {"epochs": 1}})
     resolution = resolve(recipe, any_machine=True).plugins
-    resolution.hooks.check_recipe(recipe=recipe)
-    assert (
-        resolution.draft("configure_dataloader", DataLoaderDraft(pad_to_multiple_of=key)).pad_to_multiple_of == multiple
-    )
+    resolution.hooks.check_recipe(recipe=recipe, plugins=resolution)
+    recipe.data["pad_to_multiple_of"] = key  # after resolving, because a task would read it and need data
+    assert resolution.configure(recipe).pad_to_multiple_of == multiple

@@ -17,7 +17,7 @@ from training_runs import execute
 
 from fastloop import Batch, Plugin, PluginError, hookimpl
 from fastloop.lifecycle import build
-from fastloop.registry import ResolvedRecipe
+from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 from fastloop_plugins.data.length_bucketing import LengthBucketing
@@ -154,8 +154,8 @@ class Multiple(Plugin):
     name = "multiple"
 
     @hookimpl
-    def configure_dataloader(self, draft: Any) -> None:
-        draft.pad_to_multiple_of = 16
+    def configure(self) -> dict[str, int]:
+        return {"pad_to_multiple_of": 16}
 
 
 @pytest.mark.parametrize("config", [ENCODERS["roberta"], DECODERS["llama"]], ids=["roberta", "llama"])

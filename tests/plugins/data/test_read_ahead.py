@@ -20,11 +20,11 @@ from text_helpers import TINY, TINY_GPT, make_run, rows
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, default_collate
 from training_runs import execute
 
-from fastloop import Batch, DataLoaderDraft, Plugin, hookimpl
+from fastloop import Batch, Plugin, Settings, hookimpl
 from fastloop.data import Loader
 from fastloop.errors import DataError
 from fastloop.lifecycle import build
-from fastloop.registry import ResolvedRecipe
+from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.testing import tiny_data
 from fastloop_plugins.data._read_ahead import AHEAD, ReadAheadLoader
@@ -49,9 +49,8 @@ class Ahead(Plugin):
         self.losses: list[float] = []
 
     @hookimpl
-    def configure_dataloader(self, draft: DataLoaderDraft) -> None:
-        if self.thread:
-            draft.thread_loader_class = ReadAheadLoader
+    def configure(self) -> dict[str, Any]:
+        return {"thread_loader_class": ReadAheadLoader} if self.thread else {}
 
     @hookimpl(wrapper=True)
     def build_collator(self, split: str) -> Generator[None, Any, Any]:
@@ -208,9 +207,9 @@ def test_random_samples_are_read_in_the_training_thread(tiny_run, plugins) -> No
 def load(dataset: Any, collate: Any = None, thread: bool = True, **options: Any) -> Loader:
     collate = Recorded(collate or default_collate, [])
     collate.deterministic = True
-    draft = DataLoaderDraft(thread_loader_class=ReadAheadLoader if thread else None)
+    settings = Settings(thread_loader_class=ReadAheadLoader if thread else None)
     options = {"rank": 0, "world_size": 1, "batch_size": 8, "micro_batch_size": 2, "seed": 3, "shuffle": True} | options
-    return Loader(dataset, collate, draft, **options)
+    return Loader(dataset, collate, settings, **options)
 
 
 def facts(loader: Loader, epoch: int = 0, start: int = 0) -> list[Any]:
@@ -341,10 +340,9 @@ def test_a_run_that_stops_within_an_epoch_ends_its_thread(tiny_run) -> None:
 
 def test_device_prefetch_starts_the_thread_on_cuda_alone() -> None:
     for kind, expected in (("cuda", ReadAheadLoader), ("cpu", None)):
-        plugin, draft = DevicePrefetch(), DataLoaderDraft()
+        plugin = DevicePrefetch()
         plugin.kind = kind
-        plugin.configure_dataloader(draft)
-        assert draft.thread_loader_class is expected
+        assert plugin.configure(Settings()).get("thread_loader_class") is expected
 
 
 @pytest.mark.gpu

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
@@ -28,8 +30,9 @@ def test_torch_has_the_private_names_that_watch_workers():
     assert hasattr(loader, "_iterator"), gone("DataLoader._iterator")
 
 
-def test_the_checked_release_is_the_one_that_tests_run_with():
-    assert torch.__version__.startswith(f"{CHECKED_WITH}."), (
-        f"these tests run with torch {torch.__version__}: read torch/utils/data/dataloader.py of it, and then set "
+def test_the_checked_release_is_the_pinned_one():
+    pins = (Path(__file__).parents[3] / "constraints.txt").read_text()
+    assert f"\ntorch=={CHECKED_WITH}." in pins, (
+        "constraints.txt pins another release of torch: read torch/utils/data/dataloader.py of it, and then set "
         "CHECKED_WITH"
     )

@@ -222,8 +222,8 @@ def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
 
 @pytest.mark.slow
 def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
-    assert tiny_run([eager()], epochs=1).trainer.run.loader_settings.pad_to_multiple_of == 64
-    assert tiny_run([eager()], epochs=1, pad_to_multiple_of=8).trainer.run.loader_settings.pad_to_multiple_of == 8
+    assert tiny_run([eager()], epochs=1).trainer.run.settings.pad_to_multiple_of == 64
+    assert tiny_run([eager()], epochs=1, pad_to_multiple_of=8).trainer.run.settings.pad_to_multiple_of == 8
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ from torch import nn
 from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.cli import launch
 from fastloop.estimates import StepProfile
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import tiny_data
 from fastloop_plugins import _foreign_load as foreign_load
 from fastloop_plugins._foreign_load import ForeignLoad

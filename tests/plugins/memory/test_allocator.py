@@ -248,7 +248,7 @@ def test_in_a_process_that_runs_growing_segments_join_the_users_settings(given, 
 
 
 def test_plugins_that_want_different_variables_are_both_named(monkeypatch):
-    from fastloop.registry import resolve
+    from fastloop.plugins.resolve import resolve
     from fastloop_plugins.training.ema import EMA
 
     monkeypatch.setattr(Allocator, "environment", hookimpl(lambda self, recipe: {"A": "1"}))

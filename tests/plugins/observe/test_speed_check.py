@@ -15,8 +15,8 @@ from training_runs import execute
 
 from fastloop.estimates import StepProfile
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.run import Run
 from fastloop_plugins.observe import _machine_speed, speed_check
 from fastloop_plugins.observe.speed_check import SpeedCheck, estimates, multiplications

@@ -143,12 +143,12 @@ def test_a_precision_that_replaces_parameters_is_refused_with_the_plugin_that_se
         name = "fp8"
 
         @hookimpl
-        def configure_accelerator(self, draft) -> None:
-            draft.mixed_precision = "fp8"
+        def configure(self):
+            return {"mixed_precision": "fp8"}
 
     with pytest.raises(
         PluginError,
-        match=r"plugin 'fp8' set AcceleratorDraft\.mixed_precision to 'fp8'\. Expected one of: no, bf16, fp16",
+        match=r"plugin 'fp8' set mixed_precision to 'fp8'\. Expected one of: no, bf16, fp16",
     ):
         tiny_run([Fp8()])
 

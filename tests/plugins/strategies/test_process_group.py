@@ -14,15 +14,18 @@ import pytest
 import torch
 from torch import nn
 
-from fastloop import AcceleratorDraft, Plugin, Run, UsageError, hookimpl
-from fastloop.hooks import PluginSet
-from fastloop.registry import load
+from fastloop import Plugin, Run, UsageError, hookimpl
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
+from fastloop.recipe import make_recipe
 from fastloop.testing import VECTORS, starting, train
 
 pytestmark = pytest.mark.slow
 
 TIMEOUT = 4.0
 """Seconds that a process waits for one that hangs: a loaded machine may stall a process for a second or two."""
+LATE = 3.0
+"""Seconds by which the second process is late, far above the time of a forward pass on a loaded machine."""
 HANGS = 60.0
 """Seconds that the other process hangs, far above ``TIMEOUT``."""
 STRATEGIES = ("ddp", "fsdp", "deepspeed", "tensor-parallel")
@@ -126,6 +129,33 @@ class Hangs(Plugin):
             time.sleep(HANGS)
 
 
+class Late(Plugin):
+    """Lets the second process start the third step late, and keeps when each process is where in that step.
+
+    Attributes:
+        times: Clock readings of the third step: at its first forward, and when it may begin to train.
+    """
+
+    name = "late"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: dict[str, float] = {}
+
+    @hookimpl(trylast=True)
+    def before_step(self, run: Run) -> None:
+        if run.state.step == 2:
+            time.sleep(LATE * run.rank)
+            self.times["begins"] = time.monotonic()
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run: Run) -> Any:
+        result = yield
+        if run.state.step == 2:
+            self.times["forward"] = time.monotonic()
+        return result
+
+
 def recipe(strategy: Any, model: str | None = None, **settings: Any) -> dict[str, Any]:
     """A recipe of the tiny task without metrics, which exchange objects too, and with a model of this file."""
     tree: dict[str, Any] = {**VECTORS, "plugins": [{"module": {"loss": "cross_entropy"}}, strategy], "output": "run"}
@@ -140,6 +170,13 @@ def watched(strategy: Any, model: str | None) -> tuple[list[int], bool]:
     watch = Watch()
     train(recipe(strategy, model, log_every=1000), watch)
     return watch.steps, watch.broadcasts
+
+
+def late() -> dict[str, float]:
+    """The times of a run whose second process is late."""
+    plugin = Late()
+    train(recipe("ddp"), plugin)
+    return plugin.times
 
 
 def saved(name: str) -> Counter[str]:
@@ -160,6 +197,11 @@ def test_a_step_needs_three_reductions(processes, tmp_path, strategy):
         assert set(ended.result[0]) == {3}, "its totals, its loss, and requests"
 
 
+def test_a_forward_pass_does_not_wait_for_the_totals_of_the_step(processes, tmp_path):
+    first, second = (ended.result for ended in processes(2, late, folder=tmp_path))
+    assert first["forward"] < second["begins"]
+
+
 @pytest.mark.parametrize(("model", "broadcasts"), [("Normed", True), ("Scaled", False), (None, False)])
 def test_ddp_broadcasts_buffers_only_where_training_may_change_them(processes, tmp_path, model, broadcasts):
     assert processes(2, watched, "ddp", model, folder=tmp_path)[0].result[1] is broadcasts
@@ -175,10 +217,9 @@ def test_shards_are_exchanged_over_the_host_group(processes, tmp_path):
 def test_timeout_is_an_option_of_each_strategy(name):
     for given, seconds in ((None, None), (90, 90.0), (1.5, 1.5), ("10m", 600.0)):
         plugin = load(name)(timeout=given)
-        draft = PluginSet([plugin]).draft("configure_accelerator", AcceleratorDraft())
-        assert draft.timeout == seconds
+        assert PluginSet([plugin]).configure(make_recipe({})).process_timeout == seconds
     with pytest.raises(UsageError, match=rf"{name}\.timeout: soon: expected a time such as 90s, 10m or 1h"):
-        PluginSet([load(name)(timeout="soon")]).draft("configure_accelerator", AcceleratorDraft())
+        PluginSet([load(name)(timeout="soon")]).configure(make_recipe({}))
 
 
 def test_a_process_that_hangs_is_noticed_within_the_timeout(tmp_path):

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from text_helpers import TINY_GPT, make_run
+from text_helpers import TINY, TINY_GPT, make_run
 from training_runs import execute
 
+from fastloop import Plugin, hookimpl
 from fastloop.errors import RecipeError
+from fastloop_plugins._cache import tokens_kept_in
+from fastloop_plugins.checkpoints.checkpoint_best import CheckpointBest
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
 from fastloop_plugins.kernels.compile import Compile
 from fastloop_plugins.tasks._lm_batches import block_sequences
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 DATA = {"files": {"train": "train.txt", "validation": "train.txt"}, "max_length": 16}
+SHORT = {"max_length": 16}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -143,3 +149,200 @@ def test_the_standard_library_is_split_by_file_and_always_the_same():
     assert 0.05 < len(paths["validation"]) / (len(paths["train"]) + len(paths["validation"])) < 0.2
     assert all(0 < len(row["text"]) <= 20_000 for row in splits["train"])
     assert stdlib_source(largest=20_000) == splits
+
+
+PLAY = "FIRST:\nSpeak, speak.\n\nALL:\n  Résolu.\r\n\n\n" * 30
+"""A text with blank lines, spaces at the start of lines, and line ends of two kinds."""
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_characters_and_bytes_are_tokens_and_the_saved_tokenizer_is_the_same(kind):
+    from transformers import AutoTokenizer
+
+    Path("train.txt").write_bytes(PLAY.encode())
+    data = {"files": {"train": "train.txt", "validation": "train.txt"}, "read": {"blank_lines": True}, "max_length": 16}
+    run = make_run("causal-lm", {"config": TINY_GPT, "tokenizer": {"kind": kind}}, data)
+    summary = execute(run)
+    ids = run.datasets["train"].ids
+    assert len(ids) == len(PLAY if kind == "char" else PLAY.encode()) + 1, "and the end token"
+    saved = AutoTokenizer.from_pretrained("run/model")
+    assert saved(PLAY, add_special_tokens=False)["input_ids"] == ids[:-1].tolist()
+    assert saved.decode(ids[:-1]) == PLAY
+    assert len(saved) == (len(set(PLAY)) if kind == "char" else 256) + 2
+    assert summary["plugins"]
+
+
+@pytest.mark.parametrize("task", ["text-classification", "seq2seq", "token-classification"])
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_other_tasks_train_on_characters_and_bytes(task, kind):
+    lines = [
+        {"text": f"ab cd {i}", "label": i % 2, "target": f"cd {i}", "words": ["ab", "cd"], "tags": ["B-X", "O"]}
+        for i in range(8)
+    ]
+    Path("rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    given = {
+        "text-classification": (TINY, {"label": "label"}),
+        "seq2seq": (
+            {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2},
+            {"target": "target"},
+        ),
+        "token-classification": (TINY, {"words": "words", "tags": "tags"}),
+    }
+    config, columns = given[task]
+    files = {"train": "rows.jsonl", "validation": "rows.jsonl"}
+    run = make_run(task, {"config": config, "tokenizer": {"kind": kind}}, {"files": files, "max_length": 16, **columns})
+    assert execute(run)["status"] == "completed"
+    tokenizer = run.plugins.plugins[0].text_model.tokenizer
+    units = tokenizer.convert_ids_to_tokens(tokenizer("cd", add_special_tokens=False)["input_ids"])
+    assert units[-2:] == ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "data", "expected"),
+    [
+        ({"kind": "char", "vocab_size": 100}, {}, "vocab_size: a tokenizer of kind char has all characters"),
+        ({"kind": "byte", "vocab_size": 300}, {}, "vocab_size: a tokenizer of kind byte has 256 bytes"),
+        ({"kind": "char"}, {"streaming": True}, "kind: char needs all characters of the training texts"),
+        ({"kind": "char"}, {"messages": "m"}, "kind: char has the characters of the messages"),
+    ],
+)
+def test_options_that_characters_and_bytes_cannot_have_are_refused(tokenizer, data, expected):
+    Path("rows.jsonl").write_text(json.dumps({"text": "ab", "m": [{"role": "user", "content": "ab"}]}))
+    files = {"train": "rows.jsonl", "validation": "rows.jsonl"}
+    with pytest.raises(RecipeError, match=expected):
+        make_run("causal-lm", {"config": TINY_GPT, "tokenizer": tokenizer}, {"files": files, "max_length": 16, **data})
+
+
+def test_a_byte_tokenizer_streams_and_a_char_tokenizer_of_another_run_too():
+    Path("rows.jsonl").write_text("\n".join(json.dumps({"text": f"one two {i}"}) for i in range(40)))
+    files = {"train": "rows.jsonl", "validation": "rows.jsonl"}
+    whole = make_run("causal-lm", {"config": TINY_GPT, "tokenizer": {"kind": "char"}}, {"files": files, **SHORT})
+    execute(whole)
+    Path("run/model").rename("saved")
+    shutil.rmtree("run")
+    stream = {"files": files, **SHORT, "streaming": True, "blocks": True}
+    for tokenizer in ({"kind": "byte"}, "saved"):
+        run = make_run("causal-lm", {"config": TINY_GPT, "tokenizer": tokenizer}, stream, max_steps=2)
+        found = [sample["input_ids"].tolist() for sample in run.datasets["train"]]
+        expected = run.plugins.plugins[0].text_model.tokenizer("one two 1", add_special_tokens=False)["input_ids"]
+        assert len(expected) == len("one two 1")
+        assert sum(map(len, found)) == sum(len(f"one two {i}") + 1 for i in range(40))
+        assert execute(run)["validation"]["bits_per_character"] > 0
+        shutil.rmtree("run")
+
+
+def test_a_character_that_training_lacks_is_unknown_and_a_warning_counts_it(caplog):
+    Path("other.txt").write_text("one zwei")
+    data = {"files": {"train": "train.txt", "validation": "other.txt"}, **SHORT}
+    make_run("causal-lm", {"config": TINY_GPT, "tokenizer": {"kind": "char"}}, data)
+    assert "validation: 1 characters are not in the training texts" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_bits_per_character_are_the_bits_of_all_tokens_by_the_characters(kind, tmp_path):
+    options = {"kind": kind} | ({"vocab_size": 300} if kind == "bpe" else {})
+    texts = Path("train.txt").read_text().split("\n\n")
+    found = []
+    for _ in range(2):  # the second run reads the token ids from the cache
+        with tokens_kept_in(tmp_path / "cache"):
+            run = make_run("causal-lm", {"config": TINY_GPT, "tokenizer": options}, DATA)
+        found.append(execute(run)["validation"])
+    tokens = len(run.datasets["validation"].ids)
+    expected = found[0]["loss"] / math.log(2) * tokens / sum(map(len, texts))
+    assert [metrics["bits_per_character"] for metrics in found] == [pytest.approx(expected, rel=1e-12)] * 2
+    assert run.metric_names() == ["loss", "perplexity", "bits_per_character"]
+
+
+def test_evaluate_reports_the_bits_per_character_of_training(cli, tmp_path):
+    recipe = {
+        "model": MODEL,
+        "data": DATA,
+        "train": {"max_steps": 2, "batch_size": 4, "device": "cpu"},
+        "output": "run",
+    }
+    Path("recipe.json").write_text(json.dumps(recipe))
+    assert cli("train", "recipe.json")[0] == 0
+    code, out, _ = cli("evaluate", "run", "--split", "validation", "--json", "-")
+    assert code == 0
+    trained = json.loads(Path("run/summary.json").read_text())["validation"]["bits_per_character"]
+    assert json.loads(out)["metrics"]["bits_per_character"] == pytest.approx(trained, rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["char", "byte"])
+def test_a_resumed_run_has_the_same_tokenizer_and_the_same_loss(cli, kind):
+    Path("train.txt").write_bytes(PLAY.encode())
+    recipe = {
+        "model": {"config": TINY_GPT | NO_DROPOUT, "tokenizer": {"kind": kind}},
+        "data": {"files": {"train": "train.txt"}, "read": {"blank_lines": True}, "max_length": 16},
+        "train": {"max_steps": 4, "save_every": 2, "batch_size": 4, "device": "cpu"},
+    }
+    Path("recipe.json").write_text(json.dumps(recipe))
+    assert cli("train", "recipe.json", "output=whole")[0] == 0
+    assert cli("train", "recipe.json", "output=parts", "train.max_steps=2")[0] == 0
+    code, out, err = cli("train", "recipe.json", "output=parts", "--resume")
+    assert code == 0, out + err
+    whole, parts = (json.loads(Path(f"{name}/summary.json").read_text()) for name in ("whole", "parts"))
+    assert parts["steps"] == 4
+    assert parts["validation"] == whole["validation"]
+    assert Path("whole/model/tokenizer.json").read_bytes() == Path("parts/model/tokenizer.json").read_bytes()
+
+
+def test_a_file_with_blank_lines_is_one_text_and_its_end_is_held_out(caplog):
+    Path("train.txt").write_bytes(PLAY.encode())
+    model = {"config": TINY_GPT, "tokenizer": {"kind": "char"}}
+    data = {"files": {"train": "train.txt"}, "read": {"blank_lines": True}, "max_length": 16}
+    with caplog.at_level("INFO"):
+        run = make_run("causal-lm", model, data)
+    assert "the last 10% of each file held out" in caplog.text
+    tokenizer = run.plugins.plugins[0].text_model.tokenizer
+    train, held = (tokenizer.decode(run.datasets[split].ids[:-1]) for split in ("train", "validation"))
+    assert train + held == PLAY
+    assert len(held) == round(len(PLAY) / 10)
+
+
+def test_blank_lines_are_for_txt_files_only():
+    Path("rows.jsonl").write_text(json.dumps({"text": "ab"}))
+    files = {"train": ["train.txt", "rows.jsonl"]}
+    with pytest.raises(
+        RecipeError, match=r"read\.blank_lines: it is for files of type \.txt; data\.files has \.jsonl, \.txt"
+    ):
+        make_run("causal-lm", MODEL, {"files": files, "read": {"blank_lines": True}, "max_length": 16})
+
+
+def test_predict_continues_a_whole_file_with_blank_lines(cli):
+    Path("train.txt").write_bytes(PLAY.encode())
+    recipe = {
+        "model": {"config": TINY_GPT | {"n_positions": 64}, "tokenizer": {"kind": "char"}},
+        "data": {"files": {"train": "train.txt"}, "read": {"blank_lines": True}, "max_length": 16},
+        "train": {"max_steps": 2, "batch_size": 4, "device": "cpu"},
+        "output": "run",
+    }
+    Path("recipe.json").write_text(json.dumps(recipe))
+    assert cli("train", "recipe.json")[0] == 0
+    Path("prompt.txt").write_text("FIRST:\n\nSpeak")
+    code, out, _ = cli("predict", "run", "prompt.txt", "plugins.causal-lm.max_new_tokens=5")
+    assert code == 0
+    (line,) = out.splitlines()
+    assert len(json.loads(line)["text"]) == 5
+
+
+class Watch(Plugin):
+    """Keeps the metrics of each evaluation."""
+
+    name = "watch"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[float] = []
+
+    @hookimpl
+    def after_evaluate(self, metrics):
+        self.found.append(metrics["bits_per_character"])
+
+
+def test_the_checkpoint_with_the_fewest_bits_per_character_is_the_best():
+    model = {"config": TINY_GPT, "tokenizer": {"kind": "char"}}
+    data = {"files": {"train": "train.txt", "validation": "train.txt"}, **SHORT}
+    objects = [CheckpointBest(monitor="bits_per_character"), watch := Watch()]
+    summary = execute(make_run("causal-lm", model, data, objects, epochs=3))
+    assert summary["best"]["value"] == min(watch.found) < max(watch.found)

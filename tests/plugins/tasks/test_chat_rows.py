@@ -21,8 +21,8 @@ from training_runs import execute
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe, make_recipe
-from fastloop.registry import resolve
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.tasks._chat_data import LanguageTextData

@@ -19,8 +19,8 @@ from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.errors import DataError, UsageError
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 from fastloop_plugins.datasets.digit_images import digit_images
 from fastloop_plugins.tasks._image_batches import Transform, read_image
 from fastloop_plugins.tasks._image_data import Augment

@@ -17,8 +17,8 @@ from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import TEXTS, write_texts
 
 WEIGHTS = [1.0, 2.5, 0.25]

@@ -13,8 +13,8 @@ from training_runs import execute
 from fastloop import RecipeError
 from fastloop.errors import UserCodeError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
-from fastloop.registry import resolve
 
 CODE = """
 import torch

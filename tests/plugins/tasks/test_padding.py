@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from fastloop import Plugin, RecipeError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, make_recipe
-from fastloop.registry import resolve
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 
 SIZES = {

@@ -195,8 +195,8 @@ def test_a_recipes_module_counts_targets(tmp_path):
     from training_runs import execute
 
     from fastloop.lifecycle import build
+    from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
-    from fastloop.registry import resolve
 
     (tmp_path / "own.py").write_text(
         "from test_target_counts import MODELS, Scores, samples\n"

@@ -127,7 +127,8 @@ def test_padding_detection_reads_no_tensor(name, lengths, attention):
         inputs = {"input_ids": ids} | ({"use_cache": False} if "mistral" in name else {})
         waits.clear()
         forward(net, inputs | ({"attention_mask": mask} if lengths == "padded" else {}))
-        assert not waits
+        # transformers 5.17 copies a constant to the device for eager attention, which waits for nothing
+        assert not [wait for wait in waits if "torch.tensor(0.0, device=mask.device" not in wait]
         if attention == "sdpa" and "mistral" not in name:  # whose window always needs a mask
             net(**inputs, attention_mask=mask)
             assert waits

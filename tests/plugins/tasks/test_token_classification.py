@@ -21,8 +21,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 from fastloop.errors import PluginError, RecipeError
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop_plugins.datasets.dispatches import dispatches
 from fastloop_plugins.tasks._tag_batches import IGNORED, cut_words, windows
 from fastloop_plugins.tasks._tag_tokens import pairs

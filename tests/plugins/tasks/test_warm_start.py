@@ -13,8 +13,8 @@ from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.testing import LANGUAGE, write_texts
 
 

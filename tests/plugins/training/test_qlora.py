@@ -21,8 +21,8 @@ from training_runs import execute
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, loop
 from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop.registry import resolve
 from fastloop.runtime.hardware import Machine
 from fastloop.testing import ProcessResult
 from fastloop.testing.runs import DIES_AT, SAVES_EVERY, KillAtStep, Trained, train

@@ -319,8 +319,8 @@ def test_fused_optimizer_passes_its_argument_to_the_plugin_that_builds_the_dict(
         def build_optimizer(self, run, model):
             first, last = halves(model)
             return {
-                "first": AdamW(first.parameters(), lr=1e-2, **run.optimizer_arguments),
-                "last": AdamW(last.parameters(), lr=1e-2, **run.optimizer_arguments),
+                "first": AdamW(first.parameters(), lr=1e-2, **run.settings.optimizer),
+                "last": AdamW(last.parameters(), lr=1e-2, **run.settings.optimizer),
             }
 
     run = tiny_run([Fused(), "fused-optimizer"]).trainer.run

@@ -40,7 +40,7 @@ class GAN(Plugin):
     def build_optimizer(self, run: Run, model: nn.Module) -> dict[str, Optimizer]:
         from torch.optim import Adam
 
-        arguments = {"lr": run.recipe.train.lr, "betas": (self.config.beta1, 0.999), **run.optimizer_arguments}
+        arguments = {"lr": run.recipe.train.lr, "betas": (self.config.beta1, 0.999), **run.settings.optimizer}
         return {
             name: Adam(model.get_submodule(name).parameters(), **arguments) for name in ("discriminator", "generator")
         }

@@ -53,5 +53,5 @@ class Muon(Plugin):
         shared = {"lr": train.lr, "weight_decay": train.weight_decay}
         return {
             "muon": optim.Muon(matrices, momentum=self.config.momentum, adjust_lr_fn="match_rms_adamw", **shared),
-            "adamw": optim.AdamW(rest, **shared, **run.optimizer_arguments),
+            "adamw": optim.AdamW(rest, **shared, **run.settings.optimizer),
         }

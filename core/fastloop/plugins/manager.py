@@ -1,6 +1,7 @@
 """The hooks of one run: their declarations and implementations, and the plugin that failed.
 
-pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare. ``PluginSet`` adds drafts and chains.
+pluggy registers the implementations. ``Hooks`` adds hooks that plugins declare. ``PluginSet`` adds settings and
+chains.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from types import ModuleType
 from typing import Any
 
 import pluggy
 
-from fastloop import hookspecs, plugin_checks
+from fastloop import hookspecs
 from fastloop.distributed.signals import Stopped
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
-from fastloop.hook_callers import HookCallers, make_caller
-from fastloop.plugin import GROUP, IMPLEMENTATIONS, Plugin, distributions_of, entry_points, own_entry_points
-from fastloop.recipe import importing
+from fastloop.plugins.call import HookCallers, make_caller
+from fastloop.plugins.checks import check_hooks
+from fastloop.plugins.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points
+from fastloop.plugins.plugin import Plugin
+from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
-from fastloop.state import Draft
+from fastloop.settings import Settings, merge_settings
 from fastloop.strategy import Strategy, method_that_raised
 
 log = logging.getLogger("fastloop")
@@ -49,13 +52,14 @@ class Hooks(pluggy.PluginManager):
     def __init__(self, plugins: Iterable[Plugin]) -> None:
         super().__init__("fastloop")
         plugins = list(plugins)
-        self.known: dict[str, tuple[str, ...]] = {}
-        self.first: set[str] = set()
         self.disabled: dict[str, str] = {}
         self.failure: tuple[BaseException, Plugin, str] | None = None
         self._add_specs(plugins)
+        specs = {name: caller.spec for name, caller in vars(self.hook).items()}
+        self.known = {name: (*spec.argnames, *spec.kwargnames) for name, spec in specs.items()}
+        self.first = {name for name, spec in specs.items() if spec.opts["firstresult"]}
         for plugin in reversed(plugins):  # pluggy calls the last registered first
-            plugin_checks.check_hooks(plugin, self.known, self.first)
+            check_hooks(plugin, self.known, self.first)
             try:
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
@@ -89,11 +93,6 @@ class Hooks(pluggy.PluginManager):
                     )
                 owners[name] = (namespace, owner)
             self.add_hookspecs(namespace)
-        for name in owners:
-            spec = getattr(self.hook, name).spec
-            self.known[name] = (*spec.argnames, *spec.kwargnames)
-            if spec.opts["firstresult"]:
-                self.first.add(name)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
         """The marks of an implementation. Adds ``trylast`` to the hooks in ``fallback_hooks``."""
@@ -135,19 +134,13 @@ class Hooks(pluggy.PluginManager):
 
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns
-        whether the run continues."""
+        whether the run continues. The ``teardown`` of a disabled plugin is still called."""
         if not isinstance(plugin, Plugin) or isinstance(error, Stopped):
             return False  # the core, or a signal
-        if self._disable(plugin, hook, error):
-            return True
-        if self.failure is None or self.failure[0] is not error:  # else a nested hook raised it
-            self.failure = error, plugin, hook
-        return False
-
-    def _disable(self, plugin: Plugin, hook: str, error: BaseException) -> bool:
-        """Disable a failed plugin if its ``on_error`` is ``disable``. Its ``teardown`` is still called. Returns whether
-        it did."""
-        if plugin.on_error != "disable" or (isinstance(error, UsageError) and hook in ("check_recipe", "check_run")):
+        refuses = isinstance(error, UsageError) and hook in ("check_recipe", "check_run")
+        if plugin.on_error != "disable" or refuses:
+            if self.failure is None or self.failure[0] is not error:  # else a nested hook raised it
+                self.failure = error, plugin, hook
             return False
         reason = str(make_crash(plugin, hook, error))
         self.disabled.setdefault(plugin.name, reason)  # if teardown fails too, the first reason is the cause
@@ -179,7 +172,8 @@ def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
     return crash
 
 
-def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None:
+@cache
+def distribution_of(cls: Any) -> importlib.metadata.Distribution | None:
     """The distribution that a plugin is installed with; None for one of a file or a script."""
     package = cls.__module__.partition(".")[0]
     points = [
@@ -190,16 +184,16 @@ def distribution_of(cls: type[Plugin]) -> importlib.metadata.Distribution | None
     ]
     for point in sorted(points, key=lambda point: point.value != f"{cls.__module__}:{cls.__qualname__}"):
         return point.dist
-    names = distributions_of(package)
+    names = importlib.metadata.packages_distributions().get(package, [])
     return importlib.metadata.distribution(names[0]) if len(names) == 1 else None
 
 
 def origin(cls: type[Plugin]) -> str:
     """The source of a plugin's code: distribution and version, else the recipe's file, else the module."""
-    if (distribution := distribution_of(cls)) is not None:
-        return f"{distribution.name} {distribution.version}"
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None)
-    return str(file) if file and cls.__module__.startswith(importing.PREFIX) else cls.__module__
+    if cls.__module__.startswith(importing.PREFIX):
+        return str(sys.modules[cls.__module__].__file__)
+    distribution = distribution_of(cls)  # type: ignore[arg-type]  # mypy takes no class as hashable
+    return f"{distribution.name} {distribution.version}" if distribution else cls.__module__
 
 
 @dataclass
@@ -250,19 +244,13 @@ class PluginSet:
     def unsubscribe(self, plugin: Plugin, hook: str) -> None:
         """Stop calling a plugin's hook. A plugin that only examines the first steps so costs nothing in later ones.
 
-        Draft and chain hooks, ``save_state``, ``load_state`` and ``teardown`` are still called.
+        ``configure``, chain hooks, ``save_state``, ``load_state`` and ``teardown`` are still called.
         """
         self.hooks.unsubscribe(plugin, hook)
 
-    def draft(self, hook: str, draft: Draft) -> Any:
-        """Pass a draft to every plugin, and return it."""
-        for plugin, call in self.each(hook):
-            recipe, listed, _ = plugin.where.rpartition(": plugins.")
-            draft.__dict__.update(_writer=plugin.name, _where=f"{recipe}: " if listed else "")
-            if (result := call(draft=draft)) is not None:
-                found = f"a {type(result).__name__}, expected no result. docs/loop.md describes the hook."
-                raise PluginError(f"{draft._where}plugin {plugin.name!r}: {hook} returned {found}")
-        return draft
+    def configure(self, recipe: Recipe) -> Settings:
+        """Collect the settings of every plugin."""
+        return merge_settings(recipe, self.each("configure"))
 
     def chain(self, hook: str, model: Any, /, **arguments: Any) -> Any:
         """Pass the model through every plugin. A result that is not None replaces it."""

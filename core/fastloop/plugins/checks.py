@@ -14,12 +14,13 @@ from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
-from fastloop.plugin import Numerics, Plugin
+from fastloop.plugins.installed import load
+from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.strategy import METHODS, Strategy
 
 log = logging.getLogger("fastloop")
 
-REFERENCES = ("requires", "conflicts", "runs_after", "runs_before")
+REFERENCES = ("conflicts", "requires", "runs_after", "runs_before")
 """Declarations that name other plugins or ``slot:NAME``."""
 CLOSE = 0.8
 """Similarity (difflib's ratio, in [0, 1]) from which an unknown name in a declaration is reported as misspelled. Higher
@@ -42,11 +43,10 @@ the type itself."""
 
 def exclusive_hooks() -> list[str]:
     """The core's *first* hooks that only one plugin of a run may implement."""
-    marks = {name: getattr(spec, "fastloop_spec", None) for name, spec in vars(hookspecs).items()}
     return [
         name
-        for name, mark in marks.items()
-        if mark and mark["firstresult"] and name not in hookspecs.SHARED_FIRST_HOOKS
+        for name, spec in vars(hookspecs).items()
+        if getattr(spec, "fastloop_spec", {}).get("firstresult") and name not in hookspecs.SHARED_FIRST_HOOKS
     ]
 
 
@@ -62,29 +62,92 @@ def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any
 # -- plugins of a run --------------------------------------------------------------------------------------------------
 
 
-def check_together(plugins: Sequence[Plugin], installed: Collection[str], reasons: dict[str, str], where: str) -> None:
+def check_together(plugins: Sequence[Plugin], installed: Collection[str], where: str) -> None:
     """Check the declarations of a run's plugins.
 
     Args:
-        plugins: In call order.
         installed: Names of the installed plugins.
-        reasons: Plugin name -> why it is in the run. Updated for plugins that leave a hook to another.
         where: The recipe, for messages.
 
     Raises:
-        PluginError: A numerics class does not exist, or two plugins implement one *first* hook.
+        PluginError: A declaration is wrong, or two plugins exclude each other, or a plugin lacks one that it requires.
     """
-    names = {*installed, *(plugin.name for plugin in plugins)}
-    slots = {plugin.slot for plugin in plugins if plugin.slot}
     for plugin in plugins:
-        if plugin.numerics not in get_args(Numerics):
-            raise PluginError(
-                f"{where}: plugin {plugin.name!r} declares the numerics {plugin.numerics!r}, which is no numerics "
-                f"class.{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
-            )
-        for message in misspelled(plugin, names, slots):
-            warn_once(f"{where}: {message}")
-    _check_exclusive_hooks(plugins, reasons, where)
+        if not plugin.name:
+            raise PluginError(f"{where}: the plugin {type(plugin).__qualname__} has no name. Set `name` in its class.")
+        check_declarations(plugin, where)
+        if sum(other.name == plugin.name for other in plugins) > 1:
+            raise PluginError(f"{where}: plugin {plugin.name!r} appears twice. Remove one.")
+        rivals = [other for other in plugins if plugin.slot and other.slot == plugin.slot]
+        if len(rivals) > 1:
+            names, fix = _keep_one(rivals)
+            raise PluginError(f"{where}: {names} fill the slot {plugin.slot!r}. {fix}")
+    for plugin in plugins:
+        _check_references(plugin, plugins, {*installed, *(other.name for other in plugins)}, where)
+
+
+def _keep_one(rivals: Sequence[Plugin]) -> tuple[str, str]:
+    """Names of plugins of which a run may have one, and the options that leave out the others."""
+    *others, last = (repr(plugin.name) for plugin in rivals)
+    fixes = [f"--without {','.join(other.name for other in rivals if other is not kept)}" for kept in rivals]
+    return f"{', '.join(others)} and {last}", f"Keep one: {' or '.join(fixes)}."
+
+
+def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collection[str], where: str) -> None:
+    """Check the names of other plugins in a plugin's declarations. Warns about a name that is close to a known one."""
+    slots = {other.slot for other in plugins if other.slot}
+    for declaration in REFERENCES:
+        for reference in getattr(plugin, declaration):
+            found = [other for other in plugins if refers([reference], other)]
+            if found and declaration == "conflicts":
+                raise PluginError(
+                    f"{where}: plugins {plugin.name!r} and {found[0].name!r} exclude each other: "
+                    f"{plugin.conflicts[reference]} Remove one of them."
+                )
+            if not found and declaration == "requires":
+                raise PluginError(
+                    f"{where}: plugin {plugin.name!r} requires {_explain_missing(reference, plugins, names)}"
+                )
+            if not found and (meant := nearest(reference, names, slots)) not in ("", reference):
+                slot = reference.startswith("slot:")
+                problem = "no plugin of this run is in this slot" if slot else "no plugin has this name"
+                warn_once(
+                    f"{where}: plugin {plugin.name!r}: {declaration} names {reference!r}, and {problem}. Did you mean "
+                    f"{meant!r}?"
+                )
+
+
+def refers(references: Collection[str], plugin: Plugin) -> bool:
+    """Whether one of a declaration's references, by name or by ``slot:NAME``, is to a plugin."""
+    return plugin.name in references or f"slot:{plugin.slot}" in references
+
+
+def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collection[str]) -> str:
+    """The end of the message for a requirement that no plugin of the run meets."""
+    slot = reference.removeprefix("slot:")
+    if slot != reference:
+        return f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
+    if reference not in names:
+        return f"{reference!r}, and no plugin of this name is installed.{did_you_mean(reference, names)}"
+    if load(reference).slot == "task":
+        task = next((repr(other.name) for other in plugins if other.slot == "task"), "none")
+        return (
+            f"the task {reference!r}, and the task of this run is {task}. If any task will do, its class requires "
+            "'slot:task'."
+        )
+    return f"{reference!r}, which the recipe does not list. Add it: --with {reference}."
+
+
+def nearest(reference: str, names: Collection[str], slots: Collection[str]) -> str:
+    """The name or ``slot:NAME`` that a reference is, or is close to; or an empty string."""
+    kind, colon, rest = reference.partition(":")
+    if not colon:
+        close = difflib.get_close_matches(reference, list(names), n=1, cutoff=CLOSE)
+    elif kind == "slot":
+        close = [f"slot:{name}" for name in difflib.get_close_matches(rest, list(slots), n=1, cutoff=CLOSE)]
+    else:  # package:name, or a misspelled "slot:"
+        close = [f"slot:{rest}"] if rest in slots else [rest] if rest in names else []
+    return close[0] if close else ""
 
 
 def check_declarations(plugin: Plugin, where: str) -> None:
@@ -94,6 +157,11 @@ def check_declarations(plugin: Plugin, where: str) -> None:
         PluginError: An attribute of the class resembles a declaration that it lacks, or a declaration has another type.
     """
     where = f"{where}: plugin {plugin.name!r}"
+    if plugin.numerics not in get_args(Numerics):
+        raise PluginError(
+            f"{where} declares the numerics {plugin.numerics!r}, which is no numerics class."
+            f"{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
+        )
     if not hasattr(plugin, "where"):
         raise PluginError(
             f"{where}: its __init__ does not call super().__init__(**options), which sets its options. Call it first."
@@ -127,56 +195,38 @@ def _resembles(name: str, known: str) -> bool:
     return sorted(name) == sorted(known) or difflib.SequenceMatcher(None, name, known).ratio() >= RESEMBLES
 
 
-def misspelled(plugin: Plugin | type[Plugin], names: Collection[str], slots: Collection[str]) -> Iterator[str]:
-    """A message for each reference of a plugin that matches no name or slot, but is close to one."""
-    for declaration in REFERENCES:
-        for reference in getattr(plugin, declaration):
-            kind, colon, rest = reference.partition(":")
-            slot = kind == "slot" and bool(colon)
-            if rest in slots if slot else reference in names:
-                continue
-            if colon and not slot:  # package:name, or a misspelled "slot:"
-                close = [f"slot:{rest}"] if rest in slots else [rest] if rest in names else []
-            elif slot:
-                close = [f"slot:{name}" for name in difflib.get_close_matches(rest, list(slots), n=1, cutoff=CLOSE)]
-            else:
-                close = difflib.get_close_matches(reference, list(names), n=1, cutoff=CLOSE)
-            if close:
-                problem = "no plugin of this run is in this slot" if slot else "no plugin has this name"
-                yield (
-                    f"plugin {plugin.name!r}: {declaration} names {reference!r}, and {problem}. Did you mean "
-                    f"{close[0]!r}?"
-                )
-
-
 @functools.cache
 def warn_once(message: str) -> None:
     """Log a message once per process: one command may resolve plugins several times."""
     log.warning("%s", message)
 
 
-def _check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], where: str) -> None:
-    """Refuse two plugins that implement one *first* hook: only one would be called."""
-    main: dict[str, list[Plugin]] = {hook: [] for hook in exclusive_hooks()}
-    fallbacks: dict[str, list[Plugin]] = {hook: [] for hook in main}
-    for plugin in plugins:
-        for hook, _, marks in implementations(plugin):
-            if hook in main and not marks["wrapper"]:
-                (fallbacks if marks["trylast"] or hook in plugin.fallback_hooks else main)[hook].append(plugin)
-    for hook, rivals in main.items():
+def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], where: str) -> None:
+    """Check that no two plugins implement one *first* hook: only one would be called.
+
+    Args:
+        plugins: In call order.
+        reasons: Plugin name -> why it is in the run. Updated for plugins that leave a hook to another.
+
+    Raises:
+        PluginError: Two plugins do.
+    """
+    every = [
+        (hook, plugin, marks["trylast"] or hook in plugin.fallback_hooks)
+        for plugin in plugins
+        for hook, _, marks in implementations(plugin)
+        if not marks["wrapper"]
+    ]
+    for hook in exclusive_hooks():
+        rivals = [plugin for name, plugin, is_fallback in every if name == hook and not is_fallback]
         if len(rivals) > 1:
-            *others, last = (repr(plugin.name) for plugin in rivals)
-            fixes = [
-                f"--without {','.join(other.name for other in rivals if other is not plugin)}" for plugin in rivals
-            ]
+            names, fix = _keep_one(rivals)
             raise PluginError(
-                f"{where}: plugins {', '.join(others)} and {last} both implement {hook}, but only the first would be "
-                "called. "
-                f"Keep one: {' or '.join(fixes)}. An author can wrap the other implementation "
-                "(@hookimpl(wrapper=True)) or leave the hook "
-                f'to it (fallback_hooks = ("{hook}",)).'
+                f"{where}: plugins {names} both implement {hook}, but only the first would be called. {fix} An author "
+                "can wrap the other implementation (@hookimpl(wrapper=True)) or leave the hook to it (fallback_hooks = "
+                f'("{hook}",)).'
             )
-        for plugin in fallbacks[hook] if rivals else ():
+        for plugin in [plugin for name, plugin, is_fallback in every if rivals and name == hook and is_fallback]:
             if plugin.name in reasons:
                 reasons[plugin.name] += f"; leaves {hook} to {rivals[0].name!r}"
 
@@ -199,27 +249,30 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
             f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}."
         )
     _check_unmarked(plugin, known)
-    implemented = []
-    for hook, method, marks in implementations(plugin):
-        where = f"plugin {plugin.name!r}: {hook}"
-        if not marks["wrapper"]:
-            implemented.append(hook)
-        if marks["hookwrapper"]:
-            raise PluginError(f"{where} is marked hookwrapper=True, an older form. Mark it wrapper=True.")
-        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
-            raise PluginError(f"{where} is an `async def`, and nothing would await it. Make it a `def`.")
+    marked = list(implementations(plugin))
+    for hook, method, marks in marked:
+        where, wrapper = f"plugin {plugin.name!r}: {hook}", marks["wrapper"]
         if hook not in known:
             if marks["optionalhook"]:
                 continue
             raise PluginError(f"plugin {plugin.name!r}: {unknown_hook(hook, known)}")
-        if hook in hookspecs.UNWRAPPABLE_HOOKS and marks["wrapper"]:
-            raise PluginError(f"{where} cannot be a wrapper: it is called on each plugin separately.")
         changes_run = hook in hookspecs.CHANGING_HOOKS or hook in first
-        if plugin.read_only and (changes_run or marks["wrapper"]):
-            problem = "changes the run" if changes_run else "is a wrapper"
-            raise PluginError(f"{where} {problem}, but the plugin is declared read_only. Remove one of the two.")
+        is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+        remedy = "but the plugin is declared read_only. Remove one of the two."
+        problems = {
+            "is marked hookwrapper=True, an older form. Mark it wrapper=True.": marks["hookwrapper"],
+            "is an `async def`, and nothing would await it. Make it a `def`.": is_async,
+            "cannot be a wrapper: it is called on each plugin separately.": (
+                wrapper and hook in hookspecs.UNWRAPPABLE_HOOKS
+            ),
+            f"changes the run, {remedy}": plugin.read_only and changes_run,
+            f"is a wrapper, {remedy}": plugin.read_only and wrapper,
+        }
+        if problem := next(filter(problems.get, problems), None):
+            raise PluginError(f"{where} {problem}")
         for parameter in inspect.signature(method).parameters.values():
             check_argument(where, known[hook], parameter)
+    implemented = [hook for hook, _, marks in marked if not marks["wrapper"]]
     for hook in plugin.fallback_hooks:
         if hook not in implemented or (hook in known and hook not in first):
             raise PluginError(

@@ -20,40 +20,27 @@ The resolver reads only declarations on the class, so it treats third-party plug
 from __future__ import annotations
 
 import importlib.metadata
-import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 import pluggy
 
-from fastloop.errors import RecipeError, UsageError
+from fastloop.errors import RecipeError
 from fastloop.options import check_options, option, parse
 
 if TYPE_CHECKING:
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
-    from fastloop.registry import ResolvedRecipe
     from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
 
 DISTRIBUTION = "fastloop-train"
 """Name of fastloop's distribution. The name ``fastloop`` on the package index belongs to another project."""
 
-GROUP = "fastloop.plugins"
-"""Entry-point group of plugins."""
-
-DEFAULTS = "fastloop.defaults"
-"""Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an
-installed plugin is not active until a recipe names it."""
-
-IMPLEMENTATIONS = "fastloop.implementations"
-"""Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
 
 _place: ContextVar[str] = ContextVar("_place", default="")
 
@@ -303,69 +290,3 @@ def listed_at(where: str) -> Iterator[None]:
         yield
     finally:
         _place.reset(token)
-
-
-def defaults() -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
-    return own_entry_points(DEFAULTS)
-
-
-def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of a group, by name, without those of other distributions than fastloop's."""
-    return {point.name: point for point in sorted(entry_points(group), key=lambda point: point.name) if is_own(point)}
-
-
-def is_own(point: importlib.metadata.EntryPoint) -> bool:
-    """Whether fastloop's own distribution declares an entry point."""
-    return point.dist is not None and name_and_version(point.dist)[0] == DISTRIBUTION
-
-
-@lru_cache(maxsize=4096)
-def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
-    """Name and version of an installed package. Reads these two fields only: importlib.metadata parses the whole text
-    for each of them."""
-    head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
-    fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))
-    return fields.get("Name", "?"), fields.get("Version", "?")
-
-
-def entry_points(group: str) -> importlib.metadata.EntryPoints:
-    """The entry points of a group. Raises ``UsageError`` if the other project's distribution ``fastloop`` is installed,
-    too."""
-    return _entry_points(_metadata_folders()).get(group, importlib.metadata.EntryPoints())
-
-
-def distributions_of(package: str) -> list[str]:
-    """Names of the installed distributions that hold an import package."""
-    return _packages(_metadata_folders()).get(package, [])
-
-
-def _metadata_folders() -> tuple[tuple[str, int], ...]:
-    """The folders of ``sys.path`` with their times of change. Reading all metadata takes up to a second, so the results
-    are kept until one of them changes."""
-    folders = []
-    for path in sys.path:
-        with suppress(OSError):
-            folders.append((str(Path(path).absolute()), Path(path).stat().st_mtime_ns))
-    return tuple(folders)
-
-
-@lru_cache(maxsize=2)
-def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.metadata.EntryPoints]:
-    for other in importlib.metadata.distributions(name="fastloop"):
-        raise UsageError(
-            "two distributions with the import name fastloop are installed, and their files overwrite each other: "
-            f"{DISTRIBUTION}, and fastloop {other.version}, which is another project. Remove both, then install this "
-            f"one: pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
-        )
-    points = importlib.metadata.entry_points()
-    return {
-        group: points.select(group=group)
-        for group in points.groups
-        if group.startswith(("fastloop.", "torch.backends"))
-    }
-
-
-@lru_cache(maxsize=2)
-def _packages(folders: tuple[tuple[str, int], ...]) -> Mapping[str, list[str]]:
-    return importlib.metadata.packages_distributions()

@@ -67,7 +67,8 @@ def make_caller(
     every: list[tuple[Any, Sequence[str]]] = [(impl, impl.argnames) for impl in implementations]
     wrappers, calls = ([call for call in every if call[0].wrapper is wraps] for wraps in (True, False))
 
-    def call_first(**arguments: Any) -> Any:
+    def call_each(**arguments: Any) -> Any:
+        results = []
         for impl, names in calls:  # read `function` at each call: it may be replaced
             try:
                 result = impl.function(*map(arguments.__getitem__, names))
@@ -76,23 +77,10 @@ def make_caller(
                     raise
                 continue
             if result is not None:
-                return result
-        return None
-
-    def call_all(**arguments: Any) -> list[Any]:
-        results = []
-        for impl, names in calls:
-            try:
-                result = impl.function(*map(arguments.__getitem__, names))
-            except (Exception, SystemExit) as error:
-                if not on_error(impl.plugin, name, error):
-                    raise
-                continue
-            if result is not None:
+                if is_first:
+                    return result
                 results.append(result)
-        return results
-
-    inner = call_first if is_first else call_all
+        return None if is_first else results
 
     def call_wrapped(**arguments: Any) -> Any:
         entered: list[tuple[Any, Generator[None, Any, Any]]] = []
@@ -106,7 +94,7 @@ def make_caller(
                     raise PluginError(f"plugin {entering.name!r}: {name} is a wrapper, and ended before its yield.")
                 entered.append((entering, generator))
             entering = None
-            result = inner(**arguments)
+            result = call_each(**arguments)
         except BaseException as error:
             failure = error
             if entering is not None and isinstance(error, Exception | SystemExit):
@@ -128,7 +116,7 @@ def make_caller(
         finally:
             del failure  # its traceback refers to this frame
 
-    return call_wrapped if wrappers else inner
+    return call_wrapped if wrappers else call_each
 
 
 def enclose(

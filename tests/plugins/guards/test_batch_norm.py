@@ -50,8 +50,8 @@ class Halves(Plugin):
     name = "halves"
 
     @hookimpl
-    def configure_dataloader(self, draft: Any) -> None:
-        draft.split = lambda dataset, ids, processes: [ids[: len(ids) // 2], ids[len(ids) // 2 :]]
+    def configure(self) -> dict[str, Any]:
+        return {"split": lambda dataset, ids, processes: [ids[: len(ids) // 2], ids[len(ids) // 2 :]]}
 
 
 class FailsOnce(Plugin):

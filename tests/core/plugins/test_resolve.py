@@ -6,6 +6,7 @@ The installed plugins here are real distributions: folders with metadata on the 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,20 +16,21 @@ import pytest
 import torch
 
 from fastloop import (
-    DataLoaderDraft,
     Device,
     Dtype,
-    OptimizerDraft,
     Package,
     Plugin,
     PluginCrash,
     PluginError,
     RecipeError,
+    Settings,
     When,
     hookimpl,
 )
+from fastloop.plugins.installed import installed, load
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
-from fastloop.registry import PluginSet, installed, load, resolve
 from fastloop.runtime.hardware import Machine
 
 pytest_plugins = ["installing"]
@@ -385,39 +387,56 @@ def test_invalid_wrapper_is_rejected():
     assert "not a generator function" in refusal(Silent())
 
 
-# -- drafts and chains -------------------------------------------------------------------------------------------------
+# -- settings and chains -----------------------------------------------------------------------------------------------
 
 
 def writer(name: str, **values: Any) -> Plugin:
-    @hookimpl
-    def configure_dataloader(self: Plugin, draft: DataLoaderDraft) -> None:
-        for field, value in values.items():
-            setattr(draft, field, value)
-
-    return make(name, configure_dataloader=configure_dataloader)
+    return make(name, configure=hookimpl(lambda self: values))
 
 
-def test_conflicting_draft_fields_name_both_plugins():
-    resolution = resolve(
-        recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2)]
-    ).plugins
-    with pytest.raises(
-        PluginError, match=r"^plugins 'a' and 'b' both set DataLoaderDraft.num_workers\. Remove one of them\.$"
-    ):
-        resolution.draft("configure_dataloader", DataLoaderDraft())
+def configured(*plugins: Plugin, data: dict[str, Any] | None = None, **train: Any) -> Settings:
+    given = make_recipe({"data": data or {}, "train": train})
+    return resolve(given, CPU, plugins).plugins.configure(given)
 
 
-def test_draft_records_setter_and_rejects_unknown_fields():
-    draft = resolve(recipe(), CPU, [writer("a", num_workers=2), writer("b", pin_memory=True)]).plugins.draft(
-        "configure_dataloader", DataLoaderDraft()
-    )
-    assert draft.written_by("a") == {"num_workers": 2}
-    assert draft.written_by("b") == {"pin_memory": True}
-    assert DataLoaderDraft().num_workers == 0  # each run has its own
-    with pytest.raises(
-        PluginError, match=r"a: DataLoaderDraft has no field 'num_worker'\. Did you mean 'num_workers'\?"
-    ):
-        resolve(recipe(), CPU, [writer("a", num_worker=2)]).plugins.draft("configure_dataloader", DataLoaderDraft())
+def test_two_plugins_that_set_one_field_are_refused_by_name():
+    with pytest.raises(PluginError, match=r"^recipe: plugins 'a' and 'b' both set num_workers\. Remove one of them\.$"):
+        configured(writer("a", num_workers=2), writer("b", pin_memory=True, num_workers=2))
+
+
+def test_settings_record_who_set_them_and_reject_unknown_names():
+    settings = configured(writer("a", num_workers=2), writer("b", pin_memory=True), data={"pad_to_multiple_of": 8})
+    assert settings.writers == {"num_workers": "a", "pin_memory": "b"}
+    assert (settings.num_workers, settings.pin_memory, settings.pad_to_multiple_of) == (2, True, 8)
+    assert Settings().num_workers == 0  # each run has its own
+    for name, hint in (("num_worker", "Did you mean 'num_workers'?"), ("writers", "Expected one of: ")):
+        message = f"recipe: plugin 'a': configure returned '{name}', which is no field of Settings. {hint}"
+        with pytest.raises(PluginError, match=re.escape(message)):
+            configured(writer("a", **{name: 2}))
+    with pytest.raises(PluginError, match=r"^recipe: plugin 'a': configure returned optimizer: a str, expected a map"):
+        configured(writer("a", optimizer="fused"))
+
+
+def test_values_for_a_split_yield_to_those_of_another_plugin_in_any_order():
+    own = {"train": {"num_workers": 2, "timeout": 9.0}, "test": {"num_workers": 3}}
+    task, sets = writer("task", by_split=own), writer("sets", num_workers=1)
+    for plugins in ((task, sets), (sets, task)):
+        settings = configured(*plugins)
+        assert (settings.num_workers, settings.timeout) == (1, 9.0)
+        assert [settings.of(split)["num_workers"] for split in ("train", "test", "validation")] == [1, 1, 1]
+    settings = configured(task)
+    assert settings.num_workers == 2
+    assert [settings.of(split)["num_workers"] for split in ("train", "test", "validation")] == [2, 3, 2]
+    assert settings.writers == {"by_split['train']": "task", "by_split['test']": "task"}
+
+
+def test_a_plugin_reads_the_settings_so_far():
+    def configure(self: Plugin, recipe: Recipe, settings: Settings) -> dict[str, Any] | None:
+        return {"pad_to_multiple_of": 64} if settings.pad_to_multiple_of is None else None
+
+    weak = [make(name, configure=hookimpl(configure)) for name in "ab"]
+    assert configured(*weak).writers == {"pad_to_multiple_of": "a"}
+    assert configured(*weak, data={"pad_to_multiple_of": 8}).pad_to_multiple_of == 8
 
 
 def test_chain_hook_passes_result_to_next_plugin():
@@ -588,40 +607,32 @@ def test_unsaveable_state_error_names_the_plugin(tiny_run):
         tiny_run([Odd()], epochs=1)
 
 
-def test_drafts_of_two_plugins_merge_mappings_by_key():
-    def setter(name: str, **arguments: object) -> Plugin:
-        class Setter(Plugin):
-            @hookimpl
-            def configure_optimizer(self, draft) -> None:
-                draft.arguments = arguments
-
-        Setter.name = name
-        return Setter()
-
-    resolution = resolve(recipe(), CPU, [setter("a", fused=True), setter("b", maximize=False)]).plugins
-    draft = resolution.draft("configure_optimizer", OptimizerDraft())
-    assert draft.arguments == {"fused": True, "maximize": False}
-    assert draft.written_by("b") == {"arguments['maximize']": False}
-    with pytest.raises(
-        PluginError, match=r"^plugins 'a' and 'b' both set OptimizerDraft.arguments\['fused'\]\. Remove one of them\.$"
+def test_mappings_of_two_plugins_merge_by_key():
+    settings = configured(writer("a", optimizer={"fused": True}), writer("b", optimizer={"maximize": False}))
+    assert settings.optimizer == {"fused": True, "maximize": False}
+    assert settings.writers == {"optimizer['fused']": "a", "optimizer['maximize']": "b"}
+    own = {"name": "AdamW", "fused": True}
+    for plugins, names, train in (
+        (("a", "b"), "plugins 'a' and 'b'", {}),
+        (("b",), "plugins 'train.optimizer' and 'b'", {"optimizer": own}),
     ):
-        resolve(recipe(), CPU, [setter("a", fused=True), setter("b", fused=False)]).plugins.draft(
-            "configure_optimizer", OptimizerDraft()
-        )
+        message = rf"^recipe: {names} both set optimizer\['fused'\]\. Remove one of them\.$"
+        with pytest.raises(PluginError, match=message):
+            configured(*(writer(name, optimizer={"fused": name == "a"}) for name in plugins), **train)
 
 
-def test_a_draft_conflict_names_the_recipe(tmp_path):
+def test_a_conflict_of_settings_names_the_recipe(tmp_path):
     (tmp_path / "two.py").write_text(
         "from fastloop import Plugin, hookimpl\n\n"
         + "\n\n".join(
             f"class {name.upper()}(Plugin):\n    name = '{name}'\n\n    @hookimpl\n"
-            f"    def configure_optimizer(self, draft):\n        draft.arguments = {{'fused': True}}\n"
+            f"    def configure(self):\n        return {{'optimizer': {{'fused': True}}}}\n"
             for name in "ab"
         )
     )
     listed = make_recipe({"plugins": [f"{tmp_path}/two.py:A", f"{tmp_path}/two.py:B"]}, tmp_path / "r.yaml")
-    with pytest.raises(PluginError, match=r"r\.yaml: plugins 'a' and 'b' both set OptimizerDraft"):
-        resolve(listed, CPU).plugins.draft("configure_optimizer", OptimizerDraft())
+    with pytest.raises(PluginError, match=r"r\.yaml: plugins 'a' and 'b' both set optimizer\['fused'\]"):
+        resolve(listed, CPU).plugins.configure(listed)
 
 
 def test_a_task_that_is_required_by_name_is_explained():

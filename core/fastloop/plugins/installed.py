@@ -1,0 +1,199 @@
+"""Installed plugins: find them in the metadata of packages, and import one.
+
+Until a recipe names a plugin of another package, its code is not imported.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import PluginError, UsageError, did_you_mean
+from fastloop.options import check_options
+from fastloop.plugins.plugin import DISTRIBUTION, Plugin
+
+GROUP = "fastloop.plugins"
+"""Entry-point group of plugins."""
+
+DEFAULTS = "fastloop.defaults"
+"""Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an
+installed plugin is not active until a recipe names it."""
+
+IMPLEMENTATIONS = "fastloop.implementations"
+"""Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
+
+
+def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of every installed plugin, from package metadata; imports nothing.
+
+    The key is ``distribution:name`` if several distributions use a name, or if it is in ``taken``.
+    """
+    by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
+    for point in entry_points(group):
+        by_name.setdefault(point.name, []).append(point)
+    table = {}
+    for name, points in sorted(by_name.items()):
+        for point in points:
+            table[name if len(points) == 1 and name not in taken else f"{_distribution(point)}:{name}"] = point
+    return table
+
+
+def _distribution(point: importlib.metadata.EntryPoint) -> str:
+    return name_and_version(point.dist)[0] if point.dist else "?"
+
+
+def load(reference: str, where: str = "plugins") -> type[Plugin]:
+    """Import the class of an installed plugin.
+
+    Args:
+        reference: ``name`` or ``package:name``.
+
+    Raises:
+        PluginError: The plugin is not installed (suggests the nearest name), needs another fastloop, cannot be
+            imported, or is no plugin.
+    """
+    point = find_entry_point(reference, where)
+    source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
+    label = f"{where}: plugin {reference!r} ({source})"
+    if problem := unsupported(point):
+        raise PluginError(f"{label} {problem}")
+    try:
+        loaded = point.load()
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
+    cls = check_class(loaded, label)
+    if cls.name != point.name:
+        raise PluginError(f"{label} calls itself {cls.name!r}. Its `name` and its entry point must be the same.")
+    return cls
+
+
+def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoint:
+    """The entry point of an installed plugin; imports nothing.
+
+    Raises:
+        PluginError: No plugin, or more than one, has this name.
+    """
+    package, _, name = reference.rpartition(":")
+    points = [point for point in entry_points(GROUP) if point.name == name]
+    if package:
+        from packaging.utils import canonicalize_name
+
+        points = [point for point in points if canonicalize_name(_distribution(point)) == canonicalize_name(package)]
+    if len(points) == 1:
+        return points[0]
+    if points:
+        choice = " or ".join(sorted(f"{_distribution(point)}:{name}" for point in points))
+        raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
+    raise PluginError(
+        f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, installed())} `fastloop plugins` "
+        "lists them."
+    )
+
+
+def unsupported(point: importlib.metadata.EntryPoint) -> str:
+    """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
+    # These take long to import, and most runs do not need them.
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
+        if "fastloop" not in text.lower():  # parsing takes long
+            continue
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        name = canonicalize_name(requirement.name)
+        if name not in (DISTRIBUTION, "fastloop") or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        if name != DISTRIBUTION:
+            return (
+                f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require "
+                f"{DISTRIBUTION!r} instead."
+            )
+        ours = importlib.metadata.version(DISTRIBUTION)
+        if not requirement.specifier.contains(ours, prereleases=True):
+            both = f"pip install -U {_distribution(point)} '{DISTRIBUTION}{requirement.specifier}'"
+            return (
+                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
+            )
+    return ""
+
+
+def check_class(cls: Any, label: str) -> type[Plugin]:
+    """Check that a loaded object is a plugin whose options can be checked.
+
+    Args:
+        label: Its place, for messages.
+
+    Raises:
+        PluginError: It is not.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Plugin)):
+        raise PluginError(f"{label} is not a subclass of fastloop.Plugin.")
+    check_options(cls.Config, f"{label}: its Config")
+    return cls
+
+
+def defaults() -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
+    return own_entry_points(DEFAULTS)
+
+
+def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
+    """Name -> entry point of a group, by name, without those of other distributions than fastloop's."""
+    return {point.name: point for point in sorted(entry_points(group), key=lambda point: point.name) if is_own(point)}
+
+
+def is_own(point: importlib.metadata.EntryPoint) -> bool:
+    """Whether fastloop's own distribution declares an entry point."""
+    return point.dist is not None and name_and_version(point.dist)[0] == DISTRIBUTION
+
+
+@lru_cache(maxsize=4096)
+def name_and_version(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Name and version of an installed package. Reads these two fields only: importlib.metadata parses the whole text
+    for each of them."""
+    head = (distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or "").partition("\n\n")[0]
+    fields = dict(re.findall(r"(?m)^(Name|Version):[ \t]*(.*?)[ \t]*$", head))
+    return fields.get("Name", "?"), fields.get("Version", "?")
+
+
+def entry_points(group: str) -> importlib.metadata.EntryPoints:
+    """The entry points of a group. Raises ``UsageError`` if the other project's distribution ``fastloop`` is installed,
+    too."""
+    return _entry_points(_metadata_folders()).get(group, importlib.metadata.EntryPoints())
+
+
+def _metadata_folders() -> tuple[tuple[str, int], ...]:
+    """The folders of ``sys.path`` with their times of change. Reading all metadata takes up to a second, so the results
+    are kept until one of them changes."""
+    folders = []
+    for path in sys.path:
+        with suppress(OSError):
+            folders.append((str(Path(path).absolute()), Path(path).stat().st_mtime_ns))
+    return tuple(folders)
+
+
+@lru_cache(maxsize=2)
+def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.metadata.EntryPoints]:
+    for other in importlib.metadata.distributions(name="fastloop"):
+        raise UsageError(
+            "two distributions with the import name fastloop are installed, and their files overwrite each other: "
+            f"{DISTRIBUTION}, and fastloop {other.version}, which is another project. Remove both, then install this "
+            f"one: pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
+        )
+    points = importlib.metadata.entry_points()
+    return {
+        group: points.select(group=group)
+        for group in points.groups
+        if group.startswith(("fastloop.", "torch.backends"))
+    }

@@ -1,0 +1,42 @@
+"""Reads micro-batches of a map-style dataset without the samples that cannot be read."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from fastloop.data.datasets import Filler, MapReader, Samples
+from fastloop.errors import DataError
+
+FILLER_ATTEMPTS = 100
+"""Samples to try as a filler if no sample of a micro-batch can be read."""
+
+
+class SkippingReader(MapReader):
+    """A ``MapReader`` for ``Settings.reader_class``."""
+
+    def read_samples(self, micro_batch: list[int]) -> Samples:
+        """The readable samples of a micro-batch, or a filler if none is readable.
+
+        Raises:
+            DataError: There is no filler.
+        """
+        with suppress(Exception):
+            return super().read_samples(micro_batch)
+        samples = Samples()
+        for index in micro_batch:  # may contain an id twice
+            try:
+                (sample,) = self.read([index])
+            except Exception as error:
+                samples.unreadable += ((index, f"{type(error).__name__}: {error}"),)
+            else:
+                samples.append(sample)
+                samples.ids += (index,)
+        for index in range(micro_batch[0] + 1, micro_batch[0] + FILLER_ATTEMPTS) if not samples.ids else ():
+            with suppress(Exception):
+                samples.append(Filler(self.read([index % len(self.dataset)])))
+                break
+        if not samples:
+            raise DataError(
+                f"none of {FILLER_ATTEMPTS} samples from {micro_batch[0]} on can be read: {samples.unreadable[0][1]}"
+            )
+        return samples

@@ -1,0 +1,59 @@
+"""Checks that the settings of ``accelerate launch`` agree with the recipe.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from fastloop import PluginError, hookimpl
+
+if TYPE_CHECKING:
+    from fastloop.plugins.manager import PluginSet
+    from fastloop.recipe import Recipe
+
+STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
+"""Variables of the strategies that ``accelerate launch`` can request. In fastloop, plugins of the same names implement
+them."""
+
+
+@hookimpl(trylast=True)
+def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
+    """Compare the launcher's settings with the recipe, then remove its request for a strategy: a plugin sets that up.
+
+    Raises:
+        PluginError: They contradict each other.
+    """
+    strategy, environment = plugins.in_slot("strategy"), os.environ
+    given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
+    compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
+    launcher = f"{recipe.where}: accelerate's configuration asks for"
+    for variable in STRATEGIES:
+        asked = variable.removeprefix("ACCELERATE_USE_").lower().replace("_", "-")
+        if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
+            listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
+            raise PluginError(
+                f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here."
+            )
+    if given not in ("no", ""):
+        precision = plugins.configure(recipe).mixed_precision
+        if given != precision:
+            raise PluginError(
+                f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is "
+                f"{precision!r}. Remove it there, or list a plugin in the slot 'precision' here with the same "
+                "precision."
+            )
+    if compiler.upper() not in ("NO", ""):
+        raise PluginError(
+            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile."
+        )
+    if steps not in ("1", "", "auto"):
+        raise PluginError(
+            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
+            "Set train.batch_size and train.micro_batch_size instead."
+        )
+    for variable in STRATEGIES:
+        environment.pop(variable, None)

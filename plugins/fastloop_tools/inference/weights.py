@@ -1,0 +1,80 @@
+"""Loads the exported weights into the model of a run without training.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from safetensors.torch import load_model as load_tensors
+
+from fastloop import hookimpl
+from fastloop.errors import RecipeError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+
+
+@hookimpl(wrapper=True, tryfirst=True)
+def build_model(run: Run) -> Generator[None, nn.Module | None, nn.Module | None]:
+    """Load the weights of ``Inference.model``, if the run has one.
+
+    Raises:
+        RecipeError: See ``load_model``.
+    """
+    model, inference = (yield), run.recipe.inference
+    if model is not None and inference is not None and inference.model is not None:
+        load_model(model, inference.model, run.recipe.where)
+    return model
+
+
+def load_model(model: nn.Module, folder: Path, where: str) -> None:
+    """Load the weights that ``save_model`` wrote. Does nothing if ``from_pretrained`` made the model from the same
+    folder.
+
+    Args:
+        where: The recipe, for messages.
+
+    Raises:
+        RecipeError: The folder has no weights, or they are not this model's.
+    """
+    if getattr(model, "name_or_path", None) == str(folder):
+        return
+    try:
+        pretrained: Any = getattr(type(model), "from_pretrained", None)
+        if pretrained is not None:
+            model.load_state_dict(pretrained(folder).state_dict())
+        else:
+            _load_file(model, folder / "model.safetensors")
+    except (OSError, RuntimeError, SafetensorError) as error:
+        lines = str(error).strip().splitlines()
+        # torch's first line names the model
+        problem = lines[isinstance(error, RuntimeError) and len(lines) > 1].strip().rstrip(".:")
+        raise RecipeError(
+            f"{folder}: its weights are not those of {type(model).__name__}, the model of {where}: {problem}."
+        ) from None
+
+
+def _load_file(model: nn.Module, file: Path) -> None:
+    """Load a file that has one of the names of each tied weight, or all of them.
+
+    Raises:
+        RuntimeError: A weight is missing, is not the model's, or has two values for two names.
+    """
+    missing, own = load_tensors(model, file, strict=False)[0], model.state_dict()
+    differs = {
+        name
+        for name, saved in load_file(file).items()
+        if name not in own or not own[name].allclose(saved.to(own[name]), 0, 0, True)
+    }
+    if missing or differs:
+        raise RuntimeError(
+            f"missing, not the model's, or tied to one of another value: {', '.join(sorted({*missing, *differs}))}"
+        )

@@ -1,0 +1,1 @@
+"""``fastloop plan --samples``: shows training samples, as read and as tokens."""

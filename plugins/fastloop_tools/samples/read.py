@@ -1,0 +1,106 @@
+"""Reads training samples for `fastloop plan --samples`. Asks the task for them, and builds no model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fastloop import Plugin, RecipeError, UsageError, hookimpl, hookspec
+from fastloop_tools.inference.worst import describe
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+    Sample = Sequence[tuple[str, str | Sequence[tuple[str, str | None]]]]
+
+
+class Hooks:
+    """The hook that a task may implement."""
+
+    @hookspec(firstresult=True)
+    def show_samples(self, run: Run, count: int) -> Iterable[Sample] | None:
+        """The first ``count`` samples of the training split, encoded as in training. Called in place of
+        ``build_datasets``.
+
+        A sample is a list of pairs: the name of a part, and its text or its tokens. A token is a pair of its text and
+        its target: None without a loss, empty if the target is the token, or a label.
+        """
+
+
+class SampleReader(Plugin):
+    """Asks the task for samples while the run is built. The run gets data and a model that stand in for the task's."""
+
+    name = "sample-reader"
+    hookspecs = Hooks
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+        self.samples: list[Sample] = []
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any] | None:
+        found = run.hooks.show_samples(run=run, count=self.count)
+        if found is None:
+            return None
+        self.samples = list(islice(found, self.count))
+        return {"train": list(range(run.recipe.train.batch_size))}
+
+    @hookimpl
+    def build_model(self, run: Run) -> nn.Module:
+        if not self.samples:
+            self.samples = list(describe_samples(run, self.count))
+        return nn.Linear(1, 1)
+
+
+def read_samples(recipe: Recipe, count: int) -> list[Sample]:
+    """The first training samples of an expanded recipe. Reads the data as training does.
+
+    Raises:
+        RecipeError: The recipe or the data is wrong, or the data is streamed.
+        UsageError: The training split has no sample.
+    """
+    from fastloop.lifecycle import open_run
+    from fastloop.plugins.resolve import resolve
+    from fastloop.recipe import make_recipe
+
+    tree = recipe.to_dict()
+    tree["train"] |= {"device": "cpu"}
+    reader = SampleReader(count)
+    with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch, ExitStack() as stack:
+        resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
+        plugins = resolved.plugins
+        writers = plugins.configure(resolved.recipe).writers
+        readers = {"task", writers.get("skip_unreadable")}  # other plugins expect the task's data
+        kept = [plugin.name for plugin in plugins if {plugin.slot, plugin.name} & readers - {None}]
+        stack.enter_context(open_run(resolved.with_only(kept), [reader]))
+    if not reader.samples:
+        raise UsageError(f"{recipe.where}: --samples {count}: the training split has no sample that can be shown.")
+    return reader.samples
+
+
+def describe_samples(run: Run, count: int) -> Iterable[Sample]:
+    """Samples of a task that does not implement the hook: texts and few numbers, and the shapes of larger tensors.
+
+    Raises:
+        RecipeError: The training split is iterable.
+    """
+    dataset = run.datasets["train"]
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise RecipeError(
+            f"{run.recipe.where}: data: --samples reads samples by index, and {type(dataset).__name__} is iterable."
+        )
+    for index in range(min(count, len(dataset))):
+        sample = dataset[index]
+        pairs = [("sample", sample)]
+        if isinstance(sample, Mapping):
+            pairs = list(sample.items())
+        elif isinstance(sample, tuple) and len(sample) == 2:
+            pairs = [("input", sample[0]), ("target", sample[1])]
+        yield [(str(name), describe(value, None) or f"{value!r:.200}") for name, value in pairs]

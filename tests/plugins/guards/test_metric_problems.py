@@ -1,0 +1,72 @@
+"""The message for a metric that fails in an evaluation names the metric, the split, and what was found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from fastloop import Plugin, UsageError, hookimpl
+from fastloop_plugins.guards._metric_problems import find_shape_problem
+
+
+class Fails(Metric):
+    """Fails in ``compute`` of an evaluation, but not with one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, predictions: Any, targets: Any) -> None:
+        self.count += len(predictions)
+
+    def compute(self) -> torch.Tensor:
+        if self.count > 8:
+            raise ValueError("no compute.")
+        return self.count.float()
+
+
+class Shapes(Fails):
+    """Gives one number for each sample that it counted, if those are more than a batch."""
+
+    def compute(self) -> torch.Tensor:
+        return torch.zeros(int(self.count) if self.count > 8 else 1)
+
+
+@pytest.mark.parametrize(
+    ("value", "described"),
+    [(torch.zeros(2, 3), "(2, 3) float32"), (torch.zeros(0), "(0,) float32"), ([1.0], "a value of type list")],
+)
+def test_a_value_that_is_not_one_number_is_described(value, described):
+    assert find_shape_problem("r.yaml", "m", "test", value) == (
+        f"r.yaml: the metric 'm' gives {described} for test, expected one number. Average over classes, such as "
+        "average: macro, or choose another metric."
+    )
+    assert find_shape_problem("r.yaml", "m", "test", torch.zeros(1)) is None
+    assert find_shape_problem("r.yaml", "m", "test", 0.5) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "message"),
+    [
+        (
+            Fails,
+            r"the metric 'my_bad' cannot measure a batch of validation: predictions \(\d, 3\) float32, targets "
+            r"\(\d,\) int64\. ValueError: no compute( \(.*\))?\. Choose a metric",
+        ),
+        (Shapes, r"the metric 'my_bad' gives \(32,\) float32 for validation, expected one number\. Average over"),
+    ],
+)
+def test_a_metric_that_fails_in_an_evaluation_is_named(tiny_run, metric, message):
+    class Metrics(Plugin):
+        name = "metrics"
+
+        @hookimpl
+        def build_metrics(self) -> MetricCollection:
+            return MetricCollection({"good": MulticlassAccuracy(3), "bad": metric()}, prefix="my_")
+
+    with pytest.raises(UsageError, match=message):
+        tiny_run([Metrics()], epochs=1)

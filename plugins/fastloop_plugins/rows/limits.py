@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from fastloop.errors import RecipeError
-
-if TYPE_CHECKING:
-    from fastloop_plugins.rows.options import Read
-
-T = TypeVar("T", str, bytes)
+from fastloop_plugins.rows.options import Read
 
 
 def check_row(where: str, size: int, how: Read) -> None:
@@ -44,20 +39,6 @@ def check_total(path: str, size: int, total: int, how: Read) -> None:
 def limit(size: int, how: Read) -> int:
     """Bytes that the content of a file of ``size`` bytes may have. One row is always allowed."""
     return max(size * how.max_expansion, how.max_row_mib * 2**20)
-
-
-def lines_of(readline: Callable[[int], T], path: str, how: Read, start: int = 1) -> Iterator[T]:
-    """Yield lines until ``readline`` returns none. Reads no more of a line than its limit.
-
-    Args:
-        start: The number of the first line, for messages.
-    """
-    most, number = how.max_row_mib * 2**20 + 1, start
-    while line := readline(most):
-        if len(line) == most:
-            check_row(f"{path}, line {number}", most, how)
-        yield line
-        number += 1
 
 
 class Expanded(io.RawIOBase):
@@ -90,18 +71,3 @@ def size_of(file: Any) -> int:
     size: int = file.seek(0, os.SEEK_END)
     file.seek(0)
     return size
-
-
-class BoundedText(io.TextIOWrapper):
-    """A text file whose lines have a limit when it is iterated.
-
-    Args:
-        head: Its first characters.
-    """
-
-    def __init__(self, stream: Any, encoding: str, path: str, how: Read, head: str) -> None:
-        super().__init__(stream, encoding=encoding, newline="")
-        self.path, self.how, self.head = path, how, head
-
-    def __iter__(self) -> Iterator[str]:  # type: ignore[override]
-        return lines_of(self.readline, self.path, self.how)

@@ -134,25 +134,25 @@ def test_exclusive_hooks_are_firstresult_hooks():
 def test_fallback_hook_is_called_last_and_shown_by_plan():
     asked: list[str] = []
 
-    def build_model(self: Any) -> str:
+    def build_metrics(self: Any) -> str:
         asked.append(self.name)
         return self.name
 
     def fallback() -> Plugin:
-        return make("fallback", build_model=hookimpl(build_model), fallback_hooks=("build_model",))
+        return make("fallback", build_metrics=hookimpl(build_metrics), fallback_hooks=("build_metrics",))
 
     for plugins in (
-        [fallback(), make("mine", build_model=hookimpl(build_model))],
-        [make("mine", build_model=hookimpl(build_model)), fallback()],
+        [fallback(), make("mine", build_metrics=hookimpl(build_metrics))],
+        [make("mine", build_metrics=hookimpl(build_metrics)), fallback()],
     ):
         resolution = resolved(*plugins)
-        assert resolution.hooks.build_model(run=None) == "mine"
+        assert resolution.hooks.build_metrics(run=None) == "mine"
         assert resolution.reasons == {
-            "fallback": "given in Python; leaves build_model to 'mine'",
+            "fallback": "given in Python; leaves build_metrics to 'mine'",
             "mine": "given in Python",
         }
     assert asked == ["mine", "mine"]
-    assert resolved(fallback()).hooks.build_model(run=None) == "fallback"
+    assert resolved(fallback()).hooks.build_metrics(run=None) == "fallback"
 
 
 def test_a_fallback_comes_before_the_core():

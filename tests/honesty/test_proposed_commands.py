@@ -623,7 +623,7 @@ CASES: dict[str, Case] = {
     ),
     # -- runs
     "other data": Case(
-        ("checkpoint/resume.py train.on_data_change=",),
+        ("guards/_resume_check.py train.on_data_change=",),
         then(
             stopped(text(plugins=["./plugin.py:Stops"])),
             "train",

@@ -44,7 +44,7 @@ from fastloop.testing.studies import strategies
 def test_hook_calls_are_listed_in_order_with_their_arguments(tiny_run, hook_calls):
     tiny_run(epochs=1)
     fired = [call.hook for call in hook_calls]
-    assert hook_calls[0] == Call("check_recipe", ("recipe",))
+    assert hook_calls[0] == Call("check_recipe", ("recipe", "plugins"))
     assert Call("after_step", ("run", "loss")) in hook_calls
     assert fired.count("after_step") == 9
     assert (

@@ -11,8 +11,8 @@ from typing import Any
 
 import pyarrow
 import pytest
+from format_files import table, write
 from streaming_helpers import write_lines, write_parquet
-from test_streaming_formats import table, write
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.recipe import make_recipe

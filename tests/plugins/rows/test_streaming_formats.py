@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pyarrow
 import pytest
 from checkpoint_helpers import tokenizer
+from format_files import ROWS, table, write
 from pyarrow import parquet
 from streaming_helpers import (
-    NAMES,
     classify,
     ids_by_step,
     loader,
     record_readers,
     samples_of,
     write_lines,
-    write_parquet,
-    write_tar,
 )
-from text_helpers import rows
 
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins._cache import tokens_kept_in
@@ -33,8 +27,6 @@ from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.lines import LineFile, Lines
 from fastloop_plugins.tasks import _streaming
 
-ROWS = 200
-CODECS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 SEEKABLE = ("a.parquet", "a.jsonl", "a.csv", "a.tsv", "a.tar")
 
 
@@ -43,43 +35,6 @@ def _small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Row groups and batches of a few rows."""
     monkeypatch.setattr(index, "GROUP", 20)
     monkeypatch.setattr(index, "FEW", 7)
-
-
-def table(count: int = ROWS) -> list[dict[str, Any]]:
-    """Rows with line ends, quotes and delimiters in some texts."""
-    found = rows(count, NAMES)
-    for number, row in enumerate(found):
-        row["text"] += ("", "\nindeed", ' "fine", or so', "\tfilm", " é")[number % 5]
-    return found
-
-
-def write(path: str, content: list[dict[str, Any]]) -> str:
-    """A file of the format and compression that its name shows. Lines of files of lines have gaps and no last line
-    end."""
-    inner = path
-    codec = next((codec for suffix, codec in CODECS.items() if path.endswith(suffix)), None)
-    if codec is not None:
-        inner = path.rpartition(".")[0]
-    if inner.endswith(".parquet"):
-        write_parquet(inner, content, group=20)
-    elif inner.endswith(".tar"):
-        write_tar(inner, content, list(content[0]))
-    elif inner.endswith(".jsonl"):
-        Path(inner).write_text("\n\n".join(json.dumps(row) for row in content))
-    else:
-        with Path(inner).open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(
-                file, ["label", "text"], delimiter="\t" if inner.endswith(".tsv") else ",", lineterminator="\r\n"
-            )
-            writer.writeheader()
-            for number, row in enumerate(content):
-                writer.writerow(row)
-                if number % 50 == 49:
-                    file.write("\r\n")
-    if codec is not None:
-        with pyarrow.output_stream(path, compression=codec) as packed:
-            packed.write(Path(inner).read_bytes())
-    return path
 
 
 @pytest.fixture
@@ -93,9 +48,7 @@ def readers(monkeypatch: pytest.MonkeyPatch) -> list[Reader]:
 def test_a_format_gives_the_rows_of_memory_and_resumes_exactly(path):
     write(path, content := table())
     tokenizer(path=write_lines("all.jsonl", content)).save_pretrained("words")
-    memory = classify("all.jsonl" if path.endswith(".tar") else path, TOKENIZER="words", streaming=None).datasets[
-        "train"
-    ]
+    memory = classify(path, TOKENIZER="words", streaming=None).datasets["train"]
     assert samples_of(classify(path, TOKENIZER="words", shuffle_buffer=0).datasets["train"]) == samples_of(memory)
     run = classify(path, TOKENIZER="words", shuffle_buffer=30)
     steps = ids_by_step(run, epoch=1)

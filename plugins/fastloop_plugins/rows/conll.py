@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, at_row
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 
@@ -64,17 +64,20 @@ class Conll(LineFormat):
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Tags are only read if their column is among ``columns``."""
-        place, found, comments = start, list[Sentence](), list[int]()
+        place, found, comments, count = start, list[Sentence](), list[int](), 0
         tagged = self.keys.get("tags") in columns
         for offset, sentence in self._sentences(start, tagged, comments):
             if sentence.problem is not None:
                 if not self.skip_unreadable:
-                    raise sentence.problem
+                    if found:
+                        yield self._block(place, found, columns)
+                    raise at_row(sentence.problem, count)
                 self.unreadable += 1
-            elif skip:
-                skip -= 1
+            elif count < skip:
+                count += 1
             else:
                 found.append(sentence)
+                count += 1
             if len(found) == size:
                 yield self._block(place, found, columns)
                 place, found = 0 if self.is_whole else offset, []

@@ -14,8 +14,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fastloop.errors import did_you_mean
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block
+from fastloop.errors import RecipeError, did_you_mean
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, at_row
 from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import LineFormat, Lines
 from fastloop_plugins.rows.options import Read
@@ -145,18 +145,26 @@ class Delimited(LineFormat):
         lines = self.begin(start)
         records = islice(self._records(lines, start), skip, None)
         place = start
-        while rows := self._limited(records, size):
+        rows, problem = self._some(records, size)
+        while rows:
             there = {name: self.header.index(name) for name in columns if name in self.names}
             yield Block(place, len(rows), {name: [row[index] for row in rows] for name, index in there.items()})
             place = start if self.is_whole else lines.offset
+            rows, problem = self._some(records, size) if problem is None else ([], problem)
+        if problem is not None:
+            raise problem
 
-    def _limited(self, records: Iterator[list[str]], size: int) -> list[list[str]]:
-        """Some records, read with the largest limit of a cell. The limit of the csv module is one for all readers."""
-        limit = csv.field_size_limit(LARGEST_CELL)
+    def _some(self, records: Iterator[list[str]], size: int) -> tuple[list[list[str]], Exception | None]:
+        """Some records, and the error after them. The csv module has one limit of a cell for all readers: it is the
+        largest while they are read."""
+        limit, rows = csv.field_size_limit(LARGEST_CELL), list[list[str]]()
         try:
-            return list(islice(records, size))
+            rows.extend(islice(records, size))  # which has the records before an error, too
+        except (BadRow, RecipeError) as error:
+            return rows, error
         finally:
             csv.field_size_limit(limit)
+        return rows, None
 
     def _records(self, stream: Lines, start: int) -> Iterator[list[str]]:
         """Yield the cells of each row. At the end of a whole file, check quoted cells over several lines."""
@@ -212,8 +220,7 @@ class Delimited(LineFormat):
                 lines.clear()
         except (csv.Error, BadRow) as error:
             problem = error if isinstance(error, BadRow) else self._bad_quotes(first, reader.line_num, error)
-            problem.before = count
-            raise problem from None
+            raise at_row(problem, count) from None
         if checks and (odd := joined.find(label is not None)):
             raise BadRow(
                 f"a quote opens a cell here that closes in line {odd[1]}, but each of these lines reads as a row of "

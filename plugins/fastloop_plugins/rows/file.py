@@ -31,6 +31,13 @@ class BadRow(ValueError):
         self.place = place
 
 
+def at_row(error: Exception, before: int) -> Exception:
+    """An error of a reader, with the number of rows before it."""
+    if isinstance(error, BadRow):
+        error.before = before
+    return error
+
+
 @dataclass
 class Block:
     """Consecutive rows of a file, by column.
@@ -96,7 +103,7 @@ class File(ABC):
 
     @abstractmethod
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
-        """Yield the rows from a position on.
+        """Yield the rows from a position on. Those before a row that cannot be read come before the error.
 
         Args:
             columns: Columns to read. A format that counts rows without reading them does so if there are none.

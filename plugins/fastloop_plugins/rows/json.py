@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, at_row
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.table import show
@@ -79,27 +80,29 @@ class Json(LineFormat):
             return
         lines = self.begin(start)
         place, rows, count = start, list[Any](), 0
-        for line in lines:
-            if line.isspace():
-                continue
-            count += 1
-            if count <= skip:
-                continue
-            if columns or not self.names:
-                try:
-                    self._check(row := parse_json(line, lines.number), f"line {lines.number}")
-                except BadRow as error:
-                    if not self.skip_unreadable:
-                        error.before = count - 1
-                        raise
-                    self.unreadable += 1
+        try:
+            for line in lines:
+                if line.isspace():
                     continue
-                rows.append(row)
-            else:
-                rows.append(None)
-            if len(rows) == size:
+                if count >= skip:
+                    row = None
+                    if columns or not self.names:
+                        try:
+                            self._check(row := parse_json(line, lines.number), f"line {lines.number}")
+                        except BadRow:
+                            if not self.skip_unreadable:
+                                raise
+                            self.unreadable += 1
+                            continue
+                    rows.append(row)
+                count += 1
+                if len(rows) == size:
+                    yield self._block(place, rows, columns)
+                    place, rows = 0 if self.is_whole else lines.offset, []
+        except (BadRow, RecipeError) as error:
+            if rows:
                 yield self._block(place, rows, columns)
-                place, rows = 0 if self.is_whole else lines.offset, []
+            raise at_row(error, count) from None
         if rows:
             yield self._block(place, rows, columns)
 

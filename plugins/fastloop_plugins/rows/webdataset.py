@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, cast
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File, at_row
 from fastloop_plugins.rows.json import parse_json
 from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import open_binary
@@ -108,18 +108,20 @@ class Tar(File):
             samples, self.count, self.checksum = self._counted(samples), 0, 0
         samples = islice(samples, skip, None)
         place, rows, count = start, list[tuple[Any, ...]](), skip
-        for sample in samples:
-            if len(rows) == size:
-                yield self._block(place, rows, columns)
-                rows = []
-            place, count = place if rows else sample.offset, count + 1
-            try:
+        try:
+            for sample in samples:
+                if len(rows) == size:
+                    yield self._block(place, rows, columns)
+                    rows = []
                 if columns or not self.names:
                     self.names |= dict.fromkeys(sample.names())
+                place = place if rows else sample.offset
                 rows.append(sample.values(columns))
-            except BadRow as error:
-                error.before = count - 1
-                raise
+                count += 1
+        except (BadRow, RecipeError) as error:
+            if rows:
+                yield self._block(place, rows, columns)
+            raise at_row(error, count) from None
         if rows:
             yield self._block(place, rows, columns)
 

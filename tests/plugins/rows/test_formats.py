@@ -161,3 +161,23 @@ def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, gro
         key = "words" if suffix == CONLL else "label"
         found = replace(layout, columns={key: "words"}).read(path).column("words", key)[0]
         assert found == (["word0"] if suffix == CONLL else ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("path", "content"),
+    [
+        ("a.csv", "text\na\nb\nc,d\n"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n{"text": c}\n'),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b"}\n' + "c" * 2**21),
+        ("a.conll", "a O\n\nb O\n\nc\n"),
+    ],
+    ids=["csv", "jsonl", "a long line", "conll"],
+)
+def test_the_rows_before_a_bad_row_are_read_first(path, content):
+    """So a job that predicts them keeps their predictions."""
+    Path(path).write_text(content)
+    columns = {"words": "words", "tags": "tags"} if path == "a.conll" else {"text": "text"}
+    found: list[Any] = []
+    with pytest.raises(RecipeError, match=rf"^{path}, line [345]: "):
+        found.extend(Layout(Read(max_row_mib=1), columns, conll=Columns()).rows(path))
+    assert len(found) == 2

@@ -98,6 +98,7 @@ def save_for_ever(rank, step, said):
         torch.distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
         mesh = init_device_mesh("cpu", (processes,))
         shards = lambda value: distribute_tensor(value, mesh, [Shard(0)], src_data_rank=None)
+        shards(torch.ones(processes)).detach()  # as training: in torch 2.11, a process's first must not be a thread's
     group = torch.distributed.new_group(backend="gloo") if background else None
     while True:
         step += 1

@@ -10,7 +10,7 @@ import importlib.metadata
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from types import ModuleType
@@ -277,8 +277,9 @@ class PluginSet:
         except (FastloopError, Stopped):
             raise
         except (Exception, SystemExit) as error:  # sys.exit() would end the run with the exit code 0
-            if crash := self.attribute_error(error):
-                raise crash from error
+            with suppress(MemoryError):  # if memory has run out, the error itself is raised
+                if crash := self.attribute_error(error):
+                    raise crash from error
             raise
 
     def attribute_error(self, error: BaseException) -> PluginCrash | UserCodeError | None:

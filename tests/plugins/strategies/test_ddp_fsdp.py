@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -343,7 +344,8 @@ def test_shards_saved_in_the_background_are_those_saved_in_the_foreground(result
 
 def test_nothing_is_said_that_the_user_need_not_know(ended):
     said = [line for process in ended[1:3] for line in process.output.splitlines()]
-    (warning,) = [line for line in said if "profiler_st" not in line]
+    # the profiler of some releases of torch warns
+    (warning,) = [line for line in said if not re.search("profiler|_warn_once|gpuGetDeviceCount", line)]
     assert (
         warning == "batch norm uses only the samples of its own process, so results depend on the number of processes"
     )

@@ -89,7 +89,7 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
     invalid, fields = dict[str, list[Any]](), dataclasses.fields(cls)
     for item in error.errors():
         name = ".".join(map(str, item["loc"][:1]))
-        if not name:  # __post_init__ refused a combination of options
+        if not item["loc"]:  # __post_init__ refused a combination of options
             yield f"{where}: {item['ctx']['error']}"
         elif item["type"] == "unexpected_keyword_argument":
             yield f"{where}.{name}: no such option.{did_you_mean(name, [field.name for field in fields])}"

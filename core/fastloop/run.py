@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -180,7 +181,7 @@ class Run:
         if self._totals is None or self._totals[0] is not batches:
             own = BatchTotals.of(batches)
             if self.loaders.processes.world_size == 1:
-                self._totals = batches, lambda: own
+                self._totals = batches, repeat(own).__next__  # no Python call
             else:
                 sums = self.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
                 self._totals = batches, cache(lambda: BatchTotals.read(sums()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forked
@@ -12,12 +13,18 @@ import pytest
 from torch import nn
 
 from fastloop import Output, Plugin, PluginError, RecipeError, hookimpl, hookspecs
-from fastloop.plugins.checks import REFERENCES, check_exclusive_hooks, check_hooks, exclusive_hooks, nearest
 from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop_plugins._own_plugins import own_plugins
+from fastloop_plugins.guards._plugin_checks import (
+    REFERENCES,
+    check_exclusive_hooks,
+    check_hooks,
+    exclusive_hooks,
+    nearest,
+)
 
 QUIET = [
     {"log": False},
@@ -146,13 +153,13 @@ def test_fallback_hook_is_called_last_and_shown_by_plan():
         [make("mine", build_model=hookimpl(build_model)), fallback()],
     ):
         resolution = resolved(*plugins)
-        assert resolution.hooks.build_model(run=None) == "mine"
+        assert resolution.hooks.build_model(run=SimpleNamespace(recipe=make_recipe({}))) == "mine"
         assert resolution.reasons == {
             "fallback": "given in Python; leaves build_model to 'mine'",
             "mine": "given in Python",
         }
     assert asked == ["mine", "mine"]
-    assert resolved(fallback()).hooks.build_model(run=None) == "fallback"
+    assert resolved(fallback()).hooks.build_model(run=SimpleNamespace(recipe=make_recipe({}))) == "fallback"
 
 
 def test_a_fallback_comes_before_the_core():

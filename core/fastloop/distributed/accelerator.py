@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.ranks import LOOPBACK, rank, world_size
 from fastloop.errors import PluginError
+from fastloop.plugins.installed import plugin_checks
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop.settings import Settings
@@ -41,7 +42,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
-    check_processes(recipe, resolution, world_size() if recipe.inference is None else 1)
+    plugin_checks().check_processes(recipe, resolution, world_size() if recipe.inference is None else 1)
     # explicit, because otherwise Accelerate does not connect processes on CPUs
     cpu = this_machine(recipe.train.device).device == "cpu"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != settings.mixed_precision:
@@ -108,17 +109,3 @@ def _name_start(store: Any) -> str:
         store.multi_set([f"fastloop/{key.decode()}" for key in store.multi_get(others)], [mine] * len(others))
         sleep(0.1)
     return mine
-
-
-def check_processes(recipe: Recipe, resolution: PluginSet, processes: int) -> None:
-    """Check that a strategy connects the processes of a run, if it has several.
-
-    Raises:
-        PluginError: No plugin fills the slot ``strategy``.
-    """
-    if processes > 1 and resolution.in_slot("strategy") is None:
-        raise PluginError(
-            f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which "
-            "joins them. "
-            "List one: `fastloop plugins` shows who fills it."
-        )

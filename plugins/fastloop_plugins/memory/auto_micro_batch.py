@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastloop import FastloopError, Plugin, UsageError, hookimpl, option
 from fastloop.recipe import secrets
 from fastloop.runtime import files, platform_support
-from fastloop_plugins.guards import _batch_norm
 from fastloop_plugins.memory._out_of_memory import free_tensors, is_out_of_memory, write_memory_report
 
 if TYPE_CHECKING:
@@ -132,6 +131,8 @@ class AutoMicroBatch(Plugin):
         logger.warning("auto-micro-batch: %s", message)
         self.apply_sizes(run, self.sizes)
         if not split:
+            from fastloop_plugins.guards import _batch_norm  # imports torch
+
             _batch_norm.check_run(run)
         return True
 

@@ -164,6 +164,7 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
         "fastloop.loop",
         "fastloop.defaults",
         "fastloop_plugins.guards._batch_norm",
+        "fastloop_plugins.checkpoints._export",
         "fastloop_tools.inference.weights",
         "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.strategies._launcher_check",

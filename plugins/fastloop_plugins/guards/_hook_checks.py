@@ -2,7 +2,7 @@
 
 Each implementation is replaced by one that compares the result with the hook's return type in ``hookspecs``. A hook
 without a result must leave the counters, the batches and the optimizer alone. The hooks of a step are restored after
-``STEPS`` steps, so later steps cost nothing.
+``STEPS`` steps, so later steps cost nothing. ``train_step`` is checked in every step.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -43,8 +43,8 @@ STEP_HOOKS = {
     "before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step", "log_scalars"
 }  # fmt: skip
 """Hooks that are called in every step, or in many."""
-UNCHECKED = {"train_step", "teardown"}
-"""The loop checks ``train_step`` in every step. At the end of a run, an error would hide the run's own."""
+UNCHECKED = {"teardown"}
+"""At the end of a run, an error would hide the run's own."""
 NEEDED = {
     "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "write_checkpoint",
 }  # fmt: skip
@@ -119,13 +119,18 @@ class HookChecks:
         needed = hook in NEEDED if wraps else is_last
 
         def check(result: Any) -> Any:
-            if (result is not None or needed) and (problem := _find_problem(hook, result)):
+            if hook == "train_step":
+                if problem := _find_step_problem(self.run.updates, result, wraps):
+                    raise PluginError(f"{where} {problem}")
+            elif (result is not None or needed) and (problem := _find_problem(hook, result)):
                 raise PluginError(
                     f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
                 )
             return result
 
         def call(*arguments: Any) -> Any:
+            if hook == "train_step":
+                return check(function(*arguments))
             if hook in STEP_HOOKS and not self._is_in_first_steps():
                 return function(*arguments)
             if hook == "after_evaluate":  # each plugin gets its own copy of the metrics
@@ -194,6 +199,28 @@ def _find_problem(hook: str, result: Any) -> str:
     if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
         return "a ReduceLROnPlateau, which steps by a metric"
     return ""
+
+
+def _find_step_problem(updates: int, loss: Any, needed: bool) -> str:
+    """How a ``train_step`` breaks the hook's contract; empty if it does not.
+
+    Args:
+        updates: Calls of ``run.apply_gradients`` in this step.
+        needed: Whether it must return a loss, because it wraps the core's.
+    """
+    if loss is None and not needed:
+        problem = "called run.apply_gradients and returned None. Return the step's loss. None leaves the whole step to"
+        return f"{problem} the core." if updates else ""
+    if not updates:
+        return "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
+    if isinstance(loss, Tensor) and not loss.dim() and not loss.requires_grad:
+        return ""
+    form = (
+        f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+        if isinstance(loss, Tensor)
+        else repr(loss)
+    )
+    return f"returned {form}. Return the step's loss, 0-dim and detached, as run.accumulate_gradients does."
 
 
 def _check_json(where: str, summary: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.ranks import LOOPBACK, rank, world_size
 from fastloop.errors import PluginError
-from fastloop.plugins.installed import plugin_checks
+from fastloop.plugins.installed import part
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop.settings import Settings
@@ -42,7 +42,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
-    plugin_checks().check_processes(recipe, resolution, world_size() if recipe.inference is None else 1)
+    part("plugin-checks").check_processes(recipe, resolution, world_size() if recipe.inference is None else 1)
     # explicit, because otherwise Accelerate does not connect processes on CPUs
     cpu = this_machine(recipe.train.device).device == "cpu"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != settings.mixed_precision:

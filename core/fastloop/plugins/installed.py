@@ -28,8 +28,8 @@ installed plugin is not active until a recipe names it."""
 IMPLEMENTATIONS = "fastloop.implementations"
 """Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
 
-CHECKS = "fastloop.checks"
-"""Entry-point group of fastloop's modules that check plugins when a recipe is resolved."""
+PARTS = "fastloop.parts"
+"""Entry-point group of fastloop's modules that the core calls by name, because they build on it."""
 
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
@@ -65,7 +65,7 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     point = find_entry_point(reference, where)
     source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
     label = f"{where}: plugin {reference!r} ({source})"
-    if problem := plugin_checks().unsupported(point):
+    if problem := part("plugin-checks").unsupported(point):
         raise PluginError(f"{label} {problem}")
     try:
         loaded = point.load()
@@ -123,10 +123,10 @@ def defaults() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 @cache
-def plugin_checks() -> Any:
-    """fastloop's module that checks the declarations and the hooks of plugins. It is above this one, so an entry point
-    names it."""
-    return own_entry_points(CHECKS)["plugins"].load()
+def part(name: str) -> Any:
+    """A module of fastloop's that builds on the core: ``plugin-checks``, which checks declarations and hooks, or
+    ``streams``, which reads iterable datasets."""
+    return own_entry_points(PARTS)[name].load()
 
 
 def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import FastloopError, PluginError, did_you_mean
-from fastloop.plugins.installed import check_class, defaults, installed, load, plugin_checks
+from fastloop.plugins.installed import check_class, defaults, installed, load, part
 from fastloop.plugins.manager import PluginSet, origin
 from fastloop.plugins.plugin import Plugin, listed_at
 from fastloop.recipe import Recipe
@@ -147,7 +147,7 @@ def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
 
 def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     """Make the plugins of an expanded recipe, add the defaults, check them together, and order them."""
-    checks, names = plugin_checks(), {point.name for point in installed().values()}
+    checks, names = part("plugin-checks"), {point.name for point in installed().values()}
     left_out = [name for name, options in recipe.plugins.items() if options is False]
     for name in left_out:
         if name not in names and name not in recipe.references:

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from fastloop import hookimpl
-from fastloop.data.seeding import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
+from fastloop_plugins.data._isolated_random_state import IsolatedRandomState
 
 if TYPE_CHECKING:
     from fastloop import Run

@@ -43,10 +43,8 @@ STEP_HOOKS = {
     "before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step", "log_scalars"
 }  # fmt: skip
 """Hooks that are called in every step, or in many."""
-UNCHECKED = {"teardown"}
-"""At the end of a run, an error would hide the run's own."""
 NEEDED = {
-    "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "write_checkpoint",
+    "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "train_step", "write_checkpoint",
 }  # fmt: skip
 """*First* hooks whose result the run needs: a wrapper must return one."""
 COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")
@@ -55,6 +53,7 @@ REMEDIES = {
     "build_scheduler": "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To "
     "step by a metric, keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss']).",
     "compute_loss": "Return fastloop.Output(loss), whose loss is the mean over the micro-batch: a tensor of shape ().",
+    "train_step": "Return the step's loss, 0-dim and detached, as run.accumulate_gradients does.",
     "stepped the optimizer": "Only run.apply_gradients may. A plugin that steps more often implements train_step.",
     "changed the batches": "Counters and resume depend on them. It may set `inputs` and `loss_weight` of a batch.",
     "changed a counter": "Only fastloop counts. To end training, call run.state.request_stop(reason).",
@@ -112,17 +111,17 @@ class HookChecks:
 
     def _replace(self, plugin: Plugin, hook: str, function: Callable[..., Any], wraps: bool) -> Callable[..., Any]:
         """The function that replaces an implementation."""
-        if hook in UNCHECKED or not hasattr(hookspecs, hook):
+        # an error at the end of a run would hide the run's own
+        if hook == "teardown" or not hasattr(hookspecs, hook):
             return function
         where = f"{self.run.recipe.where}: plugin {plugin.name!r}: {hook}"
         is_last = hook == "compute_loss" and [*self.run.plugins.each(hook)][-1][0] is plugin
         needed = hook in NEEDED if wraps else is_last
 
         def check(result: Any) -> Any:
-            if hook == "train_step":
-                if problem := _find_step_problem(self.run.updates, result, wraps):
-                    raise PluginError(f"{where} {problem}")
-            elif (result is not None or needed) and (problem := _find_problem(hook, result)):
+            if hook == "train_step" and (problem := _find_update_problem(self.run.updates, result, wraps)):
+                raise PluginError(f"{where} {problem}")
+            if (result is not None or needed) and (problem := _find_problem(hook, result)):
                 raise PluginError(
                     f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
                 )
@@ -195,32 +194,32 @@ def _find_problem(hook: str, result: Any) -> str:
     if hook == "compute_loss" and not (isinstance(result.loss, Tensor) and result.loss.dim() == 0):
         shape = f" of shape {tuple(result.loss.shape)}" if isinstance(result.loss, Tensor) else ""
         return f"an Output whose loss is a {type(result.loss).__name__}{shape}"
+    if hook == "train_step" and (result.dim() or result.requires_grad):
+        return f"a tensor of shape {tuple(result.shape)}, requires_grad={result.requires_grad}"
     schedulers = result.values() if isinstance(result, Mapping) else [result]
     if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
         return "a ReduceLROnPlateau, which steps by a metric"
     return ""
 
 
-def _find_step_problem(updates: int, loss: Any, needed: bool) -> str:
-    """How a ``train_step`` breaks the hook's contract; empty if it does not.
+def _find_update_problem(updates: int, loss: Any, wraps: bool) -> str:
+    """How a ``train_step`` that returned ``loss`` breaks the hook's contract; empty if it does not.
 
     Args:
         updates: Calls of ``run.apply_gradients`` in this step.
-        needed: Whether it must return a loss, because it wraps the core's.
+        wraps: Whether it wraps the core's ``train_step``.
     """
-    if loss is None and not needed:
-        problem = "called run.apply_gradients and returned None. Return the step's loss. None leaves the whole step to"
-        return f"{problem} the core." if updates else ""
-    if not updates:
-        return "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
-    if isinstance(loss, Tensor) and not loss.dim() and not loss.requires_grad:
-        return ""
-    form = (
-        f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-        if isinstance(loss, Tensor)
-        else repr(loss)
+    if loss is None and not wraps:
+        return (
+            "called run.apply_gradients and returned None. Return the step's loss, or leave the whole step to the core."
+            if updates
+            else ""
+        )
+    return (
+        ""
+        if updates
+        else "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
     )
-    return f"returned {form}. Return the step's loss, 0-dim and detached, as run.accumulate_gradients does."
 
 
 def _check_json(where: str, summary: Mapping[str, Any]) -> None:

@@ -36,11 +36,6 @@ than difflib's 0.6, because the name may be that of an optional plugin that is n
 RESEMBLES = 0.9
 """Similarity from which an attribute of a plugin's class is reported as a misspelled declaration: one letter more, less
 or other in ten. Lower values would report attributes of a plugin's own, such as ``published`` and ``required``."""
-RENAMED = {
-    "parity": "numerics", "configures": "description", "observes": "read_only", "activates": "auto_enable",
-    "needs": "requirements", "forecast": "estimate_speedup",
-}  # fmt: skip
-"""Earlier name of a declaration -> its name. CHANGELOG.md lists both."""
 _DECLARED: dict[str, Any] = {
     name: value for name, value in vars(Plugin).items() if name[0] != "_" and not inspect.isfunction(value)
 }
@@ -233,15 +228,12 @@ def check_declarations(plugin: Plugin, where: str) -> None:
     classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
     own = {name: value for cls in classes for name, value in vars(cls).items()}
     for name, value in own.items():
-        meant = RENAMED.get(name) or next(
-            (known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None
-        )
+        meant = next((known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None)
         kind = type(_DECLARED.get(meant or name))
         if meant and meant not in own and isinstance(value, _LIKE.get(kind, kind)):
-            hint = f"It is now {meant!r}: rename it." if name in RENAMED else f"Did you mean {meant!r}?"
             raise PluginError(
-                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. {hint} An "
-                "attribute of your own may have any name that begins with an underscore."
+                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. Did you mean "
+                f"{meant!r}? An attribute of your own may have any name that begins with an underscore."
             )
 
 

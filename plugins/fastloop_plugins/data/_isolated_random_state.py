@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data._utils import worker  # a test looks for its private name
 
-from fastloop.runtime.random_states import cpu_random_states, restore_random_states
-
-
-def seed_all(seed: int) -> None:
-    """Seed the CPU generators, which datasets use. Generators of other devices belong to training and keep their
-    states."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+from fastloop.runtime.random_states import cpu_random_states, restore_random_states, seed_all
 
 
 class IsolatedRandomState:

@@ -124,8 +124,8 @@ def defaults() -> dict[str, importlib.metadata.EntryPoint]:
 
 @cache
 def part(name: str) -> Any:
-    """A module of fastloop's that builds on the core: ``plugin-checks``, which checks declarations and hooks, or
-    ``streams``, which reads iterable datasets."""
+    """A module of fastloop's that builds on the core: ``plugin-checks`` for declarations and hooks, ``streams`` for
+    iterable datasets, ``hook-replacement`` to time hooks."""
     return own_entry_points(PARTS)[name].load()
 
 

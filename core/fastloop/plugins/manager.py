@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -30,8 +30,6 @@ from fastloop.settings import Settings, merge_settings
 from fastloop.strategy import Strategy, method_that_raised
 
 log = logging.getLogger("fastloop")
-
-Replacement = Callable[[Plugin, str, Callable[..., Any], bool], Callable[..., Any]]
 
 
 class Hooks(pluggy.PluginManager):
@@ -108,28 +106,6 @@ class Hooks(pluggy.PluginManager):
             for impl in caller.get_hookimpls():
                 if impl.plugin is plugin:
                     yield impl, caller.name
-
-    def replace(self, replacement: Replacement) -> Callable[..., None]:
-        """Call ``replacement(plugin, hook, function, is_wrapper)`` in place of each plugin's implementation. Returns a
-        function that undoes it for all hooks, or for the given ones where no other replacement followed."""
-        replaced = []
-        for plugin in self.get_plugins():
-            for impl, hook in (
-                self.implementations(plugin) if isinstance(plugin, Plugin) and plugin.name not in self.disabled else ()
-            ):
-                replaced.append((impl, hook, impl.function, replacement(plugin, hook, impl.function, impl.wrapper)))
-                impl.function = replaced[-1][3]
-
-        def undo(hooks: Collection[str] | None = None) -> None:
-            for impl, hook, before, function in replaced:
-                if (
-                    impl.plugin.name not in self.disabled
-                    if hooks is None
-                    else hook in hooks and impl.function is function
-                ):
-                    impl.function = before
-
-        return undo
 
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns

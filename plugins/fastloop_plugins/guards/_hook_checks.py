@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from fastloop import hookimpl, hookspecs
 from fastloop.errors import PluginError
 from fastloop.state import Batch, Output
+from fastloop_plugins._hook_replacement import replace
 
 if TYPE_CHECKING:
     from fastloop import Plugin
@@ -96,7 +97,7 @@ class HookChecks:
         self.last_step = 0
         self._counting: RemovableHandle | None = None
         self.has_loss: dict[str, bool] = {}  # plugin -> whether its compute_loss returned one
-        self._restore = run.plugins.manager.replace(self._replace)
+        self._restore = replace(run.plugins, self._replace)
 
     def close(self) -> None:
         """Restore the hooks of a step, and warn about plugins that computed no loss."""

@@ -125,7 +125,7 @@ def defaults() -> dict[str, importlib.metadata.EntryPoint]:
 @cache
 def part(name: str) -> Any:
     """A module of fastloop's that builds on the core: ``plugin-checks`` for declarations and hooks, ``streams`` for
-    iterable datasets, ``hook-replacement`` to time hooks."""
+    iterable datasets, ``process-store`` for several processes, ``hook-replacement`` to time hooks."""
     return own_entry_points(PARTS)[name].load()
 
 

@@ -298,8 +298,8 @@ class Pair:
         recipe = make_recipe(self.recipe("predicted", plugins, {}))
         split = "validation" if texts is None else "predict"
         recipe.inference = Inference((self.folder / "plain" / "model").resolve(), split, texts, chunk=plain.BATCH)
-        with self.recorded(), open_run(resolve(recipe), [Chunks(None)]) as run:
-            (chunk,) = run.loaders.chunks
+        with self.recorded(), open_run(resolve(recipe), [reader := Chunks(None)]) as run:
+            (chunk,) = reader.chunks
             return predict_dataset(run, run.loaders.replace(split, chunk))
 
 

@@ -23,8 +23,8 @@ import torch
 
 from fastloop.cli import main
 from fastloop.cli.messages import Messages
-from fastloop.plugins.checks import warn_once
 from fastloop.runtime import platform_support
+from fastloop_plugins.guards._plugin_checks import warn_once
 
 Cli = Callable[..., tuple[int, str, str]]
 

@@ -61,7 +61,7 @@ def count_statements(file: Path) -> int:
 
 def test_core_stays_small():
     files = [file for file in (ROOT / "core" / "fastloop").rglob("*.py") if not {"cli", "testing"} & set(file.parts)]
-    assert sum(map(count_statements, files)) <= 3_156, "statements without cli and testing: see docs/decisions/0027"
+    assert sum(map(count_statements, files)) <= 2_900, "statements without cli and testing: see docs/decisions/0027"
 
 
 def test_no_file_is_too_long():

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fastloop.checkpoint import resume
-from fastloop.checkpoint.export import save_model
 from fastloop.errors import SaveError
 from fastloop.plugins.plugin import hookimpl
 
@@ -38,9 +37,3 @@ def write_checkpoint(run: Run, folder: Path, model: dict[str, torch.Tensor], sta
     except SaveError as error:
         future.set_exception(error)
     return future
-
-
-@core_default
-def export_model(run: Run, folder: Path) -> Path:
-    """Export with the model's ``save_pretrained``, or write ``model.safetensors``."""
-    return save_model(run, folder)

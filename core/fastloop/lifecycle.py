@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -29,7 +28,6 @@ from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.plugins.manager import make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
-from fastloop.recipe import Inference
 from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
@@ -202,12 +200,8 @@ def _build_accelerator(run: Run) -> None:
 
 
 def _build_loaders(run: Run) -> None:
-    loaders, inference, trains = run.loaders, run.recipe.inference, run.recipe.inference is None
-    datasets = (
-        run.hooks.build_datasets(run=run) or {}
-        if inference is None or not inference.chunk
-        else _first_chunk(run, inference)
-    )
+    loaders, trains = run.loaders, run.recipe.inference is None
+    datasets = run.hooks.build_datasets(run=run) or {}
     if trains and "train" not in datasets:
         raise PluginError(
             f"{run.recipe.where}: no plugin built a training dataset. The task in use: "
@@ -226,17 +220,6 @@ def _build_loaders(run: Run) -> None:
     loaders.build()
     steps, epoch_samples = (loaders.train.steps_per_epoch(), loaders.train.epoch_samples) if trains else (None, None)
     run.schedule = Schedule(run.recipe.train, run.state, steps, epoch_samples, loaders.evaluation)
-
-
-def _first_chunk(run: Run, inference: Inference) -> dict[str, Any]:
-    """The first samples to predict, as the split of the run. ``run.loaders.chunks`` gives all of them."""
-    chunks = iter(
-        run.hooks.build_prediction_data(run=run, source=inference.source, start=inference.start, size=inference.chunk)
-        or ()
-    )
-    first: Any = next(chunks, [])
-    run.loaders.chunks = chain([first], chunks)
-    return {inference.split: first}
 
 
 def _build_model(run: Run) -> None:

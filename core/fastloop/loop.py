@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -118,16 +118,11 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
 
     Returns:
         The step's mean loss over all processes: 0-dim, detached, on the device.
-
-    Raises:
-        PluginError: A plugin's ``train_step`` did not change the weights, or returned no loss.
     """
     run.hooks.before_step(run=run, batches=batches)
     totals = run._start_totals(batches)
     run.updates = 0
     loss = run.hooks.train_step(run=run, batches=batches)
-    if not run.updates or not isinstance(loss, Tensor) or loss.dim() or loss.requires_grad:
-        raise _step_error(run, loss)
     if run.scheduler is not None and not run.step_was_skipped():
         with region("optimizer"):
             run.scheduler.step()
@@ -137,18 +132,7 @@ def take_step(run: Run, batches: list[Batch]) -> Tensor:
 
 @hookimpl(trylast=True)
 def train_step(run: Run, batches: list[Batch]) -> Tensor:
-    """Accumulate the gradients of the micro-batches, and change the weights by them.
-
-    Raises:
-        PluginError: A plugin's ``train_step`` changed the weights and returned None.
-    """
-    if run.updates:
-        plugin = next(plugin.name for plugin, _ in run.plugins.each("train_step"))
-        raise PluginError(
-            f"{run.recipe.where}: plugin {plugin!r}: train_step called run.apply_gradients and returned None. Return "
-            "the step's loss. "
-            "None leaves the whole step to the core."
-        )
+    """Accumulate the gradients of the micro-batches, and change the weights by them."""
     loss = accumulate_gradients(run, batches)
     apply_gradients(run, loss)
     return loss
@@ -198,24 +182,6 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         run.optimizer.zero_grad()
     run._clipped_at = -1
     run.updates += 1
-
-
-def _step_error(run: Run, loss: Any) -> PluginError:
-    """The error for a plugin whose ``train_step`` breaks the hook's contract."""
-    plugin = next((plugin.name for plugin, _ in run.plugins.each("train_step")), "fastloop")
-    where = f"{run.recipe.where}: plugin {plugin!r}: train_step"
-    if not run.updates:
-        return PluginError(
-            f"{where} did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
-        )
-    found = (
-        f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-        if isinstance(loss, Tensor)
-        else repr(loss)
-    )
-    return PluginError(
-        f"{where} returned {found}. Return the step's loss, 0-dim and detached, as run.accumulate_gradients does."
-    )
 
 
 def evaluate(run: Run, split: str) -> None:

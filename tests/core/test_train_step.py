@@ -224,7 +224,7 @@ WRONG = {
     NoUpdate: r"plugin 'plain': train_step did not call run.apply_gradients, so no weight changed. Call it at "
     r"least once",
     NoLoss: r"plugin 'plain': train_step called run.apply_gradients and returned None. Return the step's loss",
-    Number: r"plugin 'plain': train_step returned \d\.\d+. Return the step's loss, 0-dim and detached",
+    Number: r"plugin 'plain': train_step returned a float, expected Tensor. Return the step's loss, 0-dim and detached",
     Attached: r"plugin 'plain': train_step returned a tensor of shape \(\), requires_grad=True. Return the step's loss",
 }
 

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from fastloop import Output, Package, Plugin, PluginCrash, PluginError, hookimpl
-from fastloop.plugins.checks import RENAMED, check_declarations
+from fastloop import Output, Plugin, PluginCrash, PluginError, hookimpl
 from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop_plugins._own_plugins import own_plugins
 from fastloop_plugins.guards._hook_checks import STEP_HOOKS, STEPS
+from fastloop_plugins.guards._plugin_checks import check_declarations
 
 ROOT = Path(__file__).parents[2]
 QUIET = [
@@ -49,33 +49,6 @@ def resolved(*plugins: Plugin, **recipe: Any) -> PluginSet:
 
 
 # -- declarations ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("old", "value"),
-    [("parity", "exact"), ("configures", "the loss"), ("observes", True), ("needs", (Package("torch"),))],
-)
-def test_an_earlier_name_of_a_declaration_is_refused_with_the_new_name(old, value):
-    with pytest.raises(PluginError) as refused:
-        resolved(make("a", **{old: value}))
-    assert str(refused.value) == (
-        f"recipe: plugin 'a': its class has the attribute {old!r}, which is no declaration of a plugin. It is now "
-        f"{RENAMED[old]!r}: rename it. An attribute of your own may have any name that begins with an underscore."
-    )
-
-
-def test_the_changelog_lists_every_renamed_declaration():
-    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    for old, new in RENAMED.items():
-        assert f"`{old}" in changes
-        assert f"`{new}" in changes
-
-
-@pytest.mark.parametrize("old", ["activates", "forecast"])
-def test_an_earlier_name_of_a_class_method_is_refused(old):
-    cls = type("Old", (Plugin,), {"name": "old", old: classmethod(lambda cls, *arguments: None)})
-    with pytest.raises(PluginError, match=f"{old!r}, which is no declaration of a plugin. It is now '{RENAMED[old]}'"):
-        resolved(cls())
 
 
 @pytest.mark.parametrize(

@@ -577,18 +577,18 @@ CASES: dict[str, Case] = {
         ("recipe/recipe.py --with",), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)
     ),
     "a required plugin": Case(
-        ("plugins/checks.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
+        ("guards/_plugin_checks.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
     ),
     "an empty slot": Case(
-        ("plugins/checks.py fastloop plugins",),
+        ("guards/_plugin_checks.py fastloop plugins",),
         module("--with", "./plugin.py:Shards"),
         (r"`(fastloop plugins)` shows who fills it",),
     ),
     "two plugins in a slot": Case(
-        ("plugins/checks.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)
+        ("guards/_plugin_checks.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)
     ),
     "the other of two plugins": Case(
-        ("plugins/checks.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)
+        ("guards/_plugin_checks.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)
     ),
     "a package that is not installed": Case(
         ("plugins/resolve.py --without",),
@@ -596,12 +596,12 @@ CASES: dict[str, Case] = {
         (r"leave it out: (--without liger)",),
     ),
     "a circle": Case(
-        ("plugins/resolve.py --without",),
+        ("guards/_plugin_checks.py --without",),
         module("--with", "./plugin.py:One,./plugin.py:Two"),
         (r"or a plugin: (--without \w+)",),
     ),
     "two plugins in a hook": Case(
-        ("plugins/checks.py --without",),
+        ("guards/_plugin_checks.py --without",),
         module("--with", "./plugin.py:First,./plugin.py:Second"),
         (r"Keep one: (--without \w+)",),
     ),
@@ -735,7 +735,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "cli/launch.py --resume",
         "cli/quick_checks.py --nproc",
         "data/_watched_loader.py --resume",
-        "distributed/accelerator.py fastloop plugins",
         "scale/command.py --nproc",
         "strategies/_launcher.py --nproc",
         "strategies/_launcher.py fastloop train",

@@ -23,6 +23,7 @@ from fastloop.plugins.manager import PluginSet, own_implementations
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.testing import tiny_data, tiny_model
+from fastloop_plugins._hook_replacement import replace
 from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text
 
@@ -164,6 +165,7 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
         "fastloop.loop",
         "fastloop.defaults",
         "fastloop_plugins.guards._batch_norm",
+        "fastloop_plugins.checkpoints._export",
         "fastloop_tools.inference.weights",
         "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.strategies._launcher_check",
@@ -698,7 +700,7 @@ def test_seconds_are_a_plugins_own_and_calls_are_counted_in_the_order_of_the_fir
 
     resolution = PluginSet([Inner(), Outer(), Caller()])
     timer = HookTimer()
-    undo = resolution.manager.replace(timer)
+    undo = replace(resolution, timer)
     run: Any = type("Run", (), {"hooks": resolution.hooks})
     resolution.hooks.after_fit(run=run)
     resolution.hooks.evaluate(run=run, split="test")

@@ -130,9 +130,9 @@ def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:
     origin = f"{point.value} of {' '.join(name_and_version(point.dist))}" if point.dist else point.value
     label = f"command {name!r} ({origin})"
     if not is_own(point):
-        from fastloop.plugins.installed import unsupported
+        from fastloop.plugins.installed import part
 
-        if problem := unsupported(point):
+        if problem := part("plugin-checks").unsupported(point):
             raise UsageError(f"{label} {problem}")
     try:
         function = point.load()

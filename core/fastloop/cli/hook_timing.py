@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from fastloop.plugins.call import enclose
+from fastloop.plugins.installed import part
 from fastloop.plugins.plugin import Plugin
 
 
@@ -55,7 +55,8 @@ class HookTimer:
             calls.count += 1
             return function(*arguments)
 
-        return enclose(count, wrapper, lambda: self._measure(calls))
+        wrapped: Callable[..., Any] = part("hook-replacement").enclose(count, wrapper, lambda: self._measure(calls))
+        return wrapped
 
     @contextmanager
     def _measure(self, calls: HookCalls) -> Iterator[None]:

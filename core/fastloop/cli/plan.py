@@ -45,11 +45,11 @@ def plan(
     loaded, resolution = resolved.recipe, resolved.plugins
     resolution.hooks.check_recipe(recipe=loaded, plugins=resolution)
     from fastloop.data.loaders import micro_batches
-    from fastloop.distributed.accelerator import check_processes
+    from fastloop.plugins.installed import part
 
     settings = resolution.configure(loaded)
     world_size = nproc or ranks.world_size()
-    check_processes(loaded, resolution, world_size)
+    part("plugin-checks").check_processes(loaded, resolution, world_size)
     sharing = 1 if settings.same_batches else world_size
     device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)

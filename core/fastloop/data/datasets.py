@@ -1,20 +1,17 @@
-"""Read map-style datasets by sample ids, read iterable datasets as sharded streams, and collate samples into ``Batch``.
+"""Read map-style datasets by sample ids, and collate samples into ``Batch``.
 
-The number of workers does not change the samples.
+The number of workers does not change the samples. ``streams`` reads iterable ones.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import count, islice
 from typing import Any, Protocol
 
-import torch
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
-from fastloop.data.seeding import IsolatedRandomState, seed_all
+from fastloop.runtime.random_states import seed_all
 from fastloop.state import Batch
 
 
@@ -102,89 +99,6 @@ class MapReader(Dataset[Any]):
     def read_samples(self, micro_batch: list[int]) -> Samples:
         """The samples of a micro-batch. A subclass may return others, with ``unreadable`` and their ``ids`` set."""
         return Samples(self.read(micro_batch))
-
-
-class Stream(IterableDataset[Any]):
-    """An iterable dataset, sharded so that each sample is read once, in the same batches for any number of workers.
-
-    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset,
-    ``get_worker_info()`` is None, so that it does not shard its samples again. Its random numbers are the same on every
-    reader and after each resume.
-
-    Args:
-        batch: Samples of a micro-batch.
-        batches_per_step: Micro-batches of a step, over all processes, to drop an incomplete last step; 0: keep it.
-    """
-
-    def __init__(
-        self, dataset: Any, batch: int, rank: int, world_size: int, seed: int, batches_per_step: int = 0
-    ) -> None:
-        self.dataset, self.batch, self.batches_per_step = dataset, batch, batches_per_step
-        self.rank, self.world_size, self.seed = rank, world_size, seed
-        self.position = torch.zeros(2, dtype=torch.int64)  # epoch and start
-
-    @property
-    def size(self) -> int:
-        """Samples per epoch of a dataset with a length, without an incomplete last step if that is dropped."""
-        step = self.batch * self.batches_per_step
-        return len(self.dataset) // step * step if step else len(self.dataset)
-
-    def __iter__(self) -> Iterator[Any]:
-        epoch, start = self.position.tolist()
-        info = get_worker_info()
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-        if getattr(self.dataset, "shards_itself", False):
-            if info is not None:
-                seed_all(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
-            yield from self.dataset
-            return
-        reader, readers = self.rank, self.world_size
-        if info is not None:
-            reader, readers = self.rank + self.world_size * info.id, self.world_size * info.num_workers
-        if hasattr(self.dataset, "read_ranges"):
-            yield from self._read_ranges(epoch, start, reader, readers)
-            return
-        # the same for all readers, which must agree on the order
-        isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)
-        with isolated:
-            samples = iter(self.dataset)
-            deque(islice(samples, start), maxlen=0)
-        pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
-        for number in count():
-            with isolated:
-                group = list(islice(samples, self.batch))
-            if not group:
-                break
-            last = group[-1]
-            if number % readers == reader:
-                pending.append((start + number * self.batch, group))
-            if self.batches_per_step and ((number + 1) % self.batches_per_step or len(group) < self.batch):
-                continue
-            for position, micro_batch in pending:
-                if info is not None:  # make the collator's random numbers independent of the worker
-                    seed_all(hash((self.seed, epoch, position)) % 2**32)
-                yield from (Numbered(pair) for pair in enumerate(micro_batch, position))
-            pending.clear()
-        if not self.batches_per_step and any(
-            filler % readers == reader for filler in range(number, number + -number % self.world_size)
-        ):
-            yield Filler([last])
-
-    def _read_ranges(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
-        """The samples of this reader's micro-batches, from a dataset that reads them by position."""
-        end = self.size
-        own = range(start, end, self.batch)[reader::readers]
-        ranges = (range(first, min(first + self.batch, end)) for first in own)
-        for position, samples in zip(own, self.dataset.read_ranges(epoch, ranges), strict=True):
-            if get_worker_info() is not None:  # make the collator's random numbers independent of the worker
-                seed_all(hash((self.seed, epoch, position)) % 2**32)
-            yield from map(Numbered, samples)
-        number = -(-(end - start) // self.batch)
-        if any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
-            yield from (
-                Filler([sample]) for ((_, sample),) in self.dataset.read_ranges(epoch, [range(start, start + 1)])
-            )
 
 
 class Collate:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from fastloop.data.datasets import Collate, MapReader, Stream
+from fastloop.data import streams
+from fastloop.data.datasets import Collate, MapReader
 from fastloop.data.sampler import StepSampler
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.tracebacks import user_line
@@ -68,7 +69,7 @@ class Loader:
         self.micro_steps = batch_size // (micro_batch_size * world_size)
         # False: processes may have different numbers of batches
         self.in_step = not getattr(dataset, "shards_itself", False)
-        self.stream: Stream | None = None
+        self.stream: Any = None  # for an iterable dataset
         self.sampler: StepSampler | None = None
         arguments: dict[str, Any] = {
             "collate_fn": Collate(collator),
@@ -83,19 +84,12 @@ class Loader:
         drop_last = sampler is not None and sampler.drop_last
         self.loader: DataLoader[Any]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            if drop_last and not (self.in_step and shuffle):
-                kind = "is iterable and only evaluated" if self.in_step else "shards itself"
-                raise UsageError(
-                    f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples "
-                    "dropped would depend on the number of processes. Set drop_last=False, or let the dataset end "
-                    "earlier."
-                )
-            self.stream = Stream(
-                dataset, micro_batch_size, rank, world_size, seed, self.micro_steps * world_size if drop_last else 0
+            dropped = self.micro_steps * world_size if drop_last else 0
+            if drop_last:
+                streams.check_drop_last(split, dataset, shuffle)
+            self.stream = streams.Stream(
+                dataset, micro_batch_size, rank, world_size, seed, dropped, has_workers=bool(reading["num_workers"])
             )
-            if reading["num_workers"]:
-                # so that persistent workers see changes
-                self.stream.position.share_memory_()  # type: ignore[no-untyped-call]
             self.loader = loader_class(self.stream, batch_size=micro_batch_size, **arguments)
             return
         order: Any = sampler.sampler if sampler is not None and callable(sampler.sampler) else None
@@ -131,7 +125,7 @@ class Loader:
     def epoch_samples(self) -> int | None:
         """Samples per epoch; None for a dataset of unknown length."""
         if self.stream is not None and hasattr(self.dataset, "read_ranges"):
-            return self.stream.size
+            return int(self.stream.size)
         return None if self.sampler is None else self.sampler.size
 
     def steps_per_epoch(self) -> int | None:

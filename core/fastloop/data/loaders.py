@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,6 @@ class Loaders:
         processes: The processes that share the samples of a step.
         train: Loader of the training split.
         evaluation: Split -> loader, for all other splits.
-        chunks: Datasets of the samples to predict, in order.
         micro_batch_size: Samples of a training micro-batch on one process.
         micro_steps: Micro-batches of an optimizer step on one process.
     """
@@ -69,7 +68,6 @@ class Loaders:
         self.collators: dict[str, Any] = {}
         self.train: Loader
         self.evaluation: dict[str, Loader] = {}
-        self.chunks: Iterator[Any] = iter(())
 
     @property
     def first(self) -> str:

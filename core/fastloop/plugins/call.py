@@ -6,9 +6,7 @@ report which implementation raised an error.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -117,32 +115,3 @@ def make_caller(
             del failure  # its traceback refers to this frame
 
     return call_wrapped if wrappers else call_each
-
-
-def enclose(
-    function: Callable[..., Any], is_wrapper: bool, around: Callable[[], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
-    """An implementation whose code runs inside ``around()``. For a wrapper, that is the code before and after its
-    yield."""
-
-    @functools.wraps(function)
-    def call(*arguments: Any) -> Any:
-        with around():
-            return function(*arguments)
-
-    @functools.wraps(function)
-    def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
-        generator = function(*arguments)
-        value, resume = None, generator.send
-        try:
-            while True:
-                with around():
-                    resume(value)
-                try:
-                    value, resume = (yield), generator.send
-                except BaseException as error:
-                    value, resume = error, generator.throw
-        except StopIteration as done:
-            return done.value
-
-    return call_wrapper if is_wrapper else call

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,9 @@ installed plugin is not active until a recipe names it."""
 IMPLEMENTATIONS = "fastloop.implementations"
 """Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
 
+PARTS = "fastloop.parts"
+"""Entry-point group of fastloop's modules that the core calls by name, because they build on it."""
+
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of every installed plugin, from package metadata; imports nothing.
@@ -40,11 +43,12 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
     table = {}
     for name, points in sorted(by_name.items()):
         for point in points:
-            table[name if len(points) == 1 and name not in taken else f"{_distribution(point)}:{name}"] = point
+            table[name if len(points) == 1 and name not in taken else f"{distribution_name(point)}:{name}"] = point
     return table
 
 
-def _distribution(point: importlib.metadata.EntryPoint) -> str:
+def distribution_name(point: importlib.metadata.EntryPoint) -> str:
+    """The name of the distribution that declares an entry point."""
     return name_and_version(point.dist)[0] if point.dist else "?"
 
 
@@ -61,7 +65,7 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     point = find_entry_point(reference, where)
     source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
     label = f"{where}: plugin {reference!r} ({source})"
-    if problem := unsupported(point):
+    if problem := part("plugin-checks").unsupported(point):
         raise PluginError(f"{label} {problem}")
     try:
         loaded = point.load()
@@ -84,48 +88,18 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
     if package:
         from packaging.utils import canonicalize_name
 
-        points = [point for point in points if canonicalize_name(_distribution(point)) == canonicalize_name(package)]
+        points = [
+            point for point in points if canonicalize_name(distribution_name(point)) == canonicalize_name(package)
+        ]
     if len(points) == 1:
         return points[0]
     if points:
-        choice = " or ".join(sorted(f"{_distribution(point)}:{name}" for point in points))
+        choice = " or ".join(sorted(f"{distribution_name(point)}:{name}" for point in points))
         raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
     raise PluginError(
         f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, installed())} `fastloop plugins` "
         "lists them."
     )
-
-
-def unsupported(point: importlib.metadata.EntryPoint) -> str:
-    """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
-    # These take long to import, and most runs do not need them.
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.utils import canonicalize_name
-
-    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
-        if "fastloop" not in text.lower():  # parsing takes long
-            continue
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        name = canonicalize_name(requirement.name)
-        if name not in (DISTRIBUTION, "fastloop") or (
-            requirement.marker and not requirement.marker.evaluate({"extra": ""})
-        ):
-            continue
-        if name != DISTRIBUTION:
-            return (
-                f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require "
-                f"{DISTRIBUTION!r} instead."
-            )
-        ours = importlib.metadata.version(DISTRIBUTION)
-        if not requirement.specifier.contains(ours, prereleases=True):
-            both = f"pip install -U {_distribution(point)} '{DISTRIBUTION}{requirement.specifier}'"
-            return (
-                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
-            )
-    return ""
 
 
 def check_class(cls: Any, label: str) -> type[Plugin]:
@@ -146,6 +120,13 @@ def check_class(cls: Any, label: str) -> type[Plugin]:
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
     return own_entry_points(DEFAULTS)
+
+
+@cache
+def part(name: str) -> Any:
+    """A module of fastloop's that builds on the core: ``plugin-checks`` for declarations and hooks, ``streams`` for
+    iterable datasets, ``process-store`` for several processes, ``hook-replacement`` to time hooks."""
+    return own_entry_points(PARTS)[name].load()
 
 
 def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:

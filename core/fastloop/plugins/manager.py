@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -22,8 +22,7 @@ from fastloop import hookspecs
 from fastloop.distributed.signals import Stopped
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.plugins.call import HookCallers, make_caller
-from fastloop.plugins.checks import check_hooks
-from fastloop.plugins.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points
+from fastloop.plugins.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points, part
 from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
@@ -31,8 +30,6 @@ from fastloop.settings import Settings, merge_settings
 from fastloop.strategy import Strategy, method_that_raised
 
 log = logging.getLogger("fastloop")
-
-Replacement = Callable[[Plugin, str, Callable[..., Any], bool], Callable[..., Any]]
 
 
 class Hooks(pluggy.PluginManager):
@@ -59,7 +56,7 @@ class Hooks(pluggy.PluginManager):
         self.known = {name: (*spec.argnames, *spec.kwargnames) for name, spec in specs.items()}
         self.first = {name for name, spec in specs.items() if spec.opts["firstresult"]}
         for plugin in reversed(plugins):  # pluggy calls the last registered first
-            check_hooks(plugin, self.known, self.first)
+            part("plugin-checks").check_hooks(plugin, self.known, self.first)
             try:
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
@@ -109,28 +106,6 @@ class Hooks(pluggy.PluginManager):
             for impl in caller.get_hookimpls():
                 if impl.plugin is plugin:
                     yield impl, caller.name
-
-    def replace(self, replacement: Replacement) -> Callable[..., None]:
-        """Call ``replacement(plugin, hook, function, is_wrapper)`` in place of each plugin's implementation. Returns a
-        function that undoes it for all hooks, or for the given ones where no other replacement followed."""
-        replaced = []
-        for plugin in self.get_plugins():
-            for impl, hook in (
-                self.implementations(plugin) if isinstance(plugin, Plugin) and plugin.name not in self.disabled else ()
-            ):
-                replaced.append((impl, hook, impl.function, replacement(plugin, hook, impl.function, impl.wrapper)))
-                impl.function = replaced[-1][3]
-
-        def undo(hooks: Collection[str] | None = None) -> None:
-            for impl, hook, before, function in replaced:
-                if (
-                    impl.plugin.name not in self.disabled
-                    if hooks is None
-                    else hook in hooks and impl.function is function
-                ):
-                    impl.function = before
-
-        return undo
 
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns

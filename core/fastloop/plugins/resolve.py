@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-import graphlib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fastloop.errors import FastloopError, PluginError, did_you_mean
-from fastloop.plugins.checks import check_exclusive_hooks, check_together, refers
-from fastloop.plugins.installed import check_class, defaults, installed, load
+from fastloop.plugins.installed import check_class, defaults, installed, load, part
 from fastloop.plugins.manager import PluginSet, origin
 from fastloop.plugins.plugin import Plugin, listed_at
 from fastloop.recipe import Recipe
@@ -149,7 +147,7 @@ def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
 
 def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     """Make the plugins of an expanded recipe, add the defaults, check them together, and order them."""
-    names = {point.name for point in installed().values()}
+    checks, names = part("plugin-checks"), {point.name for point in installed().values()}
     left_out = [name for name, options in recipe.plugins.items() if options is False]
     for name in left_out:
         if name not in names and name not in recipe.references:
@@ -164,28 +162,15 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     filled = {plugin.slot for plugin in plugins}
     for cls in [point.load() for name, point in defaults().items() if name not in left_out]:
         if same := next((plugin for plugin in plugins if plugin.name == cls.name), None):
-            _check_replacement(recipe, same, cls)
+            checks.check_replacement(recipe, same, cls)
         elif not (cls.slot and cls.slot in filled) and _takes_part(cls, recipe) and (reason := cls.auto_enable(recipe)):
             plugins.append(cls())
             filled.add(cls.slot)
             reasons[cls.name] = f"on by default: {reason}"
-    check_together(plugins, names, recipe.where)
-    ordered = order(plugins, reasons, recipe.where)
-    check_exclusive_hooks(ordered, reasons, recipe.where)
+    checks.check_together(plugins, names, recipe.where)
+    ordered = order(plugins, reasons)
+    checks.check_exclusive_hooks(ordered, reasons, recipe.where)
     return ResolvedRecipe(recipe, PluginSet(ordered, reasons))
-
-
-def _check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None:
-    """Refuse a plugin from a file or from Python with the name of a default plugin. ``package:name`` is a user's
-    choice."""
-    listed = plugin.name in recipe.plugins and split_file(recipe.references.get(plugin.name, "")) is None
-    if not listed and not isinstance(plugin, cls):
-        raise PluginError(
-            f"{recipe.where}: plugin {plugin.name!r} ({origin(type(plugin))}) has the name of a plugin that is on by "
-            "default, "
-            f"and would replace it. Rename it. To leave the other one out, add {{{plugin.name!r}: False}} to the "
-            "plugins."
-        )
 
 
 def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
@@ -197,10 +182,14 @@ def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
 # -- call order --------------------------------------------------------------------------------------------------------
 
 
-def order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Plugin]:
-    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before``: the next plugin is always the earliest
-    whose predecessors are in order."""
-    before = {
+def refers(references: Collection[str], plugin: Plugin) -> bool:
+    """Whether one of a declaration's references, by name or by ``slot:NAME``, is to a plugin."""
+    return plugin.name in references or f"slot:{plugin.slot}" in references
+
+
+def predecessors(plugins: Sequence[Plugin]) -> dict[str, set[str]]:
+    """Plugin name -> names of the plugins that must be before it."""
+    return {
         plugin.name: {
             other.name
             for other in plugins
@@ -208,11 +197,12 @@ def order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Pl
         }
         for plugin in plugins
     }
-    try:
-        graphlib.TopologicalSorter(before).prepare()
-    except graphlib.CycleError as error:
-        raise PluginError(f"{where}: {_explain_cycle(error.args[1], plugins)}") from None
-    rest, ordered = list(plugins), list[Plugin]()
+
+
+def order(plugins: list[Plugin], reasons: dict[str, str]) -> list[Plugin]:
+    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before``: the next plugin is always the earliest
+    whose predecessors are in order."""
+    before, rest, ordered = predecessors(plugins), list(plugins), list[Plugin]()
     while rest:
         plugin = next(plugin for plugin in rest if not before[plugin.name] & {other.name for other in rest})
         rest.remove(plugin)
@@ -221,18 +211,3 @@ def order(plugins: list[Plugin], reasons: dict[str, str], where: str) -> list[Pl
             reasons[plugin.name] += f"; moved after {awaited[-1].name!r}"
         ordered.append(plugin)
     return ordered
-
-
-def _explain_cycle(names: list[str], plugins: list[Plugin]) -> str:
-    """The declarations that make a cycle, in which each name runs before the next, and one of them to drop."""
-    by_name = {plugin.name: plugin for plugin in plugins}
-    declarations = []
-    for first, second in itertools.pairwise(names):
-        for owner, attribute, other in ((second, "runs_after", first), (first, "runs_before", second)):
-            for reference in getattr(by_name[owner], attribute):
-                if refers([reference], by_name[other]):
-                    declarations.append(f"{owner!r} {attribute} {reference!r}")
-    return (
-        f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a "
-        f"plugin: --without {names[0]}."
-    )

@@ -1,4 +1,4 @@
-"""Save and restore the random states of Python, NumPy and torch."""
+"""Seed, save and restore the random states of Python, NumPy and torch."""
 
 from __future__ import annotations
 
@@ -28,6 +28,14 @@ def restore_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
+
+
+def seed_all(seed: int) -> None:
+    """Seed the CPU generators, which datasets use. Generators of other devices belong to training and keep their
+    states."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from fastloop.runtime.tracebacks import user_line
 
 PRELOADED = [
     "fastloop.testing.runs",
-    "fastloop.checkpoint.export",
+    "fastloop.checkpoint.store",
     "fastloop.cli",
     "torchmetrics.classification",
     "datasets",

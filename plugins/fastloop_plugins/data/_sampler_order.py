@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
 from fastloop import hookimpl
-from fastloop.data.seeding import IsolatedRandomState
+from fastloop.data.streams import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
 
 if TYPE_CHECKING:

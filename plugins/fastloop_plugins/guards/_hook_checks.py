@@ -2,7 +2,7 @@
 
 Each implementation is replaced by one that compares the result with the hook's return type in ``hookspecs``. A hook
 without a result must leave the counters, the batches and the optimizer alone. The hooks of a step are restored after
-``STEPS`` steps, so later steps cost nothing.
+``STEPS`` steps, so later steps cost nothing. ``train_step`` is checked in every step.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from fastloop import hookimpl, hookspecs
 from fastloop.errors import PluginError
 from fastloop.state import Batch, Output
+from fastloop_plugins._hook_replacement import replace
 
 if TYPE_CHECKING:
     from fastloop import Plugin
@@ -43,10 +44,8 @@ STEP_HOOKS = {
     "before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step", "log_scalars"
 }  # fmt: skip
 """Hooks that are called in every step, or in many."""
-UNCHECKED = {"train_step", "teardown"}
-"""The loop checks ``train_step`` in every step. At the end of a run, an error would hide the run's own."""
 NEEDED = {
-    "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "write_checkpoint",
+    "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "train_step", "write_checkpoint",
 }  # fmt: skip
 """*First* hooks whose result the run needs: a wrapper must return one."""
 COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")
@@ -55,6 +54,7 @@ REMEDIES = {
     "build_scheduler": "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To "
     "step by a metric, keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss']).",
     "compute_loss": "Return fastloop.Output(loss), whose loss is the mean over the micro-batch: a tensor of shape ().",
+    "train_step": "Return the step's loss, 0-dim and detached, as run.accumulate_gradients does.",
     "stepped the optimizer": "Only run.apply_gradients may. A plugin that steps more often implements train_step.",
     "changed the batches": "Counters and resume depend on them. It may set `inputs` and `loss_weight` of a batch.",
     "changed a counter": "Only fastloop counts. To end training, call run.state.request_stop(reason).",
@@ -97,7 +97,7 @@ class HookChecks:
         self.last_step = 0
         self._counting: RemovableHandle | None = None
         self.has_loss: dict[str, bool] = {}  # plugin -> whether its compute_loss returned one
-        self._restore = run.plugins.manager.replace(self._replace)
+        self._restore = replace(run.plugins, self._replace)
 
     def close(self) -> None:
         """Restore the hooks of a step, and warn about plugins that computed no loss."""
@@ -112,13 +112,16 @@ class HookChecks:
 
     def _replace(self, plugin: Plugin, hook: str, function: Callable[..., Any], wraps: bool) -> Callable[..., Any]:
         """The function that replaces an implementation."""
-        if hook in UNCHECKED or not hasattr(hookspecs, hook):
+        # an error at the end of a run would hide the run's own
+        if hook == "teardown" or not hasattr(hookspecs, hook):
             return function
         where = f"{self.run.recipe.where}: plugin {plugin.name!r}: {hook}"
         is_last = hook == "compute_loss" and [*self.run.plugins.each(hook)][-1][0] is plugin
         needed = hook in NEEDED if wraps else is_last
 
         def check(result: Any) -> Any:
+            if hook == "train_step" and (problem := _find_update_problem(self.run.updates, result, wraps)):
+                raise PluginError(f"{where} {problem}")
             if (result is not None or needed) and (problem := _find_problem(hook, result)):
                 raise PluginError(
                     f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
@@ -126,6 +129,8 @@ class HookChecks:
             return result
 
         def call(*arguments: Any) -> Any:
+            if hook == "train_step":
+                return check(function(*arguments))
             if hook in STEP_HOOKS and not self._is_in_first_steps():
                 return function(*arguments)
             if hook == "after_evaluate":  # each plugin gets its own copy of the metrics
@@ -190,10 +195,32 @@ def _find_problem(hook: str, result: Any) -> str:
     if hook == "compute_loss" and not (isinstance(result.loss, Tensor) and result.loss.dim() == 0):
         shape = f" of shape {tuple(result.loss.shape)}" if isinstance(result.loss, Tensor) else ""
         return f"an Output whose loss is a {type(result.loss).__name__}{shape}"
+    if hook == "train_step" and (result.dim() or result.requires_grad):
+        return f"a tensor of shape {tuple(result.shape)}, requires_grad={result.requires_grad}"
     schedulers = result.values() if isinstance(result, Mapping) else [result]
     if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
         return "a ReduceLROnPlateau, which steps by a metric"
     return ""
+
+
+def _find_update_problem(updates: int, loss: Any, wraps: bool) -> str:
+    """How a ``train_step`` that returned ``loss`` breaks the hook's contract; empty if it does not.
+
+    Args:
+        updates: Calls of ``run.apply_gradients`` in this step.
+        wraps: Whether it wraps the core's ``train_step``.
+    """
+    if loss is None and not wraps:
+        return (
+            "called run.apply_gradients and returned None. Return the step's loss, or leave the whole step to the core."
+            if updates
+            else ""
+        )
+    return (
+        ""
+        if updates
+        else "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
+    )
 
 
 def _check_json(where: str, summary: Mapping[str, Any]) -> None:

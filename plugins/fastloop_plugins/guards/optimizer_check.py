@@ -20,6 +20,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Strategy, hookimpl
+from fastloop_plugins._hook_replacement import replace
 from fastloop_plugins.guards._parameters import LISTED, by_module, missing_parameters, orphaned_parameters
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class OptimizerCheck(Plugin):
 
             return call if hook == "before_fit" and not is_wrapper else function
 
-        undo = run.plugins.manager.replace(compare)
+        undo = replace(run.plugins, compare)
         try:
             yield
         finally:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastloop import Plugin
-from fastloop.plugins.call import enclose
 from fastloop.plugins.manager import PluginSet
 from fastloop.runtime.regions import region
+from fastloop_plugins._hook_replacement import enclose, replace
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def hook_regions(plugins: PluginSet) -> Iterator[None]:
     def surround(plugin: Plugin, hook: str, function: Callable[..., Any], is_wrapper: bool) -> Callable[..., Any]:
         return enclose(function, is_wrapper, lambda: region(f"{plugin.name}.{hook}"))
 
-    undo = plugins.manager.replace(surround)
+    undo = replace(plugins, surround)
     try:
         yield
     finally:

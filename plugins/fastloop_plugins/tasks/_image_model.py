@@ -245,7 +245,7 @@ class ImageModel:
     def export(self, run: Run, folder: Path) -> Path:
         """Write the model, its classes and its input format. For a transformers model, also the image processor of its
         pipeline."""
-        from fastloop.checkpoint.export import save_model
+        from fastloop_plugins.checkpoints._export import save_model
 
         with quiet():
             save_model(run, folder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
 
 
 class Chunks(Plugin):
-    """Divides a split into chunks, for tasks that do not provide prediction data for it, and refuses input without a
-    sample.
+    """Builds the first chunk of the samples to predict as the split of the run, instead of the task's datasets.
 
     Args:
         name: The input as it stands on the command line, for messages; None: a split.
+
+    Attributes:
+        chunks: Datasets of the samples to predict, in order, beginning with the split of the run.
     """
 
     name = "prediction-chunks"
@@ -28,25 +31,19 @@ class Chunks(Plugin):
     def __init__(self, name: str | None) -> None:
         super().__init__()
         self.input = "stdin" if name == "-" else name
+        self.chunks: Iterator[Any] = iter(())
 
-    @hookimpl(wrapper=True)
-    def build_prediction_data(
-        self, run: Run, source: Any, start: int, size: int
-    ) -> Generator[None, Iterable[Any] | None, Iterator[Any]]:
-        chunks = yield
-        return split_chunks(run, source, start, size) if chunks is None else self.refuse_none(iter(chunks))
-
-    def refuse_none(self, chunks: Iterator[Any]) -> Iterator[Any]:
-        """The chunks, unchanged.
-
-        Raises:
-            UsageError: A file, a folder or stdin has no sample.
-        """
-        first = next(chunks, ())
+    @hookimpl(tryfirst=True)
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        run.plugins.unsubscribe(self, "build_datasets")  # split_chunks calls the task's
+        wanted: Any = run.recipe.inference
+        found = run.hooks.build_prediction_data(run=run, source=wanted.source, start=wanted.start, size=wanted.chunk)
+        chunks = split_chunks(run, wanted.source, wanted.start, wanted.chunk) if found is None else iter(found)
+        first: Any = next(chunks, [])
         if self.input is not None and len(first) == 0:
             raise UsageError(f"{self.input}: found nothing to predict. Expected at least one sample.")
-        yield first
-        yield from chunks
+        self.chunks = chain([first], chunks)
+        return {wanted.split: first}
 
 
 def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -83,10 +83,11 @@ def predict(
             recipe.inference = dataclasses.replace(recipe.inference, start=len(output.parts) * chunk)
             from fastloop_tools.inference.chunks import Chunks
 
-            with open_inference(recipe, [Chunks(name)]) as run:
+            reader = Chunks(name)
+            with open_inference(recipe, [reader]) as run:
                 if output.parts:
                     log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
-                predict_chunks(run, output, threaded=name != "-")
+                predict_chunks(run, reader.chunks, output, threaded=name != "-")
         output.finish()
     if out is not None:
         typer.echo(f"written to {out}")
@@ -128,25 +129,25 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     }
 
 
-def predict_chunks(run: Run, output: Output, threaded: bool) -> None:
-    """Predict the chunks of a run in order.
+def predict_chunks(run: Run, chunks: Iterator[Any], output: Output, threaded: bool) -> None:
+    """Predict chunks in order.
 
     Args:
+        chunks: Datasets, beginning with the split of the run.
         threaded: Whether to read the next chunk in a thread meanwhile. A thread that waits for stdin would block the
             exit.
     """
+    from concurrent.futures import ThreadPoolExecutor  # only here: the help imports this module
+
     from accelerate.utils import set_seed
 
     from fastloop_tools.inference.chunks import predict_dataset
-
-    chunks, split = run.loaders.chunks, run.loaders.first
-    from concurrent.futures import ThreadPoolExecutor  # only here: the help imports this module
 
     with ThreadPoolExecutor(1) as pool:
         chunk = next(chunks)
         while chunk is not None:
             following = pool.submit(next, chunks, None) if threaded else None
             set_seed(run.recipe.train.seed + len(output.parts))  # so that sampled texts do not depend on interruptions
-            columns = predict_dataset(run, run.loaders.replace(split, chunk))
+            columns = predict_dataset(run, run.loaders.replace(run.loaders.first, chunk))
             chunk = next(chunks, None) if following is None else following.result()
             output.add(columns, last=chunk is None)

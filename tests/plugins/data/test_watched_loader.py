@@ -1,4 +1,4 @@
-"""The private names of torch that ``_watched_loader`` and ``fastloop.data.seeding`` use are there."""
+"""The private names of torch that ``_watched_loader`` and ``fastloop.data.streams`` use are there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastloop_plugins.data._watched_loader import CHECKED_WITH, PRIVATE, PRIVATE
 def gone(name: str) -> str:
     return (
         f"torch {torch.__version__} has no {name}, which fastloop uses since torch {CHECKED_WITH}. Adapt "
-        "_watched_loader.py or seeding.py."
+        "_watched_loader.py or streams.py."
     )
 
 

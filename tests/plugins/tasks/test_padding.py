@@ -21,6 +21,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, make_recipe
 from fastloop_plugins.data.length_bucketing import LengthBucketing
+from fastloop_tools.inference.chunks import Chunks
 
 SIZES = {
     "hidden_size": 32,
@@ -228,7 +229,7 @@ def predicting(task: str, data: dict[str, Any], **train: Any) -> Any:
     recipe.inference = Inference(
         Path("checkpoint").resolve(), "predict", ["a film", "a fine and lovely film so long", "dull"], chunk=8
     )
-    return build(resolve(recipe))
+    return build(resolve(recipe), [Chunks(None)])
 
 
 RWKV = {"model_type": "rwkv", "hidden_size": 16, "num_hidden_layers": 2, "context_length": 128}

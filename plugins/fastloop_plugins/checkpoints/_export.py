@@ -1,4 +1,7 @@
-"""Export the trained model for use outside fastloop."""
+"""Export the trained model for use outside fastloop.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,19 @@ import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop import hookimpl
 from fastloop.checkpoint.store import save_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fastloop.run import Run
+
+
+@hookimpl(trylast=True)
+def export_model(run: Run, folder: Path) -> Path:
+    """Export with the model's ``save_pretrained``, or write ``model.safetensors``."""
+    return save_model(run, folder)
 
 
 def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None) -> Path:

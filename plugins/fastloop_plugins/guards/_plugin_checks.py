@@ -1,12 +1,16 @@
 """Check plugins' declarations when a recipe is resolved, and their hooks when a run registers them.
 
-Does not import torch."""
+The core finds this module by its entry point: every run has it, and no recipe names it. Does not import torch.
+"""
 
 from __future__ import annotations
 
 import difflib
 import functools
+import graphlib
+import importlib.metadata
 import inspect
+import itertools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -14,8 +18,12 @@ from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
-from fastloop.plugins.installed import load
-from fastloop.plugins.plugin import Numerics, Plugin
+from fastloop.plugins.installed import distribution_name, is_own, load
+from fastloop.plugins.manager import PluginSet, origin
+from fastloop.plugins.plugin import DISTRIBUTION, Numerics, Plugin
+from fastloop.plugins.resolve import predecessors, refers
+from fastloop.recipe import Recipe
+from fastloop.recipe.plugin_references import split_file
 from fastloop.strategy import METHODS, Strategy
 
 log = logging.getLogger("fastloop")
@@ -28,11 +36,6 @@ than difflib's 0.6, because the name may be that of an optional plugin that is n
 RESEMBLES = 0.9
 """Similarity from which an attribute of a plugin's class is reported as a misspelled declaration: one letter more, less
 or other in ten. Lower values would report attributes of a plugin's own, such as ``published`` and ``required``."""
-RENAMED = {
-    "parity": "numerics", "configures": "description", "observes": "read_only", "activates": "auto_enable",
-    "needs": "requirements", "forecast": "estimate_speedup",
-}  # fmt: skip
-"""Earlier name of a declaration -> its name. CHANGELOG.md lists both."""
 _DECLARED: dict[str, Any] = {
     name: value for name, value in vars(Plugin).items() if name[0] != "_" and not inspect.isfunction(value)
 }
@@ -70,7 +73,8 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], where:
         where: The recipe, for messages.
 
     Raises:
-        PluginError: A declaration is wrong, or two plugins exclude each other, or a plugin lacks one that it requires.
+        PluginError: A declaration is wrong, two plugins exclude each other, a plugin lacks one that it requires, or the
+            ordering constraints are circular.
     """
     for plugin in plugins:
         if not plugin.name:
@@ -84,6 +88,41 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], where:
             raise PluginError(f"{where}: {names} fill the slot {plugin.slot!r}. {fix}")
     for plugin in plugins:
         _check_references(plugin, plugins, {*installed, *(other.name for other in plugins)}, where)
+    try:
+        graphlib.TopologicalSorter(predecessors(plugins)).prepare()
+    except graphlib.CycleError as error:
+        raise PluginError(f"{where}: {_explain_cycle(error.args[1], plugins)}") from None
+
+
+def check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None:
+    """Refuse a plugin from a file or from Python with the name of the default plugin ``cls``. ``package:name`` is a
+    user's choice.
+
+    Raises:
+        PluginError: The plugin is another one.
+    """
+    listed = plugin.name in recipe.plugins and split_file(recipe.references.get(plugin.name, "")) is None
+    if not listed and not isinstance(plugin, cls):
+        raise PluginError(
+            f"{recipe.where}: plugin {plugin.name!r} ({origin(type(plugin))}) has the name of a plugin that is on by "
+            "default, "
+            f"and would replace it. Rename it. To leave the other one out, add {{{plugin.name!r}: False}} to the "
+            "plugins."
+        )
+
+
+def check_processes(recipe: Recipe, resolution: PluginSet, processes: int) -> None:
+    """Check that a strategy connects the processes of a run, if it has several.
+
+    Raises:
+        PluginError: No plugin fills the slot ``strategy``.
+    """
+    if processes > 1 and resolution.in_slot("strategy") is None:
+        raise PluginError(
+            f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which "
+            "joins them. "
+            "List one: `fastloop plugins` shows who fills it."
+        )
 
 
 def _keep_one(rivals: Sequence[Plugin]) -> tuple[str, str]:
@@ -117,9 +156,19 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                 )
 
 
-def refers(references: Collection[str], plugin: Plugin) -> bool:
-    """Whether one of a declaration's references, by name or by ``slot:NAME``, is to a plugin."""
-    return plugin.name in references or f"slot:{plugin.slot}" in references
+def _explain_cycle(names: list[str], plugins: Sequence[Plugin]) -> str:
+    """The declarations that make a cycle, in which each name runs before the next, and one of them to drop."""
+    by_name = {plugin.name: plugin for plugin in plugins}
+    declarations = []
+    for first, second in itertools.pairwise(names):
+        for owner, attribute, other in ((second, "runs_after", first), (first, "runs_before", second)):
+            for reference in getattr(by_name[owner], attribute):
+                if refers([reference], by_name[other]):
+                    declarations.append(f"{owner!r} {attribute} {reference!r}")
+    return (
+        f"the order of plugins is a cycle: {', '.join(declarations)}. Drop one of these declarations, or a "
+        f"plugin: --without {names[0]}."
+    )
 
 
 def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collection[str]) -> str:
@@ -179,15 +228,12 @@ def check_declarations(plugin: Plugin, where: str) -> None:
     classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
     own = {name: value for cls in classes for name, value in vars(cls).items()}
     for name, value in own.items():
-        meant = RENAMED.get(name) or next(
-            (known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None
-        )
+        meant = next((known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None)
         kind = type(_DECLARED.get(meant or name))
         if meant and meant not in own and isinstance(value, _LIKE.get(kind, kind)):
-            hint = f"It is now {meant!r}: rename it." if name in RENAMED else f"Did you mean {meant!r}?"
             raise PluginError(
-                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. {hint} An "
-                "attribute of your own may have any name that begins with an underscore."
+                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. Did you mean "
+                f"{meant!r}? An attribute of your own may have any name that begins with an underscore."
             )
 
 
@@ -229,6 +275,38 @@ def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], wh
         for plugin in [plugin for name, plugin, is_fallback in every if rivals and name == hook and is_fallback]:
             if plugin.name in reasons:
                 reasons[plugin.name] += f"; leaves {hook} to {rivals[0].name!r}"
+
+
+def unsupported(point: importlib.metadata.EntryPoint) -> str:
+    """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
+    # These take long to import, and most runs do not need them.
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
+        if "fastloop" not in text.lower():  # parsing takes long
+            continue
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        name = canonicalize_name(requirement.name)
+        if name not in (DISTRIBUTION, "fastloop") or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        if name != DISTRIBUTION:
+            return (
+                f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require "
+                f"{DISTRIBUTION!r} instead."
+            )
+        ours = importlib.metadata.version(DISTRIBUTION)
+        if not requirement.specifier.contains(ours, prereleases=True):
+            both = f"pip install -U {distribution_name(point)} '{DISTRIBUTION}{requirement.specifier}'"
+            return (
+                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
+            )
+    return ""
 
 
 # -- one plugin --------------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from fastloop.distributed import accelerator
+from fastloop_plugins.strategies import _process_store
 
 
 def join(port: int) -> tuple[int, int]:
     """Connect this process as one of torchrun; returns its rank and the sum of all ranks."""
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", **accelerator._own_store(), timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group("gloo", **_process_store.arguments(), timeout=timedelta(seconds=60))
     rank = torch.distributed.get_rank()
     total = torch.tensor(rank)
     torch.distributed.all_reduce(total)
@@ -29,11 +29,9 @@ def test_restarted_processes_use_a_new_part_of_the_store(processes):
         assert [process.result for process in ended] == [(rank, sum(range(world_size))) for rank in range(world_size)]
 
 
-def test_own_store_is_only_for_several_processes_of_torchrun(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert accelerator._own_store() == {}
+def test_own_store_is_only_for_torchrun_and_one_machine(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "host-1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: rank 0 makes a new store each time
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert accelerator._own_store() == {}
+    assert _process_store.arguments() == {}

@@ -1,0 +1,149 @@
+"""Read iterable datasets as sharded streams. The number of workers does not change the samples."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker  # a test looks for its private name
+
+from fastloop.data.datasets import Filler, Numbered
+from fastloop.errors import UsageError
+from fastloop.runtime.random_states import cpu_random_states, restore_random_states, seed_all
+
+
+class IsolatedRandomState:
+    """A context with its own random states, in which ``get_worker_info()`` is None. Each entry continues with the
+    states of the last exit.
+
+    The random numbers inside do not depend on training. They repeat when a resumed run skips to its position.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.inner: dict[str, Any] | None = None
+
+    def __enter__(self) -> None:
+        self.info, worker._worker_info = worker._worker_info, None
+        self.outer = cpu_random_states()
+        if self.inner is None:
+            seed_all(self.seed)
+        else:
+            restore_random_states(self.inner)
+
+    def __exit__(self, *error: object) -> None:
+        self.inner = cpu_random_states()
+        restore_random_states(self.outer)
+        worker._worker_info = self.info
+
+
+class Stream(IterableDataset[Any]):
+    """An iterable dataset, sharded so that each sample is read once, in the same batches for any number of workers.
+
+    Process ``i % world_size`` reads micro-batch ``i``, and its workers take turns. Inside the dataset,
+    ``get_worker_info()`` is None, so that it does not shard its samples again. Its random numbers are the same on every
+    reader and after each resume.
+
+    Args:
+        batch: Samples of a micro-batch.
+        batches_per_step: Micro-batches of a step, over all processes, to drop an incomplete last step; 0: keep it.
+        has_workers: Whether workers read it. Persistent ones must see changes of the position.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch: int,
+        rank: int,
+        world_size: int,
+        seed: int,
+        batches_per_step: int = 0,
+        has_workers: bool = False,
+    ) -> None:
+        self.dataset, self.batch, self.batches_per_step = dataset, batch, batches_per_step
+        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.position = torch.zeros(2, dtype=torch.int64)  # epoch and start
+        if has_workers:
+            self.position.share_memory_()  # type: ignore[no-untyped-call]
+
+    @property
+    def size(self) -> int:
+        """Samples per epoch of a dataset with a length, without an incomplete last step if that is dropped."""
+        step = self.batch * self.batches_per_step
+        return len(self.dataset) // step * step if step else len(self.dataset)
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch, start = self.position.tolist()
+        info = get_worker_info()
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        if getattr(self.dataset, "shards_itself", False):
+            if info is not None:
+                seed_all(hash((self.seed, epoch, self.rank, info.id)) % 2**32)
+            yield from self.dataset
+            return
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        reader, readers = self.rank + self.world_size * worker, self.world_size * workers
+        if hasattr(self.dataset, "read_ranges"):
+            yield from self._read_ranges(epoch, start, reader, readers)
+            return
+        # the same for all readers, which must agree on the order
+        isolated = IsolatedRandomState(hash((self.seed, epoch)) % 2**32)
+        with isolated:
+            samples = iter(self.dataset)
+            deque(islice(samples, start), maxlen=0)
+        pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
+        for number in count():
+            with isolated:
+                group = list(islice(samples, self.batch))
+            if not group:
+                break
+            last = group[-1]
+            if number % readers == reader:
+                pending.append((start + number * self.batch, group))
+            if self.batches_per_step and ((number + 1) % self.batches_per_step or len(group) < self.batch):
+                continue
+            for position, micro_batch in pending:
+                if info is not None:  # make the collator's random numbers independent of the worker
+                    seed_all(hash((self.seed, epoch, position)) % 2**32)
+                yield from (Numbered(pair) for pair in enumerate(micro_batch, position))
+            pending.clear()
+        if not self.batches_per_step and any(
+            filler % readers == reader for filler in range(number, number + -number % self.world_size)
+        ):
+            yield Filler([last])
+
+    def _read_ranges(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
+        """The samples of this reader's micro-batches, from a dataset that reads them by position."""
+        end = self.size
+        own = range(start, end, self.batch)[reader::readers]
+        ranges = (range(first, min(first + self.batch, end)) for first in own)
+        for position, samples in zip(own, self.dataset.read_ranges(epoch, ranges), strict=True):
+            if get_worker_info() is not None:  # make the collator's random numbers independent of the worker
+                seed_all(hash((self.seed, epoch, position)) % 2**32)
+            yield from map(Numbered, samples)
+        number = -(-(end - start) // self.batch)
+        if any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
+            yield from (
+                Filler([sample]) for ((_, sample),) in self.dataset.read_ranges(epoch, [range(start, start + 1)])
+            )
+
+
+def check_drop_last(split: str, dataset: Any, shuffle: bool) -> None:
+    """Check that the incomplete last step of an iterable dataset can be dropped.
+
+    Raises:
+        UsageError: The samples dropped would depend on the number of processes.
+    """
+    shards = getattr(dataset, "shards_itself", False)
+    if shards or not shuffle:
+        kind = "shards itself" if shards else "is iterable and only evaluated"
+        raise UsageError(
+            f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples "
+            "dropped would depend on the number of processes. Set drop_last=False, or let the dataset end "
+            "earlier."
+        )

@@ -1,0 +1,69 @@
+"""Replaces the implementations of hooks in a run, to check, time or show them.
+
+The core finds this module by its entry point, for `fastloop train --trace-hooks`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fastloop import Plugin
+from fastloop.plugins.manager import PluginSet
+
+Replacement = Callable[[Plugin, str, Callable[..., Any], bool], Callable[..., Any]]
+
+
+def replace(plugins: PluginSet, replacement: Replacement) -> Callable[..., None]:
+    """Call ``replacement(plugin, hook, function, is_wrapper)`` in place of each implementation of these plugins.
+
+    Returns:
+        A function that undoes it for all hooks, or for the given ones where no other replacement followed.
+    """
+    manager, replaced = plugins.manager, []
+    for plugin in plugins:
+        for impl, hook in manager.implementations(plugin) if plugin.name not in manager.disabled else ():
+            replaced.append((impl, hook, impl.function, replacement(plugin, hook, impl.function, impl.wrapper)))
+            impl.function = replaced[-1][3]
+
+    def undo(hooks: Collection[str] | None = None) -> None:
+        for impl, hook, before, function in replaced:
+            if (
+                impl.plugin.name not in manager.disabled
+                if hooks is None
+                else hook in hooks and impl.function is function
+            ):
+                impl.function = before
+
+    return undo
+
+
+def enclose(
+    function: Callable[..., Any], is_wrapper: bool, around: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """An implementation whose code runs inside ``around()``. For a wrapper, that is the code before and after its
+    yield."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        with around():
+            return function(*arguments)
+
+    @functools.wraps(function)
+    def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
+        generator = function(*arguments)
+        value, resume = None, generator.send
+        try:
+            while True:
+                with around():
+                    resume(value)
+                try:
+                    value, resume = (yield), generator.send
+                except BaseException as error:
+                    value, resume = error, generator.throw
+        except StopIteration as done:
+            return done.value
+
+    return call_wrapper if is_wrapper else call

@@ -31,7 +31,7 @@ class Flow(DefaultFlowCallback):
         self.run = run
 
     def due(self, event: str) -> dict[str, bool]:
-        """What the run does after this event, without requests of callbacks."""
+        """The control's requests that the schedule sets after this event, without those of callbacks."""
         schedule, epoch_ended = self.run.schedule, event == "on_epoch_end"
         return {
             "should_log": not epoch_ended and schedule.log_due(self.run.state.step),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from text_helpers import TINY_GPT
 from typer.testing import CliRunner
 
 from fastloop.cli import app
@@ -485,6 +486,36 @@ def test_a_wrong_file_is_refused(text, message):
     assert result.exit_code != 0
     assert message in f"{result.output} {result.exception}"
     assert not Path("recipe.yaml").exists()
+
+
+def test_the_recipe_trains_by_the_proposed_commands():
+    """a tiny model of a folder and a file of texts: import, plan and train"""
+    texts = [f"owl number {number} sings a song of {number % 7} notes" for number in range(40)]
+    Path("texts.txt").write_text("\n".join(texts))
+    model = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+    start = {"model": model, "data": {"files": {"train": "texts.txt"}, "max_length": 16}, "train": {"max_steps": 1}}
+    Path("start.yaml").write_text(yaml.safe_dump(start | {"output": "start"}))
+    config = {
+        "base_model": "start/model",
+        "datasets": [{"path": "texts.txt", "type": "completion"}],
+        "sequence_len": 16,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": "1e-3",
+        "optimizer": "adamw_torch",
+        "bf16": False,
+        "val_set_size": 0.2,
+        "output_dir": "run",
+    }
+    assert CliRunner().invoke(app, ["train", "start.yaml"]).exit_code == 0
+    _, shown = imported(config)
+    proposed = [line.split()[1:] for line in shown.splitlines() if line.startswith("  fastloop ")]
+    assert [command[0] for command in proposed] == ["plan", "train"]
+    for command in proposed:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    assert json.loads(Path("run", "summary.json").read_text())["steps"] == 3
 
 
 def test_text_of_a_config_cannot_leave_its_comment():

@@ -366,6 +366,7 @@ def test_plugins_of_axolotl(config, plugin, options):
         (MUON, "train.max_grad_norm", None),
         (MUON, "data.padding", "max_length"),
         (MUON, "train.seed", 42),
+        (MUON | {"saves_per_epoch": 0}, "train.save_every", None),
     ],
 )
 def test_keys_of_axolotl(config, dotted, value):
@@ -477,6 +478,8 @@ def test_best_model_and_schedules_of_transformers():
         ("learning: 1\n", "no key of a known format. Expected one such as base_model (axolotl)"),
         ("base_model: a\nrl: dpo\n", "rl: found dpo. fastloop has no preference tuning"),
         ("base_model: a\nmicro_batch_size: auto\n", "micro_batch_size: found 'auto', expected a number"),
+        ("base_model: a\ndatasets: [some/name]\n", "a value has another form than in configs of axolotl"),
+        ("base_model: a\nfsdp_config: full\n", "a value has another form than in configs of axolotl"),
         ("base_model: a\nlearning_rate: -1\n", "train.lr: found -1 "),
     ],
 )

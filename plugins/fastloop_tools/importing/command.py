@@ -26,13 +26,18 @@ def import_config(
 
     Keys without a counterpart are comments of the recipe, each with the reason or what to do instead.
     """
+    from fastloop.errors import UsageError
     from fastloop.recipe import make_recipe
     from fastloop.runtime.files import write
     from fastloop_tools.importing.convert import convert
     from fastloop_tools.importing.read import read_config, recipe_text
 
     config, kind = read_config(file, format)
-    recipe, notes = convert(config, kind, nproc, file)
+    try:
+        recipe, notes = convert(config, kind, nproc, file)
+    except (AttributeError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"{file}: a value has another form than in configs of {kind}: {why}.") from error
     make_recipe(recipe)  # checks its values
     text = recipe_text(recipe, notes, file, kind)
     if output is None:

@@ -113,7 +113,7 @@ def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]
     epochs, steps = float(result.take_number("num_train_epochs")), int(result.take_number("max_steps", -1))
     result.put("train.epochs", max(1, math.ceil(epochs)))
     if epochs != math.ceil(epochs):
-        result.note("num_epochs", f"{epochs:g} is rounded up; for less, set train.max_steps")
+        result.note("num_train_epochs", f"{epochs:g} is rounded up; for less, set train.max_steps")
     if steps > 0:
         result.put("train.max_steps", steps)
     result.put("train.batch_size", micro * accumulated * processes)
@@ -131,7 +131,9 @@ def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]
         result.put(key, {"no": None, "steps": int(every or 0) if whole else "epoch"}.get(strategy, "epoch"))
         if strategy == "steps" and not whole:
             result.note(f"{name}_steps", f"{every} is a share of the run; set {key} to a number of steps")
-        if times not in (None, 1):
+        if times == 0:
+            result.put(key, None)
+        elif times not in (None, 1):
             result.note(f"{name}s_per_epoch", f"{times} times an epoch; set {key} to a number of steps")
     if (norm := result.take_number("max_grad_norm")) > 0:
         result.put("train.max_grad_norm", norm)

@@ -714,6 +714,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tune/search.py train.micro_batch_size=",
     ),
     "names of options and commands in sentences that propose none of them": (
+        "importing/keys.py --resume",
+        "importing/read.py fastloop import",
         "recipe/recipe.py --without",
         "report/read.py fastloop train",
         "report/records.py fastloop evaluate",
@@ -731,6 +733,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "new/job.py fastloop new",
     ),
     "several processes: tests/reliability and tests/plugins/strategies start them": (
+        "importing/command.py --nproc",
         "cli/__init__.py --resume",
         "cli/launch.py --resume",
         "cli/quick_checks.py --nproc",
@@ -761,11 +764,14 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "search/command.py train.lr=",
     ),
     "the hub, or weights of torchvision and timm, which need a network": (
+        "importing/keys.py fastloop export",
         "tasks/_image_libraries.py model.pretrained=",
         "tasks/_image_libraries.py model.weights=",
         "rows/paths.py data.name=",
     ),
     "run in the tests of the tool or plugin": (
+        "importing/command.py fastloop plan",  # test_importing.py
+        "importing/command.py fastloop train",
         "checkpoints/remote_output.py --resume",  # test_remote_output.py
         "export/source.py --checkpoint",  # test_export.py
         "lr_find/command.py train.lr=",  # test_lr_find.py
@@ -812,7 +818,7 @@ def test_a_proposal_works(name: str, cli: Any, monkeypatch: pytest.MonkeyPatch) 
 
 # -- the sources -------------------------------------------------------------------------------------------------------
 
-COMMANDS = "bench|evaluate|export|lr-find|new|plan|plugins|predict|profile|report|schema|search|sweep|train|tune"
+COMMANDS = "bench|evaluate|export|import|lr-find|new|plan|plugins|predict|profile|report|schema|search|sweep|train|tune"
 PROPOSAL = re.compile(
     r"(?:data|train|model|plugins)(?:\.(?:[a-z_-]+|\{\}))+=|(?<![\w-])--(?:with|without|resume|split|checkpoint|nproc)\b"
     rf"|fastloop (?:{COMMANDS})\b|(?<=[ `(])output="

@@ -104,6 +104,9 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "tensor-parallel": {"task": LANGUAGE},
     "text-classification": {"task": TEXTS},
     "token-classification": {"task": TAGGED},
+    "transformers-callbacks": {
+        "options": {"callbacks": ["transformers:PrinterCallback", {"transformers:EarlyStoppingCallback": {}}]}
+    },
     "torchao-fp8": {"device": "auto", "options": {"min_features": 16}},
 }
 """Plugin -> options to test it with, if the defaults have no effect on a tiny task."""

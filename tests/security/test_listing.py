@@ -204,6 +204,7 @@ EVERYWHERE: dict[str, Any] = {
         {"lr-scheduler": {"schedule": "X"}},
         {"module": {"collate": "X", "loss": {"name": "X"}}},
         {"text-classification": {"metrics": {"own": {"type": "X"}}}},
+        {"transformers-callbacks": {"callbacks": ["X", {"X": {"rate": 0.5}}]}},
         {"ema": {"other": "X"}},
     ],
 }
@@ -221,6 +222,8 @@ KEYS = (
         "plugins.module.collate",
         "plugins.module.loss.name",
         "plugins.text-classification.metrics.own.type",
+        "plugins.transformers-callbacks.callbacks",
+        "plugins.transformers-callbacks.callbacks",
         "plugins.ema.other",
     ),
 )

@@ -16,7 +16,7 @@ def code_files(recipe: Recipe) -> list[Path]:
 
     def references(value: Any) -> Iterator[Path]:
         if isinstance(value, Mapping | list):
-            for item in value.values() if isinstance(value, Mapping) else value:
+            for item in [*value, *value.values()] if isinstance(value, Mapping) else value:
                 yield from references(item)
         elif isinstance(value, str) and (parts := split_file(value)) is not None and recipe.find(parts[0]).is_file():
             yield recipe.find(parts[0]).resolve()

@@ -69,7 +69,7 @@ def find_recipe(name: str) -> Path:
 def anchored(value: Any, home: Path) -> Any:
     """The same value for a recipe in another folder: paths that exist only relative to ``home`` become absolute."""
     if isinstance(value, Mapping):
-        return {key: anchored(item, home) for key, item in value.items()}
+        return {anchored(key, home) if ".py:" in str(key) else key: anchored(item, home) for key, item in value.items()}
     if isinstance(value, list):
         return [anchored(item, home) for item in value]
     if not isinstance(value, str):

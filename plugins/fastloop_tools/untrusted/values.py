@@ -13,7 +13,7 @@ from typing import Any
 from fastloop.recipe import Recipe
 
 IMPORT_KEYS = re.compile(
-    r"(model|data)\.module|train\.optimizer(\.name)?|plugins\.[^.]+\.(schedule|collate|loss(\.name)?|metrics\.[^.]+\.type)"
+    r"(model|data)\.module|train\.optimizer(\.name)?|plugins\.[^.]+\.(schedule|callbacks|collate|loss(\.name)?|metrics\.[^.]+\.type)"
     r"|plugins\.deepspeed\.config: .+"
 )
 """Keys whose values fastloop's own plugins import, if they have the form ``package.module:name`` or

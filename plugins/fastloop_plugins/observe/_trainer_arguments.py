@@ -1,0 +1,109 @@
+"""A recipe as ``TrainingArguments``, and the callbacks that it lists."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from accelerate.state import PartialState
+from transformers import TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SchedulerType
+
+from fastloop import RecipeError
+from fastloop.errors import did_you_mean
+from fastloop_plugins._references import import_object
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+ENGINE = ("accelerator_config", "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "tf32", "use_cpu")
+"""Fields with effects on the process when ``TrainingArguments`` are made, and prefixes of such fields."""
+
+
+def find_callbacks(
+    listed: Iterable[str | Mapping[str, Mapping[str, Any]]], recipe: Recipe, key: str
+) -> list[tuple[type[TrainerCallback], Mapping[str, Any]]]:
+    """The class and the arguments of each listed callback.
+
+    Raises:
+        RecipeError: A reference is wrong, names no ``TrainerCallback``, or has arguments that the class does not take.
+    """
+    found: list[tuple[type[TrainerCallback], Mapping[str, Any]]] = []
+    for entry in listed:
+        named = {entry: {}} if isinstance(entry, str) else entry
+        if len(named) != 1:
+            raise RecipeError(f"{recipe.where}: {key}: found {dict(named)!r}, expected one {{CALLBACK: arguments}}.")
+        ((reference, arguments),) = named.items()
+        cls = import_object(reference, recipe, key)
+        where = f"{recipe.where}: {key}: {reference}"
+        if not (isinstance(cls, type) and issubclass(cls, TrainerCallback)):
+            raise RecipeError(f"{where} is no class of transformers' TrainerCallback. List a class, not an object.")
+        try:
+            inspect.signature(cls).bind(**arguments)
+        except TypeError as error:
+            known = ", ".join(inspect.signature(cls).parameters) or "none"
+            raise RecipeError(f"{where}: {error}. Arguments of the class: {known}.") from None
+        found.append((cls, arguments))
+    return found
+
+
+def check_arguments(given: Mapping[str, Any], recipe: Recipe, key: str) -> None:
+    """Check the names of additional ``TrainingArguments``.
+
+    Raises:
+        RecipeError: There is no such field, or fastloop sets it.
+    """
+    known = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    for name in given:
+        if name not in known:
+            raise RecipeError(f"{recipe.where}: {key}.{name}: no such field.{did_you_mean(name, known)}")
+        if name in ENGINE or name.startswith("torch_compile"):
+            raise RecipeError(f"{recipe.where}: {key}.{name}: fastloop does not take it. List a plugin for it instead.")
+
+
+def training_arguments(run: Run, given: Mapping[str, Any]) -> TrainingArguments:
+    """The run's ``TrainingArguments``. Accelerate's shared state stays as it is.
+
+    Args:
+        given: Fields that callbacks read and that no key of the recipe sets. They do not change the run.
+    """
+    train, loader, plugins = run.recipe.train, run.train_loader, run.recipe.plugins
+    evaluation = run.eval_loaders.get("validation")
+    best = plugins.get("checkpoint-best") or plugins.get("early-stopping") or {}
+    schedule = (plugins.get("lr-scheduler") or {}).get("schedule", "linear")
+    known = [kind.value for kind in SchedulerType]
+    fields: dict[str, Any] = {
+        "output_dir": str(run.folder),
+        "run_name": run.folder.name,
+        "report_to": "none",
+        "per_device_train_batch_size": loader.micro_batch_size,
+        "per_device_eval_batch_size": (evaluation or loader).micro_batch_size,
+        "gradient_accumulation_steps": loader.micro_steps,
+        "num_train_epochs": train.epochs,
+        "max_steps": train.max_steps or -1,
+        "learning_rate": train.lr,
+        "lr_scheduler_type": schedule if "lr-scheduler" in plugins and schedule in known else "constant",
+        "weight_decay": train.weight_decay,
+        "max_grad_norm": train.max_grad_norm or 0.0,
+        "seed": train.seed,
+        "logging_steps": train.log_every,
+        "save_total_limit": train.keep_checkpoints,
+        "bf16": run.settings.mixed_precision == "bf16",
+        "fp16": run.settings.mixed_precision == "fp16",
+        "dataloader_num_workers": run.settings.num_workers,
+        "metric_for_best_model": best.get("monitor", "loss"),
+        "use_cpu": run.device.type == "cpu",
+        "accelerator_config": {"use_configured_state": True},  # otherwise it resets the state that all share
+    }
+    for name, every in (("eval", train.evaluate_every if evaluation else None), ("save", train.save_every)):
+        fields[f"{name}_strategy"] = "steps" if isinstance(every, int) else every or "no"
+        if isinstance(every, int):
+            fields[f"{name}_steps"] = every
+    PartialState(cpu=fields["use_cpu"])  # user code may have reset it
+    arguments = TrainingArguments(**{**fields, **given})
+    if "load_best_model_at_end" not in given:  # afterwards: it refuses schedules that fastloop takes
+        arguments.load_best_model_at_end = bool(plugins.get("checkpoint-best", False) is not False)
+    return arguments

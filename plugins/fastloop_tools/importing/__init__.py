@@ -1,0 +1,1 @@
+"""``fastloop import``: a recipe from a config of Axolotl, TRL or transformers."""

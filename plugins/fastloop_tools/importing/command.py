@@ -1,0 +1,50 @@
+"""``fastloop import``: write a recipe from a config of Axolotl, TRL or transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fastloop.cli.arguments import choice, output_file
+from fastloop_tools.importing.keys import FORMATS
+
+
+def import_config(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="Axolotl's YAML, or arguments of TRL or transformers as YAML or JSON."),
+    ],
+    output: Annotated[Path | None, output_file("--output", "The recipe to write [default: stdout].", Path)] = None,
+    format: Annotated[str, choice("--format", ("auto", *FORMATS), "Format of the file; auto: by its keys.")] = "auto",
+    nproc: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Processes of the run: batch_size counts samples over all of them.")
+    ] = 1,
+) -> None:
+    """Write a recipe from a config of Axolotl, TRL or transformers.
+
+    Keys without a counterpart are comments of the recipe, each with the reason or what to do instead.
+    """
+    from fastloop.errors import UsageError
+    from fastloop.recipe import make_recipe
+    from fastloop.runtime.files import write
+    from fastloop_tools.importing.convert import convert
+    from fastloop_tools.importing.read import read_config, recipe_text
+
+    config, kind = read_config(file, format)
+    try:
+        recipe, notes = convert(config, kind, nproc, file)
+    except (AttributeError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+        raise UsageError(f"{file}: a value has another form than in configs of {kind}: {why}.") from error
+    make_recipe(recipe)  # checks its values
+    text = recipe_text(recipe, notes, file, kind)
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    write(output, text)
+    for key, reason in notes.items():
+        typer.echo(f"{key}: {reason}")
+    processes = f" --nproc {nproc}" if nproc > 1 else ""
+    typer.echo(f"written to {output}\nNext steps:\n  fastloop plan {output}\n  fastloop train {output}{processes}")

@@ -1,0 +1,322 @@
+"""Convert the keys of a config to a recipe, with a note for each key without a counterpart."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import UsageError
+from fastloop_tools.importing import keys
+from fastloop_tools.importing.data import convert_data
+
+
+class Conversion:
+    """A recipe under construction.
+
+    Attributes:
+        left: Keys of the config that are not converted yet.
+        sections: The recipe: ``model``, ``data``, ``train``, ``output``.
+        plugins: Plugin -> options.
+        notes: Key -> why it has no equal counterpart.
+        folder: Folder of the config: files may be relative to it.
+    """
+
+    def __init__(self, config: Mapping[str, Any], file: Path, original: Mapping[str, str]) -> None:
+        self.left, self.folder, self._file, self._original = dict(config), file.parent, file, original
+        self.sections: dict[str, Any] = {"model": {}, "data": {}, "train": {}}
+        self.plugins: dict[str, dict[str, Any]] = {}
+        self.notes: dict[str, str] = {}
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Remove a key and return its value; None counts as missing."""
+        value = self.left.pop(key, None)
+        return default if value is None else value
+
+    def take_number(self, key: str, default: Any = None) -> Any:
+        """The same for a number. YAML reads ``2e-5`` as text.
+
+        Raises:
+            UsageError: The value is no number.
+        """
+        value = self.take(key, default)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        try:
+            return float(value) if isinstance(value, str) else float("x")
+        except ValueError:
+            name = self._original.get(key, key)
+            raise UsageError(f"{self._file}: {name}: found {value!r}, expected a number.") from None
+
+    def note(self, key: str, reason: str) -> None:
+        """Explain a key that has no equal counterpart, by its name in the config."""
+        name = self._original.get(key, key)
+        self.notes[" ".join(name.split())] = " ".join(reason.split())  # one line: it becomes a comment
+
+    def put(self, dotted: str, value: Any) -> None:
+        """Set a key of the recipe, such as ``train.lr``."""
+        section, _, key = dotted.partition(".")
+        if key:
+            self.sections[section][key] = value
+        else:
+            self.sections[section] = value
+
+
+def convert(
+    config: Mapping[str, Any], format: str, processes: int, file: Path
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The recipe as a mapping, and key -> why it has no equal counterpart.
+
+    Args:
+        processes: Processes of the run.
+        file: The config's file.
+
+    Raises:
+        UsageError: The config is of preference tuning, or a value has another type than its key needs.
+    """
+    for key in keys.NO_TUNING:
+        if config.get(key):
+            raise UsageError(f"{file}: {key}: found {config[key]}. fastloop has no preference tuning: use TRL for it.")
+    names = keys.AXOLOTL if format == "axolotl" else {}
+    given = {names.get(key, key): value for key, value in config.items() if value is not None}
+    original = {name: key for key, name in names.items() if key in config}
+    result = Conversion({**keys.BASE, **keys.DEFAULTS[format], **given}, file, original)
+    convert_lengths(result, processes, given)
+    convert_plugins(result, given)
+    convert_optimizer(result)
+    convert_precision(result, given)
+    convert_lora(result, given)
+    convert_data(result, given, format)
+    convert_strategy(result, processes, format)
+    convert_evaluation(result)
+    for key, dotted in keys.DIRECT.items():
+        take = result.take_number if key in keys.NUMBERS else result.take
+        if (value := take(key)) is not None:
+            result.put(dotted, value)
+    if result.take("use_cpu"):
+        result.put("train.device", "cpu")
+    explain_rest(result, given, format)
+    plugins = [{name: options} if options else name for name, options in result.plugins.items()]
+    output = {"output": result.sections.pop("output")}
+    filled = {section: value for section, value in result.sections.items() if value}
+    return {**filled, **({"plugins": plugins} if plugins else {}), **output}, result.notes
+
+
+def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]) -> None:
+    """Batch sizes, epochs, steps, and when to log, evaluate and save."""
+    micro, accumulated = (
+        int(result.take_number(key)) for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
+    )
+    epochs, steps = float(result.take_number("num_train_epochs")), int(result.take_number("max_steps", -1))
+    result.put("train.epochs", max(1, math.ceil(epochs)))
+    if epochs != math.ceil(epochs):
+        result.note("num_train_epochs", f"{epochs:g} is rounded up; for less, set train.max_steps")
+    if steps > 0:
+        result.put("train.max_steps", steps)
+    result.put("train.batch_size", micro * accumulated * processes)
+    result.put("train.micro_batch_size", micro)
+    logging = result.take_number("logging_steps")
+    result.put("train.log_every", int(logging) if logging >= 1 else 10)
+    for name, key in (("eval", "train.evaluate_every"), ("save", "train.save_every")):
+        strategy, every = str(result.take(f"{name}_strategy")), result.take_number(f"{name}_steps")
+        times = result.take_number(f"{name}s_per_epoch")
+        if f"{name}_steps" in given and f"{name}_strategy" not in given:
+            strategy = "steps"
+        if strategy == "steps" and every is None:
+            every = logging
+        whole = every is not None and every >= 1
+        result.put(key, {"no": None, "steps": int(every or 0) if whole else "epoch"}.get(strategy, "epoch"))
+        if strategy == "steps" and not whole:
+            result.note(f"{name}_steps", f"{every} is a share of the run; set {key} to a number of steps")
+        if times == 0:
+            result.put(key, None)
+        elif times not in (None, 1):
+            result.note(f"{name}s_per_epoch", f"{times} times an epoch; set {key} to a number of steps")
+    if (norm := result.take_number("max_grad_norm")) > 0:
+        result.put("train.max_grad_norm", norm)
+
+
+def convert_plugins(result: Conversion, given: Mapping[str, Any]) -> None:
+    """Keys that are true, and plugins with a few options."""
+    for key, (plugin, options) in keys.PLUGINS.items():
+        if key == "activation_checkpointing" and "gradient_checkpointing" in given:
+            result.take(key)  # a default, and the config has the other name
+        elif result.take(key):
+            result.plugins[plugin] = dict(options)
+    if (attention := result.take("attn_implementation")) in keys.ATTENTION:
+        result.plugins["attention"] = {"implementation": keys.ATTENTION[attention]}
+    elif attention is not None:
+        result.note("attn_implementation", f"{attention}: list the plugin attention, which chooses a kernel")
+    if result.take("train_sampling_strategy") == "group_by_length":
+        result.plugins["length-bucketing"] = {}
+    if workers := int(result.take_number("dataloader_num_workers", 0)):
+        result.plugins["dataloader-workers"] = {"num_workers": workers}
+    if result.take("torch_compile") in (True, "true"):
+        options = {name: result.take(f"torch_compile_{name}") for name in ("backend", "mode")}
+        result.plugins["compile"] = {name: value for name, value in options.items() if value is not None}
+    for name in result.take("plugins", []):
+        if name in keys.INTEGRATIONS:
+            result.plugins[keys.INTEGRATIONS[name]] = {}
+        else:
+            result.note(f"plugins: {name}", keys.WRITE_A_PLUGIN)
+    reports = result.take("report_to", [])
+    reports = [reports] if isinstance(reports, str) else list(reports)
+    project = result.take("wandb_project")
+    names = [name for name in keys.TRACKERS if name in reports]
+    if (project or result.left.get("use_wandb")) and "wandb" not in names:
+        names.append("wandb")
+    if (result.left.get("use_mlflow") or result.left.get("mlflow_experiment_name")) and "mlflow" not in names:
+        names.append("mlflow")
+        project = project or result.take("mlflow_experiment_name")
+    if names:
+        result.plugins["trackers"] = {"trackers": names, **({"project": project} if project else {})}
+    if "tensorboard" in reports:
+        result.plugins["tensorboard"] = {}
+    others = [name for name in reports if name not in (*keys.TRACKERS, "tensorboard", "none")]
+    if others:
+        result.note("report_to", f"{', '.join(others)}: its callback runs in the plugin transformers-callbacks")
+
+
+def convert_optimizer(result: Conversion) -> None:
+    """The optimizer and the schedule."""
+    name = str(result.take("optim"))
+    arguments: dict[str, Any] = {}
+    if name in keys.OPTIMIZERS:
+        optimizer, fused = keys.OPTIMIZERS[name]
+        if fused is not None:
+            result.plugins["fused-optimizer"] = dict(fused)
+    else:
+        optimizer = "AdamW"
+        result.note("optim", f"{name}: name its class, train.optimizer: package.module:Class; AdamW stands for it")
+    first, second, epsilon = (result.take_number(f"adam_{part}") for part in ("beta1", "beta2", "epsilon"))
+    if optimizer == "AdamW" and (first, second) not in ((None, None), (0.9, 0.999)):
+        arguments["betas"] = [first or 0.9, second or 0.999]
+    if optimizer == "AdamW" and epsilon not in (None, 1e-8):
+        arguments["eps"] = epsilon
+    extra = result.take("optim_args", {})
+    if isinstance(extra, Mapping):
+        arguments |= extra
+    elif extra:
+        result.note("optim_args", f"{extra}: write them as train.optimizer: {{name: {optimizer}, ...}}")
+    result.put("train.optimizer", {"name": optimizer, **arguments} if arguments else optimizer)
+    if float(result.left.get("weight_decay") or 0):
+        result.put("train.decay_biases_and_norms", False)
+    kind = str(result.take("lr_scheduler_type"))
+    given = result.take("lr_scheduler_kwargs", {})
+    given = dict(given) if isinstance(given, Mapping) else json.loads(given)
+    steps, share = result.take_number("warmup_steps"), result.take_number("warmup_ratio")
+    warmup = steps or share or 0
+    schedule = keys.SCHEDULES.get(kind, kind)
+    options: dict[str, Any] = {"schedule": schedule}
+    if kind in keys.NO_SCHEDULES:
+        result.note("lr_scheduler_type", f"{kind}: cosine stands for it; see plugins.lr-scheduler")
+        options["schedule"] = "cosine"
+    if warmup and kind != "constant":
+        options["warmup"] = warmup
+    ratio = result.take("cosine_min_lr_ratio", given.pop("min_lr_rate", None))
+    if ratio is not None and options["schedule"] == "cosine":
+        options["min_ratio"] = ratio
+    if given and options["schedule"] not in ("linear", "cosine", "constant"):
+        options["arguments"] = given
+    elif given:
+        result.note("lr_scheduler_kwargs", f"{given}: {schedule} of fastloop has warmup and min_ratio only")
+    if options != {"schedule": "constant"}:
+        result.plugins["lr-scheduler"] = options
+
+
+def convert_precision(result: Conversion, given: Mapping[str, Any]) -> None:
+    """Mixed precision."""
+    bf16, fp16 = result.take("bf16"), result.take("fp16")
+    if fp16 and ("bf16" not in given or not bf16):
+        result.plugins["amp"] = {"dtype": "fp16"}
+    elif bf16:
+        result.plugins["amp"] = {"dtype": "auto" if bf16 == "auto" else "bf16"}
+    if bf16 == "full":
+        result.note("bf16", "full: fastloop keeps fp32 weights, and computes in bf16 (amp)")
+
+
+def convert_lora(result: Conversion, given: Mapping[str, Any]) -> None:
+    """LoRA and QLoRA."""
+    options = {name: result.take(f"lora_{name}") for name in ("r", "alpha", "dropout", "target_modules")}
+    linear, saved, four = (result.take(key) for key in ("lora_target_linear", "lora_modules_to_save", "load_in_4bit"))
+    adapter = given.get("adapter") or ("lora" if given.get("use_peft") else None)
+    if adapter not in ("lora", "qlora"):
+        if adapter is not None:
+            result.note("adapter", f"{adapter}: fastloop has lora and qlora")
+        if four:
+            result.note("load_in_4bit", "fastloop quantizes with LoRA only: plugins.lora.quantize: nf4")
+        return
+    if linear:
+        options["target_modules"] = "all-linear"
+    if saved:
+        options["modules_to_save"] = saved
+    if four or adapter == "qlora":
+        options["quantize"] = "nf4"
+    result.plugins["lora"] = {name: value for name, value in options.items() if value is not None}
+
+
+def convert_strategy(result: Conversion, processes: int, format: str) -> None:
+    """FSDP, DeepSpeed, or DDP for several processes."""
+    deepspeed, fsdp, settings = (result.take(key) for key in ("deepspeed", "fsdp", "fsdp_config"))
+    fsdp = fsdp or (settings if format == "axolotl" else None)
+    if (deepspeed or fsdp) and "quantize" in result.plugins.get("lora", {}):
+        result.note("deepspeed" if deepspeed else "fsdp", "4-bit weights cannot be sharded: ddp, or no lora.quantize")
+        deepspeed = fsdp = None
+    if isinstance(deepspeed, Mapping):
+        stage = deepspeed.get("zero_optimization", {}).get("stage", 0)
+        result.plugins["deepspeed"] = {"stage": stage}
+        result.note("deepspeed", "only its stage is taken; for the rest, save it as JSON: plugins.deepspeed.config")
+    elif deepspeed:
+        number = re.search(r"zero_?([0-3])", str(deepspeed))
+        if (result.folder / str(deepspeed)).is_file() or Path(str(deepspeed)).is_file():
+            result.plugins["deepspeed"] = {"config": str(deepspeed)}
+        else:
+            result.plugins["deepspeed"] = {"stage": int(number[1]) if number else 2}
+            result.note("deepspeed", f"{deepspeed}: no such file here; the stage is that of its name, or 2")
+    elif fsdp:
+        options = {str(key).removeprefix("fsdp_"): value for key, value in (settings or {}).items()}
+        chosen: dict[str, Any] = {}
+        blocks = options.pop("transformer_layer_cls_to_wrap", None)
+        if blocks:
+            chosen["blocks"] = blocks.split(",") if isinstance(blocks, str) else list(blocks)
+        words = f"{fsdp} {options.get('sharding_strategy', '')}".lower()
+        if options.get("reshard_after_forward") is False or "shard_grad_op" in words:
+            chosen["reshard_after_forward"] = False
+        if options.get("offload_params") or "offload" in str(fsdp):
+            chosen["cpu_offload"] = True
+        if options.get("cpu_ram_efficient_loading"):
+            chosen["meta_device"] = True
+        result.plugins["fsdp"] = chosen
+    elif processes > 1:
+        result.plugins["ddp"] = {}
+
+
+def convert_evaluation(result: Conversion) -> None:
+    """Early stopping and the best checkpoint."""
+    metric = str(result.left.get("metric_for_best_model") or "loss").removeprefix("eval_")
+    greater = result.left.get("greater_is_better")
+    monitor = {"monitor": metric, **({} if greater is None else {"mode": "max" if greater else "min"})}
+    if patience := result.take_number("early_stopping_patience"):
+        result.plugins["early-stopping"] = {**monitor, "patience": int(patience)}
+    if result.left.get("load_best_model_at_end"):
+        result.plugins["checkpoint-best"] = monitor
+
+
+def explain_rest(result: Conversion, given: Mapping[str, Any], format: str) -> None:
+    """A note for each key that no other function has converted, unless it is off or has its default."""
+    defaults: dict[str, Any] = {}
+    if format != "axolotl":
+        import dataclasses
+
+        from transformers import TrainingArguments
+
+        defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    for key, value in result.left.items():
+        if key in keys.IRRELEVANT or key not in given or not value or value == defaults.get(key):
+            continue
+        reason = keys.REASONS.get(key)
+        reason = reason or next((why for start, why in keys.PREFIXES.items() if key.startswith(start)), keys.UNKNOWN)
+        result.note(key, reason)

@@ -1,0 +1,149 @@
+"""Convert the data sets of a config to the section ``data`` of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastloop_tools.importing.convert import Conversion
+
+FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
+"""Suffixes of files that a recipe reads."""
+INSTRUCTIONS = {
+    "alpaca": ["instruction", "input", "output"],
+    "gpteacher": ["instruction", "input", "response"],
+    "oasst": ["INSTRUCTION", "SOURCE", "RESPONSE"],
+}
+"""Axolotl's type of instructions -> the columns of the instruction, the input and the answer."""
+TEMPLATE = "texts follow a chat template: that of the tokenizer, or data.chat_template; the type's own text is not used"
+
+
+def convert_data(result: Conversion, given: Mapping[str, Any], format: str) -> None:
+    """The data sets, their columns, and the chat template."""
+    if format == "axolotl":
+        convert_axolotl(result)
+    else:
+        convert_trl(result, given)
+    template, file = result.take("chat_template"), result.take("chat_template_path")
+    if file is not None and str(file).endswith((".jinja", ".jinja2", ".j2")):
+        result.put("data.chat_template", str(file))
+    elif template == "chatml":
+        result.put("data.chat_template", "chatml")
+    elif template not in (None, "tokenizer_default") or file is not None:
+        name = "its text" if file is not None and "{" in str(file) else file or template
+        result.note("chat_template", f"{name}: save it as a Jinja file, and set data.chat_template to the file")
+    if result.plugins.get("packing") is not None and format == "axolotl":
+        result.note(
+            "micro_batch_size",
+            "with sample_packing, Axolotl counts rows of sequence_len tokens, and train.batch_size counts samples: "
+            "make it and micro_batch_size larger",
+        )
+    elif result.take("pad_to_sequence_len"):
+        result.put("data.padding", "max_length")
+
+
+def convert_trl(result: Conversion, given: Mapping[str, Any]) -> None:
+    """The keys of TRL. ``TrainingArguments`` name no data."""
+    if name := result.take("dataset_name"):
+        result.put("data.name", name)
+        if subset := result.take("dataset_config"):
+            result.put("data.subset", subset)
+        train, test = result.take("dataset_train_split", "train"), result.take("dataset_test_split", "test")
+        splits = {} if train == "train" else {"train": train}
+        if given.get("eval_strategy", "no") != "no":
+            splits["validation"] = test
+        if splits:
+            result.put("data.splits", splits)
+        if "validation" not in splits:
+            result.put("data.validation_fraction", 0.0)
+        result.note("dataset_name", "for conversations, set data.messages; for prompts: data.prompt, data.completion")
+    else:
+        result.note("data", "the file names no data: set data.name or data.files, and the columns")
+    if "model_name_or_path" not in given:
+        result.note("model", "the file names no model: set model.name")
+    if result.take("assistant_only_loss"):
+        result.put("data.messages", "messages")
+        result.put("data.train_on", "assistant")
+
+
+def convert_axolotl(result: Conversion) -> None:
+    """Axolotl's ``datasets`` and ``pretraining_dataset``."""
+    datasets = result.take("datasets") or result.take("pretraining_dataset") or []
+    datasets = [{"path": datasets, "type": "completion"}] if isinstance(datasets, str) else datasets
+    datasets = [datasets] if isinstance(datasets, Mapping) else list(datasets)
+    files = [path for dataset in datasets for path in local_files(dataset, result.folder)]
+    share = result.take_number("val_set_size")
+    result.put("data.validation_fraction", float(share) if share < 1 else 0.1)
+    if share >= 1:
+        result.note("val_set_size", f"{share} rows; set data.validation_fraction to their share")
+    tests = [path for dataset in result.take("test_datasets", []) for path in local_files(dataset, result.folder)]
+    if not datasets:
+        result.note("datasets", "the file names no data: set data.name or data.files, and the columns")
+        return
+    if files:
+        result.put(
+            "data.files",
+            {"train": files if len(files) > 1 else files[0], **({"validation": tests[0]} if tests else {})},
+        )
+        left = [str(dataset.get("path")) for dataset in datasets if not local_files(dataset, result.folder)]
+    else:
+        first, *others = datasets
+        left = [str(dataset.get("path")) for dataset in others]
+        result.put("data.name", str(first.get("path")))
+        if first.get("name"):
+            result.put("data.subset", first["name"])
+        if first.get("split", "train") != "train":
+            result.put("data.splits", {"train": first["split"]})
+        if first.get("data_files"):
+            result.note("datasets: data_files", f"{first['data_files']}: download them, and list them in data.files")
+    if left:
+        paths = ", ".join(left)
+        result.note(
+            "datasets", f"{paths}: a recipe reads one data set; write all as files, and list them in data.files"
+        )
+    convert_columns(result, datasets[0])
+    if result.take("train_on_inputs"):
+        result.put("data.train_on", "all")
+
+
+def local_files(dataset: Mapping[str, Any], folder: Path) -> list[str]:
+    """The files of a data set, if it is local."""
+    path, listed = str(dataset.get("path")), dataset.get("data_files") or []
+    if path in ("json", "csv", "parquet", "text"):
+        return [listed] if isinstance(listed, str) else list(listed)
+    is_file = Path(path).suffix in FILES or dataset.get("ds_type") is not None
+    return [path] if is_file and not (folder / path).is_dir() else []
+
+
+def convert_columns(result: Conversion, dataset: Mapping[str, Any]) -> None:
+    """The columns of a data set, by its type."""
+    kind = dataset.get("type")
+    name = str(kind).partition(":")[0].partition(".")[0].partition("_w_system")[0]
+    if isinstance(kind, Mapping):
+        columns = [kind.get(f"field_{part}") for part in ("instruction", "input", "output")]
+        result.put("data.messages", [column for column in columns if column])
+        result.note("datasets: type", TEMPLATE)
+    elif name in INSTRUCTIONS:
+        result.put("data.messages", INSTRUCTIONS[name])
+        result.note("datasets: type", f"{kind}: {TEMPLATE}")
+    elif name in ("chat_template", "sharegpt"):
+        result.put(
+            "data.messages",
+            dataset.get("field_messages") or ("messages" if name == "chat_template" else "conversations"),
+        )
+        mapping = dataset.get("message_property_mappings") or {}
+        role, content = mapping.get("role", "role"), mapping.get("content", "content")
+        if (role, content) not in (("role", "content"), ("from", "value")):
+            result.note(
+                "datasets: message_property_mappings",
+                f"{role}, {content}: rename them to role and content (docs/tasks/chat.md)",
+            )
+        trained = dataset.get("roles_to_train")
+        if trained not in (None, ["assistant"], ["gpt"], ["assistant", "gpt"], ["gpt", "assistant"]):
+            result.note("datasets: roles_to_train", f"{trained}: data.train_on is assistant or all")
+    elif name in ("completion", "pretrain", "None"):
+        result.put("data.text", dataset.get("field") or dataset.get("text_column") or "text")
+    else:
+        result.note("datasets: type", f"{kind}: set data.text, data.messages or data.prompt (docs/tasks/chat.md)")

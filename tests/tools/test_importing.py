@@ -1,0 +1,540 @@
+"""``fastloop import``: configs of Axolotl, TRL and transformers become recipes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from text_helpers import TINY_GPT
+from typer.testing import CliRunner
+
+from fastloop.cli import app
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import Recipe, load_recipe
+from fastloop_tools.importing import keys
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def imported(config: Any, *arguments: str, name: str = "config.yml") -> tuple[Recipe, str]:
+    """The recipe that the command writes, as fastloop's own parser reads it, and the command's output."""
+    text = json.dumps(config) if name.endswith(".json") else yaml.safe_dump(config, sort_keys=False)
+    Path(name).write_text(text)
+    result = CliRunner().invoke(app, ["import", name, "--output", "recipe.yaml", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return load_recipe("recipe.yaml"), result.output
+
+
+LORA = {
+    "base_model": "some/llama-1b",
+    "load_in_8bit": False,
+    "load_in_4bit": False,
+    "strict": False,
+    "datasets": [{"path": "some/instructions", "type": "alpaca"}],
+    "val_set_size": 0.05,
+    "output_dir": "./outputs/lora",
+    "adapter": "lora",
+    "lora_model_dir": None,
+    "sequence_len": 2048,
+    "sample_packing": True,
+    "eval_sample_packing": False,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "wandb_project": "owls",
+    "wandb_name": "first",
+    "gradient_accumulation_steps": 4,
+    "micro_batch_size": 2,
+    "num_epochs": 1,
+    "optimizer": "adamw_8bit",
+    "lr_scheduler": "cosine",
+    "learning_rate": "2e-4",
+    "bf16": "auto",
+    "tf32": False,
+    "gradient_checkpointing": True,
+    "logging_steps": 1,
+    "flash_attention": True,
+    "warmup_steps": 10,
+    "evals_per_epoch": 4,
+    "saves_per_epoch": 1,
+    "weight_decay": 0.1,
+    "seed": 7,
+    "special_tokens": {"pad_token": "<|end|>"},
+}
+QLORA = {
+    "base_model": "some/gemma-1b",
+    "load_in_4bit": True,
+    "adapter": "qlora",
+    "lora_r": 32,
+    "lora_alpha": 16,
+    "lora_dropout": 0,
+    "lora_target_linear": True,
+    "chat_template": "chatml",
+    "datasets": [
+        {
+            "path": "chats.jsonl",
+            "ds_type": "json",
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+        }
+    ],
+    "val_set_size": 0,
+    "sequence_len": 1024,
+    "micro_batch_size": 1,
+    "gradient_accumulation_steps": 4,
+    "num_epochs": 4,
+    "optimizer": "paged_adamw_8bit",
+    "lr_scheduler": "constant_with_warmup",
+    "learning_rate": 0.0002,
+    "bf16": True,
+    "warmup_ratio": 0.1,
+    "flex_attention": True,
+}
+FSDP = {
+    "base_model": "some/llama-70b",
+    "datasets": [{"path": "some/instructions", "type": "alpaca", "split": "train[:50%]"}],
+    "micro_batch_size": 1,
+    "learning_rate": 1e-5,
+    "optimizer": "adamw_torch_fused",
+    "train_on_inputs": True,
+    "fsdp": ["full_shard", "auto_wrap"],
+    "fsdp_config": {
+        "fsdp_offload_params": True,
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_sharding_strategy": "FULL_SHARD",
+    },
+}
+DEEPSPEED = {
+    "base_model": "some/llama-8b",
+    "deepspeed": "deepspeed_configs/zero3_bf16.json",
+    "datasets": [{"path": "books.parquet", "type": "completion", "field": "chapter"}],
+    "micro_batch_size": 2,
+    "optimizer": "adamw_torch",
+    "adam_beta2": 0.95,
+    "adam_epsilon": "1e-6",
+    "learning_rate": 2e-5,
+    "plugins": ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"],
+    "sequence_parallel_degree": 8,
+}
+PRETRAIN = {
+    "base_model": "some/tiny",
+    "pretraining_dataset": [{"path": "some/web", "name": "en", "type": "pretrain", "text_column": "body"}],
+    "max_steps": 200,
+    "sequence_len": 2048,
+    "micro_batch_size": 2,
+    "learning_rate": 3e-4,
+    "lr_scheduler": "cosine",
+    "cosine_min_lr_ratio": 0.1,
+    "save_steps": 50,
+    "eval_steps": 0.25,
+}
+SHAREGPT = {
+    "base_model": "some/mistral",
+    "datasets": [{"path": "some/chats", "type": "sharegpt"}, {"path": "some/more", "type": "sharegpt"}],
+    "chat_template": "llama3",
+    "micro_batch_size": 1,
+    "learning_rate": 5e-6,
+    "lr_scheduler": "rex",
+    "optimizer": "lion_pytorch",
+    "early_stopping_patience": 3,
+    "group_by_length": True,
+}
+OWN_FORMAT = {
+    "base_model": "some/phi",
+    "datasets": [
+        {
+            "path": "questions.jsonl",
+            "type": {"field_instruction": "question", "field_output": "answer", "format": "Q: {instruction} A:"},
+        }
+    ],
+    "test_datasets": [{"path": "held.jsonl", "ds_type": "json"}],
+    "micro_batch_size": 4,
+    "learning_rate": 1e-4,
+    "fp16": True,
+    "bf16": False,
+    "attention": "sdpa",
+    "num_epochs": 2.5,
+}
+LEGACY = {
+    "base_model": "some/pythia",
+    "model_type": "GPTNeoXForCausalLM",
+    "datasets": [{"path": "some/jeopardy", "type": "jeopardy"}],
+    "adapter": None,
+    "xformers_attention": True,
+    "optimizer": "adafactor",
+    "micro_batch_size": 1,
+    "learning_rate": "0.00003",
+    "val_set_size": 200,
+    "tf32": True,
+    "hub_model_id": "me/model",
+}
+COMPILED = {
+    "base_model": "some/qwen",
+    "trust_remote_code": True,
+    "revision_of_model": "v2",
+    "tokenizer_config": "some/tokenizer",
+    "datasets": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "type": "chat_template"}],
+    "micro_batch_size": 8,
+    "learning_rate": 1e-3,
+    "torch_compile": True,
+    "torch_compile_mode": "reduce-overhead",
+    "dataloader_num_workers": 4,
+    "save_total_limit": 2,
+    "mlflow_experiment_name": "owls",
+    "plugins": ["axolotl.integrations.liger.LigerPlugin", "my.plugins.Noise"],
+    "liger_rope": True,
+}
+MUON = {
+    "base_model": "some/smol",
+    "datasets": [{"path": "texts.txt", "type": "completion"}],
+    "optimizer": "muon",
+    "micro_batch_size": 16,
+    "learning_rate": 1e-2,
+    "lr_scheduler": "linear",
+    "use_tensorboard": True,
+    "pad_to_sequence_len": True,
+    "neftune_noise_alpha": 5,
+    "max_grad_norm": 0,
+}
+CONFIGS = {
+    "lora": LORA,
+    "qlora": QLORA,
+    "fsdp": FSDP,
+    "deepspeed": DEEPSPEED,
+    "pretrain": PRETRAIN,
+    "sharegpt": SHAREGPT,
+    "own format": OWN_FORMAT,
+    "legacy": LEGACY,
+    "compiled": COMPILED,
+    "muon": MUON,
+}
+"""Reduced forms of the kinds of configs in Axolotl's examples."""
+
+TRL = {
+    "model_name_or_path": "some/qwen-0.5b",
+    "attn_implementation": "flash_attention_2",
+    "dataset_name": "some/chats",
+    "dataset_config": "en",
+    "dataset_train_split": "train_sft",
+    "dataset_test_split": "test_sft",
+    "output_dir": "sft",
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 8,
+    "max_length": 2048,
+    "packing": True,
+    "assistant_only_loss": True,
+    "eval_strategy": "steps",
+    "eval_steps": 100,
+    "use_peft": True,
+    "lora_r": 64,
+    "lora_target_modules": "all-linear",
+    "load_in_4bit": True,
+    "warmup_ratio": 0.03,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+    "report_to": ["wandb", "tensorboard", "azure_ml"],
+    "use_liger_kernel": True,
+    "loss_type": "dft",
+    "push_to_hub": True,
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_recipe_of_axolotl_loads_and_resolves(name):
+    recipe, _ = imported(CONFIGS[name])
+    assert recipe.model["name"] == CONFIGS[name]["base_model"]
+    resolved = resolve(recipe, any_machine=True)
+    assert resolved.plugins.in_slot("task") == "causal-lm"
+
+
+def test_values_of_lora():
+    recipe, shown = imported(LORA)
+    train = recipe.train
+    assert (train.epochs, train.batch_size, train.micro_batch_size, train.lr) == (1, 8, 2, 2e-4)
+    assert (train.optimizer, train.weight_decay, train.decay_biases_and_norms, train.seed) == ("AdamW", 0.1, False, 7)
+    assert (train.max_grad_norm, train.log_every, train.evaluate_every, train.save_every) == (1.0, 1, "epoch", "epoch")
+    assert recipe.data == {
+        "name": "some/instructions",
+        "messages": ["instruction", "input", "output"],
+        "max_length": 2048,
+        "validation_fraction": 0.05,
+    }
+    assert recipe.plugins == {
+        "activation-checkpointing": {},
+        "packing": {},
+        "attention": {"implementation": "flash_attention_2"},
+        "trackers": {"trackers": ["wandb"], "project": "owls"},
+        "fused-optimizer": {"implementation": "8bit"},
+        "lr-scheduler": {"schedule": "cosine", "warmup": 10},
+        "amp": {"dtype": "auto"},
+        "lora": {"r": 16, "alpha": 32, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]},
+    }
+    assert recipe.output == "./outputs/lora"
+    noted = [line.partition(": ")[0] for line in shown.splitlines() if ": " in line]
+    assert noted == ["evals_per_epoch", "datasets", "micro_batch_size", "wandb_name", "special_tokens"]
+    assert "  fastloop plan recipe.yaml\n  fastloop train recipe.yaml\n" in shown
+    comments = Path("recipe.yaml").read_text()
+    assert "#   wandb_name: set W&B's environment variable, such as WANDB_ENTITY or WANDB_NAME\n" in comments
+
+
+def test_values_of_qlora():
+    recipe, shown = imported(QLORA)
+    assert recipe.plugins["lora"] == {
+        "r": 32,
+        "alpha": 16,
+        "dropout": 0,
+        "target_modules": "all-linear",
+        "quantize": "nf4",
+    }
+    assert recipe.plugins["lr-scheduler"] == {"schedule": "constant", "warmup": 0.1}
+    assert recipe.plugins["amp"] == {"dtype": "bf16"}
+    assert recipe.plugins["attention"] == {"implementation": "flex_attention"}
+    assert recipe.data == {
+        "files": {"train": "chats.jsonl"},
+        "messages": "conversations",
+        "chat_template": "chatml",
+        "validation_fraction": 0.0,
+        "max_length": 1024,
+    }
+    assert "message_property_mappings" not in shown
+
+
+@pytest.mark.parametrize(
+    ("config", "plugin", "options"),
+    [
+        (FSDP, "fsdp", {"blocks": ["LlamaDecoderLayer"], "cpu_offload": True, "meta_device": True}),
+        (FSDP | {"fsdp": ["shard_grad_op"], "fsdp_config": None}, "fsdp", {"reshard_after_forward": False}),
+        ({**FSDP, "fsdp": None, "fsdp_version": 2}, "fsdp", None),
+        (DEEPSPEED, "deepspeed", {"stage": 3}),
+        (DEEPSPEED, "fused-loss", {}),
+        (PRETRAIN, "lr-scheduler", {"schedule": "cosine", "min_ratio": 0.1}),
+        (DEEPSPEED | {"deepspeed": {"zero_optimization": {"stage": 1}}}, "deepspeed", {"stage": 1}),
+        (SHAREGPT, "early-stopping", {"monitor": "loss", "patience": 3}),
+        (SHAREGPT, "length-bucketing", {}),
+        (OWN_FORMAT, "amp", {"dtype": "fp16"}),
+        (OWN_FORMAT, "attention", {"implementation": "sdpa"}),
+        (LEGACY, "matmul-precision", {"precision": "high"}),
+        (COMPILED, "compile", {"mode": "reduce-overhead"}),
+        (COMPILED, "dataloader-workers", {"num_workers": 4}),
+        (COMPILED, "trackers", {"trackers": ["mlflow"], "project": "owls"}),
+        (COMPILED, "liger", {}),
+        (MUON, "tensorboard", {}),
+        (MUON | {"cut_cross_entropy": True}, "fused-loss", {}),
+    ],
+)
+def test_plugins_of_axolotl(config, plugin, options):
+    recipe, _ = imported(config)
+    if options is None:
+        options = {"blocks": ["LlamaDecoderLayer"], "cpu_offload": True, "meta_device": True}
+    assert recipe.plugins[plugin] == options
+
+
+@pytest.mark.parametrize(
+    ("config", "dotted", "value"),
+    [
+        (FSDP, "data.train_on", "all"),
+        (FSDP, "data.splits", {"train": "train[:50%]"}),
+        (DEEPSPEED, "data.files", {"train": "books.parquet"}),
+        (DEEPSPEED, "data.text", "chapter"),
+        (DEEPSPEED, "train.optimizer", {"name": "AdamW", "betas": [0.9, 0.95], "eps": 1e-6}),
+        (PRETRAIN, "data.subset", "en"),
+        (PRETRAIN, "data.text", "body"),
+        (PRETRAIN, "train.max_steps", 200),
+        (PRETRAIN, "train.save_every", 50),
+        (PRETRAIN, "train.evaluate_every", "epoch"),
+        (SHAREGPT, "data.messages", "conversations"),
+        (OWN_FORMAT, "data.messages", ["question", "answer"]),
+        (OWN_FORMAT, "data.files", {"train": "questions.jsonl", "validation": "held.jsonl"}),
+        (OWN_FORMAT, "train.epochs", 3),
+        (LEGACY, "train.optimizer", "Adafactor"),
+        (LEGACY, "train.lr", 3e-5),
+        (COMPILED, "model.revision", "v2"),
+        (COMPILED, "model.tokenizer", "some/tokenizer"),
+        (COMPILED, "model.trust_remote_code", True),
+        (COMPILED, "data.files", {"train": ["a.jsonl", "b.jsonl"]}),
+        (COMPILED, "train.keep_checkpoints", 2),
+        (MUON, "train.optimizer", "Muon"),
+        (MUON, "train.max_grad_norm", None),
+        (MUON, "data.padding", "max_length"),
+        (MUON, "train.seed", 42),
+        (MUON | {"saves_per_epoch": 0}, "train.save_every", None),
+    ],
+)
+def test_keys_of_axolotl(config, dotted, value):
+    recipe, _ = imported(config)
+    section, key = dotted.split(".")
+    assert recipe.to_dict()[section][key] == value
+
+
+@pytest.mark.parametrize(
+    ("config", "note"),
+    [
+        (DEEPSPEED, "deepspeed: deepspeed_configs/zero3_bf16.json: no such file here"),
+        (DEEPSPEED, "sequence_parallel_degree: fastloop has no sequence parallelism"),
+        (PRETRAIN, "eval_steps: 0.25 is a share of the run; set train.evaluate_every"),
+        (SHAREGPT, "datasets: some/more: a recipe reads one data set"),
+        (SHAREGPT, "chat_template: llama3: save it as a Jinja file"),
+        (SHAREGPT, "optimizer: lion_pytorch: name its class, train.optimizer: package.module:Class"),
+        (SHAREGPT, "lr_scheduler: rex: cosine stands for it"),
+        (OWN_FORMAT, "num_epochs: 2.5 is rounded up"),
+        (QLORA | {"fsdp": ["full_shard"]}, "fsdp: 4-bit weights cannot be sharded"),
+        (LEGACY, "val_set_size: 200 rows; set data.validation_fraction"),
+        (LEGACY, "xformers_attention: list the plugin attention"),
+        (LEGACY, "datasets: type: jeopardy: set data.text, data.messages or data.prompt"),
+        (LEGACY, "hub_model_id: upload the model after the run"),
+        (COMPILED, "plugins: my.plugins.Noise: fastloop has none; write a plugin"),
+        (COMPILED, "liger_rope: the plugin liger chooses the kernels"),
+        (MUON, "neftune_noise_alpha: fastloop has none"),
+        ({**MUON, "owls": 3}, "owls: fastloop has no such key"),
+    ],
+)
+def test_a_key_without_a_counterpart_is_listed_with_a_reason(config, note):
+    _, shown = imported(config)
+    assert note in shown
+    assert f"#   {note}" in Path("recipe.yaml").read_text()
+
+
+def test_values_of_trl():
+    recipe, shown = imported(TRL, "--nproc", "2")
+    train = recipe.train
+    assert (train.batch_size, train.micro_batch_size, train.lr, train.evaluate_every) == (64, 4, 2e-5, 100)
+    assert (train.save_every, train.log_every, train.optimizer) == (500, 10, "AdamW")
+    assert recipe.data == {
+        "name": "some/chats",
+        "subset": "en",
+        "splits": {"train": "train_sft", "validation": "test_sft"},
+        "messages": "messages",
+        "train_on": "assistant",
+        "max_length": 2048,
+    }
+    assert recipe.plugins == {
+        "activation-checkpointing": {},
+        "packing": {},
+        "liger": {},
+        "attention": {"implementation": "flash_attention_2"},
+        "trackers": {"trackers": ["wandb"]},
+        "tensorboard": {},
+        "fused-optimizer": {"implementation": "fused"},
+        "lr-scheduler": {"schedule": "cosine", "warmup": 0.03, "min_ratio": 0.1},
+        "amp": {"dtype": "bf16"},
+        "lora": {"r": 64, "alpha": 32, "dropout": 0.05, "target_modules": "all-linear", "quantize": "nf4"},
+        "ddp": {},
+    }
+    resolve(recipe, any_machine=True)
+    for note in ("report_to: azure_ml", "loss_type: fastloop has no such key", "push_to_hub: upload the model"):
+        assert note in shown
+    assert "fastloop train recipe.yaml --nproc 2" in shown
+
+
+def test_every_default_of_training_arguments_needs_no_note():
+    """the JSON of ``TrainingArguments``, with three fields that differ from the defaults"""
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(
+        "out", use_cpu=True, optim="sgd", eval_strategy="epoch", neftune_noise_alpha=5.0, load_best_model_at_end=False
+    )
+    recipe, shown = imported(json.loads(args.to_json_string()), name="args.json")
+    noted = [line.partition(": ")[0] for line in shown.splitlines() if ": " in line]
+    assert noted == ["data", "model", "neftune_noise_alpha"]
+    assert (recipe.train.optimizer, recipe.train.evaluate_every, recipe.train.device) == ("SGD", "epoch", "cpu")
+    assert (recipe.train.lr, recipe.train.batch_size, recipe.train.max_grad_norm) == (5e-5, 8, 1.0)
+    assert recipe.plugins == {"lr-scheduler": {"schedule": "linear"}}
+    assert recipe.output == "out"
+
+
+def test_best_model_and_schedules_of_transformers():
+    config = {
+        "output_dir": "out",
+        "learning_rate": 1e-3,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_accuracy",
+        "greater_is_better": True,
+        "lr_scheduler_type": "polynomial",
+        "lr_scheduler_kwargs": {"power": 2.0},
+        "adam_beta1": 0.8,
+        "train_sampling_strategy": "group_by_length",
+    }
+    recipe, _ = imported(config)
+    assert recipe.plugins["checkpoint-best"] == {"monitor": "accuracy", "mode": "max"}
+    assert recipe.plugins["lr-scheduler"] == {"schedule": "polynomial", "arguments": {"power": 2.0}}
+    assert recipe.plugins["length-bucketing"] == {}
+    assert recipe.train.optimizer == {"name": "AdamW", "betas": [0.8, 0.999]}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- a\n- b\n", "found a list, expected a mapping"),
+        ("a: [1", "cannot be read as YAML or JSON"),
+        ("learning: 1\n", "no key of a known format. Expected one such as base_model (axolotl)"),
+        ("base_model: a\nrl: dpo\n", "rl: found dpo. fastloop has no preference tuning"),
+        ("base_model: a\nmicro_batch_size: auto\n", "micro_batch_size: found 'auto', expected a number"),
+        ("base_model: a\ndatasets: [some/name]\n", "a value has another form than in configs of axolotl"),
+        ("base_model: a\nfsdp_config: full\n", "a value has another form than in configs of axolotl"),
+        ("base_model: a\nlearning_rate: -1\n", "train.lr: found -1 "),
+    ],
+)
+def test_a_wrong_file_is_refused(text, message):
+    Path("config.yml").write_text(text)
+    result = CliRunner().invoke(app, ["import", "config.yml", "--output", "recipe.yaml"])
+    assert result.exit_code != 0
+    assert message in f"{result.output} {result.exception}"
+    assert not Path("recipe.yaml").exists()
+
+
+def test_the_recipe_trains_by_the_proposed_commands():
+    """a tiny model of a folder and a file of texts: import, plan and train"""
+    texts = [f"owl number {number} sings a song of {number % 7} notes" for number in range(40)]
+    Path("texts.txt").write_text("\n".join(texts))
+    model = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
+    start = {"model": model, "data": {"files": {"train": "texts.txt"}, "max_length": 16}, "train": {"max_steps": 1}}
+    Path("start.yaml").write_text(yaml.safe_dump(start | {"output": "start"}))
+    config = {
+        "base_model": "start/model",
+        "datasets": [{"path": "texts.txt", "type": "completion"}],
+        "sequence_len": 16,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 3,
+        "learning_rate": "1e-3",
+        "optimizer": "adamw_torch",
+        "bf16": False,
+        "val_set_size": 0.2,
+        "output_dir": "run",
+    }
+    assert CliRunner().invoke(app, ["train", "start.yaml"]).exit_code == 0
+    _, shown = imported(config)
+    proposed = [line.split()[1:] for line in shown.splitlines() if line.startswith("  fastloop ")]
+    assert [command[0] for command in proposed] == ["plan", "train"]
+    for command in proposed:
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    assert json.loads(Path("run", "summary.json").read_text())["steps"] == 3
+
+
+def test_text_of_a_config_cannot_leave_its_comment():
+    recipe, _ = imported({**MUON, "chat_template": "x\noutput: elsewhere", "owls\u2028output": 3})
+    assert recipe.output == "./model-out"
+    assert "#   owls output: fastloop has no such key" in Path("recipe.yaml").read_text()
+
+
+def test_a_recipe_on_stdout_is_the_same():
+    imported(LORA)
+    result = CliRunner().invoke(app, ["import", "config.yml", "--format", "axolotl"])
+    assert result.stdout == Path("recipe.yaml").read_text()
+
+
+def test_tables_name_each_key_once():
+    converted = keys.DIRECT.keys() | keys.PLUGINS.keys()
+    assert not converted & keys.REASONS.keys()
+    assert not converted & keys.IRRELEVANT
+    assert not keys.REASONS.keys() & keys.IRRELEVANT

@@ -37,6 +37,7 @@ from fastloop.cli.recipe_schema import recipe_schema, summary
 from fastloop.plugins.installed import DEFAULTS, installed, is_own, load
 from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
+from fastloop_plugins.rows.drop import Condition
 from fastloop_plugins.rows.formats import describe_formats
 
 DOCS = Path(__file__).parent
@@ -237,6 +238,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "recipe": recipe_keys,
     "commands": commands,
     "formats": lambda: table("files|a row is|values|compressed|row group of a stream", [*describe_formats()]),
+    "conditions": lambda: option_table(describe(Condition)),
     "api": api_reference,
 }
 

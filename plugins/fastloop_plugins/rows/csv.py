@@ -65,7 +65,7 @@ class Delimited(LineFormat):
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.sample = self.text.head
-        self.texts = [name for name, key in columns.items() if key != "label"]
+        self.texts = [name for name, key in columns.items() if key != "label" and not key.startswith("drop")]
         self.labels = [name for name, key in columns.items() if key == "label"]
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []

@@ -21,13 +21,14 @@ from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._references import check_reference, import_object
+from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import FORMATS, find_files, format_of, refuse_options_without_files, refuse_url
 from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold_out_ends, join_rows
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
+from fastloop_plugins.tasks._dropped_rows import drop_rows
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.tasks._label_drops import drop_rows
 from fastloop_plugins.tasks._repeats import find_repeats
 from fastloop_plugins.tasks._streaming_options import StreamedData, StreamingOptions, check_streaming
 from fastloop_plugins.tasks._text_columns import check_texts, column_names
@@ -81,6 +82,13 @@ class Data(StreamingOptions):
         dict[Any, int | str | None] | None,
         option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
     ] = None
+    drop: Annotated[
+        list[dict[str, Any]] | None,
+        option("Rows to leave out of every split: {column: NAME}, with equals, shorter_than or longer_than in it."),
+    ] = None
+    deduplicate: Annotated[
+        bool, option("Leave out rows of train whose texts an earlier row has; the first stays, with its label.")
+    ] = False
     read: Annotated[
         dict[str, Any] | None,
         option("How files are read: delimiter, columns, encoding, quoting, compression, blank_lines."),
@@ -127,6 +135,12 @@ class TextData(StreamedData):
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")
+        self.drop = Drop(
+            [
+                parse(Condition, each, f"{self.where}.drop[{number}]")
+                for number, each in enumerate(self.options.drop or ())
+            ]
+        )
         self.inference = recipe.inference
         self.columns = column_names(self.options.text, f"{self.where}.text")
         self.labels = [] if self.options.label is None else column_names(self.options.label, f"{self.where}.label")
@@ -209,6 +223,7 @@ class TextData(StreamedData):
             )
         refuse_options_without_files(self.how, self.every_file(), f"{self.where}.read", self.formats)
         wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
+        wanted += [(key, name) for name, key in self.drop.columns().items()]
         for key, name in wanted:
             if self.how.columns is not None and name not in self.how.columns:
                 raise RecipeError(
@@ -290,6 +305,7 @@ class TextData(StreamedData):
             columns = dict.fromkeys(self.columns, self.text_key)
             return Layout(self.how, columns, self.optional_columns(), predicts=True)
         columns = self.text_columns() | self.label_columns() | self.text_columns()
+        columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
         return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
 
     def row_columns(self) -> dict[str, str]:
@@ -441,6 +457,7 @@ class TextData(StreamedData):
         for name in () if self.tagged else self.labels:
             columns[name] = part.column("label", name)
             bad |= {index for index, value in enumerate(columns[name]) if not is_readable(value, self)}
+        columns |= {name: part.column(key, name) for name, key in self.drop.columns().items()}
         if count := part.unreadable + len(bad):
             self.messages.append(
                 (logging.WARNING, f"{part.where}: {count} {self.unit} cannot be read, and are skipped")

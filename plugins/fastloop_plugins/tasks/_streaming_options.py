@@ -115,6 +115,8 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     def refuse(key: str, reason: str) -> RecipeError:
         return RecipeError(f"{where}.{key}: cannot hold with data.streaming: {reason}.")
 
+    if options.sources is not None:
+        raise refuse("sources", "rows of a stream have columns of one name. Rename the columns, and use data.mix")
     if options.files is None:
         raise RecipeError(
             f"{where}.streaming: it reads data.files.train, which is not there. Give files of any type but .txt."

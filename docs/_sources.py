@@ -37,7 +37,9 @@ from fastloop.cli.recipe_schema import recipe_schema, summary
 from fastloop.plugins.installed import DEFAULTS, installed, is_own, load
 from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
+from fastloop_plugins.rows.drop import Condition
 from fastloop_plugins.rows.formats import describe_formats
+from fastloop_plugins.tasks._sources import Source
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
@@ -237,6 +239,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "recipe": recipe_keys,
     "commands": commands,
     "formats": lambda: table("files|a row is|values|compressed|row group of a stream", [*describe_formats()]),
+    "conditions": lambda: option_table(describe(Condition)),
+    "sources": lambda: option_table(describe(Source)),
     "api": api_reference,
 }
 

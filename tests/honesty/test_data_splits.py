@@ -93,7 +93,8 @@ def test_rows_that_repeat_or_stand_in_two_splits_give_one_warning(caplog):
     assert repeats(caplog, DIFFERENT, test=[("another film", "pos")]) == []
     train = [*DIFFERENT, DIFFERENT[0], DIFFERENT[0], DIFFERENT[7]]
     assert repeats(caplog, train) == [
-        "data: 3 of 15 rows of train repeat an earlier one, such as 'film 0'. Remove them unless they are intended"
+        "data: 3 of 15 rows of train repeat an earlier one, such as 'film 0'. "
+        "Remove them with data.deduplicate=true unless they are intended"
     ]
     splits = {"validation": [DIFFERENT[3], ("new", "neg")], "test": [*DIFFERENT[4:7], ("new", "neg")]}
     assert repeats(caplog, train, **splits) == [
@@ -117,7 +118,8 @@ def test_pairs_and_sets_of_classes_are_compared_as_a_whole(caplog):
     write("train.jsonl", "".join(json.dumps(row) + "\n" for row in [*rows, rows[1], {**rows[0], "tags": ["q"]}]))
     text_data("train.jsonl", label="tags", label_type="classes", text=["a", "b"]).load()
     assert [line for line in caplog.messages if line.startswith("data: ")] == [
-        "data: 1 of 8 rows of train repeat an earlier one, such as 'x | 1'. Remove them unless they are intended",
+        "data: 1 of 8 rows of train repeat an earlier one, such as 'x | 1'. "
+        "Remove them with data.deduplicate=true unless they are intended",
         "data: texts with more than one label: 1, such as 'x | 0': 'p' and 'q'. Correct or remove these rows",
     ]
 
@@ -130,8 +132,8 @@ def test_sentences_with_tags_are_compared_with_their_tags(caplog):
     ).load()
     (line,) = [line for line in caplog.messages if "repeat" in line]
     assert (
-        line
-        == "data: 1 of 3 rows of train repeat an earlier one, such as 'EU film'. Remove them unless they are intended"
+        line == "data: 1 of 3 rows of train repeat an earlier one, such as 'EU film'. "
+        "Remove them with data.deduplicate=true unless they are intended"
     )
 
 

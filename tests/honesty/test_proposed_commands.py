@@ -401,8 +401,14 @@ CASES: dict[str, Case] = {
         (r"leave out its rows: (data\.label_map=\{.*?\})",),
         code=0,
     ),
+    "rows that repeat": Case(
+        ("tasks/_repeats.py data.deduplicate=",),
+        text([*films("neg", "pos"), *films("neg", "pos")], validation_fraction=0),
+        (r"Remove them with (data\.deduplicate=true)",),
+        code=0,
+    ),
     "all rows of a split are left out": Case(
-        ("tasks/_label_drops.py data.splits.{}=",),
+        ("tasks/_dropped_rows.py data.splits.{}=",),
         text(films("neg", "pos", "-"), test=films("-"), label_map={"-": None}),
         (r"leave out the split: (data\.splits\.test=null)",),
     ),

@@ -60,7 +60,7 @@ class Conll(LineFormat):
         super().__init__(path, how, columns, skip_unreadable)
         self.numbers = numbers or Columns()
         self.keys = {key: name for name, key in columns.items()}
-        self.names = dict.fromkeys(columns)
+        self.names = dict.fromkeys(name for name, key in columns.items() if key in ("words", "tags"))
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Tags are only read if their column is among ``columns``."""

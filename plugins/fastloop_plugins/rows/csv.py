@@ -65,8 +65,9 @@ class Delimited(LineFormat):
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.sample = self.text.head
-        self.texts = [name for name, key in columns.items() if key != "label"]
-        self.labels = [name for name, key in columns.items() if key == "label"]
+        kinds = {name: key.rpartition(".")[2] for name, key in columns.items()}  # of sources[0].label: label
+        self.texts = [name for name, kind in kinds.items() if kind not in ("label", "column")]
+        self.labels = [name for name, kind in kinds.items() if kind == "label"]
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []
         self.headings, self.ends = set[str](), (0, 0)  # to detect a repeated header: its names, and two wanted columns

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.conll import Columns, Conll
 from fastloop_plugins.rows.csv import Delimited
+from fastloop_plugins.rows.drop import Drop
 from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
@@ -78,6 +79,7 @@ class Layout:
         conll_suffixes: Suffixes of files that are CoNLL files.
         skip_unreadable: Skip rows that cannot be read, and count them.
         predicts: See ``File``.
+        drop: The rows that a stream leaves out.
     """
 
     how: Read
@@ -87,6 +89,7 @@ class Layout:
     conll_suffixes: Sequence[str] = field(default=(CONLL,))
     skip_unreadable: bool = False
     predicts: bool = False
+    drop: Drop = field(default_factory=Drop)
 
     def open(self, path: str) -> File:
         """Open a file."""

@@ -89,6 +89,7 @@ class Index:
         rows: (row groups,) its rows.
         labels: Label -> its rows and the first of them.
         facts: Facts about each file that change with its rows.
+        dropped: Rows that each condition of ``data.drop`` leaves out. The other attributes count the rest.
     """
 
     paths: list[str]
@@ -97,6 +98,7 @@ class Index:
     rows: NDArray[np.int64]
     labels: dict[Any, list[int]] = field(default_factory=dict)
     facts: list[str] = field(default_factory=list)
+    dropped: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.firsts = np.cumsum(self.rows) - self.rows
@@ -109,7 +111,7 @@ class Index:
         """The name of a row in messages."""
         group = self.group_of(row)
         before = int(self.firsts[np.searchsorted(self.file, self.file[group])])
-        return f"{self.paths[self.file[group]]}, row {row - before + 1}"
+        return f"{self.paths[self.file[group]]}, row {row - before + 1}" + " of those kept" * any(self.dropped)
 
 
 def read_index(paths: Sequence[str], layout: Layout, label: str | None, lists: bool = False) -> Index:
@@ -123,18 +125,19 @@ def read_index(paths: Sequence[str], layout: Layout, label: str | None, lists: b
     Raises:
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
-    kept = kept_entry(["index", *layout.columns, str(label), str(lists), str(layout.how)], paths)
+    kept = kept_entry(["index", *layout.columns, str(label), str(lists), str(layout.how), str(layout.drop)], paths)
     if kept is not None and (kept / "index.json").is_file():
         found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
         file, key, rows = np.array(found["groups"], np.int64)
         labels = {value: [count, row] for value, count, row in found["labels"]}
-        return Index(list(paths), file, key, rows, labels, found["facts"])
+        return Index(list(paths), file, key, rows, labels, found["facts"], found["dropped"])
     index = _scan(paths, layout, label, lists)
     if kept is not None and all(isinstance(value, str | int | float | None) for value in index.labels):
         facts = {
             "groups": [array.tolist() for array in (index.file, index.key, index.rows)],
             "labels": [[value, *counts] for value, counts in index.labels.items()],
             "facts": index.facts,
+            "dropped": index.dropped,
         }
         with _cache.written(kept) as made:
             (made / "index.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -144,7 +147,8 @@ def read_index(paths: Sequence[str], layout: Layout, label: str | None, lists: b
 def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) -> Index:
     groups: list[list[int]] = []
     labels: dict[Any, list[int]] = {}
-    facts: list[str] = []
+    facts = [str(layout.drop)] * bool(layout.drop.conditions)
+    dropped = [0] * len(layout.drop.conditions)
     counted = [] if label is None else [label]
     total = 0
     for number, path in enumerate(paths):
@@ -155,7 +159,7 @@ def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) 
                     f"{path}: cannot be streamed: it is one JSON list. Write one object a line (.jsonl), convert it to "
                     "Parquet, or remove data.streaming."
                 )
-            for block in file.blocks(counted, size=GROUP):
+            for block in layout.drop.blocks(file, counted, 0, GROUP, counts=dropped):
                 if total == start:
                     layout.check(file)
                 for row, (value,) in enumerate(block.tuples(counted), total) if counted else ():
@@ -163,7 +167,7 @@ def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) 
                         labels.setdefault(one, [0, row])[0] += 1
                 if groups and groups[-1][:2] == [number, block.start]:
                     groups[-1][2] += block.rows
-                else:
+                elif block.rows:
                     groups.append([number, block.start, block.rows])
                 total += block.rows
                 if len(labels) > LABELS:
@@ -172,9 +176,10 @@ def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) 
                     )
             facts += file.facts()
         if total == start:
-            raise RecipeError(f"{path}: has no rows. Remove it from data.files.train.")
+            left = " that data.drop keeps" if any(dropped) else ""
+            raise RecipeError(f"{path}: has no rows{left}. Remove it from data.files.train.")
     found, key, rows = np.array(groups, np.int64).T
-    return Index(list(paths), found, key, rows, labels, facts)
+    return Index(list(paths), found, key, rows, labels, facts, dropped)
 
 
 def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
@@ -222,7 +227,7 @@ class Reader:
         self.rows_read += skip
         try:
             file = self._file(number)
-            for block in file.blocks(self.columns, key, FEW, skip):
+            for block in self.layout.drop.blocks(file, self.columns, key, FEW, skip):
                 if file.has_groups and block.start != key:
                     break
                 for values in islice(block.tuples(self.columns), rows - count):

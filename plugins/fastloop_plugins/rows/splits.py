@@ -39,10 +39,12 @@ class Rows:
     Attributes:
         columns: Name -> values.
         labels: The label of each row, if the task has labels: 0..n-1, or as ``_text_targets`` reads them.
+        sources: The number of each row's source, with ``data.sources``.
     """
 
     columns: dict[str, list[Any]]
     labels: list[Any] | None = None
+    sources: list[int] | None = None
 
     @property
     def texts(self) -> list[Any]:
@@ -56,7 +58,10 @@ class Rows:
     def keep(self, ids: Sequence[int]) -> Rows:
         """The rows with these ids."""
         columns = {name: [values[index] for index in ids] for name, values in self.columns.items()}
-        return Rows(columns, None if self.labels is None else [self.labels[index] for index in ids])
+        labels, sources = (
+            None if values is None else [values[index] for index in ids] for values in (self.labels, self.sources)
+        )
+        return Rows(columns, labels, sources)
 
 
 def join_rows(parts: Sequence[dict[str, list[Any]]]) -> Rows:

@@ -24,6 +24,7 @@ class Table:
         unit: Rows or lines of the source, which ``numbers`` count.
         numbers: Number of each row in the source; None: 1, 2, ...
         places: The name of each row in messages; None: by its number.
+        source: Its number in ``data.sources``.
     """
 
     where: str
@@ -36,6 +37,7 @@ class Table:
     unit: str = "row"
     numbers: Sequence[int] | None = None
     places: Sequence[str] | None = None
+    source: int = 0
 
     def column(self, key: str, name: str) -> list[Any]:
         """The values of the column that ``data.<key>`` names."""

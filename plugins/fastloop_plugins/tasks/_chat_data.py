@@ -93,7 +93,7 @@ class LanguageTextData(TextData):
             raise RecipeError(
                 f"{self.where}.{missing}: missing. Expected the names of both columns: data.prompt and data.completion."
             )
-        if not given:
+        if not given and options.sources is None:
             options.messages = self._find_messages()
         for key in ("chat_template", "train_on"):
             if recipe.data.get(key) is not None and options.messages is None:

@@ -47,7 +47,7 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
             found.append(f"{len(shared) - before} of {len(splits[role])} rows of {role} are in train, too")
     if found:
         remedy = "Metrics of rows that the model trains on are too high: remove these rows"
-        remedy = remedy if shared else "Remove them unless they are intended"
+        remedy = remedy if shared else "Remove them with data.deduplicate=true unless they are intended"
         lines.append(f"data: {'; '.join(found)}, such as {_show((shared or repeated)[0], data)}. {remedy}")
     if labels and data.label_type != "number":
         text, several = next(iter(labels.items()))

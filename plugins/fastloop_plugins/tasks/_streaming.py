@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -178,7 +179,7 @@ class Streaming:
         labels = data.label_columns()
         self.columns = [*data.text_columns(), *data.optional_columns(), *labels]
         counted = next(iter(labels), None) if data.label_type == "class" else None
-        layout = data.layout()
+        layout = replace(data.layout(), drop=data.drop)
         self.index = index = read_index(self.paths, layout, counted, lists=data.tagged)
         files = np.cumsum([0, *map(len, self.entries)])
         self.sources = np.searchsorted(index.file, files[:-1]).tolist()

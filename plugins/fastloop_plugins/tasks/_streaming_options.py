@@ -115,6 +115,8 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     def refuse(key: str, reason: str) -> RecipeError:
         return RecipeError(f"{where}.{key}: cannot hold with data.streaming: {reason}.")
 
+    if options.sources is not None:
+        raise refuse("sources", "rows of a stream have columns of one name. Rename the columns, and use data.mix")
     if options.files is None:
         raise RecipeError(
             f"{where}.streaming: it reads data.files.train, which is not there. Give files of any type but .txt."
@@ -129,9 +131,9 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     if data.splits.train != "train":
         raise refuse("splits.train", "data.files.train is streamed. Remove it")
     if None in (options.label_map or {}).values():
-        raise refuse(
-            "label_map", "null leaves out rows, and rows of a stream are not left out. Remove them from the files"
-        )
+        raise refuse("label_map", "null leaves out rows of memory. Leave them out by data.drop, with column and equals")
+    if options.deduplicate:
+        raise refuse("deduplicate", "it compares all rows in memory. Remove repeated rows from the files")
     if data.label_type == "classes" and options.label is not None:
         raise refuse(
             "label_type=classes", "expected one class or one number a row. Remove data.streaming, or train on one label"

@@ -21,14 +21,16 @@ from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._references import check_reference, import_object
+from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import FORMATS, find_files, format_of, refuse_options_without_files, refuse_url
 from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold_out_ends, join_rows
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
+from fastloop_plugins.tasks._dropped_rows import drop_rows
 from fastloop_plugins.tasks._hub import explain, is_hub_name, offline, quiet
-from fastloop_plugins.tasks._label_drops import drop_rows
 from fastloop_plugins.tasks._repeats import find_repeats
+from fastloop_plugins.tasks._sources import Source, find_sources, mix_sources
 from fastloop_plugins.tasks._streaming_options import StreamedData, StreamingOptions, check_streaming
 from fastloop_plugins.tasks._text_columns import check_texts, column_names
 from fastloop_plugins.tasks._text_targets import is_readable, read_labels, summarize
@@ -52,6 +54,10 @@ class Data(StreamingOptions):
     subset: Annotated[str | None, option("Configuration of the dataset, if it has several.")] = None
     files: Annotated[
         dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")
+    ] = None
+    sources: Annotated[
+        list[dict[str, Any]] | None,
+        option("Instead of files.train: sources with columns of other names, {files, text, label, weight} each."),
     ] = None
     module: Annotated[
         str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")
@@ -81,6 +87,13 @@ class Data(StreamingOptions):
         dict[Any, int | str | None] | None,
         option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
     ] = None
+    drop: Annotated[
+        list[dict[str, Any]] | None,
+        option("Rows to leave out of every split: {column: NAME}, with equals, shorter_than or longer_than in it."),
+    ] = None
+    deduplicate: Annotated[
+        bool, option("Leave out rows of train whose texts an earlier row has; the first stays, with its label.")
+    ] = False
     read: Annotated[
         dict[str, Any] | None,
         option("How files are read: delimiter, columns, encoding, quoting, compression, blank_lines."),
@@ -127,6 +140,12 @@ class TextData(StreamedData):
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.how = parse(Read, self.options.read, f"{self.where}.read")
+        self.drop = Drop(
+            [
+                parse(Condition, each, f"{self.where}.drop[{number}]")
+                for number, each in enumerate(self.options.drop or ())
+            ]
+        )
         self.inference = recipe.inference
         self.columns = column_names(self.options.text, f"{self.where}.text")
         self.labels = [] if self.options.label is None else column_names(self.options.label, f"{self.where}.label")
@@ -162,9 +181,14 @@ class TextData(StreamedData):
                 )
             )
         self.files: dict[str, list[Path]] = {}
+        self.sources: list[Source] = []
         check_streaming(self, recipe.data)
         if self.inference is not None and self.inference.source is not None:
             return  # the rows come from there
+        if self.options.sources is not None:
+            if (self.options.files or {}).get("train") is not None:
+                raise RecipeError(f"{self.where}: found files.train and sources, expected one of them.")
+            self.options.files = {**(self.options.files or {}), "train": []}
         # as when a user adds files to a shipped recipe
         if self.options.name is not None and self.options.files is not None:
             logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
@@ -181,12 +205,16 @@ class TextData(StreamedData):
             files = vars(parse(Files, self.options.files, f"{self.where}.files"))
             given = {split: paths for split, paths in files.items() if paths is not None}
             needed = self.open_stream(given, given if self.inference is None else self._needed(given).values())
+            if self.options.sources is not None:
+                self.sources = find_sources(self, needed)
             self.files = {
                 split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats)
-                if split in needed
+                if split in needed and not (self.sources and split == "train")
                 else []
                 for split, paths in given.items()
             }
+            if self.sources:
+                self.files["train"] = [path for source in self.sources for path in source.paths]
             if "train" not in self.files and self.inference is None:
                 raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
         if len(self.columns) > 1 and (
@@ -209,7 +237,8 @@ class TextData(StreamedData):
             )
         refuse_options_without_files(self.how, self.every_file(), f"{self.where}.read", self.formats)
         wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
-        for key, name in wanted:
+        wanted += [(key, name) for name, key in self.drop.columns().items()]
+        for key, name in wanted if not self.sources else ():
             if self.how.columns is not None and name not in self.how.columns:
                 raise RecipeError(
                     f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them."
@@ -258,18 +287,22 @@ class TextData(StreamedData):
             self.classes = labels.classes
             for role in rows:
                 rows[role].labels = labels.ids[role]
+        if self.sources and "train" in rows:
+            rows["train"].sources = [part.source for part in used["train"] for _ in range(len(part))]
         classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
         fraction = self.options.validation_fraction if held_out else 0.0
         if fraction and self.how.blank_lines and "train" in rows:
             name, texts = next(iter(rows["train"].columns.items()))
             starts, ends = hold_out_ends(texts, fraction)
-            rows |= {"train": Rows({name: starts}), "validation": Rows({name: ends})}
+            rows |= {"train": Rows({name: starts}, sources=rows["train"].sources), "validation": Rows({name: ends})}
             rows, _ = divide(rows, 0.0, None, self.limit, self.where)
             suffix = f" (no validation split: the last {fraction:.0%} of each file held out)"
         else:
             rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
         if self.inference is None and self.stream is None:
             self.messages += [(logging.WARNING, line) for line in find_repeats(rows, self)]
+            if self.sources:
+                rows["train"] = mix_sources(rows["train"], self)
         if "train" in rows and rows["train"].labels is not None and self.stream is None:
             suffix += f"; {summarize(rows['train'].labels, self)}"
         rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
@@ -290,6 +323,7 @@ class TextData(StreamedData):
             columns = dict.fromkeys(self.columns, self.text_key)
             return Layout(self.how, columns, self.optional_columns(), predicts=True)
         columns = self.text_columns() | self.label_columns() | self.text_columns()
+        columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
         return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
 
     def row_columns(self) -> dict[str, str]:
@@ -381,9 +415,14 @@ class TextData(StreamedData):
         if self.options.name is not None:
             return self._dataset(self.options.name)
         found = {
-            split: self._read_files(paths) if split in vars(self.splits).values() else []
+            split: self._read_files(paths)
+            if split in vars(self.splits).values() and not (self.sources and split == "train")
+            else []
             for split, paths in self.files.items()
         }
+        if self.sources:
+            parts = [part for number, source in enumerate(self.sources) for part in source.read(number, self)]
+            return found | {"train": parts}
         return found if self.stream is None else found | {"train": [self.stream.read_head()]}
 
     def _read_files(self, paths: Sequence[str | Path]) -> list[Table]:
@@ -441,6 +480,7 @@ class TextData(StreamedData):
         for name in () if self.tagged else self.labels:
             columns[name] = part.column("label", name)
             bad |= {index for index, value in enumerate(columns[name]) if not is_readable(value, self)}
+        columns |= {name: part.column(key, name) for name, key in self.drop.columns().items()}
         if count := part.unreadable + len(bad):
             self.messages.append(
                 (logging.WARNING, f"{part.where}: {count} {self.unit} cannot be read, and are skipped")

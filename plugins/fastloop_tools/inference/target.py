@@ -78,7 +78,7 @@ def read_file_instead(recipe: Recipe, file: Path) -> None:
     assert recipe.inference is not None
     if not file.is_file():
         raise UsageError(f"--file {file}: no such file.")
-    elsewhere = ("name", "subset", "module", "arguments", "splits", "limit")
+    elsewhere = ("name", "subset", "sources", "module", "arguments", "splits", "limit")
     recipe.data = {key: value for key, value in recipe.data.items() if key not in elsewhere}
     recipe.data["files"] = {recipe.inference.split: str(file)}
 

@@ -1,0 +1,120 @@
+"""``data.drop``: rows that are left out by a condition on one of their columns, in memory and in streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from fastloop import RecipeError, option
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
+from fastloop_plugins.rows.table import show
+
+Scalar = str | int | float | bool
+
+
+@dataclass(kw_only=True)
+class Condition:
+    """An entry of ``data.drop``: a column, and one condition."""
+
+    column: Annotated[str, option("The column to look at. It need not be one that the task reads.")]
+    equals: Annotated[Scalar | list[Scalar] | None, option("Drop rows with this value, or one of these.")] = None
+    shorter_than: Annotated[
+        int | None, option("Drop rows with fewer characters, or items of a list; a missing value has 0.", ge=1)
+    ] = None
+    longer_than: Annotated[int | None, option("Drop rows with more characters, or items of a list.", ge=0)] = None
+
+    def __post_init__(self) -> None:
+        given = [key for key in ("equals", "shorter_than", "longer_than") if getattr(self, key) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"found {' and '.join(given) or 'no condition'} for column {self.column!r}, expected one of: equals, "
+                "shorter_than, longer_than. Give each condition an entry of its own."
+            )
+        self.key = given[0]
+        values = self.equals if isinstance(self.equals, list) else [self.equals]
+        self.wanted = set(map(_plain, values)) if self.key == "equals" else set()
+
+    def __str__(self) -> str:
+        return f"{self.column} {self.key.replace('_', ' ')} {getattr(self, self.key)}"
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value of the column meets the condition.
+
+        Raises:
+            TypeError: The value has no length.
+        """
+        if self.key == "equals":
+            return value is not None and _plain(value) in self.wanted
+        length = 0 if value is None else len(value)
+        if self.shorter_than is not None:
+            return length < self.shorter_than
+        return self.longer_than is not None and length > self.longer_than
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The conditions of ``data.drop``. A row is left out by the first of them that it meets."""
+
+    conditions: Sequence[Condition] = ()
+
+    def columns(self) -> dict[str, str]:
+        """Column -> the option that names it."""
+        numbered = reversed(list(enumerate(self.conditions)))  # so that the first entry names a column
+        return {condition.column: f"drop[{number}].column" for number, condition in numbered}
+
+    def sort_out(self, where: str, columns: Mapping[str, Sequence[Any]], counts: list[int]) -> list[int]:
+        """The numbers of the rows to keep, from 0.
+
+        Args:
+            where: The source, for messages.
+            counts: Receives the number of rows that each condition leaves out.
+
+        Raises:
+            RecipeError: A value has no length.
+        """
+        kept = []
+        for row, values in enumerate(zip(*(columns[each.column] for each in self.conditions), strict=True)):
+            for number, (condition, value) in enumerate(zip(self.conditions, values, strict=True)):
+                try:
+                    holds = condition.holds(value)
+                except TypeError:
+                    raise RecipeError(
+                        f"{where}: column {condition.column!r} holds {show(value)}, and "
+                        f"data.drop[{number}].{condition.key} needs text or a list."
+                    ) from None
+                if holds:
+                    counts[number] += 1
+                    break
+            else:
+                kept.append(row)
+        return kept
+
+    def blocks(
+        self, file: File, names: Sequence[str], start: int, size: int, skip: int = 0, counts: list[int] | None = None
+    ) -> Iterator[Block]:
+        """``File.blocks`` without the rows to leave out. ``skip`` and ``BadRow.before`` count those that are kept."""
+        if not self.conditions:
+            yield from file.blocks(names, start, size, skip)
+            return
+        wanted, before = list(dict.fromkeys([*names, *self.columns()])), 0
+        counts = [0] * len(self.conditions) if counts is None else counts
+        try:
+            for block in file.blocks(wanted, start, size or BLOCK):
+                rows = list(block.tuples(wanted))
+                columns = dict(zip(wanted, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
+                kept = self.sort_out(file.path, columns, counts) if rows else []
+                used = kept[max(skip - before, 0) :]
+                before += len(kept)
+                found = {name: [columns[name][row] for row in used] for name in names if name in block.columns}
+                yield Block(block.start, len(used), found)
+        except BadRow as error:
+            error.before = before
+            raise
+
+
+def _plain(value: Any) -> str:
+    """A value as in a file of text: 1 and 1.0 are 1, and true is true."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value)

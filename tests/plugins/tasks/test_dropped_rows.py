@@ -1,0 +1,266 @@
+"""``data.deduplicate`` and ``data.drop``: rows that are left out, in memory and in streams, and counted in the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoint_helpers import tokenizer
+from data_helpers import named_rows, refusal, text_data, write
+from streaming_helpers import NAMES, classify, generate, ids_by_step, samples_of, write_lines, write_parquet
+from text_helpers import TINY, make_run, rows
+
+from fastloop.errors import RecipeError
+from fastloop.recipe import make_recipe
+from fastloop_plugins.data.token_cache import TokenCache
+from fastloop_plugins.rows.drop import Condition, Drop
+from fastloop_plugins.tasks import _text_tokens
+from fastloop_plugins.tasks._chat_data import LanguageTextData
+from fastloop_plugins.tasks._tag_data import TagTextData
+
+FILMS = [("film 0", "neg"), ("film 1", "pos"), ("film 0", "neg"), ("film 0", "pos"), ("film 2", "neg")]
+
+
+def csv(content: list[tuple[str, ...]], path: str = "train.csv", header: str = "text,label") -> str:
+    return write(path, "\n".join([header, *map(",".join, content)]) + "\n")
+
+
+# -- repeated rows -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_of_repeated_rows_stays_with_its_label_over_all_files(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    files = [csv(FILMS), csv([("film 1", "pos"), ("film 3", "pos")], "more.csv")]
+    data = text_data({"train": files, "validation": csv([("film 9", "neg")] * 2, "v.csv")}, deduplicate=True)
+    assert named_rows(data) == [("film 0", "neg"), ("film 1", "pos"), ("film 2", "neg"), ("film 3", "pos")]
+    assert len(data.load()["validation"]) == 2, "an evaluation counts each of its rows"
+    line = "data: train: 3 of 7 rows repeat the texts of an earlier one and are left out (data.deduplicate); 1 with"
+    assert f"{line} another label" in caplog.text
+    assert "repeat an earlier one" not in caplog.text, "the warning finds nothing more"
+
+
+def test_no_row_held_out_for_validation_repeats_one_of_train(caplog):
+    path = csv([(f"film {index % 20}", NAMES[index % 2]) for index in range(200)])
+    splits = text_data(path, deduplicate=True, validation_fraction=0.2).load()
+    assert (len(splits["train"]), len(splits["validation"])) == (16, 4)
+    assert not set(splits["train"].texts) & set(splits["validation"].texts)
+    text_data(path, validation_fraction=0.2).load()
+    assert "are in train, too" in caplog.text
+
+
+def test_rows_of_train_in_other_splits_stay_and_give_the_warning(caplog):
+    files = {"train": csv(FILMS), "test": csv([("film 1", "pos"), ("film 5", "neg")], "test.csv")}
+    assert len(text_data(files, deduplicate=True).load()["train"]) == 3
+    assert "data: 1 of 2 rows of test are in train, too, such as 'film 1'." in caplog.text
+
+
+def test_lines_conversations_and_sentences_are_compared_by_their_texts():
+    lines = write("lines.txt", "one line\nanother\n" * 3)
+    assert text_data(lines, label=None, deduplicate=True).load()["train"].texts == ["one line", "another"]
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    table = [{"messages": chat}, {"messages": chat}, {"messages": chat, "tools": "[]"}, {"messages": chat[::-1]}]
+    assert len(load(LanguageTextData, table, deduplicate=True)) == 3, "tools are part of a conversation"
+    words = [{"words": ["EU", "film"], "tags": ["B", "O"]}, {"words": ["EU", "film"], "tags": ["O", "O"]}]
+    assert load(TagTextData, words, deduplicate=True).texts == [(["EU", "film"], [0, 1])]
+
+
+def load(section: Any, table: list[dict[str, Any]], **data: Any) -> Any:
+    """The training rows of a section that reads ``table``."""
+    data = {"files": {"train": write_lines("rows.jsonl", table)}, "validation_fraction": 0} | data
+    return section(make_recipe({"data": data}, Path("recipe.yaml"))).load()["train"]
+
+
+# -- conditions --------------------------------------------------------------------------------------------------------
+
+TABLE = [("a fine film", "pos", "en", "1"), ("bad", "neg", "en", "2"), ("", "neg", "en", "2")]
+TABLE += [("ein Film", "pos", "de", "3"), ("a dull and dreadful bore", "neg", "en", "1")]
+COLUMNS = "text,label,lang,score"
+
+
+@pytest.mark.parametrize(
+    ("drop", "kept"),
+    [
+        ([{"column": "lang", "equals": "de"}], [0, 1, 2, 4]),
+        ([{"column": "score", "equals": [2, 3.0]}], [0, 4]),
+        ([{"column": "text", "shorter_than": 4}], [0, 3, 4]),
+        ([{"column": "text", "longer_than": 11}], [0, 1, 2, 3]),
+        ([{"column": "lang", "equals": "de"}, {"column": "text", "shorter_than": 1}], [0, 1, 4]),
+    ],
+)
+def test_rows_that_meet_a_condition_are_left_out(drop, kept):
+    data = text_data(csv(TABLE, header=COLUMNS), drop=drop)
+    assert [text for text, _ in named_rows(data)] == [TABLE[row][0] for row in kept]
+
+
+def test_the_log_counts_the_rows_of_each_condition_and_split(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    files = {"train": csv(TABLE, header=COLUMNS), "validation": csv(TABLE[:2], "v.csv", COLUMNS)}
+    text_data(files, drop=[{"column": "lang", "equals": "de"}, {"column": "text", "shorter_than": 4}]).load()
+    listed = "data: train: 3 of 5 rows are left out (data.drop): lang equals de 1, text shorter than 4 2"
+    assert listed in caplog.messages
+    listed = "data: validation: 1 of 2 rows are left out (data.drop): lang equals de 0, text shorter than 4 1"
+    assert listed in caplog.messages
+
+
+def test_messages_name_the_rows_that_are_left_by_their_numbers_in_the_file():
+    table = [{"text": "x"}, {"text": "a film"}, {"text": 5}]
+    message = refusal(write_lines("t.jsonl", table), label=None, drop=[{"column": "text", "equals": "x"}])
+    assert message.startswith("t.jsonl, row 3: column 'text' (data.text) holds 5 (int)")
+
+
+def test_conditions_hold_for_rows_of_a_function_for_lists_and_for_missing_values():
+    source = "def make():\n    return {'train': [{'text': 'a', 'n': [1]}, {'text': 'b', 'n': None}, {'text': 'c'}]}\n"
+    Path("made.py").write_text(source.replace("'c'}", "'c', 'n': [1, 2]}"))
+    data = text_data(None, label=None, module="made.py:make", drop=[{"column": "n", "shorter_than": 2}])
+    assert data.load()["train"].texts == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("drop", "message"),
+    [
+        (
+            [{"column": "lnag", "equals": "de"}],
+            "train.csv: there is no column 'lnag', which data.drop[0].column names.",
+        ),
+        ([{"column": "lnag", "equals": "de"}], "Did you mean 'lang'?"),
+        ([{"column": "lang", "equal": "de"}], "data.drop[0].equal: no such option. Did you mean 'equals'?"),
+        ([{"column": "lang"}], "data.drop[0]: found no condition for column 'lang', expected one of: equals, "),
+        ([{"column": "lang", "equals": "de", "longer_than": 1}], "data.drop[0]: found equals and longer_than for"),
+        ([{"equals": "de"}], "data.drop[0].column: missing."),
+        ([{"column": "text", "shorter_than": 99}], "data.drop: leaves out all 5 rows of the train split. Remove a"),
+    ],
+)
+def test_conditions_that_cannot_hold_are_refused_by_name(drop, message):
+    assert message in refusal(csv(TABLE, header=COLUMNS), drop=drop)
+
+
+def test_rows_that_cannot_be_read_are_skipped_before_conditions():
+    table = [{"text": "a", "n": "x"}, {"text": 5, "n": "y"}, {"text": "b", "n": "y"}, {"text": "c", "n": "z"}]
+    data = text_data(write_lines("t.jsonl", table), label=None, drop=[{"column": "n", "equals": "y"}])
+    data.skip_unreadable = True
+    assert data.load()["train"].texts == ["a", "c"]
+
+
+def test_a_number_has_no_length():
+    path = write_lines("t.jsonl", [{"text": "a film", "n": 5}])
+    message = refusal(path, label=None, drop=[{"column": "n", "shorter_than": 2}])
+    assert message == "t.jsonl: column 'n' holds 5 (int), and data.drop[0].shorter_than needs text or a list."
+
+
+# -- streams -----------------------------------------------------------------------------------------------------------
+
+DROP = [{"column": "label", "equals": "neutral"}, {"column": "text", "shorter_than": 34}]
+
+
+def write_table() -> list[str]:
+    """Parquet with row groups, one of them without a row to keep, and lines."""
+    table = rows(403, (*NAMES,))
+    for number, row in enumerate(table):
+        row["label"] = "neutral" if number % 3 == 0 or 64 <= number < 96 else row["label"]
+    return [write_parquet("a.parquet", table[:200]), write_lines("c.jsonl", table[200:])]
+
+
+@pytest.mark.parametrize("make", [classify, generate])
+def test_a_stream_has_the_rows_that_are_in_memory_and_counts_them(make, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    files = write_table()
+    tokenizer(path="c.jsonl").save_pretrained("words")
+    data: dict[str, Any] = {"TOKENIZER": "words"} if make is classify else {"blocks": True}
+    streamed, memory = (
+        samples_of(make(files, drop=DROP, **(data | changes)).datasets["train"])
+        for changes in ({}, {"streaming": None, "blocks": None})
+    )
+    if make is classify:
+        assert sorted(map(str, streamed)) == sorted(map(str, memory))
+    assert len(streamed) == len(memory)
+    counts = "data: train: 181 of 403 rows are left out (data.drop): label equals neutral 157, text shorter than 34 24"
+    assert [line for line in caplog.messages if "(data.drop)" in line] == [counts, counts]
+
+
+def test_a_stream_without_rows_resumes_at_any_position_on_any_readers():
+    run = classify(write_table(), drop=DROP)
+    steps = ids_by_step(run)
+    assert sorted(chain.from_iterable(steps)) == list(range(len(run.datasets["train"])))
+    assert len(run.datasets["train"]) < 247
+    assert ids_by_step(run, 2, 1) == steps
+    assert ids_by_step(run, 2, 1, start=48) == steps[3:]
+
+
+def test_the_kept_index_of_a_stream_depends_on_the_conditions(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    files = write_table()
+    sizes = [
+        len(classify(files, [TokenCache(folder="cache")], **changes).datasets["train"])
+        for changes in ({}, {"drop": DROP}, {"drop": DROP}, {"drop": DROP[:1]})
+    ]
+    assert sizes[0] == 403
+    assert sizes[1] == sizes[2] < sizes[3] < 403
+    counts = [line for line in caplog.messages if "(data.drop)" in line]
+    assert counts[0] == counts[1] != counts[2]
+
+
+def test_rows_of_a_stream_are_named_among_those_kept():
+    table = [{"text": "x" * 30, "label": "neutral"}, *rows(300, NAMES)]
+    table[280] |= {"text": 5}
+    path = write_lines("t.jsonl", table)
+    with pytest.raises(RecipeError, match=r"t\.jsonl, row 280 of those kept: column 'text' \(data\.text\) holds 5"):
+        samples_of(classify(path, drop=DROP[:1], shuffle_buffer=0).datasets["train"])
+
+
+def test_a_stream_refuses_what_needs_all_rows():
+    path = write_lines("t.jsonl", rows(40, NAMES))
+    assert "data.deduplicate: cannot hold with data.streaming" in refusal(path, streaming=True, deduplicate=True)
+    message = refusal(path, streaming=True, drop=[{"column": "text", "longer_than": 1}])
+    assert message == "t.jsonl: has no rows that data.drop keeps. Remove it from data.files.train."
+    message = refusal(path, streaming=True, drop=[{"column": "lable", "equals": "x"}])
+    assert "there is no column 'lable', which data.drop[0].column names." in message
+
+
+def test_blocks_skip_rows_that_are_kept(tmp_path):
+    drop = Drop([Condition(column="n", equals=[0, 3, 4])])
+    layout = text_data(write_lines("t.jsonl", [{"text": str(n), "n": n} for n in range(9)]), label=None).layout()
+    for skip in range(7):
+        with layout.open("t.jsonl") as file:
+            blocks = list(drop.blocks(file, ["text"], 0, 2, skip))
+        assert [text for block in blocks for text in block.columns["text"]] == ["1", "2", "5", "6", "7", "8"][skip:]
+        assert [block.rows for block in blocks] == [len(block.columns["text"]) for block in blocks]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_run_maps_the_token_ids_of_the_rows_that_are_left(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    table = rows(40, NAMES) + rows(6, NAMES)
+    data = {"files": {"train": write_lines("t.jsonl", table)}, "label": "label", "max_length": 16}
+
+    def samples(**changes: Any) -> list[dict[str, Any]]:
+        model = {"config": TINY, "tokenizer": {"kind": "word"}}
+        run = make_run("text-classification", model, data | changes, objects=[TokenCache(folder="cache")])
+        return samples_of(run.datasets["train"])
+
+    first = samples(deduplicate=True, drop=[{"column": "text", "longer_than": 50}])
+    assert len(samples()) > len(first)
+    monkeypatch.setattr(_text_tokens, "encode", lambda *_: (pytest.fail("tokenized again") for _ in "1"))
+    assert samples(deduplicate=True, drop=[{"column": "text", "longer_than": 50}]) == first
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_run_without_some_rows_resumes_to_the_same_bits(cli, streams):
+    write_lines("t.jsonl", [*rows(60, NAMES), *([] if streams else rows(20, NAMES))])
+    write_lines("v.jsonl", rows(8, NAMES))
+    data: dict[str, Any] = {"files": {"train": "t.jsonl", "validation": "v.jsonl"}, "label": "label", "max_length": 16}
+    data |= {"drop": [{"column": "text", "shorter_than": 26}]}
+    data |= {"streaming": True, "shuffle_buffer": 20, "lanes": 2} if streams else {"deduplicate": True}
+    recipe = {"model": {"config": TINY, "tokenizer": {"kind": "word"}}, "data": data, "output": "run"}
+    recipe["train"] = {"max_steps": 12, "batch_size": 8, "lr": 1e-2, "device": "cpu", "save_every": 5}
+    Path("recipe.json").write_text(json.dumps(recipe | {"plugins": ["text-classification", {"progress": False}]}))
+    for arguments in (["output=whole"], ["output=cut", "train.max_steps=5"], ["output=cut", "--resume"]):
+        code, out, err = cli("train", "recipe.json", *arguments)
+        assert code == 0, out + err
+    whole, cut = (Path(name, "model", "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut

@@ -1,0 +1,164 @@
+"""``data.sources``: rows of several sources with columns of other names in one run, mixed by weight."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data_helpers import named_rows, refusal, text_data, write
+from streaming_helpers import LANGUAGE, NAMES, samples_of, write_lines
+from text_helpers import TINY, make_run, rows
+
+from fastloop_plugins.data.token_cache import TokenCache
+from fastloop_plugins.tasks import _text_tokens
+
+TRAIN = {"batch_size": 8, "lr": 1e-2, "device": "cpu", "max_steps": 12, "save_every": 5}
+
+
+def write_sources(*weights: float) -> list[dict[str, Any]]:
+    """Sources of 60 and 20 rows: a .jsonl file, and a .csv file with other names of columns."""
+    write_lines("a.jsonl", rows(60, NAMES))
+    content = "".join(f"review number {index},{NAMES[index % 2]}\n" for index in range(20))
+    write("b.csv", "review,mark\n" + content)
+    sources = [{"files": "a.jsonl"}, {"files": ["b.csv"], "text": "review", "label": "mark"}]
+    return (
+        [source | {"weight": weight} for source, weight in zip(sources, weights, strict=True)] if weights else sources
+    )
+
+
+def counted(data: Any) -> tuple[int, int]:
+    found = Counter(text.startswith("review") for text, _ in named_rows(data))
+    return found[False], found[True]
+
+
+def test_sources_without_weights_have_each_row_once(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    data = text_data(sources=write_sources())
+    assert named_rows(data)[60:62] == [("review number 0", "bad"), ("review number 1", "good")]
+    assert counted(data) == (60, 20)
+    line = "data: train: rows of each source: data.sources[0] 60, 60 an epoch; data.sources[1] 20, 20 an epoch"
+    assert line in caplog.messages
+
+
+@pytest.mark.parametrize(("weights", "expected"), [((1, 1), (40, 40)), ((0.9, 0.1), (72, 8)), ((1, 7), (10, 70))])
+def test_weights_are_shares_of_the_samples_of_an_epoch(weights, expected, caplog):
+    data = text_data(sources=write_sources(*weights))
+    assert counted(data) == expected
+    assert named_rows(data) == named_rows(data), "the same rows each time"
+    times = Counter(text for text, _ in named_rows(data) if text.startswith("review"))
+    assert max(times.values()) - min(times.values()) <= 1
+    assert "repeat an earlier one" not in caplog.text, "no row of the files does"
+
+
+def test_rows_held_out_are_not_repeated_and_come_once(caplog):
+    splits = text_data(sources=write_sources(1, 7), validation_fraction=0.25).load()
+    assert (len(splits["train"]), len(splits["validation"])) == (60, 20)
+    assert not set(splits["train"].texts) & set(splits["validation"].texts)
+    assert len(set(splits["validation"].texts)) == 20
+
+
+def test_rows_that_are_left_out_count_for_no_source(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    drop = [{"column": "text", "equals": "review number 3"}, {"column": "label", "equals": "other"}]
+    assert counted(text_data(sources=write_sources(), drop=drop, deduplicate=True)) == (60, 19)
+    assert "text equals review number 3 1" in caplog.text
+    sources = [*write_sources(), {"files": "a.jsonl"}]
+    message = refusal(sources=sources, deduplicate=True)
+    assert message == "recipe.yaml: data.sources[2]: has no rows left. Remove it, or what leaves out its rows."
+
+
+def test_other_splits_and_texts_in_columns_have_the_names_of_the_section():
+    write_lines("v.jsonl", [{"one": "x", "two": "y", "label": "bad"}])
+    write_lines("c.jsonl", [{"p": f"a {index}", "q": "b", "label": NAMES[index % 2]} for index in range(4)])
+    sources = [{"files": "c.jsonl", "text": ["p", "q"]}]
+    splits = text_data({"validation": "v.jsonl"}, sources=sources, text=["one", "two"]).load()
+    assert splits["train"].texts[0] == ("a 0", "b")
+    assert splits["validation"].texts == [("x", "y")]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "text": ({"text": "reviw"}, {}, "b.csv: there is no column 'reviw', which data.sources[1].text names."),
+    "similar": ({"text": "reviw"}, {}, "Did you mean 'review'?"),
+    "label": ({"label": "lable"}, {}, "b.csv: there is no column 'lable', which data.sources[1].label names."),
+    "key": ({"txt": "review"}, {}, "recipe.yaml: data.sources[1].txt: no such option. Did you mean 'text'?"),
+    "file": ({"files": "c.csv"}, {}, "data.sources[1].files: c.csv: no such file."),
+    "columns": ({"text": ["a", "b"]}, {}, "data.sources[1].text: found ['a', 'b'], expected as many columns as data.t"),
+    "weights": ({"weight": 2.0}, {}, "data.sources[0].weight: missing. Give each source a weight, or none."),
+    "zero": ({"weight": 0.0}, {}, "data.sources[1].weight: found 0.0 (float) (should be greater than 0)."),
+    "no label": ({}, {"label": None}, "data.sources[1].label: data.label is not there. Remove it, or name data.label"),
+    "both": ({}, {"files": {"train": "a.jsonl"}}, "data: found files.train and sources, expected one of them."),
+    "module": ({}, {"module": "a.py:make"}, "data: found files and module, expected one of"),
+    "labels": (
+        {},
+        {"label": ["x", "y"], "label_type": "classes"},
+        "data.sources: reads texts and one column of labels",
+    ),
+    "stream": ({}, {"streaming": True}, "data.sources: cannot hold with data.streaming: rows of a stream have"),
+    "none": ({}, {"sources": []}, "data.sources: found an empty list, expected sources such as"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_sources_that_cannot_be_read_are_refused_by_number(case):
+    source, data, message = REFUSED[case]
+    sources = write_sources()
+    sources[1] |= source
+    assert message in refusal(**{"sources": sources, **data})
+
+
+def test_a_bad_row_is_named_with_its_source():
+    sources = write_sources()
+    write_lines("c.jsonl", [{"review": "x", "mark": "bad"}, {"review": 5, "mark": "bad"}])
+    message = refusal(sources=[sources[0], sources[1] | {"files": "c.jsonl"}])
+    assert message.startswith("c.jsonl (data.sources[1]), row 2: column 'text' (data.text) holds 5 (int)")
+
+
+def test_a_file_without_a_header_gets_the_names_of_its_source():
+    sources = write_sources()
+    write("b.csv", "".join(f"a long review number {index},{NAMES[index % 2]}\n" for index in range(9)))
+    assert "give data.read.columns=[review,mark]." in refusal(sources=sources)
+
+
+@pytest.mark.parametrize("task", ["text-classification", "causal-lm"])
+def test_the_second_run_maps_the_token_ids_of_all_sources(task, monkeypatch):
+    classifies = task == "text-classification"
+    model = {"config": TINY, "tokenizer": {"kind": "word"}} if classifies else LANGUAGE
+    sources = write_sources(1, 3)
+
+    def samples() -> list[dict[str, Any]]:
+        data = {"sources": sources, "max_length": 16} | ({"label": "label"} if classifies else {})
+        return samples_of(make_run(task, model, data, [TokenCache(folder="cache")]).datasets["train"])
+
+    if not classifies:
+        sources[1].pop("label")
+    first = samples()
+    monkeypatch.setattr(_text_tokens, "encode", lambda *_: (pytest.fail("tokenized again") for _ in "1"))
+    assert samples() == first
+
+
+def test_a_run_of_sources_resumes_to_the_same_bits_and_evaluates(cli):
+    data = {"sources": write_sources(1, 3), "label": "label", "max_length": 16}
+    recipe = {"model": {"config": TINY, "tokenizer": {"kind": "word"}}, "data": data, "train": TRAIN}
+    Path("recipe.json").write_text(json.dumps(recipe | {"plugins": ["text-classification", {"progress": False}]}))
+    for arguments in (["output=whole"], ["output=cut", "train.max_steps=5"], ["output=cut", "--resume"]):
+        code, out, err = cli("train", "recipe.json", *arguments)
+        assert code == 0, out + err
+    whole, cut = (Path(name, "model", "model.safetensors").read_bytes() for name in ("whole", "cut"))
+    assert whole == cut
+    code, out, err = cli("evaluate", "cut", "--split", "validation", "--json", "-")
+    assert code == 0, out + err
+    trained = json.loads(Path("whole/summary.json").read_text())["validation"]["loss"]
+    assert json.loads(out)["metrics"]["loss"] == pytest.approx(trained, rel=1e-6)
+    write("few.csv", "text,label\na fine film,good\na dull bore,bad\n")
+    code, out, err = cli("evaluate", "cut", "--file", "few.csv")
+    assert code == 0, out + err
+    code, out, err = cli("plan", "recipe.json", "--samples", "2")
+    assert code == 0, out + err
+    code, out, err = cli("plan", "recipe.json", "--untrusted")
+    assert "b.csv" in out, "the files of sources are listed"
+    code, out, err = cli("predict", "cut", "a fine and lovely film")
+    assert code == 0, out + err

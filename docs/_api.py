@@ -74,6 +74,7 @@ RULES: dict[type, dict[str, str]] = {
         "on_error": "no: the recipe sets it",
         "config": "no",
         "auto_enable()": "override it",
+        "declare_traits()": "override it",
         "estimate_speedup()": "override it",
     },
     Strategy: {"": "override it", "sets_precision": ON_CLASS},

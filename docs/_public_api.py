@@ -19,7 +19,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _api import RULES, is_internal, members
@@ -94,7 +94,7 @@ def python_lines() -> Iterator[tuple[str, str]]:
         elif inspect.isfunction(function):
             yield name, signature(function)
         else:
-            yield name, type(value).__name__
+            yield name, f"Literal{list(get_args(value))}" if get_origin(value) is Literal else type(value).__name__
 
 
 def default_of(cls: type, name: str) -> str:

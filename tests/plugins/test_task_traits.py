@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import logging
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import text_task
 from text_helpers import rows
@@ -65,8 +67,7 @@ def test_auto_selects_the_same_plugins_for_the_task_of_another_package(machine, 
     machine = machine or this_machine("cpu")
     ours, theirs = (selected(task, machine, numerics=numerics) for task in (OURS, THEIRS))
     assert {"cls-last-layer"} < ours.keys()
-    cached = {"token-cache"} if machine.device == "cuda" else set()  # this task keeps no token ids on disk
-    assert theirs == {name: options for name, options in ours.items() if name not in cached}
+    assert theirs == ours
 
 
 def test_the_task_of_another_package_trains_with_them(caplog):
@@ -81,6 +82,33 @@ def test_the_task_of_another_package_trains_with_them(caplog):
         assert summary["status"] == "completed"
         assert math.isfinite(summary["validation"]["loss"])
     assert "leaves out" not in caplog.text
+
+
+def test_its_token_ids_are_cached_on_disk(caplog):
+    def ids(*plugins: Any) -> list[int]:
+        datasets = build(resolve(recipe(THEIRS, *plugins))).datasets
+        assert isinstance(datasets["train"].ids.base, np.memmap) == bool(plugins)
+        return [*datasets["train"].ids.tolist(), *datasets["train"].lengths.tolist()]
+
+    caplog.set_level(logging.INFO, "fastloop")
+    plain = ids()
+    assert ids({"token-cache": {"folder": "cache"}}) == plain
+    assert len(list(Path("cache").iterdir())) == 1, "both splits have the same texts"
+    caplog.clear()
+    assert ids({"token-cache": {"folder": "cache"}}) == plain
+    assert "tokens: 24 texts from cache" in caplog.text
+
+
+def test_a_language_model_of_another_package_has_fused_loss_and_packed_rows():
+    """Its collator has ``ragged``, and its model computes the loss in its forward."""
+    task, losses = f"{text_task.__file__}:WordTask", []
+    for plugins in ([], ["fused-loss"], ["packing", "fused-loss"]):
+        listed = recipe(task, *plugins)
+        listed.model["config"] = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}
+        listed.model["config"] |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+        losses.append(execute(build(resolve(listed)))["validation"]["loss"])
+    assert losses[0] < 4
+    assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-4)
 
 
 def test_a_task_without_traits_gets_no_plugin_for_texts(tmp_path):

@@ -97,9 +97,10 @@ class FusedLoss(Plugin):
         from torch import nn
 
         from fastloop_plugins.kernels._chunked_loss import chunked_loss
-        from fastloop_plugins.tasks._language_loss import compute_in_head, with_loss
+        from fastloop_plugins.text.next_token_loss import compute_in_head, with_loss
 
-        found = with_loss(model)
+        if (found := with_loss(model)) is None:
+            return "computes no loss in its forward: its task did not call add_loss"
         head = found.get_output_embeddings()
         if type(head) is not nn.Linear:
             return f"has the head {type(head).__name__}, and fused-loss computes a torch.nn.Linear"

@@ -25,7 +25,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
-from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._model_checks import check_target_loss
 from fastloop_plugins.tasks._padding_check import PROBE, check_padding
 from fastloop_plugins.tasks._seq2seq_data import PairData, PairTextData
@@ -33,6 +32,7 @@ from fastloop_plugins.tasks._seq2seq_metrics import GENERATED, generated_metrics
 from fastloop_plugins.tasks._seq2seq_model import Seq2SeqModel
 from fastloop_plugins.tasks._text_model import Model
 from fastloop_plugins.tasks._text_traits import text_traits
+from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
     from pathlib import Path

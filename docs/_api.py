@@ -22,6 +22,7 @@ from fastloop.schedule import Schedule
 from fastloop.settings import Settings
 from fastloop.state import Batch, BatchTotals, Output, State
 from fastloop.strategy import Strategy
+from fastloop_plugins.text.ragged import Ragged
 
 SINCE: dict[str, str] = {}
 """``Class.member`` -> the version that added it. Everything else has been there since 0.1."""
@@ -74,8 +75,10 @@ RULES: dict[type, dict[str, str]] = {
         "on_error": "no: the recipe sets it",
         "config": "no",
         "auto_enable()": "override it",
+        "declare_traits()": "override it",
         "estimate_speedup()": "override it",
     },
+    Ragged: {"": "yes, in your collator"},
     Strategy: {"": "override it", "sets_precision": ON_CLASS},
     Processes: {"": "no", "close()": CORE, "explain_lost_connection()": CORE},
     Schedule: {"": "no"},

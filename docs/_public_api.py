@@ -19,7 +19,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 sys.path.insert(0, str(Path(__file__).parent))
 from _api import RULES, is_internal, members
@@ -34,6 +34,8 @@ from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.plugins.plugin import Observer
 from fastloop.recipe import Train
+from fastloop_plugins.text.next_token_loss import add_loss
+from fastloop_plugins.text.token_ids import cache_token_ids
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
 ACCEPT = (
@@ -74,10 +76,11 @@ def hook_lines() -> Iterator[tuple[str, str]]:
 
 
 def python_lines() -> Iterator[tuple[str, str]]:
-    """Exported names of ``fastloop`` and ``fastloop.testing``, and the classes of docs/api.md, with their public
-    members."""
+    """Exported names of ``fastloop`` and ``fastloop.testing``, the classes of docs/api.md with their public members,
+    and the functions for text tasks."""
     named = {f"fastloop.{name}": getattr(fastloop, name) for name in fastloop.__all__}
     named |= {f"fastloop.testing.{name}": getattr(fastloop.testing, name) for name in fastloop.testing.__all__}
+    named |= {f"{function.__module__}.{function.__name__}": function for function in (add_loss, cache_token_ids)}
     named |= {f"{cls.__module__}.{cls.__name__}": cls for cls in RULES if cls not in named.values()}
     for name, value in named.items():
         function = (
@@ -94,7 +97,7 @@ def python_lines() -> Iterator[tuple[str, str]]:
         elif inspect.isfunction(function):
             yield name, signature(function)
         else:
-            yield name, type(value).__name__
+            yield name, f"Literal{list(get_args(value))}" if get_origin(value) is Literal else type(value).__name__
 
 
 def default_of(cls: type, name: str) -> str:

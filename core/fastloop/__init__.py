@@ -15,7 +15,7 @@ from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginE
 from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
 from fastloop.hookspecs import hookspec
 from fastloop.options import option
-from fastloop.plugins.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, When, hookimpl
+from fastloop.plugins.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, Trait, When, hookimpl
 from fastloop.settings import Settings
 from fastloop.state import Batch, Output, State
 from fastloop.strategy import Strategy
@@ -46,6 +46,7 @@ __all__ = [
     "StepProfile",
     "Strategy",
     "Trainer",
+    "Trait",
     "UsageError",
     "When",
     "hookimpl",

@@ -157,11 +157,6 @@ class Run:
                 weights[name] = full.cpu()
         return weights
 
-    def metric_names(self) -> list[str]:
-        """Names of the metrics that an evaluation returns."""
-        added = (name for plugin in self.plugins for name in plugin.adds_metrics)
-        return ["loss", *map(str, self.metrics or ()), *added]
-
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""
         steps = each("data", steps)

@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-TOKENS: ContextVar[Path | None] = ContextVar("TOKENS", default=None)
+
+@dataclass
+class TokenFolder:
+    """A folder of cached token ids, and whether a task asked for it."""
+
+    path: Path
+    is_used: bool = False
+
+
+TOKENS: ContextVar[TokenFolder | None] = ContextVar("TOKENS", default=None)
 """Folder of cached token ids; None: no cache."""
 
 
@@ -92,13 +102,23 @@ def private_cache(name: str) -> Path:
 
 
 @contextmanager
-def tokens_kept_in(folder: Path | None) -> Iterator[None]:
+def tokens_kept_in(path: Path) -> Iterator[TokenFolder]:
     """Keep token ids in a folder inside this context."""
+    folder = TokenFolder(path)
     before = TOKENS.set(folder)
     try:
-        yield
+        yield folder
     finally:
         TOKENS.reset(before)
+
+
+def use_token_folder() -> Path | None:
+    """The folder for token ids that the caller reads or writes; None: no cache."""
+    folder = TOKENS.get()
+    if folder is None:
+        return None
+    folder.is_used = True
+    return folder.path
 
 
 def digest(facts: Iterable[str | bytes]) -> str:

@@ -207,8 +207,8 @@ def test_a_machine_without_a_known_speedup_is_reported(tiny_run, caplog, monkeyp
 
 def test_only_the_task_in_use_decides_whether_blocks_are_fixed():
     """A recipe that lists another task than `causal-lm` may have the same keys of data."""
-    from fastloop_plugins._models import has_fixed_blocks
+    from fastloop_plugins._task_traits import recipe_traits
 
     data = {"files": {"train": "train.txt"}, "text": "text", "max_length": 64}
-    assert has_fixed_blocks(make_recipe({"data": data}))
-    assert not has_fixed_blocks(make_recipe({"data": data, "plugins": ["module"]}))
+    assert "fixed-length" in recipe_traits(make_recipe({"data": data}))
+    assert "fixed-length" not in recipe_traits(make_recipe({"data": data, "plugins": ["module"]}))

@@ -88,8 +88,8 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "fast-dropout": {"task": TEXTS},
     "image-classification": {"task": IMAGE_FILES},
     "deepspeed": {"refuses": ("one process",)},  # it needs a launcher
-    "cls-last-layer": {"task": TEXTS, "requires": ("text-classification",)},
-    "fused-loss": {"task": LANGUAGE, "options": {"chunk_tokens": 16}, "requires": ("causal-lm",)},
+    "cls-last-layer": {"task": TEXTS},
+    "fused-loss": {"task": LANGUAGE, "options": {"chunk_tokens": 16}},
     "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
     "liger": {"task": LANGUAGE, "device": "auto"},

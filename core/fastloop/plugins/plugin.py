@@ -20,7 +20,7 @@ The resolver reads only declarations on the class, so it treats third-party plug
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
@@ -51,6 +51,11 @@ ConfigT = TypeVar("ConfigT", covariant=True)
 Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
 """How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different
 training. Tests, `bench` and `tune` verify it."""
+
+Trait = Literal[
+    "token-ids", "padded", "output-per-text", "fixed-length", "deterministic", "token-cache", "next-token-loss"
+]
+"""Properties of a task by which plugins act: see ``Plugin.declare_traits``. docs/write-a-plugin.md has the meanings."""
 
 
 class Need(Protocol):
@@ -247,6 +252,14 @@ class Plugin:
     def auto_enable(cls, recipe: Recipe) -> str | None:
         """For plugins in the group ``fastloop.defaults``: the reason to enable the plugin for this recipe, or None."""
         return None
+
+    @classmethod
+    def declare_traits(cls, recipe: Recipe) -> Collection[Trait]:
+        """For a task: the properties of its batches and its model with this recipe.
+
+        They are promises. ``auto`` selects by them, and some plugins require one. It must not load data or import
+        torch."""
+        return ()
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

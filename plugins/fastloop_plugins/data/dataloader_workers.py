@@ -60,11 +60,11 @@ class DataLoaderWorkers(Plugin):
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """Beside a device that leaves processors free.
 
-        On CUDA not for token ids in memory: a thread of ``device-prefetch`` reads them.
+        On CUDA not for a task that declares ``deterministic``: a thread of ``device-prefetch`` reads its samples.
         """
-        from fastloop_plugins._models import has_token_arrays
+        from fastloop_plugins._task_traits import recipe_traits
 
-        if machine.device == "cpu" or (machine.device == "cuda" and has_token_arrays(recipe)):
+        if machine.device == "cpu" or (machine.device == "cuda" and "deterministic" in recipe_traits(recipe)):
             return None
         return Recommendation(why="workers prepare batches while the device computes", options={"num_workers": 2})
 

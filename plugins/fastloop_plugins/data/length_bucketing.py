@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import hardware
-from fastloop_plugins._models import reads_padded_texts
+from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE
 
 if TYPE_CHECKING:
@@ -57,12 +57,10 @@ class LengthBucketing(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
-        padded = (
-            reads_padded_texts(recipe)
-            and recipe.plugins.get("packing", False) is False
-            and not recipe.data.get("streaming")
-        )
-        return Recommendation(why="little padding, and few shapes") if machine.device == "cuda" and padded else None
+        if machine.device != "cuda" or recipe.plugins.get("packing", False) is not False:
+            return None
+        padded = recipe_traits(recipe) >= {"padded", "deterministic"}
+        return Recommendation(why="little padding, and few shapes") if padded else None
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

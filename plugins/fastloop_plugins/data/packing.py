@@ -23,7 +23,8 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
-from fastloop_plugins._models import BERT_LIKE, model_type, reads_padded_texts, transformers_model
+from fastloop_plugins._models import BERT_LIKE, model_type, transformers_model
+from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE, multiple_for
 
 if TYPE_CHECKING:
@@ -65,13 +66,12 @@ class Packing(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For texts that are padded, on a CPU, and on CUDA where one kernel computes the attention of a row."""
-        from fastloop_plugins.tasks._tag_data import has_tags
-
-        kinds = PACKABLE if has_tags(recipe) else BERT_LIKE  # a decoder classifies a text by its last token
         has_kernel = "bf16" in machine.fast_dtypes and recipe.plugins.get("amp", False) is not False
         if machine.device != "cpu" and not (machine.device == "cuda" and has_kernel):
             return None
-        if not reads_padded_texts(recipe) or model_type(recipe) not in kinds:
+        traits = recipe_traits(recipe)
+        kinds = BERT_LIKE if "output-per-text" in traits else PACKABLE  # a decoder's is that of the last token
+        if "padded" not in traits or model_type(recipe) not in kinds:
             return None
         return Recommendation(why="no padding is computed")
 

@@ -11,17 +11,21 @@ at any time. If others may write to the folder, each user has a part of it, ``us
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
+from fastloop_plugins._task_traits import recipe_traits
 
 if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
+
+logger = logging.getLogger("fastloop")
 
 
 class TokenCache(Plugin):
@@ -41,7 +45,7 @@ class TokenCache(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """Beside a device that computes faster than texts are tokenized."""
-        if machine.device == "cpu" or "text" not in recipe.data or recipe.data.get("streaming"):
+        if machine.device == "cpu" or "token-cache" not in recipe_traits(recipe):
             return None
         return Recommendation(why="texts are tokenized once")
 
@@ -59,5 +63,12 @@ class TokenCache(Plugin):
                 f"{getattr(error, 'filename', None) or self.config.folder}"
             )
             raise PluginError(f"{where}: {getattr(error, 'strerror', None) or error}. Give another folder.") from None
-        with tokens_kept_in(folder):
-            return (yield)
+        with tokens_kept_in(folder) as tokens:
+            datasets = yield
+        if not tokens.is_used:
+            logger.warning(
+                "token-cache: the task %r tokenizes nothing that can be cached: the plugin does nothing. It caches the "
+                "token ids of tasks that declare 'token-cache', without model.trust_remote_code.",
+                run.plugins.in_slot("task"),
+            )
+        return datasets

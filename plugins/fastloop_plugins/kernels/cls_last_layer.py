@@ -6,8 +6,8 @@
 BERT-like models classify a text by the last layer's output at the first token. In that layer, keys and values need
 every token; queries, the output projection, the feed-forward part and the norms need only the first. With six layers,
 this saves a seventh of all computation. The loss and its gradient are the same, and a trial on the model before
-training verifies it. For text classification with architectures like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA,
-CamemBERT, ...).
+training verifies it. For tasks that declare ``output-per-text``, such as ``text-classification``, with architectures
+like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA, CamemBERT, ...).
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins._models import BERT_LIKE, model_type
+from fastloop_plugins._task_traits import recipe_traits, require_trait
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop import Run
     from fastloop.estimates import StepProfile
+    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
@@ -36,26 +38,29 @@ class ClsLastLayer(Plugin):
 
     name = "cls-last-layer"
     numerics = "reassociated"
-    requires = ("text-classification",)
     runs_before = ("attention", "fast-dropout", "activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
     description = "computes the last layer only at the first token"
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """For text classification with models like BERT."""
-        if recipe.data.get("label") is None or model_type(recipe) not in BERT_LIKE:
+        """For models like BERT that give one output for each text."""
+        if model_type(recipe) not in BERT_LIKE or "output-per-text" not in recipe_traits(recipe):
             return None
         return Recommendation(why="the classifier reads one token of the last layer")
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        if cls.name in recipe.plugins or recipe.data.get("label") is None or not profile.layers:
+        if cls.name in recipe.plugins or not profile.layers or "output-per-text" not in recipe_traits(recipe):
             return None
         return SpeedupEstimate(
             seconds=0.6 * profile.computing / profile.layers,  # keys and values of that layer stay
             why=f"The classifier reads one position of the last of {profile.layers} layers.",
         )
+
+    @hookimpl(tryfirst=True)  # before the task reads its data
+    def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
+        require_trait("output-per-text", self, recipe, plugins)
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:

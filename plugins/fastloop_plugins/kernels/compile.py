@@ -36,7 +36,7 @@ from fastloop import (
     option,
 )
 from fastloop_plugins._cache import private_cache
-from fastloop_plugins._models import has_few_shapes
+from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.kernels._compiling import compile_in_place, counts, seconds
@@ -93,7 +93,8 @@ class Compile(Plugin):
         """On CUDA. With few shapes, it records CUDA graphs."""
         if machine.device != "cuda":
             return None
-        if has_few_shapes(recipe):
+        grouped = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))
+        if grouped or "fixed-length" in recipe_traits(recipe):
             return Recommendation(
                 why="CUDA graphs for the few shapes of the batches", options={"mode": "reduce-overhead"}
             )

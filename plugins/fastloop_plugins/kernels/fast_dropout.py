@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
 from fastloop_plugins._models import model_type
+from fastloop_plugins._task_traits import recipe_traits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,12 +46,12 @@ class FastDropout(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """On a CPU, for transformers models that are not compiled."""
+        """On a CPU, for transformers models of token ids that are not compiled."""
         if (
             machine.device != "cpu"
             or model_type(recipe) is None
             or recipe.plugins.get("compile", False) is not False
-            or "text" not in recipe.data
+            or "token-ids" not in recipe_traits(recipe)
         ):
             return None
         return Recommendation(why="torch draws dropout masks slowly on a CPU")

@@ -5,8 +5,8 @@
 
 With the 50,257 tokens of GPT-2, a batch of 16 x 1,024 tokens has 3.3 GB of float32 logits, and cross entropy keeps and
 copies several times that. With this plugin, only the logits of ``chunk_tokens`` tokens exist at a time, and their
-gradients are computed with the loss. Loss and gradients differ only by rounding. For the task `causal-lm`,
-conversations included.
+gradients are computed with the loss. Loss and gradients differ only by rounding. For tasks that declare
+``next-token-loss``, such as ``causal-lm``, conversations included.
 
 On CUDA, liger-kernel computes it, if it is installed: ``pip install 'fastloop-train[liger]'``. Elsewhere, and with
 ``model.pad_vocab_to``, torch computes each chunk; the plugin `compile` includes this in its graph. Before training, the
@@ -21,11 +21,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
+from fastloop_plugins._task_traits import recipe_traits, require_trait
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
+    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
@@ -45,7 +47,6 @@ class FusedLoss(Plugin):
 
     name = "fused-loss"
     numerics = "reassociated"
-    requires = ("causal-lm",)
     conflicts = {"tensor-parallel": "it divides the head over the processes, and the loss needs all rows of it."}
     runs_after = ("lora", "packing", "torchao-fp8", "liger")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
@@ -67,9 +68,7 @@ class FusedLoss(Plugin):
         Not on a CPU: there, both ways take about the same time with chunks of 1,024 tokens, and smaller chunks are
         slower.
         """
-        from fastloop_plugins._models import task_name
-
-        if machine.device != "cuda" or task_name(recipe) != "causal-lm":
+        if machine.device != "cuda" or "next-token-loss" not in recipe_traits(recipe):
             return None
         sizes = [recipe.model.get("config"), recipe.model.get("tokenizer")]
         known = [
@@ -80,6 +79,10 @@ class FusedLoss(Plugin):
         if 4 * tokens * (known or [VOCABULARY])[0] < LARGE:
             return None
         return Recommendation(why="the logits of all tokens never exist at once")
+
+    @hookimpl(tryfirst=True)  # before the task reads its data
+    def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
+        require_trait("next-token-loss", self, recipe, plugins)
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
@@ -94,9 +97,10 @@ class FusedLoss(Plugin):
         from torch import nn
 
         from fastloop_plugins.kernels._chunked_loss import chunked_loss
-        from fastloop_plugins.tasks._language_loss import compute_in_head, with_loss
+        from fastloop_plugins.text.next_token_loss import compute_in_head, with_loss
 
-        found = with_loss(model)
+        if (found := with_loss(model)) is None:
+            return "computes no loss in its forward: its task did not call add_loss"
         head = found.get_output_embeddings()
         if type(head) is not nn.Linear:
             return f"has the head {type(head).__name__}, and fused-loss computes a torch.nn.Linear"

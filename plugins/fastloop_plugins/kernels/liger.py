@@ -5,8 +5,8 @@
 
 For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
 ``pip install 'fastloop-train[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in
-the batch, as it does under transformers' ``Trainer``. For the task ``causal-lm``, add `fused-loss`. Liger patches some
-functions of transformers for the entire process.
+the batch, as it does under transformers' ``Trainer``. For ``causal-lm`` and other tasks that declare
+``next-token-loss``, add `fused-loss`. Liger patches some functions of transformers for the entire process.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ class Liger(Plugin):
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
         from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
+        from fastloop_plugins.text.next_token_loss import with_loss
+
         patched: Any = model
         kind = getattr(getattr(model, "config", None), "model_type", None)
         if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
             logger.warning("liger: there are no kernels for %s: it stays as it is", kind or type(model).__name__)
             return
         fused = type(model).__name__.endswith("ForCausalLM")  # the forward that comes with it is a language model's
-        fused = fused and "vocabulary" not in vars(model)  # the forward of the task computes the loss
+        fused = fused and with_loss(model) is None  # else the forward of the task computes the loss
         _apply_liger_kernel_to_instance(model=patched, fused_linear_cross_entropy=fused)
         logger.info("liger: kernels for %s%s", kind, ", the head and its loss in one" * fused)

@@ -185,7 +185,7 @@ def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) 
 def kept_entry(about: Sequence[str], paths: Sequence[str]) -> Path | None:
     """The folder in the cache of ``token-cache`` for a result that depends on files; None: the result cannot be
     kept."""
-    folder = _cache.TOKENS.get()
+    folder = _cache.use_token_folder()
     states = [_state_of(path) for path in paths] if folder is not None else []
     if folder is None or not all(states):
         return None

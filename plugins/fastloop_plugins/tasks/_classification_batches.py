@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Batch
-from fastloop_plugins.tasks._text_batches import Ragged, mask, padded
+from fastloop_plugins.tasks._text_batches import mask, padded
+from fastloop_plugins.text.ragged import Ragged
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks._losses import ClassLoss

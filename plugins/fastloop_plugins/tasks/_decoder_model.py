@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
 from fastloop_plugins.tasks._hub import quiet
-from fastloop_plugins.tasks._language_loss import add_loss
 from fastloop_plugins.tasks._text_model import Model, TextModel
+from fastloop_plugins.text.next_token_loss import add_loss
 
 if TYPE_CHECKING:
     from torch import Tensor

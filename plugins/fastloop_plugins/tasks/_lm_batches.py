@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop import Batch, RecipeError
-from fastloop_plugins.tasks._text_batches import Ragged, Sequences, Width, padded
+from fastloop_plugins.tasks._text_batches import Sequences, Width, padded
+from fastloop_plugins.text.next_token_loss import IGNORED
+from fastloop_plugins.text.ragged import Ragged
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 logger = logging.getLogger("fastloop")
-
-IGNORED = -100
-"""Target that cross entropy ignores."""
 
 
 class MaskedSequences(Sequences):

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
-from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._model_checks import agree
+from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -14,11 +14,11 @@ from fastloop import Batch, RecipeError, option
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.table import Bad
-from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._text_batches import Sequences, Width, describe_cut, mask, padded
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_stream import text_chunks
 from fastloop_plugins.tasks._text_tokens import encode, encode_marked, portions
+from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

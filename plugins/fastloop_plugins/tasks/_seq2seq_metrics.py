@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from fastloop_plugins.tasks._lm_batches import IGNORED
+from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
     from torch import Tensor

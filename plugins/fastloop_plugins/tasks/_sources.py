@@ -80,8 +80,8 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
 
 
 def mix_sources(rows: Rows, data: TextData) -> Rows:
-    """The rows of an epoch: as many as there are, with the share of each source by its weight. Those that come more or
-    less often than others are drawn at random, always the same. Adds the numbers to ``data.messages``."""
+    """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. The draw of
+    rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``."""
     counts, sources, chosen, before, end = Counter(rows.sources), data.sources, list[int](), 0, 0.0
     weights = [counts[number] if each.weight is None else each.weight for number, each in enumerate(sources)]
     lines = []

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop_plugins.tasks._classification_batches import Collator
-from fastloop_plugins.tasks._text_batches import Ragged, Sequences
+from fastloop_plugins.tasks._text_batches import Sequences
+from fastloop_plugins.text.ragged import Ragged
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,24 +110,3 @@ class Width:
 def mask(rows: Sequence[NDArray[Any]], width: int, left: bool = False) -> Tensor:
     """1 for real tokens of padded rows, and 0 for padding: (rows, width) int64."""
     return padded([np.ones(len(row), dtype=np.int64) for row in rows], width, 0, left)
-
-
-@dataclass(kw_only=True)
-class Ragged:
-    """A batch before padding: sequences of different lengths. A task's collator pads them, and ``packing`` puts them
-    end to end.
-
-    A collator may provide it through a method ``ragged(samples) -> Ragged``.
-
-    Attributes:
-        columns: Name -> one array for each sequence, and the value that fills the missing elements of shorter arrays.
-            ``input_ids`` is always present and defines the lengths; arrays of other columns are not longer.
-        fixed: Name -> a tensor without a token dimension, such as labels of shape (sequences,).
-        loss_weight: As in ``Batch``.
-        tokens: As in ``Batch``.
-    """
-
-    columns: Mapping[str, tuple[Sequence[NDArray[Any]], int]]
-    fixed: dict[str, Tensor] = field(default_factory=dict)
-    loss_weight: float
-    tokens: int

@@ -92,7 +92,7 @@ def read(
     types = token_types(data.columns, model)
     arguments |= types
     folder = (
-        None if model.options.trust_remote_code or first else _cache.TOKENS.get()
+        None if model.options.trust_remote_code or first else _cache.use_token_folder()
     )  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
     if folder is not None and model.trained is None and data.files and data.stream is None:

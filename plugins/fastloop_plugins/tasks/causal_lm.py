@@ -46,13 +46,14 @@ from fastloop_plugins.tasks._decoder_model import DecoderModel, DecoderOptions
 from fastloop_plugins.tasks._model_checks import check_causal
 from fastloop_plugins.tasks._padding_check import PROBE, ROUNDING, check_prompts, report_padding
 from fastloop_plugins.tasks._tag_data import has_tags
+from fastloop_plugins.tasks._text_traits import block_traits, text_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import nn
 
-    from fastloop import Run
+    from fastloop import Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._lm_batches import Collator
     from fastloop_plugins.tasks._samples import Sample
@@ -88,11 +89,13 @@ class CausalLM(Plugin):
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
-        if "images" in recipe.data:
-            return None
-        unlabelled = recipe.data and recipe.data.get("label") is None and recipe.data.get("target") is None
-        unlabelled = unlabelled and not recipe.model.get("module") and not has_tags(recipe)
-        return "data names no label or target column" if unlabelled else None
+        labelled = recipe.data.get("label") is not None or recipe.data.get("target") is not None
+        other = labelled or "images" in recipe.data or recipe.model.get("module") or has_tags(recipe)
+        return "data names no label or target column" if recipe.data and not other else None
+
+    @classmethod
+    def declare_traits(cls, recipe: Recipe) -> set[Trait]:
+        return {"next-token-loss", *(text_traits(recipe) | block_traits(recipe))}
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -216,12 +219,8 @@ class CausalLM(Plugin):
         config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
         drawing: dict[str, Any] = {"do_sample": False}
         if config.temperature:
-            drawing = {
-                "do_sample": True,
-                "temperature": config.temperature,
-                "top_k": config.top_k or 0,
-                "top_p": config.top_p or 1.0,
-            }
+            drawing = {"do_sample": True, "temperature": config.temperature}
+            drawing |= {"top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
         end = end_tokens(tokenizer) if self.data.options.messages else tokenizer.eos_token_id
         ends = {"eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
         ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, **drawing, **ends)  # type: ignore[operator]

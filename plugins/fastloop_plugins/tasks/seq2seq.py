@@ -25,13 +25,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
-from fastloop_plugins.tasks._lm_batches import IGNORED
 from fastloop_plugins.tasks._model_checks import check_target_loss
 from fastloop_plugins.tasks._padding_check import PROBE, check_padding
 from fastloop_plugins.tasks._seq2seq_data import PairData, PairTextData
 from fastloop_plugins.tasks._seq2seq_metrics import GENERATED, generated_metrics
 from fastloop_plugins.tasks._seq2seq_model import Seq2SeqModel
 from fastloop_plugins.tasks._text_model import Model
+from fastloop_plugins.tasks._text_traits import text_traits
+from fastloop_plugins.text.next_token_loss import IGNORED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run
+    from fastloop import Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._samples import Sample
     from fastloop_plugins.tasks._seq2seq_data import Collator
@@ -84,6 +85,10 @@ class Seq2Seq(Plugin):
     def auto_enable(cls, recipe: Recipe) -> str | None:
         has_target = recipe.data.get("target") is not None and not recipe.model.get("module")
         return "data names a target column" if has_target else None
+
+    @classmethod
+    def declare_traits(cls, recipe: Recipe) -> set[Trait]:
+        return text_traits(recipe)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

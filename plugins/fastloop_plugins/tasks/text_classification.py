@@ -48,6 +48,7 @@ from fastloop_plugins.tasks._padding_check import ALIKE, PROBE, check_padding
 from fastloop_plugins.tasks._text_data import Data, TextData
 from fastloop_plugins.tasks._text_model import Model, TextModel
 from fastloop_plugins.tasks._text_problems import make_problem
+from fastloop_plugins.tasks._text_traits import is_padded_to_maximum, text_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run
+    from fastloop import Run, Trait
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._samples import Sample
@@ -90,6 +91,11 @@ class TextClassification(Plugin):
     def auto_enable(cls, recipe: Recipe) -> str | None:
         labelled = recipe.data.get("label") is not None and not recipe.model.get("module")
         return "data names a label column" if labelled else None
+
+    @classmethod
+    def declare_traits(cls, recipe: Recipe) -> set[Trait]:
+        traits: set[Trait] = {"output-per-text", *text_traits(recipe)}
+        return traits | {"padded"} if "text" in recipe.data and not is_padded_to_maximum(recipe) else traits
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -46,6 +46,7 @@ from fastloop_plugins.tasks._padding_check import ALIKE, PROBE, check_padding
 from fastloop_plugins.tasks._tag_data import TagData, TagTextData, has_tags
 from fastloop_plugins.tasks._tag_tokens import TagModel
 from fastloop_plugins.tasks._text_model import Model
+from fastloop_plugins.tasks._text_traits import is_padded_to_maximum, text_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run
+    from fastloop import Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks._samples import Sample
     from fastloop_plugins.tasks._tag_batches import TagCollator, TaggedSentences
@@ -91,6 +92,11 @@ class TokenClassification(Plugin):
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
         return "data has tags of words" if has_tags(recipe) else None
+
+    @classmethod
+    def declare_traits(cls, recipe: Recipe) -> set[Trait]:
+        traits = text_traits(recipe)
+        return traits if is_padded_to_maximum(recipe) else traits | {"padded"}
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

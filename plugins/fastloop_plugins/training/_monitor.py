@@ -19,6 +19,11 @@ FALLING = ("loss", "perplexity", "bits_per_character", "error", "mae", "mse", "r
 """Metrics that improve when they fall, for ``mode: auto``. Names that end in one of these count too."""
 
 
+def metric_names(run: Run) -> list[str]:
+    """Names of the metrics that an evaluation returns."""
+    return ["loss", *map(str, run.metrics or ()), *(name for plugin in run.plugins for name in plugin.adds_metrics)]
+
+
 class Monitor:
     """A metric that a plugin monitors; ``mode`` is ``min``, ``max`` or ``auto``."""
 
@@ -38,7 +43,7 @@ class Monitor:
                 f"{where}: there is no validation split to compute {self.name!r} on. Add one, or use --without "
                 f"{self.plugin}."
             )
-        if self.name not in (names := run.metric_names()):
+        if self.name not in (names := metric_names(run)):
             raise UsageError(f"{where}: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, names)}")
 
     def read(self, metrics: Mapping[str, float]) -> float:

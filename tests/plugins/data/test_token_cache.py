@@ -268,3 +268,13 @@ def test_a_home_that_cannot_be_used_is_named(home, monkeypatch):
     with pytest.raises(PluginError, match=rf"plugins\.token-cache\.folder: {home}.*: .*\. Give another folder\."):
         run("text-classification", cache="auto")
     assert sorted(path.name for path in Path().iterdir()) == ["a.csv", "file"]
+
+
+def test_a_run_without_texts_is_warned_and_one_with_cached_texts_is_not(tiny_run, caplog):
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        run("text-classification")
+        run("text-classification")
+        assert "token-cache" not in caplog.text
+        tiny_run([TokenCache(folder="cache")])
+    assert "token-cache: the task" in caplog.text
+    assert "tokenizes nothing that can be cached: the plugin does nothing" in caplog.text

@@ -276,7 +276,10 @@ def test_a_model_that_reads_its_logits_is_refused():
 
 
 def test_it_needs_the_task():
-    with pytest.raises(PluginError, match="fused-loss' requires the task 'causal-lm'"):
+    with pytest.raises(
+        PluginError,
+        match="fused-loss' requires a task that declares 'next-token-loss', and the task of this run is 'text-class",
+    ):
         make_run(
             "text-classification", {"config": TINY_GPT}, {"files": {"train": "a.csv"}, "label": "label"}, [FusedLoss()]
         )

@@ -1,6 +1,7 @@
 """The loss of a language model, as a part of its forward pass.
 
-A compiler thus builds one graph of model and loss, and a plugin can compute head and loss without all logits.
+A compiler thus builds one graph of model and loss, and ``fused-loss`` can compute head and loss without all logits. A
+task that calls ``add_loss`` in ``build_model`` declares ``next-token-loss``.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from functools import wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from fastloop_plugins.tasks._lm_batches import IGNORED
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+IGNORED = -100
+"""Target that cross entropy ignores."""
 
 
 def add_loss(model: Any, vocabulary: int | None = None) -> None:
@@ -48,8 +50,8 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
 
 
 def with_loss(model: nn.Module) -> Any:
-    """The module in ``model`` that ``add_loss`` changed, whatever wraps it."""
-    return next(module for module in model.modules() if "vocabulary" in vars(module))
+    """The module in ``model`` that ``add_loss`` changed, whatever wraps it; None if there is none."""
+    return next((module for module in model.modules() if "vocabulary" in vars(module)), None)
 
 
 def compute_in_head(model: Any, head: Any, compute: Any) -> None:

@@ -1,0 +1,57 @@
+"""The traits that the task of a run declares: see ``Plugin.declare_traits``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, get_args
+
+from fastloop import Plugin, PluginError, Trait
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from fastloop.plugins.manager import PluginSet
+    from fastloop.recipe import Recipe
+
+TRAITS: tuple[Trait, ...] = get_args(Trait)
+"""All traits."""
+
+
+def recipe_traits(recipe: Recipe) -> frozenset[Trait]:
+    """The traits of the recipe's task: the one that it lists, or the first default one that takes its data.
+
+    Raises:
+        PluginError: The task declares a trait that does not exist.
+    """
+    from fastloop.plugins.installed import defaults
+    from fastloop.plugins.resolve import load_listed
+
+    given = (name for name, options in recipe.plugins.items() if options is not False)
+    listed = (cls for cls in (load_listed(recipe, name) for name in given) if cls.slot == "task")
+    classes = (point.load() for name, point in defaults().items() if recipe.plugins.get(name) is not False)
+    enabled = (cls for cls in classes if cls.slot == "task" and cls.auto_enable(recipe) is not None)
+    task = next(listed, None) or next(enabled, None)
+    return frozenset() if task is None else _traits(task, recipe)
+
+
+def require_trait(trait: Trait, plugin: Plugin, recipe: Recipe, plugins: PluginSet) -> None:
+    """Check that the task of a run declares a trait, for a plugin that cannot act without it.
+
+    Raises:
+        PluginError: It does not, or declares a trait that does not exist.
+    """
+    tasks = [other for other in plugins if other.slot == "task"]
+    if not any(trait in _traits(type(task), recipe) for task in tasks):
+        found = f"the task of this run is {tasks[0].name!r}" if tasks else "this run has no task"
+        raise PluginError(
+            f"{recipe.where}: plugin {plugin.name!r} requires a task that declares {trait!r}, and {found}. Leave it "
+            f"out: --without {plugin.name}. A task of your own declares it in `declare_traits`."
+        )
+
+
+def _traits(task: type[Plugin], recipe: Recipe) -> frozenset[Trait]:
+    found = frozenset(task.declare_traits(recipe))
+    if unknown := sorted(found - {*TRAITS}):
+        raise PluginError(
+            f"{recipe.where}: the task {task.name!r} declares {unknown[0]!r}, expected traits among "
+            f"{', '.join(TRAITS)}.{did_you_mean(unknown[0], TRAITS)}"
+        )
+    return found

@@ -24,6 +24,7 @@ from fastloop.errors import PluginError, RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop_plugins.training._monitor import metric_names
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {

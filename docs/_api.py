@@ -7,6 +7,7 @@ import inspect
 import re
 import sys
 import textwrap
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -20,7 +21,7 @@ from fastloop.plugins.plugin import Plugin
 from fastloop.run import Run
 from fastloop.schedule import Schedule
 from fastloop.settings import Settings
-from fastloop.state import Batch, BatchTotals, Output, State
+from fastloop.state import Batch, Output, State
 from fastloop.strategy import Strategy
 from fastloop_plugins.text.ragged import Ragged
 
@@ -66,7 +67,6 @@ RULES: dict[type, dict[str, str]] = {
         "unreadable": LOADER,
         "pin_memory()": CORE,
     },
-    BatchTotals: {"": "no"},
     Output: {"": "yes, in `compute_loss` and in a wrapper of it"},
     Settings: {"": "return it in `configure`", "writers": "no", "WORKERS": "no", "READING": "no"},
     Plugin: {
@@ -115,18 +115,26 @@ def api_reference() -> str:
         attributes = [member for member in found if not member.name.endswith("()")]
         methods = [member for member in found if member.name.endswith("()") and not is_internal(cls, member.name)]
         text += [f"## {cls.__name__}\n", f"`from {importable(cls)} import {cls.__name__}`. {introduction(cls)}\n"]
-        if attributes:
-            rows = [row(cls, member, rules.get(member.name, rules[""])) for member in attributes]
-            text.append(table("attribute|type|meaning|a plugin may change it", rows))
-        if methods:
-            rows = [row(cls, member, rules.get(member.name, "yes")) for member in methods]
-            text.append(table("method|signature|meaning|a plugin may call it", rows))
+        for kind, verb, default, found in (
+            ("attribute|type", "change", rules[""], attributes),
+            ("method|signature", "call", "yes", methods),
+        ):
+            text += rows_of(cls, kind, verb, [(member, rules.get(member.name, default)) for member in found])
     return "\n".join(text)
 
 
 def is_internal(cls: type, member: str) -> bool:
     """Whether only the core calls a method: it is no part of the API."""
     return RULES.get(cls, {}).get(member) == CORE
+
+
+def rows_of(cls: type, kind: str, verb: str, found: list[tuple[Member, str]]) -> list[str]:
+    """A table of members, and above it the most common rule. The other rules stand in the rows that they are for."""
+    if not found:
+        return []
+    common = Counter(rule for _, rule in found).most_common(1)[0][0]
+    rows = [row(cls, member, "" if rule == common else f" A plugin may {verb} it: {rule}.") for member, rule in found]
+    return [f"A plugin may {verb} these: {common}.\n", table(f"{kind}|meaning", rows)]
 
 
 def row(cls: type, member: Member, rule: str) -> tuple[str, ...]:
@@ -138,7 +146,7 @@ def row(cls: type, member: Member, rule: str) -> tuple[str, ...]:
         )
     since = SINCE.get(f"{cls.__name__}.{member.name}")
     added = f" Since {since}." if since else ""
-    return f"`{member.name}`", f"`{member.type}`", member.meaning + added, rule
+    return f"`{member.name}`", f"`{member.type}`", member.meaning + added + rule
 
 
 def importable(cls: type) -> str:

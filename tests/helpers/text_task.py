@@ -63,7 +63,7 @@ class ReviewTask(Plugin):
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> Collection[Trait]:
-        return {"token-ids", "padded", "output-per-text", "deterministic", "token-cache"}
+        return {"token-ids", "padded", "output-per-text", "deterministic", "cached-token-ids"}
 
     @hookimpl
     def build_datasets(self, run: Any) -> Mapping[str, Texts]:

@@ -601,6 +601,11 @@ CASES: dict[str, Case] = {
         module("--with", "liger", "train.device=cpu"),
         (r"leave it out: (--without liger)",),
     ),
+    "a task without a trait": Case(
+        ("fastloop_plugins/_task_traits.py --without",),
+        module("--with", "cls-last-layer"),
+        (r"Leave it out: (--without cls-last-layer)",),
+    ),
     "a circle": Case(
         ("guards/_plugin_checks.py --without",),
         module("--with", "./plugin.py:One,./plugin.py:Two"),

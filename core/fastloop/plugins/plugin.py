@@ -53,7 +53,7 @@ Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-trai
 training. Tests, `bench` and `tune` verify it."""
 
 Trait = Literal[
-    "token-ids", "padded", "output-per-text", "fixed-length", "deterministic", "token-cache", "next-token-loss"
+    "token-ids", "padded", "output-per-text", "fixed-length", "deterministic", "cached-token-ids", "next-token-loss"
 ]
 """Properties of a task by which plugins act: see ``Plugin.declare_traits``. docs/write-a-plugin.md has the meanings."""
 

@@ -45,7 +45,7 @@ class TokenCache(Plugin):
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """Beside a device that computes faster than texts are tokenized."""
-        if machine.device == "cpu" or "token-cache" not in recipe_traits(recipe):
+        if machine.device == "cpu" or "cached-token-ids" not in recipe_traits(recipe):
             return None
         return Recommendation(why="texts are tokenized once")
 

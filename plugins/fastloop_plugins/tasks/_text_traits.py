@@ -15,7 +15,7 @@ def text_traits(recipe: Recipe) -> set[Trait]:
     if "text" in recipe.data:
         traits |= {"token-ids"}
     if not recipe.data.get("streaming"):
-        traits |= {"deterministic", "token-cache"} if "text" in recipe.data else {"deterministic"}
+        traits |= {"deterministic", "cached-token-ids"} if "text" in recipe.data else {"deterministic"}
     if is_padded_to_maximum(recipe):
         traits |= {"fixed-length"}
     return traits

@@ -112,7 +112,7 @@ def _keep(part: Table, rows: Sequence[int], data: TextData) -> Table:
     """A table of some rows, with all columns that the task reads."""
     if len(rows) == len(part):
         return part
-    columns = data.text_columns() | data.label_columns() | data.drop.columns() | data.text_columns()
+    columns = data.label_columns() | data.drop.columns() | data.text_columns()
     found = {name: part.column(key, name) for name, key in columns.items()}
     optional = [name for name in data.optional_columns() if name in part.columns]
     return part.keep(found | {name: part.column(data.text_key, name) for name in optional}, rows)

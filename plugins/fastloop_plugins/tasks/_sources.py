@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,13 +81,15 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
 def mix_sources(rows: Rows, data: TextData) -> Rows:
     """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. The draw of
     rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``."""
-    counts, sources, chosen, before, end = Counter(rows.sources), data.sources, list[int](), 0, 0.0
-    weights = [counts[number] if each.weight is None else each.weight for number, each in enumerate(sources)]
-    lines = []
-    for number, (source, weight) in enumerate(zip(sources, weights, strict=True)):
-        if not counts[number]:
+    ids_by_source: list[list[int]] = [[] for _ in data.sources]
+    for row, number in enumerate(rows.sources or ()):
+        ids_by_source[number].append(row)
+    pairs = list(zip(data.sources, ids_by_source, strict=True))
+    weights = [len(ids) if source.weight is None else source.weight for source, ids in pairs]
+    chosen, lines, before, end = list[int](), list[str](), 0, 0.0
+    for number, ((source, ids), weight) in enumerate(zip(pairs, weights, strict=True)):
+        if not ids:
             raise RecipeError(f"{source.where}: has no rows left. Remove it, or what leaves out its rows.")
-        ids = [row for row, other in enumerate(rows.sources or ()) if other == number]
         end += weight / sum(weights) * len(rows)
         times, rest = divmod(round(end) - before, len(ids))
         before = round(end)

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 def text_traits(recipe: Recipe) -> set[Trait]:
-    """The traits that all text tasks have. ``token-ids`` and ``token-cache`` are of recipes that name ``data.text``."""
+    """The traits that all text tasks have. ``token-ids`` and ``cached-token-ids`` are of recipes that name
+    ``data.text``."""
     traits: set[Trait] = set()
     if "text" in recipe.data:
         traits |= {"token-ids"}

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]]) -> Flat:
     """The ids of all rows end to end, int32, and the length of each row, int64.
 
-    Call it in ``build_datasets``, and declare the trait ``token-cache``. In a run with that plugin, the ids are mapped
-    from disk, and ``rows`` is read only if they are not there yet. Without the plugin, they are in memory.
+    Call it in ``build_datasets``, and declare the trait ``cached-token-ids``. In a run with `token-cache`, the ids are
+    mapped from disk, and ``rows`` is read only if they are not there yet. Without the plugin, they are in memory.
 
     Args:
         about: Everything that determines the ids: the texts, the tokenizer, its options, a version of the code.

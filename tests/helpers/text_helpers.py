@@ -41,3 +41,10 @@ def make_run(
         tree | {"plugins": [task, {"log": False}, {"progress": False}, {"module": False}]}, Path("recipe.yaml")
     )
     return build(resolve(recipe, objects=objects))
+
+
+def train_whole_and_cut(cli: Any, recipe: str, steps: int, *changes: str) -> None:
+    """Train a recipe into the folder ``whole``, and into ``cut`` with a stop after some steps and a resume."""
+    for arguments in (["output=whole"], ["output=cut", f"train.max_steps={steps}"], ["output=cut", "--resume"]):
+        code, out, err = cli("train", recipe, *arguments, *changes)
+        assert code == 0, out + err

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from text_helpers import TINY_GPT, make_run
+from text_helpers import TINY_GPT, make_run, train_whole_and_cut
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -298,9 +298,7 @@ def test_a_run_resumes_predicts_and_evaluates(cli):
         "plugins": [{"fused-loss": {"chunk_tokens": 20}}],
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    for arguments in (["output=whole"], ["output=cut", "train.max_steps=4"], ["output=cut", "--resume"]):
-        code, _, err = cli("train", "recipe.yaml", *arguments)
-        assert code == 0, err
+    train_whole_and_cut(cli, "recipe.yaml", 4)
     whole, cut = (json.loads(Path(name, "summary.json").read_text()) for name in ("whole", "cut"))
     assert whole["validation"] == cut["validation"]
     code, _, err = cli("evaluate", "cut", "--split", "validation", "--json", "results.json")

@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 from streaming_helpers import data_section, samples_of, write_lines
 from test_chat import CHATML, GPT, TRL, UNMARKED, byte_tokenizer
-from text_helpers import make_run
+from text_helpers import make_run, train_whole_and_cut
 from training_runs import execute
 
 from fastloop.errors import DataError, RecipeError
@@ -492,9 +492,7 @@ def test_a_run_resumes_predicts_and_evaluates_with_tools(cli, changes):
     Path("recipe.yaml").write_text(
         json.dumps({"model": MODEL, "data": data, "train": train, "plugins": ["causal-lm", "packing"]})
     )
-    for arguments in (["output=whole"], ["output=cut", "train.max_steps=8"], ["output=cut", "--resume"]):
-        code, _, err = cli("train", "recipe.yaml", *arguments, *changes)
-        assert code == 0, err
+    train_whole_and_cut(cli, "recipe.yaml", 8, *changes)
     weights = [safetensors.numpy.load_file(f"{run}/model/model.safetensors") for run in ("whole", "cut")]
     assert all(np.array_equal(value, weights[1][name]) for name, value in weights[0].items())
     Path("rows.jsonl").rename("gone.jsonl")

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_helpers import tokenizer
 from data_helpers import named_rows, refusal, text_data, write
 from streaming_helpers import NAMES, classify, generate, ids_by_step, samples_of, write_lines, write_parquet
-from text_helpers import TINY, make_run, rows
+from text_helpers import TINY, make_run, rows, train_whole_and_cut
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
@@ -259,8 +259,6 @@ def test_a_run_without_some_rows_resumes_to_the_same_bits(cli, streams):
     recipe = {"model": {"config": TINY, "tokenizer": {"kind": "word"}}, "data": data, "output": "run"}
     recipe["train"] = {"max_steps": 12, "batch_size": 8, "lr": 1e-2, "device": "cpu", "save_every": 5}
     Path("recipe.json").write_text(json.dumps(recipe | {"plugins": ["text-classification", {"progress": False}]}))
-    for arguments in (["output=whole"], ["output=cut", "train.max_steps=5"], ["output=cut", "--resume"]):
-        code, out, err = cli("train", "recipe.json", *arguments)
-        assert code == 0, out + err
+    train_whole_and_cut(cli, "recipe.json", 5)
     whole, cut = (Path(name, "model", "model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert whole == cut

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from text_helpers import TINY, TINY_GPT, make_run
+from text_helpers import TINY, TINY_GPT, make_run, train_whole_and_cut
 from training_runs import execute
 
 from fastloop import Plugin, RecipeError
@@ -108,9 +108,7 @@ def test_a_run_resumes_evaluates_predicts_and_exports_a_checkpoint(cli):
     model = {"config": MODELS["tied"] | {"n_positions": 48}, "tokenizer": TOKENIZER, "pad_vocab_to": 64}
     train = {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2}
     Path("recipe.yaml").write_text(yaml.safe_dump({"model": model, "data": DATA, "train": train}))
-    for arguments in (["output=whole"], ["output=cut", "train.max_steps=4"], ["output=cut", "--resume"]):
-        code, _, err = cli("train", "recipe.yaml", *arguments)
-        assert code == 0, err
+    train_whole_and_cut(cli, "recipe.yaml", 4)
     whole, cut = weights("whole"), weights("cut")
     assert all(torch.equal(weight, cut[name]) for name, weight in whole.items())
     code, _, err = cli("evaluate", "cut", "--split", "validation", "--json", "results.json")

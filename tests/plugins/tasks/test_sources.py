@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from data_helpers import named_rows, refusal, text_data, write
 from streaming_helpers import LANGUAGE, NAMES, samples_of, write_lines
-from text_helpers import TINY, make_run, rows
+from text_helpers import TINY, make_run, rows, train_whole_and_cut
 
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.tasks import _text_tokens
@@ -144,9 +144,7 @@ def test_a_run_of_sources_resumes_to_the_same_bits_and_evaluates(cli):
     data = {"sources": write_sources(1, 3), "label": "label", "max_length": 16}
     recipe = {"model": {"config": TINY, "tokenizer": {"kind": "word"}}, "data": data, "train": TRAIN}
     Path("recipe.json").write_text(json.dumps(recipe | {"plugins": ["text-classification", {"progress": False}]}))
-    for arguments in (["output=whole"], ["output=cut", "train.max_steps=5"], ["output=cut", "--resume"]):
-        code, out, err = cli("train", "recipe.json", *arguments)
-        assert code == 0, out + err
+    train_whole_and_cut(cli, "recipe.json", 5)
     whole, cut = (Path(name, "model", "model.safetensors").read_bytes() for name in ("whole", "cut"))
     assert whole == cut
     code, out, err = cli("evaluate", "cut", "--split", "validation", "--json", "-")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -470,11 +471,19 @@ def test_best_model_and_schedules_of_transformers():
     assert recipe.train.optimizer == {"name": "AdamW", "betas": [0.8, 0.999]}
 
 
+BOMB = "a: &a [x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [*{before}, *{before}, *{before}, *{before}]\n" for before, after in pairwise("abcdefgh")
+)
+"""Lists of lists: 87,380 values, with expanded aliases."""
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("- a\n- b\n", "found a list, expected a mapping"),
         ("a: [1", "cannot be read as YAML or JSON"),
+        ("seed: 1\nseed: 2\n", "the key 'seed' appears twice, first in line 1"),
+        (BOMB, "more than 10,000 values, with expanded aliases"),
         ("learning: 1\n", "no key of a known format. Expected one such as base_model (axolotl)"),
         ("base_model: a\nrl: dpo\n", "rl: found dpo. fastloop has no preference tuning"),
         ("base_model: a\nmicro_batch_size: auto\n", "micro_batch_size: found 'auto', expected a number"),

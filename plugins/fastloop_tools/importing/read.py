@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from fastloop.errors import UsageError
+from fastloop.recipe import safe_yaml
 from fastloop_tools.importing.keys import FORMATS, MARKS
 
 
@@ -17,11 +18,15 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
     """The config in a file, and its format.
 
     Raises:
-        UsageError: The file cannot be read, is no mapping, or has no key of a known format.
+        UsageError: The file cannot be read, is no plain data or no mapping, or has no key of a known format.
     """
     try:
         text = file.read_text(encoding="utf-8")
-        config = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        if file.suffix == ".json":
+            config = json.loads(text)
+        else:
+            safe_yaml.check(text, str(file))
+            config = yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise UsageError(f"{file}: cannot be read as YAML or JSON: {why}.") from None

@@ -27,7 +27,7 @@ from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, make_recipe
 from fastloop.testing.runs import Trained, train
-from fastloop_plugins.tasks._tokenizers import check_saved_tokenizer
+from fastloop_plugins.text.tokenizers import check_saved_tokenizer
 from fastloop_tools.inference.chunks import Chunks, predict_dataset
 
 OK, REFUSED, WARNED, WRONG, ERROR = "ok", "refused", "warned", "WRONG", "ERROR"

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastloop import hookimpl
-from fastloop_plugins.tasks._lm_batches import block_sequences
 from fastloop_plugins.tasks.causal_lm import CausalLM
+from fastloop_plugins.text.lm_batches import block_sequences
 from fastloop_plugins.text.next_token_loss import IGNORED
 
 FOLLOWS = 0.5

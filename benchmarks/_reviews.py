@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fastloop import hookimpl
-from fastloop_plugins.tasks._classification_batches import Collator
-from fastloop_plugins.tasks._losses import ClassLoss
+from fastloop_plugins.tasks.heads.batches import Collator
+from fastloop_plugins.tasks.heads.losses import ClassLoss
 from fastloop_plugins.tasks.text_classification import TextClassification
 
 MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
@@ -182,7 +182,7 @@ class ReviewTask(TextClassification):
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks._text_batches import Sequences
+        from fastloop_plugins.text.batches import Sequences
 
         return {
             name: Sequences(split.ids.astype(np.int32), split.lengths, split.labels)
@@ -191,7 +191,7 @@ class ReviewTask(TextClassification):
 
     @hookimpl
     def build_collator(self, run: Any) -> Collator:
-        from fastloop_plugins.tasks._text_batches import Width
+        from fastloop_plugins.text.batches import Width
 
         return Collator(
             PAD, Width(self.max_length, run.settings.pad_to_multiple_of, self.padding == "max_length"), self.loss

@@ -39,7 +39,7 @@ from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
 from fastloop_plugins.rows.drop import Condition
 from fastloop_plugins.rows.formats import describe_formats
-from fastloop_plugins.tasks._sources import Source
+from fastloop_plugins.text.sources import Source
 
 DOCS = Path(__file__).parent
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)

@@ -10,7 +10,7 @@ import pytest
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
 from fastloop_plugins.rows.splits import Rows
-from fastloop_plugins.tasks._text_data import TextData
+from fastloop_plugins.text.data import TextData
 
 
 def text_data(files: dict[str, Any] | str | None = None, label: str | None = "label", **data: Any) -> TextData:

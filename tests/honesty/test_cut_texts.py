@@ -10,8 +10,8 @@ import pytest
 from text_helpers import TINY, make_run
 
 from fastloop_plugins.data.token_cache import TokenCache
-from fastloop_plugins.tasks._text_stream import token_chunks
-from fastloop_plugins.tasks._text_tokens import encode
+from fastloop_plugins.text.chunks import token_chunks
+from fastloop_plugins.text.tokens import encode
 
 TASK = "text-classification"
 LENGTHS = [3, 4, 5, 20, 9, 2, 6, 4]

@@ -11,8 +11,8 @@ from image_helpers import write_image
 
 from fastloop.recipe import make_recipe
 from fastloop_plugins.rows.splits import hold_out
-from fastloop_plugins.tasks._image_data import ImageData
-from fastloop_plugins.tasks._tag_data import TagTextData
+from fastloop_plugins.tasks.image.data import ImageData
+from fastloop_plugins.tasks.tags.data import TagTextData
 
 COUNTS = {"common": 900, "seldom": 97, "rare": 2, "single": 1}
 

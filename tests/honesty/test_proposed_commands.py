@@ -280,23 +280,23 @@ CASES: dict[str, Case] = {
         (r"(data\.files\.train=\S+)\.\s",),
     ),
     "a file as name": Case(
-        ("tasks/_text_data.py data.files.train=",),
+        ("text/data.py data.files.train=",),
         then(text(), "train", "r.yaml", "data.files=null", "data.name=train.csv"),
         (r"as (data\.files\.train=\S+)\.\s",),
     ),
     "a local file instead of the hub": Case(
-        ("tasks/_text_data.py data.files.train=", "tasks/_text_data.py data.name="),
+        ("text/data.py data.files.train=", "text/data.py data.name="),
         then(text(), "train", "r.yaml", "data.files=null", "data.name=nobody/nothing"),
         (r"(data\.files\.train=FILE) or data\.name=FOLDER",),
         {"FILE": "train.csv"},
     ),
     "streaming": Case(
-        ("tasks/_streaming_options.py data.streaming=",),
+        ("streaming/options.py data.streaming=",),
         text([{"text": text, "label": label} for text, label in ROWS], path="train.jsonl", lanes=1),
         (r"set (data\.streaming=true)",),
     ),
     "samples of a stream": Case(
-        ("tasks/_text_tokens.py data.streaming=",),
+        ("text/tokens.py data.streaming=",),
         lambda cli: (
             [
                 "plan",
@@ -310,110 +310,110 @@ CASES: dict[str, Case] = {
     ),
     # -- labels
     "label": Case(
-        ("tasks/_text_data.py data.label=",),
+        ("text/data.py data.label=",),
         text(plugins=["text-classification"], label=None),
         (r"such as (data\.label=label)\.",),
     ),
     "text among numbers": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(films("0", "1", "2+")),
         (r"name them: (data\.label_map=\{.*?\})",),
         {"NAME": "2"},
     ),
     "a number among texts": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(films("neg", "pos", "3")),
         (r"name them: (data\.label_map=\{.*?\})",),
         {"NAME": "great"},
     ),
     "another spelling": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(test=films("Pos ", "neg")),
         (r"one class: (data\.label_map=\{.*?\})",),
     ),
     "rows of another label": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(test=films("-", "neg")),
         (r"leave out its rows: (data\.label_map=\{.*?\})",),
     ),
     "a split with another label": Case(
-        ("tasks/_text_labels.py data.splits.{}=",), text(test=films("-", "neg")), (r"(data\.splits\.test=null)",)
+        ("text/labels.py data.splits.{}=",), text(test=films("-", "neg")), (r"(data\.splits\.test=null)",)
     ),
     "rows of -1": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(films(0, 1, -1)),
         (r"leave them out: (data\.label_map=\{.*?\})",),
     ),
     "a name for -1": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(films(0, 1, -1)),
         (r"name it: (data\.label_map=\{.*?\})",),
         {"NAME": "2"},
     ),
     "numbers with gaps": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(films(5, 7)),
         (r"name them: (data\.label_map=\{.*?\})",),
         {"NUMBER: NAME": "5: neg, 7: pos"},
     ),
     "numbers from 1": Case(
-        ("tasks/_text_labels.py data.label_offset=",), text(films(1, 2, 3)), (r"give (data\.label_offset=1)",)
+        ("text/labels.py data.label_offset=",), text(films(1, 2, 3)), (r"give (data\.label_offset=1)",)
     ),
     "fractions": Case(
-        ("tasks/_text_labels.py data.label_type=",), text(films(0.5, 1.5)), (r"regression: (data\.label_type=number)",)
+        ("text/labels.py data.label_type=",), text(films(0.5, 1.5)), (r"regression: (data\.label_type=number)",)
     ),
     "many numbers": Case(
-        ("tasks/_text_labels.py data.label_type=",),
+        ("text/labels.py data.label_type=",),
         text(films(*range(20), times=1)),
         (r"regression: (data\.label_type=number)",),
     ),
     "lists": Case(
-        ("tasks/_text_labels.py data.label_type=",),
+        ("text/labels.py data.label_type=",),
         text(LISTS, path="train.jsonl"),
         (r"labels: (data\.label_type=classes)",),
     ),
     "floats": Case(
-        ("tasks/_text_labels.py data.label_type=",),
+        ("text/labels.py data.label_type=",),
         text(HALVES, path="train.jsonl"),
         (r"labels: (data\.label_type=number)",),
     ),
     "names, and no numbers": Case(
-        ("tasks/_text_targets.py data.label_type=",),
+        ("text/targets.py data.label_type=",),
         text(ROWS, "data.label_type=number"),
         (r"For classes: (data\.label_type=class)\.",),
         drop=("data.label_type=number",),
     ),
     "columns of 0 and 1": Case(
-        ("tasks/_text_targets.py data.label=",),
+        ("text/targets.py data.label=",),
         text(SWITCHES, label_type="classes"),
         (r"0 and 1: (data\.label=\[A,B\])",),
         {"A,B": "a,b"},
     ),
     "alike": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(films("neg", "pos", "Neg ")),
         (r"equal: (data\.label_map=\{.*?\})",),
         code=0,
     ),
     "a missing value": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         text(films("neg", "pos", "-")),
         (r"leave out its rows: (data\.label_map=\{.*?\})",),
         code=0,
     ),
     "rows that repeat": Case(
-        ("tasks/_repeats.py data.deduplicate=",),
+        ("text/repeats.py data.deduplicate=",),
         text([*films("neg", "pos"), *films("neg", "pos")], validation_fraction=0),
         (r"Remove them with (data\.deduplicate=true)",),
         code=0,
     ),
     "all rows of a split are left out": Case(
-        ("tasks/_dropped_rows.py data.splits.{}=",),
+        ("text/dropped_rows.py data.splits.{}=",),
         text(films("neg", "pos", "-"), test=films("-"), label_map={"-": None}),
         (r"leave out the split: (data\.splits\.test=null)",),
     ),
     "a label that the model lacks": Case(
-        ("tasks/_text_labels.py data.label_map=",),
+        ("text/labels.py data.label_map=",),
         then(
             text(), "evaluate", "out", "--file", "new.csv", change=lambda: write_file("new.csv", films("neg", "better"))
         ),
@@ -427,17 +427,17 @@ CASES: dict[str, Case] = {
     ),
     # -- tags
     "conll": Case(
-        ("tasks/_tag_data.py data.format=",),
+        ("tags/data.py data.format=",),
         text("EU I-ORG\nfilm O\n\n" * 6, path="train.txt", tags=-1, label=None),
         (r"CoNLL file: (data\.format=conll)",),
     ),
     "a new tag": Case(
-        ("tasks/_tag_data.py data.tag_names=",),
+        ("tags/data.py data.tag_names=",),
         text(TAGGED, path="train.jsonl", test=OTHER_TAG, tags="tags", label=None),
         (r"this tag: (data\.tag_names=\[.*?\])",),
     ),
     "a split with a new tag": Case(
-        ("tasks/_tag_data.py data.splits.{}=",),
+        ("tags/data.py data.splits.{}=",),
         text(TAGGED, path="train.jsonl", test=OTHER_TAG, tags="tags", label=None),
         (r"(data\.splits\.test=null)",),
     ),
@@ -451,24 +451,24 @@ CASES: dict[str, Case] = {
     ),
     # -- models
     "a classifier without a label": Case(
-        ("tasks/_model_checks.py data.label=",),
+        ("models/checks.py data.label=",),
         text(label=None),
         (r"of their labels: (data\.label=COLUMN)",),
         {"COLUMN": "label"},
     ),
     "an encoder-decoder without a target": Case(
-        ("tasks/_model_checks.py data.target=",),
+        ("models/checks.py data.target=",),
         text(PAIRS, path="train.jsonl", model=T5, label=None),
         (r"of its targets: (data\.target=COLUMN)",),
         {"COLUMN": "summary"},
     ),
     "target": Case(
-        ("tasks/_seq2seq_data.py data.target=",),
+        ("pairs/data.py data.target=",),
         text(PAIRS, path="train.jsonl", model=T5, label=None, plugins=["seq2seq"]),
         (r"such as (data\.target=summary)",),
     ),
     "a local model instead of the hub": Case(
-        ("tasks/_text_model.py model.name=",),
+        ("text/model.py model.name=",),
         then(
             text(),
             "train",
@@ -482,7 +482,7 @@ CASES: dict[str, Case] = {
         {"FOLDER": "out/model"},
     ),
     "a tokenizer": Case(
-        ("tasks/_text_model.py model.tokenizer=",),
+        ("text/model.py model.tokenizer=",),
         then(
             text(),
             "train",
@@ -495,15 +495,15 @@ CASES: dict[str, Case] = {
         {"FOLDER": "out/model"},
     ),
     "an image model": Case(
-        ("tasks/_image_model.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}
+        ("image/model.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}
     ),
     "a split of images": Case(
-        ("tasks/_image_data.py data.splits.validation=",),
+        ("image/data.py data.splits.validation=",),
         images(split="val"),
         (r"such as (data\.splits\.validation=val)\.",),
     ),
     "a template": Case(
-        ("tasks/_chat_tokens.py data.chat_template=",),
+        ("chat/tokens.py data.chat_template=",),
         chat,
         (r"(data\.chat_template=FILE\.jinja)",),
         {"FILE.jinja": "marked.jinja"},
@@ -736,9 +736,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "scale/model.py fastloop plan",
         "search/command.py fastloop search",
         "search/study.py fastloop search",
-        "tasks/_samples.py data.max_length=",
-        "tasks/_streaming_samples.py data.label_type=",
-        "tasks/_text_data.py data.label_type=",
+        "text/samples.py data.max_length=",
+        "streaming/samples.py data.label_type=",
+        "text/data.py data.label_type=",
         "testing/conformance.py fastloop plan",
         "testing/documents.py fastloop new",
         "new/job.py fastloop new",
@@ -776,8 +776,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "the hub, or weights of torchvision and timm, which need a network": (
         "importing/keys.py fastloop export",
-        "tasks/_image_libraries.py model.pretrained=",
-        "tasks/_image_libraries.py model.weights=",
+        "image/libraries.py model.pretrained=",
+        "image/libraries.py model.weights=",
         "rows/paths.py data.name=",
     ),
     "run in the tests of the tool or plugin": (
@@ -792,13 +792,13 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "sweep/command.py --resume",  # test_sweep.py
         "sweep/command.py fastloop report",
         "sweep/record.py --resume",
-        "tasks/_chat_data.py data.messages=",  # test_chat_rows.py
-        "tasks/_chat_template.py data.chat_template=",  # test_chat.py
-        "tasks/_chat_template.py data.train_on=",
-        "tasks/_time_limit.py data.chat_template=",  # test_hostile_data.py
-        "tasks/_padding_check.py data.padding=",  # test_padding.py
-        "tasks/_padding_check.py train.eval_batch_size=",
-        "tasks/_tokenizers.py model.tokenizer=",  # test_text_classification.py
+        "chat/data.py data.messages=",  # test_chat_rows.py
+        "chat/template.py data.chat_template=",  # test_chat.py
+        "chat/template.py data.train_on=",
+        "chat/time_limit.py data.chat_template=",  # test_hostile_data.py
+        "text/padding_check.py data.padding=",  # test_padding.py
+        "text/padding_check.py train.eval_batch_size=",
+        "text/tokenizers.py model.tokenizer=",  # test_text_classification.py
     ),
 }
 

@@ -179,7 +179,7 @@ def test_an_encoder_decoder_whose_logits_have_the_length_of_its_inputs_is_refuse
 def test_causality_check_changes_no_random_state_or_mode(monkeypatch):
     import torch
 
-    from fastloop_plugins.tasks import _model_checks
+    from fastloop_plugins.models import checks as _model_checks
 
     states = []
     check = _model_checks.check_causal

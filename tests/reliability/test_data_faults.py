@@ -400,7 +400,7 @@ def test_a_parquet_whose_text_is_not_utf8_is_refused():
 @pytest.mark.slow
 def test_a_huge_text_is_cut_before_it_is_tokenised():
     """a text of 4 million characters among others: the same tokens as read whole, from its first words alone"""
-    from fastloop_plugins.tasks import _text_tokens
+    from fastloop_plugins.text import tokens as _text_tokens
 
     long = " ".join(f"word{i % 977}" for i in range(500_000))
     jsonl("train.jsonl", [*good(), {"text": long, "label": 0}])

@@ -385,7 +385,7 @@ rows = st.lists(
 
 
 def read_data(path: str) -> Any:
-    from fastloop_plugins.tasks._text_data import TextData
+    from fastloop_plugins.text.data import TextData
 
     recipe = make_recipe(
         {"data": {"files": {"train": path}, "text": "text", "label": "label", "validation_fraction": 0.0}}

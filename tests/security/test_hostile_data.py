@@ -22,7 +22,7 @@ from bombs import GIB, MIB, edit_parquet, hole, member, packed, png, safetensors
 from image_helpers import write_images, write_vit
 from text_helpers import TINY, TINY_GPT, rows
 
-from fastloop_plugins.tasks import _time_limit
+from fastloop_plugins.text.chat import time_limit as _time_limit
 
 pytestmark = pytest.mark.slow
 
@@ -456,7 +456,7 @@ def pretrained(folder: Path, config: dict[str, Any], causal: bool = False) -> di
     """Write a tiny model. Returns the recipe that trains it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from fastloop_plugins.tasks._text_model import TrainedTokenizer, train_tokenizer
+    from fastloop_plugins.text.model import TrainedTokenizer, train_tokenizer
 
     tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in table()], not causal, 16)
     made = AutoConfig.for_model(**config, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)

@@ -309,7 +309,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model folder as save_pretrained writes it."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    from fastloop_plugins.tasks._tokenizers import TrainedTokenizer, train_tokenizer
+    from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("pretrained")
     tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in ROWS], True, 32)

@@ -38,7 +38,7 @@ class Rows:
 
     Attributes:
         columns: Name -> values.
-        labels: The label of each row, if the task has labels: 0..n-1, or as ``_text_targets`` reads them.
+        labels: The label of each row, if the task has labels: 0..n-1, or as ``text.targets`` reads them.
         sources: The number of each row's source, with ``data.sources``.
     """
 

@@ -40,13 +40,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
-from fastloop_plugins.tasks._chat_data import LanguageData, LanguageTextData
-from fastloop_plugins.tasks._chat_tokens import ChatModel, CompletionModel, encode_rows
-from fastloop_plugins.tasks._decoder_model import DecoderModel, DecoderOptions
-from fastloop_plugins.tasks._model_checks import check_causal
-from fastloop_plugins.tasks._padding_check import PROBE, ROUNDING, check_prompts, report_padding
-from fastloop_plugins.tasks._tag_data import has_tags
-from fastloop_plugins.tasks._text_traits import block_traits, text_traits
+from fastloop_plugins.models.checks import check_causal
+from fastloop_plugins.tasks.tags.data import has_tags
+from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
+from fastloop_plugins.text.chat.tokens import ChatModel, CompletionModel, encode_rows
+from fastloop_plugins.text.decoder_model import DecoderModel, DecoderOptions
+from fastloop_plugins.text.padding_check import PROBE, ROUNDING, check_prompts, report_padding
+from fastloop_plugins.text.traits import block_traits, text_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,11 +55,11 @@ if TYPE_CHECKING:
 
     from fastloop import Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks._lm_batches import Collator
-    from fastloop_plugins.tasks._samples import Sample
-    from fastloop_plugins.tasks._text_batches import Sequences
-    from fastloop_plugins.tasks._text_prompts import PromptCollator
-    from fastloop_plugins.tasks._text_tokens import Split
+    from fastloop_plugins.text.batches import Sequences
+    from fastloop_plugins.text.lm_batches import Collator
+    from fastloop_plugins.text.prompts import PromptCollator
+    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.tokens import Split
 
 
 class CausalLM(Plugin):
@@ -111,7 +111,7 @@ class CausalLM(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
-        from fastloop_plugins.tasks._lm_batches import block_sequences, masked_sequences
+        from fastloop_plugins.text.lm_batches import block_sequences, masked_sequences
 
         where, size, splits = self.data.where, self.data.options.max_length, self._read(run)
         if self.data.masked:
@@ -125,7 +125,7 @@ class CausalLM(Plugin):
         return self.data.streamed(run, datasets, self.text_model)
 
     def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.text import tokens as _text_tokens
 
         self.data.skip_unreadable = run.settings.skip_unreadable
         if not self.data.masked:
@@ -138,14 +138,14 @@ class CausalLM(Plugin):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.tasks._samples import language_samples
+        from fastloop_plugins.text.samples import language_samples
 
         return language_samples(self.data, self.text_model, self._read(run, count)["train"])
 
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Sequences]:
-        from fastloop_plugins.tasks._chat_stream import chat_chunks
-        from fastloop_plugins.tasks._text_stream import token_chunks
+        from fastloop_plugins.text.chat.stream import chat_chunks
+        from fastloop_plugins.text.chunks import token_chunks
 
         where, new = f"{run.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
         if source is None:
@@ -167,8 +167,8 @@ class CausalLM(Plugin):
 
     @hookimpl
     def build_collator(self, run: Run, split: str) -> Collator | PromptCollator:
-        from fastloop_plugins.tasks._lm_batches import Collator
-        from fastloop_plugins.tasks._text_prompts import PromptCollator
+        from fastloop_plugins.text.lm_batches import Collator
+        from fastloop_plugins.text.prompts import PromptCollator
 
         if split == "predict":
             return PromptCollator(self.text_model.tokenizer, self.room)
@@ -203,7 +203,7 @@ class CausalLM(Plugin):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.tasks._text_masks import forward
+        from fastloop_plugins.text.masks import forward
 
         # No mask for attention: padding is on the right, so no real token attends to it, and attention uses its causal
         # fast path.
@@ -214,7 +214,7 @@ class CausalLM(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        from fastloop_plugins.tasks._chat_stream import end_tokens
+        from fastloop_plugins.text.chat.stream import end_tokens
 
         config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
         drawing: dict[str, Any] = {"do_sample": False}

@@ -35,10 +35,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Package, Plugin, RecipeError, hookimpl, option
-from fastloop_plugins.tasks._image_data import Data, ImageData
-from fastloop_plugins.tasks._image_model import ImageModel, Model
-from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
+from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
+from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metrics
+from fastloop_plugins.tasks.image.data import Data, ImageData
+from fastloop_plugins.tasks.image.model import ImageModel, Model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks._image_batches import Collator, ImageDataset
+    from fastloop_plugins.tasks.image.batches import Collator, ImageDataset
 
 logger = logging.getLogger("fastloop")
 
@@ -103,7 +103,7 @@ class ImageClassification(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
-        from fastloop_plugins.tasks._image_batches import ImageDataset, Transform, check_images
+        from fastloop_plugins.tasks.image.batches import ImageDataset, Transform, check_images
 
         recipe = run.recipe
         self._load_config(recipe)
@@ -127,7 +127,7 @@ class ImageClassification(Plugin):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, str]]]:
-        from fastloop_plugins.tasks._image_batches import read_image
+        from fastloop_plugins.tasks.image.batches import read_image
 
         files = self.build_datasets(run)["train"].files
         for index in [*range(0, len(files.names), max(len(files.names) // count, 1))][:count]:  # of several classes
@@ -139,7 +139,7 @@ class ImageClassification(Plugin):
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[ImageDataset] | None:
         if source is None:  # a split
             return None
-        from fastloop_plugins.tasks._image_batches import ImageDataset, Transform
+        from fastloop_plugins.tasks.image.batches import ImageDataset, Transform
 
         self._load_config(run.recipe)
         transform = Transform(self.model.input)
@@ -147,7 +147,7 @@ class ImageClassification(Plugin):
 
     @hookimpl
     def build_collator(self) -> Collator:
-        from fastloop_plugins.tasks._image_batches import Collator
+        from fastloop_plugins.tasks.image.batches import Collator
 
         return Collator(self.loss)
 
@@ -155,7 +155,7 @@ class ImageClassification(Plugin):
     def build_model(self, run: Run) -> nn.Module:
         import torch
 
-        from fastloop_plugins.tasks._model_checks import check_alone, check_classifies_images
+        from fastloop_plugins.models.checks import check_alone, check_classifies_images
 
         model, size = self.model.build(self.labels), self.model.input.image_size
         check_classifies_images(run, model, size, len(self.labels.names), self.model.where)
@@ -190,7 +190,7 @@ class ImageClassification(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks._predictions import prediction_columns
+        from fastloop_plugins.tasks.heads.predictions import prediction_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         return {"file": list(batch[2]), **prediction_columns(output, self.labels.names, self.config.threshold)}

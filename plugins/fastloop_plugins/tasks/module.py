@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
-from fastloop_plugins.tasks._losses import ClassLoss, targets_of, torch_loss, with_arguments
-from fastloop_plugins.tasks._metrics import collect, find_metrics, make_metrics
-from fastloop_plugins.tasks._warm_start import HELP, STRICT_HELP, load_weights, weight_files
+from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
+from fastloop_plugins.tasks.heads.losses import ClassLoss, targets_of, torch_loss, with_arguments
+from fastloop_plugins.tasks.heads.metrics import collect, find_metrics, make_metrics
 
 if TYPE_CHECKING:
     from torch import nn
@@ -158,8 +158,8 @@ class Module(Plugin):
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any]:
-        from fastloop_plugins.tasks._default_collate import DefaultCollator
-        from fastloop_plugins.tasks._target_counts import TargetCounter
+        from fastloop_plugins.tasks.heads.default_collate import DefaultCollator
+        from fastloop_plugins.tasks.heads.target_counts import TargetCounter
 
         remedy = "Let the dataset pad them, or name a collator: plugins.module.collate=FILE.py:NAME."
         collate = self.found.get("plugins.module.collate") or DefaultCollator(None, remedy)
@@ -184,13 +184,13 @@ class Module(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
-        from fastloop_plugins.tasks._forward import forward
+        from fastloop_plugins.tasks.heads.forward import forward
 
         return forward(model, batch, self.loss)
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks._predictions import prediction_columns
+        from fastloop_plugins.tasks.heads.predictions import prediction_columns
 
         return prediction_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch))
 

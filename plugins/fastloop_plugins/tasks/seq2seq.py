@@ -25,14 +25,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
-from fastloop_plugins.tasks._model_checks import check_target_loss
-from fastloop_plugins.tasks._padding_check import PROBE, check_padding
-from fastloop_plugins.tasks._seq2seq_data import PairData, PairTextData
-from fastloop_plugins.tasks._seq2seq_metrics import GENERATED, generated_metrics
-from fastloop_plugins.tasks._seq2seq_model import Seq2SeqModel
-from fastloop_plugins.tasks._text_model import Model
-from fastloop_plugins.tasks._text_traits import text_traits
+from fastloop_plugins.models.checks import check_target_loss
+from fastloop_plugins.tasks.pairs.data import PairData, PairTextData
+from fastloop_plugins.tasks.pairs.metrics import GENERATED, generated_metrics
+from fastloop_plugins.tasks.pairs.model import Seq2SeqModel
+from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.next_token_loss import IGNORED
+from fastloop_plugins.text.padding_check import PROBE, check_padding
+from fastloop_plugins.text.traits import text_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
     from fastloop import Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks._samples import Sample
-    from fastloop_plugins.tasks._seq2seq_data import Collator
-    from fastloop_plugins.tasks._text_batches import Sequences
-    from fastloop_plugins.tasks._text_tokens import Split
+    from fastloop_plugins.tasks.pairs.data import Collator
+    from fastloop_plugins.text.batches import Sequences
+    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.tokens import Split
 
 
 class Seq2Seq(Plugin):
@@ -103,7 +103,7 @@ class Seq2Seq(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks._seq2seq_data import pair_sequences
+        from fastloop_plugins.tasks.pairs.data import pair_sequences
 
         splits, sizes = self._read(run), self._sizes()
         run.state.unreadable += self.data.unreadable
@@ -115,15 +115,15 @@ class Seq2Seq(Plugin):
         return {"max_length": options.max_length, "max_target_length": options.max_target_length}
 
     def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.tasks import _text_tokens
-        from fastloop_plugins.tasks._seq2seq_data import encode_rows
+        from fastloop_plugins.tasks.pairs.data import encode_rows
+        from fastloop_plugins.text import tokens as _text_tokens
 
         self.data.skip_unreadable = run.settings.skip_unreadable
         return _text_tokens.read(self.data, self.text_model, True, encode_rows, first, **self._sizes())
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.tasks._samples import pair_samples
+        from fastloop_plugins.tasks.pairs.data import pair_samples
 
         return pair_samples(self.text_model, self._read(run, count)["train"])
 
@@ -131,15 +131,15 @@ class Seq2Seq(Plugin):
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
         if source is None:
             return None  # a split
-        from fastloop_plugins.tasks._seq2seq_data import input_chunks
+        from fastloop_plugins.tasks.pairs.data import input_chunks
 
         self.text_model.load_tokenizer(self.data.options.max_length)
         return input_chunks(self.data, self.text_model, source, start, size)
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
-        from fastloop_plugins.tasks._seq2seq_data import Collator
-        from fastloop_plugins.tasks._text_batches import Width
+        from fastloop_plugins.tasks.pairs.data import Collator
+        from fastloop_plugins.text.batches import Width
 
         options = self.data.options
         targets = Width(options.max_target_length, run.settings.pad_to_multiple_of, options.padding == "max_length")
@@ -194,7 +194,7 @@ class Seq2Seq(Plugin):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.tasks._text_masks import forward
+        from fastloop_plugins.text.masks import forward
 
         # the model shifts the labels and computes their mean cross entropy
         output = forward(model, batch | {"use_cache": False})

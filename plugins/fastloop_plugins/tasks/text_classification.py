@@ -40,15 +40,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, Plugin, SpeedupEstimate, hookimpl, option
-from fastloop_plugins.tasks._classification_batches import Collator
-from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks._metrics import classifier_metrics, find_metrics
-from fastloop_plugins.tasks._model_checks import check_alone, check_classifies, check_trains, shortest
-from fastloop_plugins.tasks._padding_check import ALIKE, PROBE, check_padding
-from fastloop_plugins.tasks._text_data import Data, TextData
-from fastloop_plugins.tasks._text_model import Model, TextModel
-from fastloop_plugins.tasks._text_problems import make_problem
-from fastloop_plugins.tasks._text_traits import is_padded_to_maximum, text_traits
+from fastloop_plugins.models.checks import check_alone, check_classifies, check_trains, shortest
+from fastloop_plugins.tasks.heads.batches import Collator
+from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
+from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metrics
+from fastloop_plugins.tasks.heads.problems import make_problem
+from fastloop_plugins.text.data import Data, TextData
+from fastloop_plugins.text.model import Model, TextModel
+from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
+from fastloop_plugins.text.traits import is_padded_to_maximum, text_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -59,9 +59,9 @@ if TYPE_CHECKING:
     from fastloop import Run, Trait
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks._samples import Sample
-    from fastloop_plugins.tasks._text_batches import Sequences
-    from fastloop_plugins.tasks._text_tokens import Split
+    from fastloop_plugins.text.batches import Sequences
+    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.tokens import Split
 
 
 class TextClassification(Plugin):
@@ -122,7 +122,7 @@ class TextClassification(Plugin):
     def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
         import numpy as np
 
-        from fastloop_plugins.tasks._text_batches import Sequences
+        from fastloop_plugins.text.batches import Sequences
 
         splits = self._read(run)
         run.state.unreadable += self.data.unreadable
@@ -139,7 +139,7 @@ class TextClassification(Plugin):
         return self.data.streamed(run, datasets, self.text_model)
 
     def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.tasks import _text_tokens
+        from fastloop_plugins.text import tokens as _text_tokens
 
         self.data.skip_unreadable = run.settings.skip_unreadable
         arguments: dict[str, Any] = {"truncation": True, "max_length": self.data.options.max_length}
@@ -151,7 +151,7 @@ class TextClassification(Plugin):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.tasks._samples import labelled_samples
+        from fastloop_plugins.text.samples import labelled_samples
 
         return labelled_samples(self.data, self.text_model, self._read(run, count)["train"])
 
@@ -159,7 +159,7 @@ class TextClassification(Plugin):
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
         if source is None:  # a split
             return None
-        from fastloop_plugins.tasks._text_stream import token_chunks
+        from fastloop_plugins.text.chunks import token_chunks
 
         self.text_model.load_tokenizer(self.data.options.max_length)
         self.labels = self.text_model.order_labels(self.text_model.class_names())
@@ -206,7 +206,7 @@ class TextClassification(Plugin):
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
-        from fastloop_plugins.tasks._text_masks import forward
+        from fastloop_plugins.text.masks import forward
 
         inputs = {name: value for name, value in batch.items() if name != "labels"}
         # inputs with positions are packed rows, which need no mask
@@ -217,7 +217,7 @@ class TextClassification(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks._predictions import prediction_columns
+        from fastloop_plugins.tasks.heads.predictions import prediction_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         if self.problem is not None:

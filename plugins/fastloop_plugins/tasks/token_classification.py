@@ -39,14 +39,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Output, Plugin, hookimpl, option
 from fastloop.plugins.plugin import Package
-from fastloop_plugins.tasks._losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks._metrics import find_metrics
-from fastloop_plugins.tasks._model_checks import check_alone, check_classifies, shortest
-from fastloop_plugins.tasks._padding_check import ALIKE, PROBE, check_padding
-from fastloop_plugins.tasks._tag_data import TagData, TagTextData, has_tags
-from fastloop_plugins.tasks._tag_tokens import TagModel
-from fastloop_plugins.tasks._text_model import Model
-from fastloop_plugins.tasks._text_traits import is_padded_to_maximum, text_traits
+from fastloop_plugins.models.checks import check_alone, check_classifies, shortest
+from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
+from fastloop_plugins.tasks.heads.metrics import find_metrics
+from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
+from fastloop_plugins.tasks.tags.tokens import TagModel
+from fastloop_plugins.text.model import Model
+from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
+from fastloop_plugins.text.traits import is_padded_to_maximum, text_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,9 +56,9 @@ if TYPE_CHECKING:
 
     from fastloop import Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks._samples import Sample
-    from fastloop_plugins.tasks._tag_batches import TagCollator, TaggedSentences
-    from fastloop_plugins.tasks._text_tokens import Split
+    from fastloop_plugins.tasks.tags.batches import TagCollator, TaggedSentences
+    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.tokens import Split
 
 
 logger = logging.getLogger("fastloop")
@@ -108,7 +108,7 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks._tag_batches import check_scheme
+        from fastloop_plugins.tasks.tags.batches import check_scheme
 
         splits = self._read(run)
         run.state.unreadable += self.data.unreadable
@@ -119,8 +119,8 @@ class TokenClassification(Plugin):
         return self.data.streamed(run, datasets, self.text_model, self.labels.ids)
 
     def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.tasks import _text_tokens
-        from fastloop_plugins.tasks._tag_tokens import encode_rows
+        from fastloop_plugins.tasks.tags.tokens import encode_rows
+        from fastloop_plugins.text import tokens as _text_tokens
 
         self.data.skip_unreadable = run.settings.skip_unreadable
         splits = _text_tokens.read(self.data, self.text_model, encoder=encode_rows, first=first, words=True)
@@ -129,13 +129,13 @@ class TokenClassification(Plugin):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.tasks._samples import tagged_samples
+        from fastloop_plugins.tasks.tags.batches import tagged_samples
 
         split = self._read(run, count)["train"]
         return tagged_samples(self.data, self.text_model, split, self.config.label_tokens == "all")
 
     def _dataset(self, name: str, split: Split) -> TaggedSentences:
-        from fastloop_plugins.tasks._tag_batches import TaggedSentences
+        from fastloop_plugins.tasks.tags.batches import TaggedSentences
 
         room, special = self.text_model.room(self.data.options.max_length)
         dataset = TaggedSentences(split.ids, split.lengths, room, special, split=name == "train", order=self.labels.ids)
@@ -144,7 +144,7 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[TaggedSentences]:
-        from fastloop_plugins.tasks._tag_predictions import sentence_chunks, split_sentences
+        from fastloop_plugins.tasks.tags.predictions import sentence_chunks, split_sentences
 
         self.text_model.load_tokenizer(self.data.options.max_length)
         self.labels = self.text_model.order_labels(self.text_model.class_names())
@@ -153,7 +153,7 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def build_collator(self, run: Run, split: str) -> TagCollator:
-        from fastloop_plugins.tasks._tag_batches import TagCollator
+        from fastloop_plugins.tasks.tags.batches import TagCollator
 
         width, pad_token_id = self.text_model.width(run, self.data.options), self.text_model.tokenizer.pad_token_id
         return TagCollator(
@@ -164,8 +164,8 @@ class TokenClassification(Plugin):
     def build_model(self, run: Run) -> nn.Module:
         from transformers import AutoModelForTokenClassification
 
-        from fastloop_plugins.tasks._tag_batches import OWN, copy_logits
-        from fastloop_plugins.tasks._tag_predictions import encode_sentences
+        from fastloop_plugins.tasks.tags.batches import OWN, copy_logits
+        from fastloop_plugins.tasks.tags.predictions import encode_sentences
 
         model: nn.Module = self.text_model.build(AutoModelForTokenClassification, self.labels)
         probe = encode_sentences([text.split() for text in PROBE], self.text_model, self.data.options.max_length)
@@ -188,7 +188,7 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def build_metrics(self) -> MetricCollection:
-        from fastloop_plugins.tasks._tag_metrics import tag_metrics
+        from fastloop_plugins.tasks.tags.metrics import tag_metrics
 
         return tag_metrics(self.labels.names, self.config.scheme, self.metric_classes, self.config.metrics, self.place)
 
@@ -196,8 +196,8 @@ class TokenClassification(Plugin):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.tasks._tag_batches import OWN, word_scores
-        from fastloop_plugins.tasks._text_masks import forward
+        from fastloop_plugins.tasks.tags.batches import OWN, word_scores
+        from fastloop_plugins.text.masks import forward
 
         inputs = {name: value for name, value in batch.items() if name not in OWN}
         # inputs with positions are packed rows, which need no mask
@@ -210,7 +210,7 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks._tag_predictions import tag_columns
+        from fastloop_plugins.tasks.tags.predictions import tag_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         sentences: Any = run.datasets[run.loaders.first].words

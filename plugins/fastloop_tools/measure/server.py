@@ -31,7 +31,7 @@ LIBRARIES = ("fastloop.lifecycle", "torch._dynamo", "fastloop_tools.measure.work
 ``torch._dynamo``."""
 LIMIT = 2
 """Servers at a time: those of the given recipe and of the best one. Each holds some hundred megabytes."""
-TRANSFORMERS = ("transformers.modeling_utils", "fastloop_plugins.tasks._metrics:import_torchmetrics")
+TRANSFORMERS = ("transformers.modeling_utils", "fastloop_plugins.tasks.heads.metrics:import_torchmetrics")
 """A module, and a function that imports one, for recipes with a model of transformers."""
 
 

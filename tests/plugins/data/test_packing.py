@@ -85,7 +85,7 @@ class Uneven(Plugin):
 
     @hookimpl(wrapper=True)
     def build_datasets(self) -> Any:
-        from fastloop_plugins.tasks._text_batches import Sequences
+        from fastloop_plugins.text.batches import Sequences
 
         datasets = yield
         cut = {

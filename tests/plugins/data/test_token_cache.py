@@ -17,8 +17,8 @@ from text_helpers import TINY, TINY_GPT, make_run
 from fastloop import PluginError
 from fastloop_plugins._cache import digest, kept
 from fastloop_plugins.data.token_cache import TokenCache
-from fastloop_plugins.tasks import _text_tokens
-from fastloop_plugins.tasks._text_data import TextData
+from fastloop_plugins.text import tokens as _text_tokens
+from fastloop_plugins.text.data import TextData
 
 TASKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "text-classification": ({"config": TINY, "tokenizer": {"kind": "word"}}, {"label": "label", "max_length": 16}),

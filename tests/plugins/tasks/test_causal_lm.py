@@ -18,7 +18,7 @@ from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.checkpoints.checkpoint_best import CheckpointBest
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
 from fastloop_plugins.kernels.compile import Compile
-from fastloop_plugins.tasks._lm_batches import block_sequences
+from fastloop_plugins.text.lm_batches import block_sequences
 from fastloop_plugins.training._monitor import metric_names
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}

@@ -18,10 +18,10 @@ from training_runs import execute
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.data.packing import Packing
-from fastloop_plugins.tasks._chat_rows import Chat, read_chat
-from fastloop_plugins.tasks._chat_template import CHATML, ChatRenderer
-from fastloop_plugins.tasks._chat_tokens import encode_rows
-from fastloop_plugins.tasks._lm_batches import MaskedSequences
+from fastloop_plugins.text.chat.rows import Chat, read_chat
+from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
+from fastloop_plugins.text.chat.tokens import encode_rows
+from fastloop_plugins.text.lm_batches import MaskedSequences
 
 GPT = TINY_GPT | {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODEL = {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -299,7 +299,7 @@ def test_a_template_of_a_file_and_a_cache_of_tokens_give_the_same_samples(tmp_pa
 
 
 def test_the_answer_of_a_template_ends_with_its_special_token():
-    from fastloop_plugins.tasks._chat_stream import end_tokens
+    from fastloop_plugins.text.chat.stream import end_tokens
 
     marks = ["<|im_start|>", "<|im_end|>"]
     tokenizer = byte_tokenizer(CHATML, marks)

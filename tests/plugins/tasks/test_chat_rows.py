@@ -25,10 +25,10 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe, make_recipe
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.rows.table import RowError
-from fastloop_plugins.tasks._chat_data import LanguageTextData
-from fastloop_plugins.tasks._chat_rows import Chat, read_chat
-from fastloop_plugins.tasks._chat_stream import chat_chunks
-from fastloop_plugins.tasks._chat_template import ChatRenderer
+from fastloop_plugins.text.chat.data import LanguageTextData
+from fastloop_plugins.text.chat.rows import Chat, read_chat
+from fastloop_plugins.text.chat.stream import chat_chunks
+from fastloop_plugins.text.chat.template import ChatRenderer
 
 MODEL = {"config": GPT | {"n_positions": 1024}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 CHATS = {"chat_template": "chatml", "max_length": 1024, "validation_fraction": 0, "files": {"train": "rows.jsonl"}}

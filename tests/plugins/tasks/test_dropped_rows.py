@@ -18,9 +18,9 @@ from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.rows.drop import Condition, Drop
-from fastloop_plugins.tasks import _text_tokens
-from fastloop_plugins.tasks._chat_data import LanguageTextData
-from fastloop_plugins.tasks._tag_data import TagTextData
+from fastloop_plugins.tasks.tags.data import TagTextData
+from fastloop_plugins.text import tokens as _text_tokens
+from fastloop_plugins.text.chat.data import LanguageTextData
 
 FILMS = [("film 0", "neg"), ("film 1", "pos"), ("film 0", "neg"), ("film 0", "pos"), ("film 2", "neg")]
 

@@ -22,9 +22,9 @@ from fastloop.errors import DataError, UsageError
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop_plugins.datasets.digit_images import digit_images
-from fastloop_plugins.tasks._image_batches import Transform, read_image
-from fastloop_plugins.tasks._image_data import Augment
-from fastloop_plugins.tasks._image_format import InputFormat
+from fastloop_plugins.tasks.image.batches import Transform, read_image
+from fastloop_plugins.tasks.image.data import Augment
+from fastloop_plugins.tasks.image.format import InputFormat
 
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}
@@ -415,7 +415,7 @@ def damage(path: str) -> None:
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["no workers", "workers"])
 def test_truncated_image_is_named(plugins, monkeypatch):
-    monkeypatch.setattr("fastloop_plugins.tasks._image_batches.TRIED", 1)
+    monkeypatch.setattr("fastloop_plugins.tasks.image.batches.TRIED", 1)
     write_images(Path("images"))
     damage("images/train/red/01.png")
     with pytest.raises(
@@ -443,7 +443,7 @@ def test_damaged_images_end_the_run_before_training(suffix):
 
 
 def test_few_of_many_images_are_decoded_before_training(monkeypatch):
-    from fastloop_plugins.tasks import _image_batches
+    from fastloop_plugins.tasks.image import batches as _image_batches
 
     write_images(Path("images"))
     found: list[Path] = []

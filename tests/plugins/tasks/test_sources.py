@@ -14,7 +14,7 @@ from streaming_helpers import LANGUAGE, NAMES, samples_of, write_lines
 from text_helpers import TINY, make_run, rows, train_whole_and_cut
 
 from fastloop_plugins.data.token_cache import TokenCache
-from fastloop_plugins.tasks import _text_tokens
+from fastloop_plugins.text import tokens as _text_tokens
 
 TRAIN = {"batch_size": 8, "lr": 1e-2, "device": "cpu", "max_steps": 12, "save_every": 5}
 

@@ -30,8 +30,8 @@ from fastloop.errors import DataError, RecipeError, UsageError
 from fastloop.recipe import Inference, make_recipe
 from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.order import CYCLE, Order
-from fastloop_plugins.tasks import _streaming
-from fastloop_plugins.tasks._text_data import TextData
+from fastloop_plugins.text.data import TextData
+from fastloop_plugins.text.streaming import dataset as _streaming
 
 ROWS = 403
 

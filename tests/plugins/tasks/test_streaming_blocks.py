@@ -17,8 +17,8 @@ from fastloop.run import Run
 from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.rows import index as row_groups
 from fastloop_plugins.rows.index import Index, Reader
-from fastloop_plugins.tasks import _streaming
-from fastloop_plugins.tasks._streaming_blocks import index_blocks
+from fastloop_plugins.text.streaming import dataset as _streaming
+from fastloop_plugins.text.streaming.blocks import index_blocks
 
 MODEL = {"config": TINY_GPT | {"n_positions": 64}, "tokenizer": "words"}
 

@@ -12,7 +12,7 @@ from tag_helpers import make, write_jsonl
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
-from fastloop_plugins.tasks._tag_data import TagTextData
+from fastloop_plugins.tasks.tags.data import TagTextData
 
 TWO = [(["EU", "rejects"], ["B-ORG", "O"]), (["Peter"], ["B-PER"])]
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tag_helpers import make, trained, write_jsonl, write_splits
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.tasks._tag_batches import IGNORED, word_scores
-from fastloop_plugins.tasks._tag_metrics import PREFIXES, SCORES, EntityScores, tag_metrics
+from fastloop_plugins.tasks.tags.batches import IGNORED, word_scores
+from fastloop_plugins.tasks.tags.metrics import PREFIXES, SCORES, EntityScores, tag_metrics
 
 seqeval = pytest.importorskip("seqeval.metrics")
 schemes = pytest.importorskip("seqeval.scheme")

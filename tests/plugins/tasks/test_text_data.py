@@ -14,7 +14,7 @@ from text_helpers import TINY, make_run, rows
 
 from fastloop.errors import RecipeError
 from fastloop.recipe import make_recipe
-from fastloop_plugins.tasks._text_data import TextData
+from fastloop_plugins.text.data import TextData
 
 
 def write(path: str, content: list[dict]) -> str:

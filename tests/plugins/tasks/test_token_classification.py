@@ -24,8 +24,8 @@ from fastloop.errors import PluginError, RecipeError
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop_plugins.datasets.dispatches import dispatches
-from fastloop_plugins.tasks._tag_batches import IGNORED, cut_words, windows
-from fastloop_plugins.tasks._tag_tokens import pairs
+from fastloop_plugins.tasks.tags.batches import IGNORED, cut_words, windows
+from fastloop_plugins.tasks.tags.tokens import pairs
 
 seqeval = pytest.importorskip("seqeval.metrics")
 accuracy_score, classification_report, f1_score = (
@@ -386,7 +386,7 @@ def test_models_that_cannot_tag_are_refused():
 @pytest.mark.parametrize("kind", ["PreTrainedTokenizerFast", "RobertaTokenizer", "GPT2Tokenizer"])
 def test_byte_level_tokenizers_get_a_space_before_each_word(kind, cli):
     """As in a text, where these tokenizers read the space with the word. The exported tokenizer does the same."""
-    from fastloop_plugins.tasks._tokenizers import TrainedTokenizer, train_tokenizer
+    from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
     rows = dispatches(**SPLITS)
     texts = [" ".join(row["words"]) for row in rows["train"]]

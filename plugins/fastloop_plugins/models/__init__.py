@@ -1,0 +1,1 @@
+"""Models of transformers: found, checked, named, and loaded."""

@@ -1,0 +1,314 @@
+"""Check that a transformers model can do a text task: by architecture, and by a trial on a few tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastloop import RecipeError
+from fastloop_plugins._probe import probing
+from fastloop_plugins.models.hub import quiet
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop import Run
+
+Found = TypeVar("Found")
+
+CLASSIFIERS = "bert, distilbert, roberta, deberta-v2, modernbert, gpt2 or llama"
+DECODERS = "gpt2, llama, qwen3 or gemma3_text"
+"""Examples for messages."""
+
+READS_AHEAD = "each position sees the tokens after it, so the model reads the tokens that it is to predict."
+
+TOLERANCE = 1e-5
+"""Largest change of an earlier logit, as a share of the largest logit. Measured on transformers 5.23's language models
+with random weights: rounding gives up to 3e-7, reading ahead 9e-5 and more."""
+
+
+ROUTER_REMEDY = "Set output_router_logits to false in the model's configuration."
+"""Advice for a model whose router has another loss than expected."""
+
+AFFORDABLE = 1e12
+"""Largest product of tokens and parameters for which a block is tried in train mode: about ten seconds on two cores."""
+
+PADDING_REMEDY = (
+    "If it needs padding, set data.pad_to_multiple_of, or data.padding: max_length. Otherwise, use another model."
+)
+"""Advice for a model that computes in eval mode only."""
+
+TOKENIZER_REMEDY = "Use another model, or one with the tokenizer that it was trained with."
+"""Advice for a model that fails on token ids."""
+
+
+def unsupported(model_type: str, config: Mapping[str, Any], classify: bool, trains_tokenizer: bool) -> str | None:
+    """Why an architecture certainly cannot do a task; None if it can, or if only a trial shows it.
+
+    Args:
+        config: Fields of the configuration, as far as they are known.
+        classify: For text classification; otherwise for causal language modelling.
+        trains_tokenizer: Whether the tokenizer is trained from the texts. Such a tokenizer adds no end token to a text.
+    """
+    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    # rejected elsewhere, or the model ships its own code
+    if model_type not in CONFIG_MAPPING or config.get("auto_map"):
+        return None
+    can_classify = model_type in auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    instead = f"For a language model, use a decoder such as {DECODERS}."
+    if can_classify:
+        instead = f"To classify texts, name the column of their labels: data.label=COLUMN. {instead}"
+    defaults: Any = CONFIG_MAPPING[model_type]
+    two_stacks = getattr(defaults, "is_encoder_decoder", False)
+    if two_stacks:
+        instead = f"To train an encoder-decoder, name the column of its targets: data.target=COLUMN. {instead}"
+    if classify and can_classify:
+        if not (two_stacks and trains_tokenizer):
+            return None
+        return (
+            f"{model_type!r} is an encoder-decoder, which classifies at a text's end token; a tokenizer that is "
+            "trained here adds none. "
+            f"Use {CLASSIFIERS}, or a checkpoint with its tokenizer: model.name."
+        )
+    if classify:
+        return (
+            f"transformers has no text classifier for {model_type!r} (AutoModelForSequenceClassification). "
+            f"Use one that it has, such as {CLASSIFIERS}."
+        )
+    if model_type not in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"transformers has no causal language model for {model_type!r} (AutoModelForCausalLM). {instead}"
+    is_encoder = model_type in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES and not two_stacks
+    if is_encoder and config.get("is_decoder", getattr(defaults, "is_decoder", None)) is False:
+        return f"{model_type!r} is an encoder (is_decoder: false): {READS_AHEAD} {instead}"
+    return None
+
+
+def check_causal(
+    run: Run, model: nn.Module, ids: list[int], block: Mapping[str, Tensor], where: str
+) -> tuple[float, float]:
+    """Raise an error for a language model in which a later token changes an earlier logit.
+
+    The model computes two rows that differ in their second half: on the CPU, in eval mode, without gradients. A process
+    whose weights are on the meta device gets the result from the others. Every process must call it.
+
+    Args:
+        ids: A few token ids, at least two.
+        block: The inputs of a batch of one sample, for a model that trains on some lengths only, such as Reformer.
+
+    Returns:
+        The weight of the auxiliary loss of the model's router, which its output has as ``aux_loss``; 0 without one. And
+        how much tokens at the end of a row change its earlier logits, as a share of the largest logit, compared with a
+        shorter row.
+
+    Raises:
+        RecipeError: The model reads ahead, cannot compute logits from token ids alone, or adds another loss of its
+            router.
+    """
+    import torch
+
+    def find() -> tuple[float, float]:
+        config: Any = model.config
+        vocabulary, half = config.get_text_config().vocab_size, len(ids) // 2
+        rows = torch.tensor([ids, ids[:half] + [(token + 1) % vocabulary for token in ids[half:]]])
+        output = model(input_ids=rows, use_cache=False)
+        logits = output.logits.float()
+        change = (logits[0, :half] - logits[1, :half]).abs().max()
+        if change > TOLERANCE * logits.abs().max():
+            raise RecipeError(
+                f"{where}: {type(model).__name__} is not causal: {READS_AHEAD} Use a decoder such as {DECODERS}."
+            )
+        alone = model(input_ids=rows[:1, :half], use_cache=False).logits.float()
+        return _router_weight(model, rows, output, where), float(
+            (logits[:1, :half] - alone).abs().max() / alone.abs().max()
+        )
+
+    def train() -> None:
+        model.train()
+        model(**block, use_cache=False)
+
+    found = agree(run, model, where, find) or (0.0, 0.0)
+    if block["input_ids"].numel() * sum(parameter.numel() for parameter in model.parameters()) <= AFFORDABLE:
+        agree(run, model, where, train, PADDING_REMEDY)
+    return found
+
+
+def _router_weight(model: nn.Module, rows: Tensor, output: Any, where: str) -> float:
+    """The weight of ``output.aux_loss`` in the model's own loss; 0 if there is none."""
+    from torch import Tensor
+    from torch.nn.functional import cross_entropy
+
+    if not isinstance(auxiliary := getattr(output, "aux_loss", None), Tensor):
+        return 0.0
+    weight: float = next(
+        (getattr(model, name) for name in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(model, name)), 0.0
+    )
+    loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+    expected = cross_entropy(output.logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten()) + weight * auxiliary
+    if (loss - expected).abs() > TOLERANCE * expected.abs():
+        raise RecipeError(
+            f"{where}: {type(model).__name__} computes a loss of {float(loss):.6g}, expected {float(expected):.6g}: "
+            f"cross entropy and {weight:g} times the auxiliary loss of its router. {ROUTER_REMEDY}"
+        )
+    return weight
+
+
+def check_classifies(
+    run: Run, model: nn.Module, inputs: Mapping[str, Tensor], classes: int, where: str, tokens: bool = False
+) -> None:
+    """Raise an error for a classifier that does not return ``classes`` logits for each text. Runs like
+    ``check_causal``.
+
+    Args:
+        inputs: Token ids and mask of two texts, in the form of the task's batches.
+        tokens: Expect logits for each token instead.
+
+    Raises:
+        RecipeError: The model cannot compute logits from token ids and mask alone, or they have another shape.
+    """
+
+    def find() -> None:
+        shape, expected = tuple(model(**inputs).logits.shape), (*inputs["input_ids"].shape[: 1 + tokens], classes)
+        if shape != expected:
+            name = type(model).__name__
+            raise RecipeError(
+                f"{where}: {name} gives logits of shape {shape} for 2 texts, expected {expected}. Use another model."
+            )
+
+    agree(run, model, where, find)
+
+
+def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
+    """Raise an error for a model that computes no logits in train mode, such as Reformer without padding. Runs like
+    ``check_causal``.
+
+    Args:
+        inputs: As for ``check_classifies``, which tries eval mode.
+
+    Raises:
+        RecipeError: The model raised an error.
+    """
+
+    def find() -> None:
+        model.train()  # afterwards, each module has its own mode again
+        model(**inputs)
+
+    agree(run, model, where, find, PADDING_REMEDY)
+
+
+def check_alone(run: Run, model: nn.Module, forward: Callable[[], Any], remedy: str = "") -> None:
+    """Raise an error for a model that cannot train on one sample alone, if micro-batches have one. Runs like
+    ``check_causal``.
+
+    CANINE needs four tokens, and batch norm without pixels needs two samples.
+
+    Args:
+        forward: Computes the logits of a sample.
+
+    Raises:
+        RecipeError: It raised an error in train mode.
+    """
+    if run.recipe.inference is not None or run.loaders.micro_batch_size > 1:
+        return
+
+    def find() -> None:
+        model.train()
+        forward()
+
+    agree(
+        run,
+        model,
+        f"{run.recipe.where}: train.micro_batch_size: found 1",
+        find,
+        f"Use micro-batches of two samples or more{remedy}.",
+    )
+
+
+def shortest(dataset: Any) -> Any:
+    """The shortest sample of a dataset with ``lengths``; the first one of another; None for an iterable dataset."""
+    if not hasattr(dataset, "__getitem__"):
+        return None
+    return dataset[int(dataset.lengths.argmin()) if hasattr(dataset, "lengths") else 0]
+
+
+def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
+    """Raise an error for an encoder-decoder whose loss is not the mean cross entropy of the target tokens. Runs like
+    ``check_causal``.
+
+    Args:
+        inputs: A batch of ``seq2seq`` with ``labels``.
+
+    Raises:
+        RecipeError: The model cannot compute its loss from token ids, mask and labels alone, or computes another one.
+    """
+    from torch.nn.functional import cross_entropy
+
+    def find() -> None:
+        output = model(**inputs)
+        expected = cross_entropy(output.logits.flatten(0, 1).float(), inputs["labels"].flatten())
+        if bool((output.loss - expected).abs() > 1e-4 * expected.abs() + 1e-6):
+            remedy = ROUTER_REMEDY if getattr(model.config, "output_router_logits", False) else "Use another model."
+            raise RecipeError(
+                f"{where}: {type(model).__name__} computes a loss of {float(output.loss):.6g}, expected "
+                f"{float(expected):.6g}, the mean cross entropy of the target tokens: its micro-batches could not be "
+                f"combined. {remedy}"
+            )
+
+    agree(run, model, where, find)
+
+
+def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int, where: str) -> None:
+    """Raise an error for an image classifier that does not return ``classes`` logits for each image. Runs like
+    ``check_causal``.
+
+    Args:
+        size: Height and width of the images in pixels.
+
+    Raises:
+        RecipeError: The model cannot compute logits from such images, or they have another shape.
+    """
+    import torch
+
+    def find() -> None:
+        output = model(torch.zeros(2, 3, size, size))
+        shape, expected = tuple(getattr(output, "logits", output).shape), (2, classes)
+        if shape != expected:
+            name = type(model).__name__
+            raise RecipeError(
+                f"{where}: {name} gives logits of shape {shape} for 2 images, expected {expected}. Use another model."
+            )
+
+    agree(run, model, where, find, f"Use another model, or another data.image_size (it is {size}).")
+
+
+def agree(
+    run: Run, model: nn.Module, where: str, find: Callable[[], Found], remedy: str = TOKENIZER_REMEDY
+) -> Found | None:
+    """Call ``find`` on each process that has weights, and return the first result on every process; None if no process
+    has weights.
+
+    ``find`` may compute with the model, which stays as it is.
+
+    Raises:
+        RecipeError: ``find`` raised an error on one of them.
+    """
+    result: tuple[Found | None, str] | None = None
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        try:
+            with probing(model), quiet():
+                result = find(), ""
+        except RecipeError as error:
+            result = None, str(error)
+        except Exception as error:  # models raise errors of any type
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            name = type(model).__name__
+            result = (
+                None,
+                f"{where}: {name} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. "
+                f"{remedy}",
+            )
+    results = [found for found in run.processes.all_gather_object(result) if found is not None]
+    if problem := next((problem for _, problem in results if problem), ""):
+        raise RecipeError(problem)
+    return next((found for found, _ in results), None)

@@ -1,0 +1,1 @@
+"""Losses, metrics and predictions that tasks share."""

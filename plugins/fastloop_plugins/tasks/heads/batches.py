@@ -1,0 +1,48 @@
+"""Batches of texts and their labels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastloop import Batch
+from fastloop_plugins.text.batches import mask, padded
+from fastloop_plugins.text.ragged import Ragged
+
+if TYPE_CHECKING:
+    from fastloop_plugins.tasks.heads.losses import ClassLoss
+    from fastloop_plugins.text.batches import Width
+
+
+class Collator:
+    """Pads a list of samples. The mask is 1 for real tokens; a batch without padding has no mask."""
+
+    deterministic = True
+
+    def __init__(self, pad_token_id: int, width: Width, loss: ClassLoss) -> None:
+        self.pad_token_id, self.width, self.loss = pad_token_id, width, loss
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        batch = self.ragged(samples)
+        rows = batch.columns["input_ids"][0]
+        width, left = self.width(rows), self.width.left
+        inputs = {
+            name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()
+        } | batch.fixed
+        if min(map(len, rows)) < width:
+            inputs["attention_mask"] = mask(rows, width, left)
+        return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
+
+    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
+        """The batch without padding and without a mask."""
+        import torch
+
+        rows = [sample["input_ids"] for sample in samples]
+        found = [sample["label"] for sample in samples]
+        labels = torch.tensor(found if isinstance(found[0], int) else np.array(found))
+        weight = len(rows) if self.loss.weights is None else self.loss.weight_of(labels)
+        columns = {"input_ids": (rows, self.pad_token_id)}
+        if "token_type_ids" in samples[0]:
+            columns["token_type_ids"] = ([sample["token_type_ids"] for sample in samples], 0)
+        return Ragged(columns=columns, fixed={"labels": labels}, loss_weight=weight, tokens=sum(map(len, rows)))

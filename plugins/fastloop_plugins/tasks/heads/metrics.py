@@ -1,0 +1,167 @@
+"""Metrics of a recipe: classes of torchmetrics by name, or of a file or package."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop.errors import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torchmetrics import Metric, MetricCollection
+
+    from fastloop.recipe import Recipe
+
+
+def import_torchmetrics() -> None:
+    """Import torchmetrics without ``scipy.signal``, which takes a second of processor time.
+
+    torchmetrics 1.9 imports it only to restore ``scipy.signal.hamming``, which a package of audio metrics uses. It has
+    no switch for this, so an empty module takes its place during the import. No thread may import ``scipy.signal``
+    meanwhile. Later imports are as usual.
+    """
+    if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
+        return
+    sys.modules["scipy.signal"] = stand_in = ModuleType("scipy.signal")
+    stand_in.__dict__["hamming"] = None  # torchmetrics does not change the module
+    try:
+        import torchmetrics  # noqa: F401
+    finally:
+        del sys.modules["scipy.signal"]
+
+
+def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: str) -> dict[str, type[Metric]]:
+    """Name -> class.
+
+    Args:
+        options: Name -> ``{type: class of torchmetrics or file.py:name, and its arguments}``.
+        key: The recipe's key, for messages.
+
+    Raises:
+        RecipeError: A class does not exist, or is no metric.
+    """
+    if not options:
+        import_torchmetrics()
+        return {}
+    import torchmetrics
+    from torchmetrics import classification, regression
+
+    from fastloop_plugins._references import import_object
+
+    known = {name: getattr(home, name) for home in (torchmetrics, classification, regression) for name in home.__all__}
+    found: dict[str, type[Metric]] = {}
+    for name, arguments in options.items():
+        where, kind = f"{recipe.where}: {key}.{name}", str(arguments.get("type"))
+        if ":" in kind:
+            cls = import_object(kind, recipe, f"{key}.{name}.type")
+            if not (isinstance(cls, type) and issubclass(cls, torchmetrics.Metric)):
+                raise RecipeError(f"{where}.type: {kind} is not a subclass of torchmetrics.Metric.")
+        elif kind in known:
+            cls = known[kind]
+        else:
+            raise RecipeError(f"{where}.type: torchmetrics has no {kind!r}.{did_you_mean(kind, known)}")
+        found[name] = cls
+    return found
+
+
+def make_metrics(
+    classes: Mapping[str, type[Metric]],
+    options: Mapping[str, Mapping[str, Any]],
+    where: str,
+    known: Mapping[str, Any] | None = None,
+) -> dict[str, Metric]:
+    """Name -> metric.
+
+    Args:
+        classes: The result of ``find_metrics``.
+        where: The recipe and the key, for messages.
+        known: Arguments that the task knows, for the metrics that have such a parameter.
+
+    Raises:
+        RecipeError: A metric does not take its arguments.
+    """
+    made = {}
+    for name, cls in classes.items():
+        arguments = {key: value for key, value in options[name].items() if key != "type"}
+        for key in (known or {}).keys() & inspect.signature(cls).parameters.keys():
+            arguments.setdefault(key, (known or {})[key])
+        try:
+            made[name] = cls(**arguments)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(f"{where}.{name}: {error}") from None
+    return made
+
+
+def collect(metrics: Mapping[str, Metric], where: str) -> MetricCollection:
+    """The metrics as one collection.
+
+    Raises:
+        RecipeError: A name cannot be used.
+    """
+    from torchmetrics import MetricCollection
+
+    from fastloop_plugins.tasks.heads.metric_gather import gather_everywhere
+
+    try:
+        return gather_everywhere(MetricCollection(dict(metrics)))
+    except KeyError as error:  # names of nn.Module's attributes, such as float
+        raise RecipeError(f"{where}: {error.args[0]}. Call the metric something else.") from None
+
+
+def classifier_metrics(
+    classes: Mapping[str, type[Metric]],
+    options: Mapping[str, Mapping[str, Any]],
+    where: str,
+    count: int,
+    threshold: float | None,
+) -> MetricCollection:
+    """``accuracy`` and ``f1``, and the recipe's metrics, of logits of shape (N, count) and labels of shape (N,).
+
+    Metrics of two classes, such as ``BinaryAUROC``, get the probability of class 1.
+
+    Args:
+        threshold: Predict class 1 if its probability is above this; None: the class with the largest logit.
+
+    Raises:
+        RecipeError: A name is taken, or a metric or the threshold is for two classes and there are others.
+    """
+    from torchmetrics.classification import BinaryF1Score, MulticlassAccuracy, MulticlassF1Score
+    from torchmetrics.wrappers import LambdaInputTransformer
+
+    if threshold is not None and count != 2:
+        raise RecipeError(
+            f"{where.removesuffix('.metrics')}.threshold: is for two classes, and the data has {count}. Remove it."
+        )
+
+    def decide(logits: Tensor) -> Tensor:
+        return logits.argmax(1) if threshold is None else (probability(logits) > threshold).long()
+
+    metrics: dict[str, Any] = {
+        "accuracy": MulticlassAccuracy(count, average="micro"),
+        "f1": MulticlassF1Score(count, average="macro"),
+    }
+    if threshold is not None:
+        metrics["accuracy"] = LambdaInputTransformer(metrics["accuracy"], transform_pred=decide)
+    if count == 2:
+        metrics["f1"] = LambdaInputTransformer(BinaryF1Score(validate_args=False), transform_pred=decide)
+    known = {"num_classes": count, "task": "multiclass"} | ({"threshold": threshold} if threshold is not None else {})
+    for name, metric in make_metrics(classes, options, where, known).items():
+        if name in metrics:
+            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
+        is_binary = type(metric).__name__.startswith("Binary")
+        if is_binary and count != 2:
+            raise RecipeError(
+                f"{where}.{name}.type: {type(metric).__name__} is for two classes, and the data has {count}."
+            )
+        metrics[name] = LambdaInputTransformer(metric, transform_pred=probability) if is_binary else metric
+    return collect(metrics, where)
+
+
+def probability(logits: Tensor) -> Tensor:
+    """The probability of class 1: (N, 2) -> (N,), float32."""
+    return logits.float().softmax(1)[:, 1]

@@ -1,0 +1,131 @@
+"""Loss, metrics and predictions of text classification for labels that are numbers or sets of classes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Output, RecipeError
+from fastloop_plugins.tasks.heads.metrics import collect, make_metrics
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torchmetrics import Metric, MetricCollection
+
+
+class Regression:
+    """One number for each text: mean squared error, as in transformers."""
+
+    problem_type = "regression"
+
+    def output(self, logits: Tensor, targets: Tensor) -> Output:
+        """Of logits (N, 1) and targets (N,)."""
+        from torch.nn.functional import mse_loss
+
+        values = logits.float().squeeze(1)
+        return Output(mse_loss(values, targets.float()), values, targets.float())
+
+    def metrics(
+        self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
+    ) -> MetricCollection:
+        """``mse``, ``mae``, ``pearson`` and ``spearman``, and the recipe's metrics."""
+        from torchmetrics import MeanAbsoluteError, MeanSquaredError, PearsonCorrCoef, SpearmanCorrCoef
+
+        metrics: dict[str, Any] = {"mse": MeanSquaredError(), "mae": MeanAbsoluteError(), "pearson": PearsonCorrCoef()}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*will save all targets")  # two numbers for each text
+            metrics["spearman"] = SpearmanCorrCoef()
+        return collect(_added(metrics, make_metrics(classes, options, where), where), where)
+
+    def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
+        """``prediction``: the number of each text."""
+        assert output.predictions is not None
+        return {"prediction": output.predictions.tolist()}
+
+
+class MultiLabel:
+    """Any number of classes for each text: binary cross entropy of each class, as in transformers.
+
+    Args:
+        threshold: A text has a class if its probability is above this.
+    """
+
+    problem_type = "multi_label_classification"
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def output(self, logits: Tensor, targets: Tensor) -> Output:
+        """Of logits (N, C) and targets (N, C) of 0.0 and 1.0."""
+        from torch.nn.functional import binary_cross_entropy_with_logits
+
+        return Output(binary_cross_entropy_with_logits(logits.float(), targets), logits, targets)
+
+    def metrics(
+        self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
+    ) -> MetricCollection:
+        """``f1_micro``, ``f1_macro`` and ``subset_accuracy``: the share of texts with all classes right. And the
+        recipe's metrics."""
+        from torchmetrics.classification import MultilabelExactMatch, MultilabelF1Score
+        from torchmetrics.wrappers import LambdaInputTransformer
+
+        known = {"num_labels": len(names), "task": "multilabel", "threshold": self.threshold}
+        metrics: dict[str, Any] = {
+            "f1_micro": MultilabelF1Score(len(names), self.threshold, average="micro"),
+            "f1_macro": MultilabelF1Score(len(names), self.threshold, average="macro"),
+            "subset_accuracy": MultilabelExactMatch(len(names), self.threshold),
+        }
+        metrics = _added(metrics, make_metrics(classes, options, where, known), where)
+        return collect(
+            {name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()},
+            where,
+        )
+
+    def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
+        """``labels``: the classes of each text, and the probability of each class."""
+        assert output.predictions is not None
+        rows = _probabilities(output.predictions).tolist()
+        columns: dict[str, list[Any]] = {
+            "labels": [[name for name, value in zip(names, row, strict=True) if value > self.threshold] for row in rows]
+        }
+        return columns | {f"probability_{name}": [row[index] for row in rows] for index, name in enumerate(names)}
+
+
+def make_problem(label_type: str, loss: Any, threshold: float | None, where: str) -> Regression | MultiLabel | None:
+    """The problem of a label type; None: one class for each text.
+
+    Args:
+        loss: The task's option ``loss``.
+        threshold: The task's option ``threshold``.
+        where: The recipe and the task, for messages.
+
+    Raises:
+        RecipeError: An option is for another problem.
+    """
+    if label_type == "class":
+        return None
+    if loss != "cross_entropy":
+        used = "mean squared error" if label_type == "number" else "binary cross entropy"
+        raise RecipeError(
+            f"{where}.loss: is for one class a text, and data.label_type is {label_type}, which uses {used}. Remove it."
+        )
+    if label_type == "number" and threshold is not None:
+        raise RecipeError(f"{where}.threshold: is for classes, and data.label_type is number. Remove it.")
+    return Regression() if label_type == "number" else MultiLabel(0.5 if threshold is None else threshold)
+
+
+def _added(metrics: dict[str, Any], more: Mapping[str, Metric], where: str) -> dict[str, Any]:
+    for name in more:
+        if name in metrics:
+            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
+    return metrics | dict(more)
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    """The probability of each class, float32."""
+    return logits.float().sigmoid()
+
+
+def _whole_numbers(targets: Tensor) -> Tensor:
+    return targets.long()

@@ -1,0 +1,1 @@
+"""Images of a task: read, decoded, batched, and their models."""

@@ -1,0 +1,226 @@
+"""Images as tensors: decoding, random changes that depend only on seed, epoch and image, and batches."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Generator, Tensor
+from torch.utils.data import Dataset, default_collate
+
+from fastloop import Batch, RecipeError
+from fastloop_plugins.tasks.image.format import MAX_PIXELS
+
+if TYPE_CHECKING:
+    from fastloop_plugins.tasks.heads.losses import ClassLoss
+    from fastloop_plugins.tasks.image.data import Augment, ImageFiles
+    from fastloop_plugins.tasks.image.format import InputFormat
+
+warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_image reports such an image as an error
+
+CROP_ATTEMPTS = 10
+"""Random parts to draw until one lies within the image, as in torchvision."""
+
+
+TRIED, TRIED_BYTES = 4096, 2**26
+"""Images to decode before training, and the size of their files: at most about three seconds on one CPU core."""
+
+
+def check_images(splits: Iterable[ImageFiles], resized: int = 1) -> None:
+    """Decode images, so that a damaged one does not end a run that has trained for hours: all, or evenly spaced ones of
+    many.
+
+    Args:
+        resized: Pixels of the shorter side in evaluation.
+
+    Raises:
+        RecipeError: One of them cannot be read.
+    """
+    splits = list(splits)
+    paths = [files.root / name for files in splits for name in files.names]
+    most = max(files.max_pixels for files in splits)
+    tried = paths[:: -(-len(paths) // TRIED) or 1]
+    tried = tried[:: -(-sum(path.stat().st_size for path in tried) // TRIED_BYTES) or 1]
+
+    def problem(path: Path) -> str | None:
+        try:
+            read_image(path, most, resized, small=True)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(4) as pool:  # decoders release the GIL
+        problems = [found for found in pool.map(problem, tried) if found is not None]
+    if problems:
+        more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read." * (
+            len(problems) > 1
+        )
+        raise RecipeError(f"{problems[0]}{more}")
+
+
+class TooLarge(ValueError):
+    """An image with too many pixels. The message does not say where it is."""
+
+
+def check_size(size: tuple[int, int], max_pixels: int, resized: int) -> None:
+    """Raise ``TooLarge`` for an image with more pixels than ``data.max_pixels``, or with more when its shorter side is
+    ``resized``."""
+    width, height = size
+    longer = resized * max(size) // max(min(size), 1)
+    for pixels, what in ((width * height, ""), (resized * longer, f", and resized {resized} x {longer}")):
+        if pixels > max_pixels:
+            raise TooLarge(
+                f"has {width} x {height} pixels{what}, expected at most {max_pixels} in all (data.max_pixels). Cut or "
+                "shrink the image, remove it, or set the option higher."
+            )
+
+
+def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small: bool = False) -> Image.Image:
+    """Decode an image as red, green and blue. Applies the orientation in its EXIF data, and drops transparency.
+
+    A grayscale PNG of 16 bits is scaled to 8 bits, as Pillow scales one in color. A GIF gives its first picture.
+
+    Args:
+        max_pixels: Pixels of the image at most, as it is and resized. Checked before either.
+        resized: Pixels of the shorter side when it is resized.
+        small: Decode a JPEG at an eighth of its size, which is faster and finds the same damage.
+
+    Raises:
+        ValueError: The file cannot be read as an image of 8 bits a channel.
+    """
+    try:
+        Image.MAX_IMAGE_PIXELS = max(max_pixels, Image.MAX_IMAGE_PIXELS or 0)
+        with Image.open(path) as image:
+            check_size(image.size, max_pixels, resized)
+            if small:
+                image.draft("RGB", (1, 1))
+            image.load()
+            if image.mode[0] in "IF" and image.format != "PNG":  # a conversion to 8 bits would clip the values
+                raise ValueError(f"its pixels have mode {image.mode}, expected 8 bits a channel: convert it")
+            ImageOps.exif_transpose(image, in_place=True)
+            if image.mode[0] == "I":
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            opaque = image.convert("RGBA") if "transparency" in image.info else image
+            return opaque.convert("RGB")
+    except TooLarge as error:
+        raise ValueError(f"{path}: {error}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(
+            f"{path}: {str(error).partition(',')[0]}. See data.max_pixels, which is {max_pixels}."
+        ) from None
+    except Exception as error:  # decoders raise errors of any type
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{path}: cannot be read as an image: {reason}. Replace or remove the file, or add the plugin "
+            "skip-unreadable."
+        ) from None
+
+
+class Transform:
+    """Makes inputs of the model, (3, size, size) float32, from images: as in evaluation, or with ``augment``, as in
+    training.
+
+    The resized and normalized images equal those of torchvision's transforms of PIL images, and of transformers' image
+    processors.
+    """
+
+    def __init__(self, form: InputFormat, augment: Augment | None = None) -> None:
+        self.form, self.augment = form, augment
+        self.resample = Image.Resampling[form.interpolation.upper()]
+        self.mean, self.std = (
+            torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (form.mean, form.std)
+        )
+
+    def __call__(self, image: Image.Image, random: Generator) -> Tensor:
+        size, augment = self.form.image_size, self.augment
+        if augment is not None and augment.crop:
+            image = image.crop(self._random_part(image, augment, random)).resize((size, size), self.resample)
+        else:
+            image = self._center(image)
+        if augment is not None and torch.rand((), generator=random) < augment.flip:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float()
+        return pixels.div_(255).sub_(self.mean).div_(self.std)
+
+    def _center(self, image: Image.Image) -> Image.Image:
+        """Resize the shorter side, and crop the center."""
+        size, resized, shorter = self.form.image_size, self.form.resized, min(image.size)
+        width, height = (resized if side == shorter else int(resized * side / shorter) for side in image.size)
+        image = image.resize((width, height), self.resample)
+        left, top = (width - size) // 2, (height - size) // 2
+        return image.crop((left, top, left + size, top + size))
+
+    def _random_part(self, image: Image.Image, augment: Augment, random: Generator) -> tuple[int, int, int, int]:
+        """A part of a random area and shape: left, top, right, bottom in pixels.
+
+        Method: Szegedy et al., "Going Deeper with Convolutions", 2015, as in torchvision's ``RandomResizedCrop``.
+        """
+
+        def uniform(low: float, high: float) -> float:
+            return low + (high - low) * float(torch.rand((), generator=random, dtype=torch.float64))
+
+        width, height = image.size
+        for _ in range(CROP_ATTEMPTS):
+            area = width * height * uniform(*augment.scale)
+            ratio = math.exp(uniform(*map(math.log, augment.ratio)))
+            w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = int(uniform(0, width - w + 1)), int(uniform(0, height - h + 1))
+                return left, top, left + w, top + h
+        ratio = min(max(width / height, augment.ratio[0]), augment.ratio[1])
+        w, h = min(width, max(1, round(height * ratio))), min(height, max(1, round(width / ratio)))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+
+class ImageDataset(Dataset[tuple[Any, ...]]):
+    """Samples ``(image, class)`` of a split, decoded when they are read.
+
+    The random changes of an image are a function of seed, epoch and index. They depend neither on the worker or the
+    process that reads the image, nor on the images read before. They use no global generator, so training's random
+    numbers do not depend on them.
+
+    Args:
+        named: Whether samples are ``(image, class, path)``.
+
+    Attributes:
+        epoch: (1,) int64 in shared memory, so that workers see changes.
+    """
+
+    def __init__(self, files: ImageFiles, transform: Transform, seed: int = 0, named: bool = False) -> None:
+        self.files, self.transform, self.seed, self.named = files, transform, seed, named
+        self.epoch: Tensor = torch.zeros(1, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return len(self.files.names)
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        name, label = self.files.names[index], self.files.labels[index]
+        random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
+        image = self.transform(
+            read_image(self.files.root / name, self.files.max_pixels, self.transform.form.resized), random
+        )
+        return (image, label, name) if self.named else (image, label)
+
+    def fingerprint(self) -> str:
+        """See ``DatasetProtocol``."""
+        return self.files.fingerprint()
+
+
+class Collator:
+    """Stacks samples to ``(images, classes)``: (N, 3, size, size) float32 and (N,) int64; with paths, also a list of
+    them."""
+
+    def __init__(self, loss: ClassLoss) -> None:
+        self.loss = loss
+
+    def __call__(self, samples: list[tuple[Any, ...]]) -> Any:
+        inputs = tuple(default_collate(samples))
+        return inputs if self.loss.weights is None else Batch(inputs, loss_weight=self.loss.weight_of(inputs[1]))

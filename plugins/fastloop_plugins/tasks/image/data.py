@@ -1,0 +1,373 @@
+"""The ``data`` section of ``image-classification``: a folder of images per class, and their way into a model."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop.errors import did_you_mean
+from fastloop.options import parse
+from fastloop_plugins._cache import digest
+from fastloop_plugins.rows.splits import Limit, Splits, divide
+from fastloop_plugins.tasks.image.format import MAX_PIXELS, InputFormat
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+"""Suffixes of images: those of torchvision's ImageFolder, and ``.gif``."""
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(kw_only=True)
+class Data:
+    """The ``data`` section."""
+
+    images: Annotated[
+        str | None,
+        option(
+            "Folder with train, validation and test, each with a folder of images for each class; or only with "
+            "the latter."
+        ),
+    ] = None
+    module: Annotated[
+        str | None,
+        option("Instead of images: a function that returns the folder: package.module:name or file.py:name."),
+    ] = None
+    arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
+    splits: Annotated[
+        dict[str, Any] | None, option("Names of the splits' folders, such as {validation: val}; null: leave out.")
+    ] = None
+    validation_fraction: Annotated[
+        float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)
+    ] = 0.1
+    limit: Annotated[
+        dict[str, Any] | None, option("Split -> how many images to keep, drawn at random, always the same.")
+    ] = None
+    image_size: Annotated[
+        int | None, option("Height and width of the model's input in pixels; null: as pretrained, else 224.", ge=1)
+    ] = None
+    crop_fraction: Annotated[
+        float | None,
+        option(
+            "In evaluation, the share of the shorter side that is kept at the center; null: as pretrained, else 0.875.",
+            gt=0,
+            le=1,
+        ),
+    ] = None
+    interpolation: Annotated[
+        Literal["bilinear", "bicubic"] | None, option("How images are resized; null: as pretrained, else bilinear.")
+    ] = None
+    mean: Annotated[
+        list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")
+    ] = None
+    std: Annotated[
+        list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")
+    ] = None
+    max_pixels: Annotated[
+        int, option("Pixels of an image at most, as it is and resized: a small file may claim any size.", ge=1)
+    ] = MAX_PIXELS
+    augment: Annotated[
+        dict[str, Any] | None, option("Random changes of training images: {crop: true, scale: [0.08, 1], flip: 0.5}.")
+    ] = None
+
+
+@dataclass(kw_only=True)
+class Augment:
+    """``data.augment``."""
+
+    crop: Annotated[bool, option("train on a random part of an image; false: on the same part as in evaluation")] = True
+    scale: Annotated[list[float], option("smallest and largest area of the part, as a share of the image")] = field(
+        default_factory=lambda: [0.08, 1.0]
+    )
+    ratio: Annotated[list[float], option("smallest and largest width of the part, divided by its height")] = field(
+        default_factory=lambda: [0.75, 1.3333]
+    )
+    flip: Annotated[float, option("probability of a horizontal flip", ge=0, le=1)] = 0.5
+
+    def __post_init__(self) -> None:
+        for key in ("scale", "ratio"):
+            bounds = getattr(self, key)
+            if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+                raise ValueError(
+                    f"{key}: found {list(bounds)}, expected the smallest and the largest value, such as [0.5, 1]."
+                )
+
+
+@dataclass
+class ImageFiles:
+    """The images of one split: paths relative to ``root``, and the class of each.
+
+    Attributes:
+        names: Paths with forward slashes, in sorted order.
+        labels: Ids of the classes.
+        max_pixels: ``data.max_pixels``.
+    """
+
+    root: Path
+    names: list[str]
+    labels: list[int]
+    max_pixels: int = MAX_PIXELS
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def keep(self, ids: Sequence[int]) -> ImageFiles:
+        """The images with these ids."""
+        return replace(self, names=[self.names[index] for index in ids], labels=[self.labels[index] for index in ids])
+
+    def fingerprint(self) -> str:
+        """A hash of names, sizes in bytes and classes."""
+        sizes = (f"{name} {(self.root / name).stat().st_size}" for name in self.names)
+        return digest([*sizes, *map(str, self.labels)])
+
+
+class ImageData:
+    """The ``data`` section of a recipe. The constructor checks it, ``load`` lists the images.
+
+    Attributes:
+        classes: Names of the classes, sorted, after ``load``; in inference: set before it, from the model.
+        ignored: Files that are no images, from the last call of ``load`` or ``to_predict``.
+
+    Raises:
+        RecipeError: An option is invalid, or the folder does not exist.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        from fastloop_plugins._references import check_reference
+
+        self.recipe, self.where, self.inference = recipe, f"{recipe.where}: data", recipe.inference
+        self.options = parse(Data, recipe.data, self.where)
+        self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
+        self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
+        self.augment = parse(Augment, self.options.augment, f"{self.where}.augment")
+        self.classes: list[str] = []
+        self.ignored: list[Path] = []
+        for key in ("mean", "std"):
+            values = getattr(self.options, key)
+            if values is not None and (len(values) != 3 or (key == "std" and min(values) <= 0)):
+                raise RecipeError(
+                    f"{self.where}.{key}: found {values}, expected three numbers{' above 0' * (key == 'std')}."
+                )
+        if self.inference is not None and self.inference.source is not None:
+            return  # the images come from there
+        if (self.options.images is None) == (self.options.module is None):
+            found = "neither" if self.options.images is None else "both"
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: images (a folder), module (a function that "
+                "returns one)."
+            )
+        if self.options.arguments is not None and self.options.module is None:
+            raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
+        if self.options.module is not None:
+            check_reference(self.options.module, recipe, "data.module")
+        elif not recipe.find(str(self.options.images)).is_dir():
+            problem = (
+                "a file, expected a folder" if recipe.find(str(self.options.images)).is_file() else "no such folder"
+            )
+            raise RecipeError(
+                f"{self.where}.images: {self.options.images}: {problem}. Expected FOLDER/train/CLASS/IMAGE."
+            )
+
+    def input_format(self, pretrained: Mapping[str, Any]) -> InputFormat:
+        """The recipe's input format. Keys that it leaves out are those of the pretrained model, else the defaults."""
+        return InputFormat().updated(pretrained).updated(vars(self.options))
+
+    # -- listing images ------------------------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, ImageFiles]:
+        """List the images of ``train``, and of ``validation`` and ``test`` if they exist; in inference, of the
+        evaluated split.
+
+        Raises:
+            RecipeError: A split or class is missing, unknown or empty.
+        """
+        self.ignored = []
+        root = self._root()
+        folders = self._folders(root, check=self.inference is None)
+        fraction = self.options.validation_fraction if "validation" not in folders else 0.0
+        needed = set(SPLITS) if self.inference is None else {self.inference.split}
+        if "validation" in needed and fraction:
+            needed.add("train")
+        found = {split: self._list(folder) for split, folder in folders.items() if split in needed}
+        if self.inference is None:
+            self.classes = sorted(found["train"])
+            if len(self.classes) < 2:
+                raise RecipeError(
+                    f"{folders['train']}: found one class, {self.classes[0]!r}. Expected a folder for each of two "
+                    "or more."
+                )
+        files = {split: self._files(folders[split], classes) for split, classes in found.items()}
+        classes = files["train"].labels if "train" in files else None
+        files, suffix = divide(files, fraction, classes, self.limit, self.where)
+        if "train" in files:
+            suffix += f"; images of each class in train: {self._count(files['train'])}"
+        files = {split: one for split, one in files.items() if self.inference is None or split == self.inference.split}
+        self._log_ignored()
+        logger.info("data: %s%s", ", ".join(f"{split} {len(one.names)}" for split, one in files.items()), suffix)
+        return files
+
+    def _root(self) -> Path:
+        if self.options.module is None:
+            return self.recipe.find(str(self.options.images))
+        from fastloop_plugins._references import import_object
+
+        function, arguments = (
+            import_object(self.options.module, self.recipe, "data.module"),
+            self.options.arguments or {},
+        )
+        try:
+            result = function(**arguments)
+        except (TypeError, ImportError) as error:
+            raise RecipeError(
+                f"{self.where}.module: {self.options.module} was called with {arguments}: {error}."
+            ) from error
+        if not isinstance(result, str | Path) or not Path(result).is_dir():
+            raise RecipeError(
+                f"{self.where}.module: {self.options.module} returned {result!r:.80}, expected an existing folder."
+            )
+        return Path(result)
+
+    def _folders(self, root: Path, check: bool) -> dict[str, Path]:
+        """Split -> folder. A folder without a split's folder holds the classes of ``train``.
+
+        Args:
+            check: Whether to raise an error for a folder that is not a split's.
+        """
+        names = {split: name for split, name in vars(self.splits).items() if name is not None}
+        there = sorted(folder.name for folder in root.iterdir() if folder.is_dir() and not folder.name.startswith("."))
+        found = {split: root / name for split, name in names.items() if name in there}
+        listed = ", ".join(there[:8]) + ", ..." * (len(there) > 8) or "none"
+        needed = {"train"} if self.inference is None else set()
+        for split in self.options.splits or {}:
+            if split in names and split not in found and (self.inference is None or split == self.inference.split):
+                raise RecipeError(
+                    f"{self.where}.splits.{split}: {root}: there is no folder {names[split]!r}. There are: {listed}."
+                )
+        if not found:
+            return {"train": root}
+        if needed - set(found):
+            raise RecipeError(
+                f"{root}: there is no folder {names['train']!r} to train on. There are: {listed}. See data.splits."
+            )
+        for name in there if check else ():
+            if name not in {*names.values(), *SPLITS}:
+                raise RecipeError(
+                    f"{root}: unknown split {name!r}.{did_you_mean(name, names.values())} If it is a split, name it, "
+                    f"such as data.splits.validation={name}. Otherwise move it elsewhere."
+                )
+        return found
+
+    def _list(self, folder: Path) -> dict[str, list[str]]:
+        """Class -> its images, relative to the folder of the split."""
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path.suffix.lower() in SUFFIXES:
+                raise RecipeError(
+                    f"{path}: an image outside of the folders of classes. Expected {folder.name}/CLASS/{path.name}."
+                )
+        found = {
+            path.name: list(self._walk(path, folder))
+            for path in sorted(folder.iterdir())
+            if path.is_dir() and path.name[0] != "."
+        }
+        if not found:
+            raise RecipeError(f"{folder}: holds no folder of a class. Expected {folder.name}/CLASS/IMAGE.")
+        for name, images in found.items():
+            if not images:
+                others = [path for path in self.ignored if path.is_relative_to(folder / name)]
+                raise RecipeError(
+                    f"{folder / name}: the class {name!r} has no images ({' '.join(SUFFIXES)}). Found there: "
+                    f"{_count_suffixes(others) or 'no file'}. Add or convert images, or remove the folder."
+                )
+        return found
+
+    def _walk(self, folder: Path, root: Path) -> Iterator[str]:
+        """The images below a folder, sorted by path, relative to ``root``. Adds other files to ``ignored``."""
+        images = []
+        for place, _, names in os.walk(folder, followlinks=True):
+            for path in (Path(place) / name for name in names):
+                if path.suffix.lower() in SUFFIXES and path.name[0] != ".":
+                    images.append(path.relative_to(root).as_posix())
+                else:
+                    self.ignored.append(path)
+        return iter(sorted(images))
+
+    def _files(self, folder: Path, found: Mapping[str, list[str]]) -> ImageFiles:
+        ids = {name: index for index, name in enumerate(self.classes)}
+        for name in found:
+            if name not in ids:
+                known = self.inference is not None
+                source = "the model" if known else "train"
+                remedy = "Rename or remove the folder" if known else "Add images of it to train, or remove the folder"
+                raise RecipeError(
+                    f"{folder / name}: the class {name!r} is not in {source}, which has: {', '.join(self.classes)}. "
+                    f"{remedy}."
+                )
+        rows = [(path, ids[name]) for name, images in found.items() for path in images]
+        return ImageFiles(folder, [path for path, _ in rows], [label for _, label in rows], self.options.max_pixels)
+
+    def _count(self, files: ImageFiles) -> str:
+        counts = [files.labels.count(index) for index in range(min(len(self.classes), 8))]
+        shown = ", ".join(f"{name} {count}" for name, count in zip(self.classes, counts, strict=False))
+        return shown + ", ..." * (len(self.classes) > 8)
+
+    def _log_ignored(self) -> None:
+        if self.ignored:
+            found = _count_suffixes(self.ignored)
+            logger.info(
+                "data: %d files that are no images are ignored (%s), such as %s",
+                len(self.ignored),
+                found,
+                min(self.ignored),
+            )
+
+    # -- images to predict ---------------------------------------------------------------------------------------------
+
+    def to_predict(self, source: Path | Iterable[str], start: int, size: int) -> Iterator[ImageFiles]:
+        """The images of a folder in sorted order, one image, or images by path: ``size`` at a time, from image
+        ``start``.
+
+        Raises:
+            RecipeError: A path does not exist, or a folder holds no image.
+        """
+        root = Path()
+        if isinstance(source, Path) and source.is_dir():
+            root, self.ignored = source, []
+            names: Iterator[str] = self._walk(source, source)
+            self._log_ignored()
+        else:
+            names = self._existing([str(source)] if isinstance(source, Path) else source)
+        names = islice(names, start, None)
+        empty = start == 0
+        while chunk := list(islice(names, size)):
+            empty = False
+            yield ImageFiles(root, chunk, [0] * len(chunk), self.options.max_pixels)
+        if empty:
+            raise RecipeError(
+                f"{source if isinstance(source, Path) else 'predict'}: found no image ({' '.join(SUFFIXES)}) to "
+                "predict."
+            )
+
+    def _existing(self, names: Iterable[str]) -> Iterator[str]:
+        for name in names:
+            if not Path(name).is_file():
+                problem = "a folder, expected an image" if Path(name).is_dir() else "no such file"
+                raise RecipeError(f"{name:.200}: {problem}. Expected the path of an image, or one folder of images.")
+            yield name
+
+
+def _count_suffixes(paths: Iterable[Path]) -> str:
+    """The most frequent suffixes of files and their numbers: ``.heic 10, .txt 2``."""
+    counts = Counter("hidden" if path.name[0] == "." else path.suffix.lower() or "no suffix" for path in paths)
+    return ", ".join(
+        f"{suffix} {count}" for suffix, count in sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:5]
+    )

@@ -1,0 +1,172 @@
+"""Models of torchvision and timm by name. Both are optional, and torchvision must fit the build of torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop.errors import did_you_mean
+from fastloop_plugins.models.hub import offline
+from fastloop_plugins.tasks.image.format import supported
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger("fastloop")
+
+LIBRARIES = ("torchvision", "timm")
+FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError)
+"""Errors of the libraries for names, arguments and weights that they cannot use."""
+
+
+class LibraryModel:
+    """A model of torchvision or timm.
+
+    Args:
+        name: ``torchvision/NAME`` or ``timm/NAME``.
+        arguments: Further arguments of the function that builds it.
+        where: The section ``model`` of the recipe, for messages.
+
+    Raises:
+        RecipeError: The library is not installed or cannot be imported, or it has no such model.
+    """
+
+    def __init__(self, name: str, arguments: Mapping[str, Any], where: str) -> None:
+        self.name, self.arguments, self.where = name, arguments, where
+        self.library, _, self.short = name.partition("/")
+        known = self._known()
+        if self.short not in known:
+            raise RecipeError(
+                f"{self.where}.name: {self.library} has no model {self.short!r}.{did_you_mean(self.short, known)}"
+            )
+
+    def _known(self) -> list[str]:
+        """The models of the library. timm's names may have a tag: ``resnet18.a1_in1k``."""
+        if find_spec(self.library) is None:
+            raise RecipeError(
+                f"{self.where}.name: {self.library} is not installed. Install it: pip install {self.library}"
+            )
+        try:
+            if self.library == "torchvision":
+                from torchvision import models
+
+                return list(models.list_models(module=models))
+            import timm
+        except (ImportError, RuntimeError, OSError) as error:  # such as torchvision for CUDA beside torch's CPU build
+            from torch import __version__
+
+            reason = str(error).strip().splitlines()[0].rstrip(".")
+            raise RecipeError(
+                f"{self.where}.name: {self.library} cannot be imported: {type(error).__name__}: {reason}. "
+                f"Install the build of torchvision for torch {__version__}: see pytorch.org."
+            ) from None
+        tagged: list[str] = timm.list_models(self.short, include_tags=True) if "." in self.short else []
+        return [*timm.list_models(), *tagged]
+
+    def input_format(self) -> dict[str, Any]:
+        """The fields of ``InputFormat`` that the pretrained weights were trained with."""
+        if self.library == "torchvision":
+            how = self._default_weights().transforms()
+            fraction = how.crop_size[0] / how.resize_size[0]
+            return {
+                "image_size": how.crop_size[0],
+                "crop_fraction": fraction,
+                "interpolation": supported(how.interpolation.value),
+                "mean": how.mean,
+                "std": how.std,
+            }
+        import timm
+
+        found: Any = timm.get_pretrained_cfg(self.short)
+        cfg = found.to_dict()
+        changes = {
+            "image_size": cfg["input_size"][-1],
+            "crop_fraction": cfg["crop_pct"],
+            "interpolation": supported(cfg["interpolation"]),
+        }
+        return changes | {"mean": cfg["mean"], "std": cfg["std"]}
+
+    def _default_weights(self) -> Any:
+        from torchvision import models
+
+        return models.get_model_weights(self.short).DEFAULT
+
+    def build(self, classes: int, pretrained: bool) -> nn.Module:
+        """The model with one output for each class, with random or pretrained weights.
+
+        Raises:
+            RecipeError: The arguments do not fit, or the weights cannot be loaded.
+        """
+        model: nn.Module = (self._torchvision if self.library == "torchvision" else self._timm)(classes, pretrained)
+        return model
+
+    def _torchvision(self, classes: int, pretrained: bool) -> Any:
+        from torchvision import models
+
+        with self._explained_arguments():
+            model = models.get_model(self.short, weights=None, num_classes=classes, **self.arguments)
+        if pretrained:
+            weights = self._default_weights()
+            try:
+                state = weights.get_state_dict(progress=False, check_hash=True)
+            except (OSError, RuntimeError) as error:
+                raise self._no_weights(weights.url, error) from None
+            self._load_matching(model, state)
+        return model
+
+    def _load_matching(self, model: nn.Module, state: Mapping[str, Any]) -> None:
+        """Load the tensors of equal shape, and log the others: usually the head, which has another number of
+        classes."""
+        own = model.state_dict()
+        matched = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
+        model.load_state_dict(matched, strict=False)
+        log_new(self.name, sorted(own.keys() - matched.keys()))
+
+    def _timm(self, classes: int, pretrained: bool) -> Any:
+        import timm
+
+        arguments = {"num_classes": classes, **self.arguments}
+        with self._explained_arguments():
+            model: Any = timm.create_model(self.short, **arguments)
+        if pretrained:
+            offline()  # if so, the hub's library does not retry for a minute
+            try:
+                model = timm.create_model(self.short, pretrained=True, **arguments)
+            except FAILURES as error:
+                raise self._no_weights(f"timm/{self.short}", error) from None
+            if model.pretrained_cfg["num_classes"] != classes:
+                head = model.pretrained_cfg["classifier"]
+                names = [head] if isinstance(head, str) else head
+                log_new(
+                    self.name,
+                    sorted(key for key in model.state_dict() if key.startswith(tuple(f"{name}." for name in names))),
+                )
+        return model
+
+    @contextmanager
+    def _explained_arguments(self) -> Iterator[None]:
+        try:
+            yield
+        except FAILURES as error:
+            given = f"{self.where}.arguments: {self.name} was called with {self.arguments}"
+            raise RecipeError(f"{given}: {(str(error) or type(error).__name__).splitlines()[0].rstrip('.')}.") from None
+
+    def _no_weights(self, source: str, error: BaseException) -> RecipeError:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        return RecipeError(
+            f"{self.where}.pretrained: the weights of {self.name} cannot be loaded from {source}: {reason}. Use a "
+            "local copy: "
+            "model.pretrained=false model.weights=FILE. Or train from scratch: model.pretrained=false."
+        )
+
+
+def log_new(model: str, names: list[str]) -> None:
+    """Log the names of the weights that a pretrained model does not have."""
+    if names:
+        logger.info(
+            "not in %s, so initialized at random: %s%s", model, ", ".join(names[:4]), ", ..." * (len(names) > 4)
+        )

@@ -1,0 +1,258 @@
+"""The ``model`` section of ``image-classification``: a model of transformers, torchvision or timm, and its export."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import RecipeError, option
+from fastloop.options import parse
+from fastloop_plugins.models.config import config_from_scratch
+from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.models.label_order import LabelOrder, name_classes, start_head_fresh
+from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
+from fastloop_plugins.tasks.image.format import InputFormat, processor, processor_format
+from fastloop_plugins.tasks.image.libraries import FAILURES, LIBRARIES, LibraryModel, log_new
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+
+FILE = "image_classification.json"
+"""In an exported model: ``classes``, their names in the order of the model's outputs, and ``input``, the fields of
+``InputFormat``."""
+
+
+@dataclass(kw_only=True)
+class Model:
+    """The ``model`` section."""
+
+    name: Annotated[
+        str | None, option("A model of transformers (hub id or local folder), torchvision/NAME or timm/NAME.")
+    ] = None
+    config: Annotated[
+        dict[str, Any] | None, option("Instead of name, a transformers model from scratch: model_type and its options.")
+    ] = None
+    pretrained: Annotated[bool, option("Start from the pretrained weights; false: from random ones.")] = True
+    arguments: Annotated[dict[str, Any] | None, option("Further arguments of a model of torchvision or timm.")] = None
+    weights: Annotated[str | None, option(HELP)] = None
+    weights_strict: Annotated[bool, option(STRICT_HELP)] = False
+
+
+class ImageModel:
+    """The ``model`` section of a recipe. The constructor checks it.
+
+    Attributes:
+        names: The classes in the order of the model's outputs, after ``order``.
+        input: How images become inputs, after the task has set it.
+
+    Raises:
+        RecipeError: An option is invalid, a library is not installed, or it has no such model.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe, self.where = recipe, f"{recipe.where}: model"
+        self.options = parse(Model, recipe.model, self.where)
+        if (self.options.name is None) == (self.options.config is None):
+            found = "neither" if self.options.name is None else "both"
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: name (a model), config (a transformers model from "
+                "scratch)."
+            )
+        self.name = self.options.name or str((self.options.config or {}).get("model_type"))
+        self.pretrained = self.options.pretrained and self.options.config is None
+        self.library: LibraryModel | None = None
+        self.names: list[str] = []
+        self.input = InputFormat()
+        self.config: Any = None
+        if self.name.partition("/")[0] in LIBRARIES:
+            self.library = LibraryModel(self.name, self.options.arguments or {}, self.where)
+        else:
+            self._check_transformers()
+        weight_files(recipe)
+
+    def _check_transformers(self) -> None:
+        name, folder = self.name, self.recipe.find(self.name)
+        if self.options.arguments:
+            raise RecipeError(
+                f"{self.where}.arguments: are for torchvision/NAME and timm/NAME. Change config.json of {name} instead."
+            )
+        if self.options.config is not None and not isinstance(self.options.config.get("model_type"), str):
+            raise RecipeError(
+                f"{self.where}.config.model_type: missing. Expected an architecture's name, such as resnet."
+            )
+        if self.recipe.inference is not None or self.options.config is not None:
+            return
+        if folder.is_dir():
+            if not (folder / "config.json").is_file():
+                raise RecipeError(
+                    f"{self.where}.name: {folder} holds no config.json. Expected a folder that save_pretrained wrote."
+                )
+        elif folder.exists() or not is_hub_name(name):
+            raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
+
+    # -- configuration: before the data --------------------------------------------------------------------------------
+
+    def load_config(self) -> dict[str, Any]:
+        """Fields of ``InputFormat`` that the pretrained model defines. For a transformers model, it also loads the
+        configuration.
+
+        Raises:
+            RecipeError: The configuration is missing, or is not that of an image classifier.
+        """
+        if self.library is not None:
+            return self.library.input_format() if self.pretrained else {}
+        from transformers import AutoConfig
+        from transformers.image_processing_base import ImageProcessingMixin
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
+
+        if self.options.config is not None and self.recipe.inference is None:
+            self.config = config_from_scratch(self.options.config, f"{self.where}.config")
+        else:
+            with self._explained():
+                self.config = AutoConfig.from_pretrained(self._source(), local_files_only=self._local())
+        if self.config.model_type not in CLASSIFIERS:
+            raise RecipeError(
+                f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no image "
+                f"classifier for {self.config.model_type!r} (AutoModelForImageClassification). Use one that it has, "
+                "such as vit, resnet or convnext."
+            )
+        if self.options.config is not None:
+            return {}
+        try:
+            with quiet():
+                found, _ = ImageProcessingMixin.get_image_processor_dict(self._source(), local_files_only=self._local())
+        except (OSError, ValueError):  # a model without preprocessor_config.json
+            return {}
+        return processor_format(found)
+
+    def _source(self) -> str:
+        if self.recipe.inference is not None:
+            return str(self.recipe.inference.model)
+        folder = self.recipe.find(self.name)
+        return str(folder.resolve()) if folder.is_dir() else self.name
+
+    def _local(self) -> bool:
+        return Path(self._source()).is_dir() or offline()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise errors of loading a transformers model as errors that name the key."""
+        from safetensors import SafetensorError
+
+        try:
+            with quiet():
+                yield
+        except (*FAILURES, SafetensorError) as error:
+            instead = "model.name=FOLDER, or train from scratch with model.config"
+            raise RecipeError(explain(f"{self.where}.name", self.name, Path(self._source()), error, instead)) from None
+
+    def exported(self) -> tuple[list[str], dict[str, Any]]:
+        """Classes and input format of the exported model that an inference run uses. Call it after ``load_config``.
+
+        Raises:
+            RecipeError: The file is missing or damaged.
+        """
+        assert self.recipe.inference is not None
+        assert self.recipe.inference.model is not None
+        file = self.recipe.inference.model / FILE
+        if not file.is_file() and self.config is not None:  # a transformers model that another program exported
+            return [str(self.config.id2label[index]) for index in range(len(self.config.id2label))], {}
+        try:
+            found = json.loads(file.read_text(encoding="utf-8"))
+            return [str(name) for name in found["classes"]], dict(found["input"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            problem = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
+            raise RecipeError(
+                f"{file}: {problem}. Expected a model that fastloop exported for image-classification."
+            ) from None
+
+    def order(self, classes: list[str]) -> LabelOrder:
+        """The classes in sorted order, or in that of a transformers checkpoint with the same names, whose head is
+        kept."""
+        sorted_order = LabelOrder(
+            classes, list(range(len(classes))), keeps_head=self.config is None or not self.pretrained
+        )
+        if sorted_order.keeps_head or not any(
+            "ForImageClassification" in name for name in self.config.architectures or ()
+        ):
+            return sorted_order
+        known: dict[int, Any] = self.config.id2label or {}
+        theirs: list[Any] = [known.get(index) for index in range(len(known))]
+        if sorted(map(str, theirs)) != sorted(classes):
+            return sorted_order
+        return LabelOrder(theirs, [theirs.index(name) for name in classes], keeps_head=True)
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def build(self, labels: LabelOrder) -> nn.Module:
+        """The model with one output for each class, with random or pretrained weights, or those of ``model.weights``,
+        in float32.
+
+        Raises:
+            RecipeError: The arguments do not fit, or the weights cannot be loaded.
+        """
+        import torch
+
+        self.names = labels.names
+        initial = self.pretrained and self.recipe.inference is None
+        initial = initial and torch.get_default_device().type != "meta"  # there, the weights come from another process
+        if self.library is None:
+            model: Any = self._transformers(labels, initial or self.recipe.inference is not None)
+        else:
+            model = self.library.build(len(labels.names), initial)
+            model.class_names = labels.names  # `fastloop evaluate` shows them
+        load_weights(model, self.recipe)
+        built: nn.Module = model
+        return built
+
+    def _transformers(self, labels: LabelOrder, pretrained: bool) -> Any:
+        import torch
+        from transformers import AutoModelForImageClassification
+
+        auto: Any = AutoModelForImageClassification
+        theirs = name_classes(self.config, labels.names)
+        self.config.problem_type = "single_label_classification"
+        with self._explained():
+            if not pretrained:
+                if (
+                    self.options.config is not None
+                    and "image_size" not in self.options.config
+                    and hasattr(self.config, "image_size")
+                ):
+                    self.config.image_size = self.input.image_size
+                return auto.from_config(self.config)
+            model, notes = auto.from_pretrained(
+                self._source(),
+                config=self.config,
+                use_safetensors=True,  # the alternative is a pickle
+                dtype=torch.float32,
+                local_files_only=self._local(),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        log_new(self.name, sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}))
+        if self.recipe.inference is None and not labels.keeps_head:
+            start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
+        return model
+
+    def export(self, run: Run, folder: Path) -> Path:
+        """Write the model, its classes and its input format. For a transformers model, also the image processor of its
+        pipeline."""
+        from fastloop_plugins.checkpoints._export import save_model
+
+        with quiet():
+            save_model(run, folder)
+            if run.is_main:
+                content = {"classes": self.names, "input": asdict(self.input)}
+                (folder / FILE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+                if self.config is not None:
+                    settings = json.dumps(processor(self.input), indent=2)
+                    (folder / "preprocessor_config.json").write_text(settings + "\n", encoding="utf-8")
+        return folder

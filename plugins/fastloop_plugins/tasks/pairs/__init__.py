@@ -1,0 +1,1 @@
+"""Inputs and targets of an encoder-decoder."""

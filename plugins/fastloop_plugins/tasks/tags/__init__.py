@@ -1,0 +1,1 @@
+"""Sentences with a tag for each word."""

@@ -1,0 +1,283 @@
+"""The ``data`` section of ``token-classification``: sentences as lists of words, and a tag for each word."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop_plugins.rows.conll import Columns
+from fastloop_plugins.rows.formats import CONLL, Layout
+from fastloop_plugins.rows.paths import FORMATS, find_files, format_of
+from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
+from fastloop_plugins.text.data import Data, TextData
+from fastloop_plugins.text.labels import count_classes, list_labels
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+LISTS = "a file of type .conll, .jsonl, .json or .parquet"
+"""Files that hold lists of words, for messages."""
+
+
+@dataclass(kw_only=True)
+class TagData(Data):
+    """The ``data`` section of ``token-classification``."""
+
+    words: Annotated[
+        str | int | None,
+        option("The column of words, a list in each row; in CoNLL files a number. null: words, or in CoNLL files 0."),
+    ] = None
+    tags: Annotated[
+        str | int | None,
+        option("The column of tags, a list of names or ids in each row. null: tags, or in CoNLL files -1, the last."),
+    ] = None
+    format: Annotated[
+        Literal["conll"] | None, option("conll: .txt and .tsv files are CoNLL files, as .conll files are.")
+    ] = None
+    tag_names: Annotated[
+        list[str] | None, option("The tags in the order of their ids; null: those of train, sorted.")
+    ] = None
+
+
+def has_tags(recipe: Recipe) -> bool:
+    """Whether the ``data`` section is certainly that of ``token-classification``."""
+    data = recipe.data
+    if data.get("label") is not None or data.get("target") is not None or recipe.model.get("module"):
+        return False
+    files: Any = data.get("files")
+    given = list(files.values()) if isinstance(files, dict) else []
+    paths = [path for item in given for path in (item if isinstance(item, list) else [item]) if isinstance(path, str)]
+    is_conll = data.get("format") == "conll" or any(format_of(Path(path))[0] == CONLL for path in paths)
+    return is_conll or any(data.get(key) is not None for key in ("words", "tags"))
+
+
+class TagTextData(TextData):
+    """The ``data`` section of a recipe. ``load`` returns the words of each sentence, and the ids of their tags.
+
+    Attributes:
+        classes: The tags in the order of their ids. In inference: set before ``load``, from the model.
+
+    Raises:
+        RecipeError: An option is invalid, or a file does not exist or cannot hold tags.
+    """
+
+    section = TagData
+    tagged = True
+    options: TagData
+    text_key = "words"
+    unit = "sentences"
+    formats = (*FORMATS, CONLL)
+
+    def __init__(self, recipe: Recipe) -> None:
+        where = f"{recipe.where}: data"
+        for key in ("text", "label", "label_type", "label_offset", "label_map"):
+            if recipe.data.get(key) is not None:
+                raise RecipeError(
+                    f"{where}.{key}: is for texts, and token-classification reads data.words and data.tags. Remove it."
+                )
+        how = recipe.data.get("read")
+        for key in ("delimiter", "columns", "quoting"):
+            if isinstance(how, dict) and how.get(key) is not None:
+                raise RecipeError(f"{where}.read.{key}: is for .csv files, which hold no lists of words. Remove it.")
+        super().__init__(recipe, labelled=False)
+        words, tags = self.options.words, self.options.tags
+        self.columns, self.labels = (
+            [words if isinstance(words, str) else "words"],
+            [tags if isinstance(tags, str) else "tags"],
+        )
+        self.numbers = Columns(words if isinstance(words, int) else 0, tags if isinstance(tags, int) else -1)
+        if (names := self.options.tag_names) is not None and (len(set(names)) < len(names) or len(names) < 2):
+            raise RecipeError(f"{where}.tag_names: found {names}, expected at least two tags, each once.")
+        for path in self.every_file():
+            self._check_file(path)
+
+    def label_columns(self) -> dict[str, str]:
+        return dict.fromkeys(self.labels, "tags")
+
+    def streamed(
+        self, run: Run, datasets: Mapping[str, Any], model: Any, order: Sequence[int] = ()
+    ) -> Mapping[str, Any]:
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.tasks.tags.batches import TagRows
+
+        ids, part = {name: index for index, name in enumerate(self.classes)}, self.stream.head
+        table = {tag: ids.get(self._name(part, tag), -1) for tag in self._stream_tags()}
+        for tag in (tag for tag, index in table.items() if index < 0):
+            raise self._unknown_tag(self.stream.index.name(self.stream.index.labels[tag][1]), tag, "train")
+        return self.stream.datasets(run, datasets, TagRows(self, model, table, order, datasets["train"][0]))
+
+    def _stream_tags(self) -> list[Any]:
+        """The tags of a streamed training split."""
+        return (
+            []
+            if self.stream is None
+            else [tag for tag in self.stream.index.labels if isinstance(tag, str | Integral) and tag != ""]
+        )
+
+    def is_conll(self, path: Path) -> bool:
+        """Whether a file is read as a CoNLL file."""
+        suffix = format_of(path)[0]
+        return suffix == CONLL or (self.options.format == "conll" and suffix in (".txt", ".tsv"))
+
+    def _check_file(self, path: Path) -> None:
+        suffix, is_conll = format_of(path)[0], self.is_conll(path)
+        if not is_conll and suffix in (".csv", ".tsv", ".txt"):
+            remedy = "" if suffix == ".csv" else " For a CoNLL file: data.format=conll."
+            raise RecipeError(f"{path}: data.words needs {LISTS}.{remedy}")
+        for key, value in (("words", self.options.words), ("tags", self.options.tags)):
+            if isinstance(value, str if is_conll else int):
+                expected = "a number: the columns of CoNLL files have no names" if is_conll else "the name of a column"
+                raise RecipeError(f"{self.where}.{key}: found {show(value)}, and {path} needs {expected}.")
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def layout(self, predicts: bool = False) -> Layout:
+        suffixes = (CONLL, ".txt", ".tsv") if self.options.format == "conll" else (CONLL,)
+        return replace(super().layout(predicts), conll=self.numbers, conll_suffixes=suffixes)
+
+    def _read_files(self, paths: Sequence[str | Path]) -> list[Table]:
+        for path in paths:
+            self._check_file(Path(path))
+        return super()._read_files(paths)
+
+    def row_columns(self) -> dict[str, str]:
+        return self.text_columns() | self.label_columns()
+
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        for index, row in enumerate(zip(*columns, strict=True)):
+            if problem := self.problem(*row):
+                bad(index, problem)
+        return {"words": list(columns[0]), "tags": list(columns[1])}
+
+    def problem(self, words: Any, tags: Any) -> str | None:
+        """Why two cells are not words and their tags; None if they are."""
+        if problem := problem_of_words(words):
+            return f"column {self.columns[0]!r} (data.words) {problem}"
+        if not isinstance(tags, list | tuple) or not all(isinstance(tag, str | Integral) and tag != "" for tag in tags):
+            return (
+                f"column {self.labels[0]!r} (data.tags) holds {show(tags)}, expected a list of tags: names, or "
+                "whole numbers."
+            )
+        return (
+            None
+            if len(tags) == len(words)
+            else f"found {len(words)} words and {len(tags)} tags, expected a tag for each word."
+        )
+
+    def _rows(self, role: str, parts: list[Table]) -> Rows:
+        rows = [
+            (part, number, words, tags)
+            for part in parts
+            for number, (words, tags) in enumerate(zip(*self._parse(part).values(), strict=True), 1)
+        ]
+        where = ", ".join(part.where for part in parts)
+        if not any(words for _, _, words, _ in rows):
+            raise RecipeError(
+                f"{where}: the {role} split is empty. Expected at least one sentence (data.files, data.splits)."
+            )
+        if role == "train" and self.inference is None:
+            self.classes = self._tag_names(rows, where)
+        ids = {name: index for index, name in enumerate(self.classes)}
+        columns, found, empty = {"words": list[Any](), "tags": list[Any]()}, list[int](), 0
+        for part, number, words, tags in rows:
+            tag_ids = [ids.get(self._name(part, tag), -1) for tag in tags]
+            if -1 in tag_ids:
+                raise self._unknown(part, number, tag_ids.index(-1), tags[tag_ids.index(-1)], role)
+            if words:
+                columns["words"].append(list(words))
+                columns["tags"].append(tag_ids)
+            empty += not words
+            found += tag_ids if role == "train" else []
+        if empty:
+            self.messages.append(
+                (logging.WARNING, f"{where}: {empty} of {len(rows)} sentences have no words, and are skipped")
+            )
+        if found and self.inference is None and self.stream is None:
+            self.messages.append(
+                (logging.INFO, f"data: words of each tag in train: {count_classes(found, self.classes)}")
+            )
+        return Rows(columns)
+
+    # -- tags ----------------------------------------------------------------------------------------------------------
+
+    def _name(self, part: Table, tag: Any) -> str:
+        """The name of a tag. An id is a name of the dataset, of ``data.tag_names`` or of the model, or a name
+        itself."""
+        if isinstance(tag, str):
+            return tag
+        names = part.classes or self.options.tag_names
+        if names is None and self.inference is not None and str(int(tag)) not in self.classes:
+            names = self.classes
+        return names[int(tag)] if names is not None and 0 <= tag < len(names) else str(int(tag))
+
+    def _tag_names(self, rows: list[tuple[Table, int, Any, Any]], where: str) -> list[str]:
+        if given := self.options.tag_names or rows[0][0].classes:
+            return list(given)
+        names = {self._name(part, tag) for part, _, _, tags in rows for tag in tags} | {
+            self._name(rows[0][0], tag) for tag in self._stream_tags()
+        }
+        if len(names) < 2:
+            raise RecipeError(
+                f"{where}: data.tags: found {list_labels(names) or 'no tag'}, expected at least two different tags."
+            )
+        return sorted(names, key=lambda name: (int(name), "") if name.isdecimal() else (-1, name))
+
+    def _unknown(self, part: Table, number: int, index: int, tag: Any, role: str) -> RecipeError:
+        place = f"{part.row(number)}, word {index + 1}"
+        if part.unit == "line" and part.numbers is not None:
+            place = f"{part.where}, line {part.numbers[number - 1] + index}"
+        if self.inference is not None:
+            return RecipeError(
+                f"{place}: found the tag {tag!r} (data.tags), which is none of the model {self.inference.model}. "
+                f"Its tags: {list_labels(self.classes)}."
+            )
+        return self._unknown_tag(place, tag, role)
+
+    def _unknown_tag(self, place: str, tag: Any, role: str) -> RecipeError:
+        where = "in data.tag_names" if self.options.tag_names else "in training"
+        remedy = f"To give the model this tag: data.tag_names=[{', '.join([*self.classes, str(tag)])}]."
+        remedy += f" To leave this split out: data.splits.{role}=null." if role != "train" else ""
+        return RecipeError(
+            f"{place}: found the tag {tag!r} (data.tags), which never occurs {where}. There: "
+            f"{list_labels(self.classes)}. {remedy}"
+        )
+
+    # -- prediction ----------------------------------------------------------------------------------------------------
+
+    def sentences(self, source: Path | Iterable[str]) -> Iterator[list[str]]:
+        """Yield the words of each sentence of a file, or of each text, which is split at spaces. Tags in the file are
+        ignored.
+
+        Raises:
+            RecipeError: The file cannot be read, or a row is no list of words.
+        """
+        if not isinstance(source, Path):
+            yield from map(str.split, source)
+            return
+        path = find_files(self.recipe, str(source), "predict", "FILE", self.formats)[0]
+        if format_of(path)[0] in (".csv", ".tsv") and not self.is_conll(path):
+            raise RecipeError(f"{path}: data.words needs {LISTS}, or a .txt file with a sentence a line.")
+        is_plain = format_of(path)[0] == ".txt" and not self.is_conll(path)
+        for number, (words,) in enumerate(self.layout(predicts=True).rows(str(path)), 1):
+            found = words.split() if is_plain else words
+            if problem := problem_of_words(found):
+                raise RecipeError(f"{path}, row {number}: column {self.columns[0]!r} (data.words) {problem}")
+            yield list(found)
+
+
+def problem_of_words(value: Any) -> str | None:
+    """Why a value is not a list of words; None if it is."""
+    if not isinstance(value, list | tuple):
+        return f"holds {show(value)}, expected a list of words."
+    for number, word in enumerate(value, 1):
+        if problem := problem_of_text(word) or ("is empty." if not word.strip() else None):
+            return f"has as word {number} one that {problem}"
+    return None

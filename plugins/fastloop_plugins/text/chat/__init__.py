@@ -1,0 +1,1 @@
+"""Conversations: their rows, template, tokens and loss mask."""

@@ -1,0 +1,253 @@
+"""The ``data`` section of ``causal-lm``: texts, conversations, or prompts with their completions.
+
+A conversation is one column of JSON: its messages and tools differ in form from row to row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.paths import find_files, format_of
+from fastloop_plugins.rows.splits import Rows, join_rows
+from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
+from fastloop_plugins.text.chat.rows import (
+    OPTIONAL,
+    TOOLS,
+    Chat,
+    chat_columns,
+    has_null,
+    other_keys,
+    read_chat,
+    unread_keys,
+)  # fmt: skip
+from fastloop_plugins.text.columns import column_names
+from fastloop_plugins.text.data import Data, TextData
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.text.model import TextModel
+
+logger = logging.getLogger("fastloop")
+
+
+@dataclass(kw_only=True)
+class LanguageData(Data):
+    """The ``data`` section of ``causal-lm``."""
+
+    messages: Annotated[
+        str | list[str] | None,
+        option(
+            "The column of conversations; or the columns of instructions, inputs and answers. Replaces text. null: as "
+            "the files show."
+        ),
+    ] = None
+    chat_template: Annotated[str | None, option("A Jinja file, or chatml; null: the template of the tokenizer.")] = None
+    train_on: Annotated[Literal["assistant", "all"], option("The tokens of a conversation that have a loss.")] = (
+        "assistant"
+    )
+    prompt: Annotated[
+        str | None, option("The column of prompts, which have no loss. Replaces text, and needs completion.")
+    ] = None
+    completion: Annotated[str | None, option("The column of completions. Only they have a loss.")] = None
+    blocks: Annotated[
+        bool,
+        option(
+            "With streaming: put texts end to end, and cut them into blocks of max_length tokens, as without streaming."
+        ),
+    ] = False
+
+
+class LanguageTextData(TextData):
+    """The ``data`` section of a language model. ``load`` returns texts, conversations as JSON, or
+    prompts and completions.
+
+    Attributes:
+        masked: Whether rows are conversations, or prompts with completions.
+        chat_columns: The columns of ``data.messages``; empty without.
+        names_read: Returns all names that the chat template reads.
+
+    Raises:
+        RecipeError: An option is invalid, options exclude each other, or a file does not exist.
+    """
+
+    section = LanguageData
+    options: LanguageData
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe, labelled=False)
+        options, self.names = self.options, dict[Any, tuple[Table, int]]()
+        self.names_read: Callable[[], Collection[str]] = tuple
+        given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
+        if len(given) > 1:
+            raise RecipeError(f"{self.where}: found {' and '.join(given)}, expected one of them.")
+        if (options.prompt is None) != (options.completion is None):
+            missing = "prompt" if options.prompt is None else "completion"
+            raise RecipeError(
+                f"{self.where}.{missing}: missing. Expected the names of both columns: data.prompt and data.completion."
+            )
+        if not given and options.sources is None:
+            options.messages = self._find_messages()
+        for key in ("chat_template", "train_on"):
+            if recipe.data.get(key) is not None and options.messages is None:
+                raise RecipeError(
+                    f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it."
+                )
+        self.chat_columns = [] if options.messages is None else column_names(options.messages, f"{self.where}.messages")
+        if len(self.chat_columns) > 3:
+            raise RecipeError(
+                f"{self.where}.messages: found {self.chat_columns}, expected a column, or those of {FORM}."
+            )
+        self.text_key = "messages" if self.chat_columns else "prompt" if options.prompt else "text"
+        self.masked = self.text_key != "text"
+        if options.blocks and (self.masked or not options.streaming):
+            reason = (
+                "it is for texts, and conversations and completions are not put end to end"
+                if self.masked
+                else "it is for data.streaming"
+            )
+            raise RecipeError(f"{self.where}.blocks: {reason}. Remove it.")
+        if not self.masked:
+            return
+        asked = self.chat_columns[:-1] or self.chat_columns or [options.prompt or ""]
+        self.columns = [name for name in asked if name not in OPTIONAL]  # which a file to predict must have
+        options.text = self.columns[0]
+        for path in self.every_file():
+            if format_of(path)[0] in (".csv", ".tsv", ".txt"):
+                raise RecipeError(f"{path}: data.{self.text_key} needs a file of type .jsonl, .json or .parquet.")
+
+    def _find_messages(self) -> str | list[str] | None:
+        """``data.messages`` of a recipe that names no column, from the columns of its first file. Sets it in the
+        recipe.
+
+        Raises:
+            RecipeError: The file has several forms of conversations.
+        """
+        paths = self.every_file()
+        # predict reads no split, but a text is a message if the others are
+        if not paths and self.options.files is not None:
+            with contextlib.suppress(RecipeError, TypeError):
+                paths = find_files(
+                    self.recipe,
+                    self.options.files.get("train") or [],
+                    "train",
+                    f"{self.where}.files.train",
+                    self.formats,
+                )
+        there = Layout(self.how, {"text": "text"}).first_names(str(paths[0])) if paths else []
+        found = [] if "text" in there else chat_columns(there)
+        if len(found) > 1:
+            choices = " or ".join(map(_override, found))
+            raise RecipeError(
+                f"{paths[0]}: has several columns of conversations: {', '.join(there)}. Name one: {choices}."
+            )
+        if found:
+            logger.info("data: %s holds conversations: %s", paths[0], _override(found[0]))
+            self.recipe.data["messages"] = found[0]  # the run's recipe has it, so that predict needs no training file
+        return found[0] if found else None
+
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.text.streaming.samples import Documents, LanguageRows, blocks
+
+        if self.options.blocks:
+            # the hash does not cover such code
+            known = None if model.options.trust_remote_code else model.fingerprint()
+            self.stream.put_end_to_end(run, Documents(self, model), self.options.max_length, known)
+            return self.stream.datasets(run, datasets, blocks)
+        encode = LanguageRows(self, model, datasets["train"][0])
+        if not self.masked:
+            encode.warn_about_length(self.stream.head.columns[self.columns[0]])
+        return self.stream.datasets(run, datasets, encode)
+
+    def name_of(self, row: Any) -> str:
+        """The name of a row in messages."""
+        part, number = self.names[row]
+        return part.row(number)
+
+    def text_columns(self) -> dict[str, str]:
+        if self.chat_columns:
+            return {name: "messages" for name in self.chat_columns if name not in OPTIONAL}
+        if self.options.prompt and self.options.completion:
+            return {self.options.prompt: "prompt", self.options.completion: "completion"}
+        return super().text_columns()
+
+    def optional_columns(self) -> list[str]:
+        return [name for name in OPTIONAL if name == TOOLS or name in self.chat_columns] if self.chat_columns else []
+
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        keys = self.row_columns()
+        if not self.chat_columns:
+            return {
+                name: text_column(values, name, keys[name], bad, required=self.masked)
+                for name, values in zip(keys, columns, strict=True)
+            }
+        names, chats = [*keys, *self.optional_columns()], list[str]()
+        for index, values in enumerate(zip(*columns, strict=True)):
+            try:
+                chats.append(read_chat(dict(zip(names, values, strict=True)), self.chat_columns).dumps())
+            except RowError as error:
+                bad(index, str(error))
+                chats.append("")
+        return {"chat": chats}
+
+    def _rows(self, role: str, parts: list[Table]) -> Rows:
+        if not self.masked:
+            for part in parts if self.recipe.data.get("text") is None else ():
+                there = part.all_names()
+                if self.options.text not in there and (found := chat_columns(there)):
+                    names = ", ".join(there)
+                    choices = " or ".join(map(_override, found))
+                    raise RecipeError(
+                        f"{part.where}: has no column {self.options.text!r}, but conversations: {names}. Give "
+                        f"{choices}."
+                    )
+            return super()._rows(role, parts)
+        parsed = [Rows(self._parse(part)) for part in parts]
+        for part, rows in zip(parts, parsed, strict=True):
+            for number, row in enumerate(rows.texts, 1):
+                self.names.setdefault(row, (part, number))
+        rows = join_rows([split.columns for split in parsed])
+        if not len(rows):
+            where = ", ".join(part.where for part in parts)
+            raise RecipeError(
+                f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits)."
+            )
+        if self.chat_columns:
+            self._report_keys(role, rows.texts)
+        return rows
+
+    def _report_keys(self, split: str, rows: Sequence[str]) -> None:
+        """Add warnings about keys that have no effect, and about nulls in tools."""
+        chats = [Chat.loads(row) for row in rows]
+        if self.stream is not None and split == "train":
+            split = f"{split}, its first {len(rows)} rows"
+        if warning := unread_keys(split, Counter(key for chat in chats for key in other_keys(chat)), self.names_read()):
+            self.messages.append((logging.WARNING, warning))
+        nulls = sum(map(has_null, chats))
+        if nulls and (
+            self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())
+        ):
+            line = (
+                f"data: {split}: {nulls} of {len(rows)} rows have null in their tools or in the arguments of a call. "
+                "Parquet stores null for each key that only another row has, and the template writes it. Store the "
+                "tools and arguments as JSON text"
+            )
+            self.messages.append((logging.WARNING, line))
+
+
+FORM = "instructions, inputs and answers, such as [instruction, input, output]"
+"""Several columns of ``data.messages``."""
+
+
+def _override(messages: str | list[str]) -> str:
+    """The command line's form of ``data.messages``."""
+    return f"data.messages={messages if isinstance(messages, str) else '[' + ','.join(messages) + ']'}"

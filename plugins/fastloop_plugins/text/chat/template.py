@@ -1,0 +1,346 @@
+"""Chat templates: conversations -> token ids, and which of them have a loss."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.text.chat.rows import ROLES
+from fastloop_plugins.text.chat.time_limit import limit_time
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.text.chat.rows import Chat
+
+CHATML = (
+    "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + "
+    "'\\n\\n' }}{% endif %}"
+    "{{ 'You may call functions. Their signatures are within <tools></tools>:\\n<tools>\\n' }}"
+    "{% for tool in tools %}{{ (tool | tojson) + '\\n' }}{% endfor %}"
+    "{{ '</tools>\\nTo call one, answer with its name and arguments as JSON:\\n<tool_call>\\n' }}"
+    '{{ \'{"name": <name>, "arguments": <arguments>}\\n</tool_call><|im_end|>\\n\' }}{% endif %}'
+    "{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}{% set call = call['function'] or call %}"
+    "{{ ('\\n' if message['content'] or not loop.first else '') + '<tool_call>\\n{\"name\": ' + (call['name'] | "
+    "tojson) }}"
+    "{{ ', \"arguments\": ' + (call['arguments'] | default({}) | tojson) + '}\\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\\n' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+BUILT_IN = {"chatml": CHATML}
+"""Name -> chat template, with markers of the assistant's tokens."""
+MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The statement before the assistant's tokens, as transformers finds it."""
+MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+"""All such statements, which jinja alone does not know."""
+REMEDY = "Mark its answers by {% generation %} in a template (data.chat_template=FILE), or give data.train_on=all."
+FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
+"""Errors of Python that a template may raise, beside those of Jinja."""
+PROBE = "31415926535"
+"""A text that templates leave as it is."""
+
+
+def template_text(recipe: Recipe, name: str) -> str:
+    """The text of ``data.chat_template``: a file, or the name of a built-in template.
+
+    Raises:
+        RecipeError: There is no such template, or the file cannot be read.
+    """
+    path = recipe.find(name)
+    if name in BUILT_IN and not path.is_file():
+        return BUILT_IN[name]
+    if not path.is_file():
+        names = ", ".join(BUILT_IN)
+        raise RecipeError(
+            f"{recipe.where}: data.chat_template: {name}: no such file. Expected a Jinja file, or a built-in name: "
+            f"{names}."
+        )
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise RecipeError(f"{recipe.where}: data.chat_template: {path}: cannot be read: {error}.") from None
+
+
+@lru_cache
+def names_in(template: str) -> frozenset[str]:
+    """All names in the statements of a template: variables, attributes, and texts such as the ``x`` of
+    ``message['x']``.
+
+    All its words, if it cannot be parsed.
+    """
+    import jinja2
+    from jinja2 import nodes
+
+    try:
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(MARKERS.sub("", template))
+    except jinja2.TemplateError:
+        return frozenset(re.findall(r"\w+", template))
+    names = {node.name for node in tree.find_all(nodes.Name)} | {node.attr for node in tree.find_all(nodes.Getattr)}
+    return frozenset(names | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
+
+
+class ChatRenderer:
+    """Renders conversations with the template of a tokenizer.
+
+    Args:
+        tokenizer: A tokenizer with a chat template.
+        train_on: As in the ``data`` section.
+    """
+
+    def __init__(self, tokenizer: Any, train_on: str = "assistant") -> None:
+        self.tokenizer, self.train_on = tokenizer, train_on
+        self.roles: set[str] = set()  # which the template is known to write
+
+    def encode(self, chat: Chat, where: Callable[[], str]) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
+
+        With ``{% generation %}`` in the template, these are the tokens inside. Otherwise they are the tokens from the
+        prompt for an answer to the end of that answer. The function finds both ends by rendering the conversation up to
+        each of them. An answer of weight 0 has no loss.
+
+        Args:
+            where: Returns the name of the row in messages.
+
+        Raises:
+            RecipeError: The template rejects the conversation, leaves out a part of it, does not show which tokens are
+                the assistant's, or takes too long.
+        """
+        with limit_time(where):
+            return self._encode(chat, where)
+
+    def _encode(self, chat: Chat, where: Callable[[], str]) -> tuple[list[int], list[int]]:
+        messages, answers = (
+            self._prepare(chat, where),
+            [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"],
+        )
+        muted = [index for index in answers if chat.messages[index].get("weight") == 0]
+        with self._explaining(where):
+            if self.train_on == "all":
+                ids = self._apply(messages, chat.tools)["input_ids"]
+                mask = [1] * len(ids)
+            elif self._is_marked(chat.tools):
+                self._check_fast(where)
+                found = self._apply(messages, chat.tools, return_assistant_tokens_mask=True)
+                ids, mask = found["input_ids"], found["assistant_masks"]
+            else:
+                return self._locate(
+                    *self._answers(messages, chat.tools, [index for index in answers if index not in muted], where),
+                    where,
+                )
+            if muted:
+                _, without = self._locate(*self._answers(messages, chat.tools, muted, where), where)
+                mask = [int(own and not other) for own, other in zip(mask, without, strict=True)]
+            return ids, mask
+
+    def prompt(self, chat: Chat, where: Callable[[], str]) -> list[int]:
+        """Token ids of a conversation and of the prompt for its next answer.
+
+        Raises:
+            RecipeError: The template rejects the conversation, leaves out a part of it, or takes too long.
+        """
+        with limit_time(where):
+            messages = self._prepare(chat, where)
+            with self._explaining(where):
+                ids: list[int] = self._apply(messages, chat.tools, add_generation_prompt=True)["input_ids"]
+                return ids
+
+    def names(self) -> frozenset[str]:
+        """``names_in`` the template, or in all templates that the tokenizer has."""
+        templates = self.tokenizer.chat_template
+        return frozenset().union(*map(names_in, templates.values() if isinstance(templates, Mapping) else [templates]))
+
+    # -- messages ------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, chat: Chat, where: Callable[[], str]) -> list[dict[str, Any]]:
+        """The messages as the template takes them, without weights.
+
+        Raises:
+            RecipeError: The template does not read tool calls, or leaves out messages of a role.
+        """
+        messages = [self._message(message) for message in chat.messages]
+        for number, message in enumerate(messages, 1):
+            if message.get("tool_calls"):
+                if "tool_calls" not in self.names():
+                    raise RecipeError(
+                        f"{where()}: message {number} has tool_calls, which the chat template does not read. Give one "
+                        "that does: "
+                        f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
+                    )
+            elif message["role"] not in self.roles:
+                self._check_role(messages, number, chat.tools, where)
+        return messages
+
+    def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        found = {key: value for key, value in message.items() if key != "weight"}
+        content = found.get("content")
+        if isinstance(content, list) and not self._takes_parts:
+            found["content"] = "".join(part["text"] for part in content)
+        elif isinstance(content, str) and self._takes_parts and not self._takes_text:
+            found["content"] = _parts(content)
+        if "tool_calls" in found and self._encodes_arguments:
+            found["tool_calls"] = [_decode_arguments(call) for call in found["tool_calls"]]
+        return found
+
+    def _check_role(self, messages: list[dict[str, Any]], number: int, tools: Any, where: Callable[[], str]) -> None:
+        """Raise an error if a message leaves no trace in the text, neither as it stands nor as the last one."""
+        message = messages[number - 1]
+        content = _parts(PROBE) if isinstance(message.get("content"), list) else PROBE
+        upto = [*messages[: number - 1], message | {"content": content}]
+        if all(
+            text is not None and PROBE not in text
+            for text in (self._try(upto + messages[number:], tools), self._try(upto, tools))
+        ):
+            known = [role for role in dict.fromkeys((*ROLES.values(), "developer", "ipython")) if role in self.names()]
+            raise RecipeError(
+                f"{where()}: the chat template leaves out message {number}, whose role is {message['role']!r}. It "
+                f"names the roles {', '.join(known) or 'none'}. Rename the role in the data, or give a template that "
+                "writes it: data.chat_template=FILE."
+            )
+        self.roles.add(message["role"])
+
+    # -- what a template takes -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def _takes_text(self) -> bool:
+        return PROBE in (self._try([{"role": "user", "content": PROBE}]) or "")
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template reads the parts of a content, and does not write them as Python or JSON."""
+        text = self._try([{"role": "user", "content": _parts(PROBE)}]) or ""
+        return PROBE in text and not re.search(f"['\"]{PROBE}", text)
+
+    @cached_property
+    def _encodes_arguments(self) -> bool:
+        """Whether the template writes arguments as JSON, so that JSON text would be encoded twice."""
+        function = {"name": "probe", "arguments": json.dumps({PROBE: ""})}
+        calls = [{"id": "123456789", "type": "function", "function": function}]
+        text = self._try([{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": calls}])
+        return f'\\"{PROBE}\\"' in (text or "")
+
+    def _try(self, messages: list[dict[str, Any]], tools: Any = None) -> str | None:
+        """The rendered text; None if the template rejects it."""
+        import jinja2
+
+        try:
+            return self._render(messages, tools)
+        except (jinja2.TemplateError, *FAILURES):
+            return None
+
+    # -- rendering -----------------------------------------------------------------------------------------------------
+
+    def _render(self, messages: list[dict[str, Any]], tools: Any, **arguments: Any) -> str:
+        text: str = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, **arguments)
+        return text
+
+    def _apply(self, messages: list[dict[str, Any]], tools: Any, **arguments: Any) -> Any:
+        return self.tokenizer.apply_chat_template(
+            messages, tools=tools, return_dict=True, tokenizer_kwargs={"verbose": False}, **arguments
+        )
+
+    @contextmanager
+    def _explaining(self, where: Callable[[], str]) -> Iterator[None]:
+        import jinja2
+
+        try:
+            yield
+        except (jinja2.TemplateError, *FAILURES) as error:
+            raise RecipeError(
+                f"{where()}: the chat template rejects the conversation: {error or type(error).__name__}."
+            ) from None
+
+    def _check_fast(self, where: Callable[[], str]) -> None:
+        if not self.tokenizer.is_fast:
+            raise RecipeError(
+                f"{where()}: {type(self.tokenizer).__name__} does not map tokens to characters. Use a fast tokenizer."
+            )
+
+    def _is_marked(self, tools: Any) -> bool:
+        return MARKER.search(self.tokenizer.get_chat_template(tools=tools)) is not None
+
+    def _locate(
+        self, text: str, spans: Sequence[tuple[int, int]], where: Callable[[], str]
+    ) -> tuple[list[int], list[int]]:
+        """Token ids of a text, and a 1 for each that has a character in a span."""
+        self._check_fast(where)
+        inside = bytearray(len(text))
+        for start, end in spans:
+            inside[start:end] = b"\1" * (end - start)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return found["input_ids"], [int(inside.find(1, start, end) >= 0) for start, end in found["offset_mapping"]]
+
+    def _answers(
+        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int], where: Callable[[], str]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered conversation, and where the wanted answers of the assistant begin and end in it.
+
+        Args:
+            wanted: The indices of their messages.
+
+        Raises:
+            RecipeError: The template does not show where they are.
+        """
+        if self._is_marked(tools):
+            return self._marked_answers(messages, tools, wanted, where)
+        text, spans = self._render(messages, tools), list[tuple[int, int]]()
+        for index in wanted:
+            if not index:
+                raise RecipeError(
+                    f"{where()}: the first message is from the assistant, so no prompt shows where its text begins. "
+                    f"{REMEDY}"
+                )
+            before = self._render(messages[:index], tools, add_generation_prompt=True)
+            after = self._render(messages[: index + 1], tools)
+            if not (text.startswith(after) and after.startswith(before)):
+                raise RecipeError(
+                    f"{where()}: the chat template renders message {index + 1} differently when other messages follow, "
+                    f"or does not begin it with its prompt for an answer. {REMEDY}"
+                )
+            spans.append((len(before), len(after)))
+        return text, spans
+
+    def _marked_answers(
+        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int], where: Callable[[], str]
+    ) -> tuple[str, list[tuple[int, int]]]:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        template = self.tokenizer.get_chat_template(tools=tools)
+        answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        marks: dict[str, Any] = self.tokenizer.special_tokens_map
+        rendered: Any = render_jinja_template(
+            [messages], tools, None, template, return_assistant_tokens_mask=True, **marks
+        )
+        (text,), (spans,) = rendered
+        if len(spans) != len(answers):
+            raise RecipeError(
+                f"{where()}: message {wanted[0] + 1} has weight 0, and the chat template has {len(spans)} blocks {{% "
+                f"generation %}} for {len(answers)} answers. Expected one block for each answer. Give such a template: "
+                "data.chat_template=FILE."
+            )
+        return text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _decode_arguments(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A call with its arguments as a mapping, if they are JSON text of one."""
+    function = call.get("function", call)
+    try:
+        arguments = json.loads(function["arguments"])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    decoded = {**function, "arguments": arguments}
+    return {**call, "function": decoded} if "function" in call else decoded

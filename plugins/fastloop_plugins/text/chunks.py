@@ -1,0 +1,84 @@
+"""Texts to predict, read in chunks: a file may be larger than memory.
+
+Every row counts, so that predictions keep their place."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins._cache import flat
+from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.table import text_column
+from fastloop_plugins.text.batches import Sequences, describe_cut
+from fastloop_plugins.text.columns import Text, join_columns, token_types
+from fastloop_plugins.text.tokens import encode
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.data import TextData
+    from fastloop_plugins.text.model import TextModel
+
+logger = logging.getLogger("fastloop")
+
+
+def text_chunks(data: TextData, source: Path | Iterable[str], start: int, size: int) -> Iterator[list[Text]]:
+    """The texts of a file, ``size`` at a time, from row ``start``; or the given texts.
+
+    Raises:
+        RecipeError: The file does not exist, its format is unknown, or it has no column ``data.text``.
+    """
+    if not isinstance(source, Path):
+        if len(data.columns) > 1:
+            raise RecipeError(
+                f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file "
+                "with these."
+            )
+        texts = islice(source, start, None)
+        while given := list[Text](islice(texts, size)):
+            yield given
+        return
+    path = find_files(data.recipe, str(source), "predict", "FILE")[0]
+    rows = islice(data.layout(predicts=True).rows(str(path)), start, None)
+    while chunk := list(islice(rows, size)):
+
+        def bad(index: int, problem: str, start: int = start) -> None:
+            raise RecipeError(f"{path}, row {start + index + 1}: {problem}")
+
+        columns = zip(data.columns, zip(*chunk, strict=True), strict=True)
+        found = {name: text_column(values, name, data.text_key, bad) for name, values in columns}
+        yield Rows(found).texts
+        start += len(chunk)
+
+
+def token_chunks(
+    data: TextData,
+    model: TextModel,
+    source: Path | Iterable[str],
+    start: int,
+    size: int,
+    arguments: Mapping[str, Any],
+    label: Sequence[float] = (),
+) -> Iterator[Sequences]:
+    """``text_chunks`` as token ids. The label of each is 0, for collators that expect one, or ``label``.
+
+    Args:
+        model: With its tokenizer loaded.
+        arguments: Arguments of the tokenizer.
+    """
+    import numpy as np
+
+    types, facts, has_warned = token_types(data.columns, model), dict[str, int](), False
+    for texts in text_chunks(data, source, start, size):
+        ids, lengths = flat(encode(model.tokenizer, join_columns(texts, model), [], {**arguments, **types}, facts))
+        if facts["cut"] and not has_warned:
+            logger.warning(
+                "%s", describe_cut("predict, first rows", facts["cut"], len(texts), "texts", data.options.max_length)
+            )
+            has_warned = True
+        labels = np.array([label] * len(texts), dtype=np.float32) if label else np.zeros(len(texts), dtype=np.int64)
+        yield Sequences(ids, lengths, labels, typed=bool(types))

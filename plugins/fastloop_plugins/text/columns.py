@@ -1,0 +1,128 @@
+"""The texts of a row: one column, two as a pair of the tokenizer, or several joined with its separator token."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.table import Table
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.model import TextModel
+
+Text = str | tuple[str, ...]
+"""The texts of a row: a string for one column, else one string for each column."""
+
+
+def column_names(value: str | list[str], where: str) -> list[str]:
+    """The columns that an option names.
+
+    Raises:
+        RecipeError: The list is empty, or repeats a name.
+    """
+    names = [value] if isinstance(value, str) else value
+    if not names or len(set(names)) < len(names):
+        raise RecipeError(f"{where}: found {names}, expected a column, or a list of different columns.")
+    return names
+
+
+def check_texts(rows: Rows, role: str, parts: Sequence[Table], keys: Mapping[str, str]) -> list[tuple[int, str]]:
+    """Check the texts of a split. Returns a warning for each column with empty texts.
+
+    Args:
+        keys: Column -> the option of ``data`` that names it.
+
+    Raises:
+        RecipeError: There is no row, or all texts of a column are empty.
+    """
+    where, messages = ", ".join(part.where for part in parts), []
+    if not len(rows):
+        raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
+    for (name, key), texts in zip(keys.items(), rows.columns.values(), strict=True):
+        empty = [row for row, text in enumerate(texts) if not text or text.isspace()]
+        if len(empty) == len(texts):
+            raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.{key}).")
+        if empty:
+            first = f"the first in {name_of_row(parts, empty[0])}: column {name!r} (data.{key})"
+            messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
+    return messages
+
+
+def name_of_row(parts: Sequence[Table], row: int) -> str:
+    """The name of a row in messages, counted from 0 over all parts."""
+    for part in parts:
+        size = len(part)
+        if row < size:
+            return part.row(row + 1)
+        row -= size
+    raise IndexError(row)
+
+
+def each_text(texts: Sequence[Text]) -> list[str]:
+    """The texts of all columns, row by row."""
+    return [text for row in texts for text in ((row,) if isinstance(row, str) else row)]
+
+
+def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
+    """The tokenizer's argument for token types, if the rows are pairs and the model has an embedding for the second
+    text of a pair.
+
+    Call it after ``TextModel.load_tokenizer``.
+    """
+    paired = len(names) == 2 and (model.tokenizer is None or model.tokenizer.sep_token is not None)
+    return (
+        {"return_token_type_ids": True} if paired and (getattr(model.config, "type_vocab_size", None) or 0) > 1 else {}
+    )
+
+
+def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
+    """Rows of one text or of a pair: more columns become one text, with the separator token between them.
+
+    A tokenizer without a separator token gets its end token between texts, also between two.
+
+    Raises:
+        RecipeError: The tokenizer has neither.
+    """
+    if not texts or isinstance(texts[0], str) or (len(texts[0]) == 2 and model.tokenizer.sep_token is not None):
+        return list(texts)
+    separator = model.tokenizer.sep_token or model.tokenizer.eos_token
+    if separator is None:
+        raise RecipeError(
+            f"{model.where}.tokenizer: it has no separator or end token to put between the columns of data.text. Use "
+            "another."
+        )
+    return [f" {separator} ".join(row) for row in texts]
+
+
+def encode_pairs(
+    tokenizer: Any, pairs: Sequence[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]
+) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids of each pair, and whether truncation shortened it. With token types, the type of each token follows
+    the ids.
+
+    The longer text of a pair is truncated first.
+
+    Args:
+        most: Tokens that truncation keeps; 0: all.
+        size: Characters of a text to read, if these have ``most`` tokens.
+    """
+    from fastloop_plugins.text.tokens import beginning, portions, shortened
+
+    def start(text: str) -> str:
+        part = beginning(text, size) if most else text
+        enough = (
+            len(part) == len(text) or len(tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]) >= most
+        )
+        return part if enough else text
+
+    for portion in portions(pairs):
+        columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in portion), strict=True)]
+        found = tokenizer(*columns, return_attention_mask=False, **arguments)
+        types = found["token_type_ids"] if "return_token_type_ids" in arguments else [[]] * len(columns[0])
+        for ids, kinds, cut in zip(
+            found["input_ids"], types, shortened(tokenizer, columns, found, most, arguments), strict=True
+        ):
+            yield ids + kinds, cut

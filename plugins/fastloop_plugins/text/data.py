@@ -1,0 +1,489 @@
+"""The ``data`` section of the text tasks: rows from files, a Python function, a local folder or the hub.
+
+Sources return *parts* (one file, one split), so that an error can name its file. The samples selected by
+``validation_fraction`` and ``limit`` do not depend on ``train.seed``: runs with different seeds use the same data and
+stay comparable.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from fastloop import RecipeError, option
+from fastloop.errors import DataError
+from fastloop.options import parse
+from fastloop_plugins._cache import digest
+from fastloop_plugins._references import check_reference, import_object
+from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.rows.drop import Condition, Drop
+from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.paths import FORMATS, find_files, format_of, refuse_options_without_files, refuse_url
+from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold_out_ends, join_rows
+from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
+from fastloop_plugins.text.columns import check_texts, column_names
+from fastloop_plugins.text.dropped_rows import drop_rows
+from fastloop_plugins.text.repeats import find_repeats
+from fastloop_plugins.text.sources import Source, find_sources, mix_sources
+from fastloop_plugins.text.streaming.options import StreamedData, StreamingOptions, check_streaming
+from fastloop_plugins.text.targets import is_readable, read_labels, summarize
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+NOTES = 8
+"""Lines of the log about how files are read: a pattern may match thousands of them."""
+READER = 3
+"""Increase it when the same files and options give different rows, so that cached token ids are not used."""
+
+
+@dataclass(kw_only=True)
+class Data(StreamingOptions):
+    """The ``data`` section."""
+
+    name: Annotated[str | None, option("Dataset: hub id or local folder.")] = None
+    subset: Annotated[str | None, option("Configuration of the dataset, if it has several.")] = None
+    files: Annotated[
+        dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")
+    ] = None
+    sources: Annotated[
+        list[dict[str, Any]] | None,
+        option("Instead of files.train: sources with columns of other names, {files, text, label, weight} each."),
+    ] = None
+    module: Annotated[
+        str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")
+    ] = None
+    arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
+    splits: Annotated[
+        dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")
+    ] = None
+    text: Annotated[
+        str | list[str], option("The column of texts; two: pairs of texts, more: joined with the separator token.")
+    ] = "text"
+    label: Annotated[
+        str | list[str] | None,
+        option("The column of labels: text, or whole numbers from 0; or 0/1 columns, one a class."),
+    ] = None
+    label_type: Annotated[
+        Literal["class", "classes", "number"] | None,
+        option(
+            "One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: "
+            "as label shows."
+        ),
+    ] = None
+    label_offset: Annotated[
+        int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)
+    ] = 0
+    label_map: Annotated[
+        dict[Any, int | str | None] | None,
+        option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
+    ] = None
+    drop: Annotated[
+        list[dict[str, Any]] | None,
+        option("Rows to leave out of every split: {column: NAME}, with equals, shorter_than or longer_than in it."),
+    ] = None
+    deduplicate: Annotated[
+        bool, option("Leave out rows of train whose texts an earlier row has; the first stays, with its label.")
+    ] = False
+    read: Annotated[
+        dict[str, Any] | None,
+        option("How files are read: delimiter, columns, encoding, quoting, compression, blank_lines."),
+    ] = None
+    max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
+    padding: Annotated[
+        Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")
+    ] = "longest"
+    pad_to_multiple_of: Annotated[
+        int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)
+    ] = None
+    limit: Annotated[
+        dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")
+    ] = None
+    validation_fraction: Annotated[
+        float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)
+    ] = 0.1
+
+
+@dataclass(kw_only=True)
+class Files:
+    """``data.files``."""
+
+    train: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+    validation: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+    test: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+
+
+class TextData(StreamedData):
+    """The ``data`` section of a recipe. The constructor checks it, ``load`` reads it.
+
+    Raises:
+        RecipeError: An option is invalid, or a file does not exist.
+    """
+
+    section: ClassVar[type[Data]] = Data
+    text_key = "text"  # the option that names the column of texts
+    unit = "rows"  # what a row is called in messages
+    formats: ClassVar[Sequence[str]] = FORMATS
+
+    def __init__(self, recipe: Recipe, labelled: bool) -> None:
+        self.recipe, self.where = recipe, f"{recipe.where}: data"
+        self.options = parse(self.section, recipe.data, self.where)
+        self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
+        self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
+        self.how = parse(Read, self.options.read, f"{self.where}.read")
+        self.drop = Drop(
+            [
+                parse(Condition, each, f"{self.where}.drop[{number}]")
+                for number, each in enumerate(self.options.drop or ())
+            ]
+        )
+        self.inference = recipe.inference
+        self.columns = column_names(self.options.text, f"{self.where}.text")
+        self.labels = [] if self.options.label is None else column_names(self.options.label, f"{self.where}.label")
+        self.several = isinstance(self.options.label, list)
+        self.label_type = self.options.label_type or ("classes" if self.several else "class")
+        self.classes: list[str] = []  # in inference: set before ``load``, from the model
+        self.messages: list[tuple[int, str]] = []  # level and message
+        self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
+        if labelled and self.options.label is None:
+            raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
+        if not labelled and self.options.label is not None:
+            raise RecipeError(
+                f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification."
+            )
+        if not labelled and len(self.columns) > 1:
+            raise RecipeError(
+                f"{self.where}.text: found {self.columns}, and a language model reads one column. Name one."
+            )
+        for key in ("label_offset", "label_map", "label_type"):
+            if not labelled and getattr(self.options, key):
+                raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
+            if key != "label_type" and self.label_type != "class" and getattr(self.options, key):
+                raise RecipeError(
+                    f"{self.where}.{key}: is for data.label_type=class, and it is {self.label_type}. Remove it."
+                )
+        if self.several and (self.label_type != "classes" or len(self.labels) < 2):
+            raise RecipeError(
+                f"{self.where}.label: found {self.labels}, expected "
+                + (
+                    f"one column, for data.label_type={self.label_type}."
+                    if self.label_type != "classes"
+                    else "two columns of 0 and 1 or more."
+                )
+            )
+        self.files: dict[str, list[Path]] = {}
+        self.sources: list[Source] = []
+        check_streaming(self, recipe.data)
+        if self.inference is not None and self.inference.source is not None:
+            return  # the rows come from there
+        if self.options.sources is not None:
+            if (self.options.files or {}).get("train") is not None:
+                raise RecipeError(f"{self.where}: found files.train and sources, expected one of them.")
+            self.options.files = {**(self.options.files or {}), "train": []}
+        # as when a user adds files to a shipped recipe
+        if self.options.name is not None and self.options.files is not None:
+            logger.info("data: files are given, so data.name (%s) is not used", self.options.name)
+            self.options.name = None
+        sources = [key for key in ("name", "files", "module") if getattr(self.options, key) is not None]
+        if len(sources) != 1:
+            found = " and ".join(sources) or "none"
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: name (a dataset), files, module (a function)."
+            )
+        if self.options.arguments is not None and self.options.module is None:
+            raise RecipeError(f"{self.where}.arguments: they are for the function of data.module, which is not there.")
+        if self.options.files is not None:
+            files = vars(parse(Files, self.options.files, f"{self.where}.files"))
+            given = {split: paths for split, paths in files.items() if paths is not None}
+            needed = self.open_stream(given, given if self.inference is None else self._needed(given).values())
+            if self.options.sources is not None:
+                self.sources = find_sources(self, needed)
+            self.files = {
+                split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats)
+                if split in needed and not (self.sources and split == "train")
+                else []
+                for split, paths in given.items()
+            }
+            if self.sources:
+                self.files["train"] = [path for source in self.sources for path in source.paths]
+            if "train" not in self.files and self.inference is None:
+                raise RecipeError(f"{self.where}.files.train: missing. Expected a file to train on.")
+        if len(self.columns) > 1 and (
+            texts := [path for paths in self.files.values() for path in paths if format_of(path)[0] == ".txt"]
+        ):
+            raise RecipeError(
+                f"{self.where}.text: found {self.columns}, and {texts[0]} has one column. Use another format."
+            )
+        if self.options.module is not None:
+            check_reference(self.options.module, recipe, "data.module")
+        if self.options.name is not None:
+            self._check_name(self.options.name)
+        if self.options.read is not None:
+            self._check_read()
+
+    def _check_read(self) -> None:
+        if self.options.files is None:
+            raise RecipeError(
+                f"{self.where}.read: it is for data.files, which is not there. Remove it, or give the files there."
+            )
+        refuse_options_without_files(self.how, self.every_file(), f"{self.where}.read", self.formats)
+        wanted = [("text", name) for name in self.columns] + [("label", name) for name in self.labels]
+        wanted += [(key, name) for name, key in self.drop.columns().items()]
+        for key, name in wanted if not self.sources else ():
+            if self.how.columns is not None and name not in self.how.columns:
+                raise RecipeError(
+                    f"{self.where}.read.columns: found {self.how.columns}, expected {name!r} (data.{key}) among them."
+                )
+
+    def _check_name(self, name: str) -> None:
+        refuse_url(name, f"{self.where}.name", "its files")
+        path = self.recipe.find(name)
+        if path.is_file():
+            raise RecipeError(f"{self.where}.name: {name} is a file. Give it as data.files.train={name}.")
+        if not path.is_dir() and not is_hub_name(name):
+            raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def load(self) -> dict[str, Rows]:
+        """Read ``train``, and ``validation`` and ``test`` if they exist.
+
+        Raises:
+            RecipeError: Files, columns or labels are invalid.
+        """
+        self.messages, self.unreadable, parts = [], 0, self._read()
+        splits, held_out = self._needed(parts), self.options.validation_fraction and self.splits.validation not in parts
+        if self.skip_unreadable:
+            parts = {
+                name: [self._readable(part) for part in found] if name in splits.values() else found
+                for name, found in parts.items()
+            }
+        for role, name in splits.items():
+            if name not in parts and (self.inference or role == "train" or role in (self.options.splits or {})):
+                raise RecipeError(
+                    f"{self.where}.splits.{role}: there is no split {name!r}. There are: {', '.join(parts) or 'none'}."
+                )
+        used = drop_rows({role: parts[name] for role, name in splits.items() if name in parts}, self)
+        rows = {role: self._rows(role, found) for role, found in used.items()}
+        notes = [note for found in used.values() for part in found for note in part.notes]
+        notes[NOTES:] = [f"data: and {len(notes) - NOTES} more lines such as these, of other files"] * (
+            len(notes) > NOTES
+        )
+        self.messages += [(logging.INFO, note) for note in notes]
+        if self.options.label is not None:
+            labels = read_labels(used, self)
+            self.messages += [(logging.INFO, note) for note in labels.notes] + [
+                (logging.WARNING, line) for line in labels.warnings
+            ]
+            self.classes = labels.classes
+            for role in rows:
+                rows[role].labels = labels.ids[role]
+        if self.sources and "train" in rows:
+            rows["train"].sources = [part.source for part in used["train"] for _ in range(len(part))]
+        classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
+        fraction = self.options.validation_fraction if held_out else 0.0
+        if fraction and self.how.blank_lines and "train" in rows:
+            name, texts = next(iter(rows["train"].columns.items()))
+            starts, ends = hold_out_ends(texts, fraction)
+            rows |= {"train": Rows({name: starts}, sources=rows["train"].sources), "validation": Rows({name: ends})}
+            rows, _ = divide(rows, 0.0, None, self.limit, self.where)
+            suffix = f" (no validation split: the last {fraction:.0%} of each file held out)"
+        else:
+            rows, suffix = divide(rows, fraction, classes, self.limit, self.where)
+        if self.inference is None and self.stream is None:
+            self.messages += [(logging.WARNING, line) for line in find_repeats(rows, self)]
+            if self.sources:
+                rows["train"] = mix_sources(rows["train"], self)
+        if "train" in rows and rows["train"].labels is not None and self.stream is None:
+            suffix += f"; {summarize(rows['train'].labels, self)}"
+        rows = {role: split for role, split in rows.items() if self.inference is None or role == self.inference.split}
+        sizes = {role: f"{role} {len(split)}" for role, split in rows.items()} | (
+            self.stream.size() if self.stream else {}
+        )
+        self.messages.append((logging.INFO, f"data: {', '.join(sizes.values())}{suffix}"))
+        self.log_messages()
+        return rows
+
+    def text_columns(self) -> dict[str, str]:
+        """Column of texts -> the option that names it."""
+        return dict.fromkeys(self.columns, self.text_key)
+
+    def layout(self, predicts: bool = False) -> Layout:
+        """How files are read: those of a split, or a file to predict, which has no labels."""
+        if predicts:
+            columns = dict.fromkeys(self.columns, self.text_key)
+            return Layout(self.how, columns, self.optional_columns(), predicts=True)
+        columns = self.text_columns() | self.label_columns() | self.text_columns()
+        columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
+        return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
+
+    def row_columns(self) -> dict[str, str]:
+        """Column that ``parse`` reads -> the option that names it. Those of ``optional_columns`` follow."""
+        return self.text_columns()
+
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        """The columns of a split from those of its source. Rows in memory and streamed rows pass through it."""
+        keys = self.row_columns()
+        return {name: text_column(values, name, keys[name], bad) for name, values in zip(keys, columns, strict=True)}
+
+    def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
+        """Streamed rows as ``Rows.texts`` has those in memory. They may have more columns.
+
+        Raises:
+            DataError: A row, which ``names`` names, cannot be read.
+        """
+
+        def bad(index: int, problem: str) -> None:
+            raise DataError(f"{names[index]}: {problem}")
+
+        count = len(self.row_columns()) + len(self.optional_columns())
+        return Rows(self.parse(list(zip(*rows, strict=True))[:count], bad)).texts
+
+    def _parse(self, part: Table, bad: Bad | None = None) -> dict[str, list[Any]]:
+        def refuse(index: int, problem: str) -> None:
+            raise RecipeError(f"{part.row(index + 1)}: {problem}")
+
+        return self.parse(list(self._columns(part).values()), bad or refuse)
+
+    def _columns(self, part: Table) -> dict[str, list[Any]]:
+        """The columns for ``parse``."""
+        found = {name: part.column(key, name) for name, key in self.row_columns().items()}
+        size = len(next(iter(found.values())))
+        for name in self.optional_columns():
+            found[name] = part.column(self.text_key, name) if name in part.columns else [None] * size
+        return found
+
+    def _rows(self, role: str, parts: list[Table]) -> Rows:
+        """The rows of a split, without their labels."""
+        rows = join_rows([self._parse(part) for part in parts])
+        self.messages += check_texts(rows, role, parts, self.row_columns())
+        return rows
+
+    def _needed(self, there: Collection[str]) -> dict[str, str]:
+        """Role -> split, of those to read. For inference: the evaluated one, or ``train``, if that is held out of
+        it."""
+        splits = {role: name for role, name in vars(self.splits).items() if name is not None}
+        if self.inference is None:
+            return splits
+        role = self.inference.split
+        if role == "validation" and self.splits.validation not in there and self.options.validation_fraction:
+            role = "train"
+        return {key: name for key, name in splits.items() if key == role}
+
+    def log_messages(self) -> None:
+        """Log the findings about the data; the last message has its sizes."""
+        for level, line in self.messages:
+            logger.log(level, "%s", line)
+
+    def identity(self) -> str:
+        """A hash of the files that ``load`` reads, and of all options that affect its result."""
+        options = vars(self.options) | {
+            "files": None,
+            "label_map": sorted(map(str, (self.options.label_map or {}).items())),
+        }
+        chosen = {
+            "options": options,
+            "splits": vars(self.splits),
+            "limit": vars(self.limit),
+            "draw": DRAW,
+            "reader": READER,
+        }
+        chosen["skip_unreadable"] = self.skip_unreadable
+        if self.inference is not None:
+            # labels are ids of these classes
+            chosen["inference"] = [str(self.inference.model), self.inference.split, self.classes]
+        facts = [json.dumps(chosen, sort_keys=True)]
+        for split, paths in self.files.items():
+            for path in paths:
+                with path.open("rb") as file:
+                    facts += [split, str(format_of(path)), hashlib.file_digest(file, "blake2b").hexdigest()]
+        return digest(facts)
+
+    def _read(self) -> dict[str, list[Table]]:
+        """Split -> parts, from the configured source."""
+        if self.options.module is not None:
+            return self._call(self.options.module)
+        if self.options.name is not None:
+            return self._dataset(self.options.name)
+        found = {
+            split: self._read_files(paths)
+            if split in vars(self.splits).values() and not (self.sources and split == "train")
+            else []
+            for split, paths in self.files.items()
+        }
+        if self.sources:
+            parts = [part for number, source in enumerate(self.sources) for part in source.read(number, self)]
+            return found | {"train": parts}
+        return found if self.stream is None else found | {"train": [self.stream.read_head()]}
+
+    def _read_files(self, paths: Sequence[str | Path]) -> list[Table]:
+        layout = self.layout()
+        return [layout.read(str(path)) for path in paths]
+
+    def _call(self, reference: str) -> dict[str, list[Table]]:
+        function = import_object(reference, self.recipe, "data.module")
+        arguments = self.options.arguments or {}
+        try:
+            inspect.signature(function).bind(**arguments)
+        except TypeError as error:
+            raise RecipeError(f"{self.where}.arguments: {reference} cannot take them: {error}.") from None
+        result = function(**arguments)
+        if not isinstance(result, Mapping):
+            raise RecipeError(
+                f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}."
+            )
+        return {
+            str(split): [table_of(f"{reference}, split {split}", rows, *self.labels[:1])]
+            for split, rows in result.items()
+        }
+
+    def _dataset(self, name: str) -> dict[str, list[Table]]:
+        import datasets
+
+        folder = self.recipe.find(name)
+        try:
+            with quiet():
+                if (folder / "dataset_dict.json").is_file():
+                    found = datasets.load_from_disk(str(folder))
+                elif folder.is_dir():
+                    builder = datasets.load_dataset_builder(str(folder.resolve()), self.options.subset)
+                    if builder.name == "csv":  # datasets would guess types and missing values
+                        return {
+                            str(split): self._read_files(paths) for split, paths in builder.config.data_files.items()
+                        }
+                    found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
+                else:
+                    offline()
+                    found = datasets.load_dataset(name, self.options.subset)
+        except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            raise RecipeError(
+                explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")
+            ) from None
+        return {
+            split: [table_of(f"dataset {name}, split {split}", rows, *self.labels[:1])] for split, rows in found.items()
+        }
+
+    def _readable(self, part: Table) -> Table:
+        """A table without rows that cannot be read, or that have no label."""
+        bad: set[int] = set()
+        self._parse(part, lambda index, _: bad.add(index))
+        columns = self._columns(part)
+        for name in () if self.tagged else self.labels:
+            columns[name] = part.column("label", name)
+            bad |= {index for index, value in enumerate(columns[name]) if not is_readable(value, self)}
+        columns |= {name: part.column(key, name) for name, key in self.drop.columns().items()}
+        if count := part.unreadable + len(bad):
+            self.messages.append(
+                (logging.WARNING, f"{part.where}: {count} {self.unit} cannot be read, and are skipped")
+            )
+            self.unreadable += count
+        return part.keep(columns, [row for row in range(len(part)) if row not in bad])

@@ -1,0 +1,103 @@
+"""The ``model`` section of ``causal-lm``, with a vocabulary that may be padded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import RecipeError, option
+from fastloop_plugins.models.hub import quiet
+from fastloop_plugins.text.model import Model, TextModel
+from fastloop_plugins.text.next_token_loss import add_loss
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+    from fastloop_plugins.models.label_order import LabelOrder
+
+logger = logging.getLogger("fastloop")
+
+
+@dataclass(kw_only=True)
+class DecoderOptions(Model):
+    """The ``model`` section of ``causal-lm``."""
+
+    pad_vocab_to: Annotated[
+        int | None, option("Pad the vocabulary to a multiple of this while training, such as 64; null: do not.", ge=1)
+    ] = None
+
+
+class DecoderModel(TextModel):
+    """The ``model`` section of a causal language model.
+
+    Attributes:
+        vocabulary: Tokens of the vocabulary, if embedding and head have more rows, or None. Set by ``build``.
+    """
+
+    section = DecoderOptions
+    options: DecoderOptions
+    vocabulary: int | None = None
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe, classify=False)
+
+    def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
+        """``TextModel.build``, pad the vocabulary in training, and add the loss to the forward.
+
+        Raises:
+            RecipeError: The model cannot be built, or its embedding and head cannot be resized.
+        """
+        model = super().build(auto, labels)
+        if self.options.pad_vocab_to is not None and self.recipe.inference is None:
+            self._pad(model, self.options.pad_vocab_to)
+        add_loss(model, self.vocabulary)
+        return model
+
+    def _pad(self, model: Any, multiple: int) -> None:
+        """Add rows of zeros to embedding and head. Their logits are cut off, so they have no gradient and stay
+        zeros."""
+        import torch
+
+        from fastloop.runtime.random_states import preserve_random_states
+
+        config = model.config.get_text_config()
+        tokens: int = config.vocab_size
+        rows = -(-tokens // multiple) * multiple
+        if rows == tokens:
+            return
+        where = f"{self.where}.pad_vocab_to: {type(model).__name__}"
+        try:
+            with preserve_random_states(), quiet():  # the initial weights of a run without padding
+                model.resize_token_embeddings(rows, mean_resizing=False)
+            resized = [model.get_input_embeddings(), model.get_output_embeddings()]
+            sizes = [len(module.weight) for module in resized]
+        except Exception as error:  # models raise errors of any type
+            cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+            raise RecipeError(
+                f"{where} cannot be resized: {type(error).__name__}: {cause}. Leave pad_vocab_to out."
+            ) from None
+        if sizes != [rows, rows]:
+            raise RecipeError(
+                f"{where} has {sizes} rows of embedding and head, expected {rows} after resizing. Leave "
+                "pad_vocab_to out."
+            )
+        with torch.no_grad():
+            for parameter in {id(one): one for module in resized for one in module.parameters()}.values():
+                parameter[tokens:] = 0
+        self.vocabulary = config.vocab_size = tokens
+        logger.info("model.pad_vocab_to: %d tokens, and %d rows of embedding and head while training", tokens, rows)
+
+    def weights(self, run: Run) -> dict[str, Tensor]:
+        """The full weights, with a row for each token of the vocabulary."""
+        found, model = super().weights(run), run.unwrap_model()
+        if self.vocabulary is None:
+            return found
+        resized: Any = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+        for prefix, module in model.named_modules():
+            for name in [f"{prefix}.{name}" for name, _ in module.named_parameters()] if module in resized else []:
+                if name in found:
+                    found[name] = found[name][: self.vocabulary]
+        return found

@@ -1,0 +1,123 @@
+"""Rows that are left out: by their label (``data.label_map``: null), by ``data.drop`` and by ``data.deduplicate``.
+
+``label_map`` maps labels such as - and -1 in GLUE to null: rows without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.table import Table
+from fastloop_plugins.text.labels import is_label, plain
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.data import TextData
+
+
+def drop_rows(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, list[Table]]:
+    """The parts of each split without the rows to leave out. Adds their numbers to ``data.messages``.
+
+    Raises:
+        RecipeError: A label to leave out never occurs, or all rows of a split are left out.
+    """
+    found = {role: list(those) for role, those in parts.items()}
+    _drop_by_label(found, data)
+    for role, those in found.items():
+        if role == "train" and data.stream is not None:  # the reader has left them out
+            _report_drops(role, data.stream.index.dropped, int(data.stream.index.rows.sum()), data)
+        elif data.drop.conditions:
+            found[role] = _drop_by_condition(role, those, data)
+    if data.options.deduplicate and "train" in found:
+        found["train"] = _drop_repeats(found["train"], data)
+    return found
+
+
+def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
+    unwanted = {str(plain(label)) for label, name in (data.options.label_map or {}).items() if name is None}
+    if not unwanted:
+        return
+    total: Counter[str] = Counter()
+    for role, those in found.items():
+        counts: Counter[str] = Counter()
+        rows = 0
+        for index, part in enumerate(those):
+            labels = part.column("label", data.labels[0])
+            names = [str(plain(label)) if is_label(label) else "" for label in labels]
+            counts.update(name for name in names if name in unwanted)
+            those[index] = _keep(part, [row for row, name in enumerate(names) if name not in unwanted], data)
+            rows += len(names)
+        if rows and counts.total() == rows:
+            raise _all_dropped(role, "label_map", "Remove these labels from it.", rows, data)
+        if counts:
+            listed = ", ".join(f"{name!r} {count}" for name, count in sorted(counts.items()))
+            line = (
+                f"data: {role}: {counts.total()} of {rows} rows are left out by their label (data.label_map): {listed}"
+            )
+            data.messages.append((logging.INFO, line))
+        total += counts
+    if data.inference is None and (unknown := unwanted - total.keys()):
+        raise RecipeError(f"{data.where}.label_map: the label {min(unknown)!r} never occurs.")
+
+
+def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Table]:
+    counts, kept = [0] * len(data.drop.conditions), list[Table]()
+    for part in parts:
+        columns = {name: part.column(key, name) for name, key in data.drop.columns().items()}
+        kept.append(_keep(part, data.drop.sort_out(part.where, columns, counts), data))
+    rows = sum(map(len, kept))
+    if sum(counts) and not rows:
+        raise _all_dropped(role, "drop", "Remove a condition.", sum(counts), data)
+    _report_drops(role, counts, rows, data)
+    return kept
+
+
+def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -> None:
+    """Add the rows that each condition of ``data.drop`` leaves out to ``data.messages``."""
+    if not counts:
+        return
+    listed = ", ".join(f"{condition} {count}" for condition, count in zip(data.drop.conditions, counts, strict=True))
+    line = f"data: {role}: {sum(counts)} of {sum(counts) + kept} {data.unit} are left out (data.drop): {listed}"
+    data.messages.append((logging.INFO, line))
+
+
+def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
+    first: dict[bytes, Any] = {}  # hash of the texts of a row -> its label
+    kept, others = list[Table](), 0
+    for part in parts:
+        names = data.text_columns() | {name: data.text_key for name in data.optional_columns() if name in part.columns}
+        rows = list[int]()
+        labels = list(zip(*(part.column(key, name) for name, key in data.label_columns().items()), strict=True))
+        for row, texts in enumerate(zip(*(part.column(key, name) for name, key in names.items()), strict=True)):
+            content = repr([names, texts]).encode("utf-8", "backslashreplace")
+            mark, label = hashlib.blake2b(content, digest_size=16).digest(), labels[row] if labels else None
+            if mark not in first:
+                first[mark] = label
+                rows.append(row)
+            else:
+                others += first[mark] != label
+        kept.append(_keep(part, rows, data))
+    before, after = sum(map(len, parts)), sum(map(len, kept))
+    line = f"data: train: {before - after} of {before} {data.unit} repeat the texts of an earlier one and are left out"
+    line += " (data.deduplicate)" + f"; {others} with another label" * (others > 0)
+    data.messages.append((logging.WARNING if others else logging.INFO, line))
+    return kept
+
+
+def _keep(part: Table, rows: Sequence[int], data: TextData) -> Table:
+    """A table of some rows, with all columns that the task reads."""
+    if len(rows) == len(part):
+        return part
+    columns = data.label_columns() | data.drop.columns() | data.text_columns()
+    found = {name: part.column(key, name) for name, key in columns.items()}
+    optional = [name for name in data.optional_columns() if name in part.columns]
+    return part.keep(found | {name: part.column(data.text_key, name) for name in optional}, rows)
+
+
+def _all_dropped(role: str, key: str, remedy: str, rows: int, data: TextData) -> RecipeError:
+    remedy = remedy if role == "train" else f"To leave out the split: data.splits.{role}=null."
+    return RecipeError(f"{data.where}.{key}: leaves out all {rows} rows of the {role} split. {remedy}")

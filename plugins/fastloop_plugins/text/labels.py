@@ -1,0 +1,364 @@
+"""Converts labels of the text tasks to classes 0..n-1, and warns about suspicious labels.
+
+Cells of csv and tsv files are text. If all labels are whole numbers (1 or 1.0), they are read as numbers; others, such
+as 01 and 02, are names of classes. In other sources, a number is a number and text is a name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.table import Table, show
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.data import Data
+
+FEW = 5
+"""Rows: a class with fewer training rows gets a warning."""
+MANY = 10
+"""Classes: up to this number, each class may have a single row, as in a first trial."""
+NEARLY = 0.9
+"""Classes per row from which the column is assumed not to hold labels."""
+SHOWN = 8
+"""Labels that a message lists."""
+MISSING = {"-", "na", "n/a", "#n/a", "<na>", "nan", "null"}
+"""Missing values as other tools write them, in lower case."""
+WHOLE = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0*)?")
+NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+DIGITS = re.compile(r"[0-9]+")
+
+Label = int | str
+Values = list[tuple[Table, list[Label]]]
+
+
+@dataclass
+class Labels:
+    """The labels of all splits, as classes."""
+
+    ids: dict[str, list[Any]]  # role -> class of each row, 0..n-1; or as ``text.targets`` reads them
+    classes: list[str]  # names of the classes
+    warnings: list[str]
+    notes: list[str]  # how labels were read, if that is not obvious from the file
+
+
+def is_label(value: Any) -> bool:
+    """Whether a value can be a label: text, a boolean or a whole number."""
+    if isinstance(value, str):
+        return value != ""
+    return isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+
+
+def list_labels(labels: Iterable[Label]) -> str:
+    """Labels for a message; only the first ones if there are many."""
+    shown = [f"{label!r:.60}" for label in sorted(labels, key=lambda label: (isinstance(label, str), label))]
+    return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} more" * (len(shown) > SHOWN)
+
+
+def count_classes(ids: Sequence[int], classes: Sequence[str]) -> str:
+    """The number of rows of each class, the largest class first: ``neg 36, pos 36, label 1``."""
+    counts = Counter(ids)
+    order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
+    shown = [
+        f"{classes[index] if classes[index].isidentifier() else repr(classes[index]):.40} {counts[index]}"
+        for index in order
+    ]
+    return ", ".join(
+        shown if len(shown) <= SHOWN else [*shown[: SHOWN - 1], f"{len(shown) - SHOWN} more", f"and {shown[-1]}"]
+    )
+
+
+def number_labels(parts: Mapping[str, list[Table]], options: Data, where: str) -> Labels:
+    """Assign a class to each label of the training split, and to each row of every split.
+
+    Args:
+        parts: Role (``train`` among them) -> its parts.
+        where: The ``data`` section, for messages.
+
+    Raises:
+        RecipeError: A row has no label, labels mix types, numbers have gaps, or training has no row of a class.
+    """
+    what, notes = f"column {options.label!r} (data.label)", list[str]()
+    values = {role: [(part, _values(part, options, what, notes)) for part in found] for role, found in parts.items()}
+    if renamed := _names(options):
+        values = _renamed(values, renamed, f"{where}.label_map")
+    if _are_numbers(values["train"], what):
+        values = {
+            role: [(part, _numbers(part, labels, what, notes)) for part, labels in found]
+            for role, found in values.items()
+        }
+    files = ", ".join(part.where for part in parts["train"])
+    rows = [label for _, labels in values["train"] for label in labels]
+    names = None if _names(options) else parts["train"][0].classes
+    ids, classes = _classes(rows, names, options.label_offset, f"{files}: {what}", notes)
+    for role, found in values.items():
+        for part, labels in found:
+            if unknown := set(labels) - ids.keys():
+                raise _unknown(part, labels, unknown, ids, role, what)
+    found_ids = {role: [ids[label] for _, labels in found for label in labels] for role, found in values.items()}
+    return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
+
+
+def labels_of_model(parts: Mapping[str, list[Table]], options: Data, classes: list[str], model: str) -> Labels:
+    """Give each row the id of its label in a trained model. A row may lack any of the classes.
+
+    A label is a class if their names are equal, or else equal except for case and spaces. Other whole numbers are ids,
+    from ``data.label_offset``.
+
+    Args:
+        classes: The model's class names, in the order of its ids.
+        model: The model, for messages.
+
+    Raises:
+        RecipeError: A row has no label, or one that is no class of the model.
+    """
+    what, notes = f"column {options.label!r} (data.label)", list[str]()
+    ids = (
+        {_same(name): index for index, name in enumerate(classes)}
+        if len({*map(_same, classes)}) == len(classes)
+        else {}
+    )
+    ids |= {name: index for index, name in enumerate(classes)}
+
+    def find(part: Table, label: Label) -> int | None:
+        """The id of a label; None: the model has no such class."""
+        if isinstance(label, str) and part.untyped and label not in ids and WHOLE.fullmatch(label):
+            label = int(label.partition(".")[0])
+        name = str(label)
+        if name in ids or _same(name) in ids:
+            return ids.get(name, ids.get(_same(name)))
+        if isinstance(label, str):
+            return None
+        index = label - options.label_offset
+        return index if 0 <= index < len(classes) else None
+
+    found: dict[str, list[int]] = {}
+    for role, those in parts.items():
+        found[role] = []
+        for part in those:
+            labels = _values(part, options, what, notes)
+            names = _names(options)
+            labels = [names.get(str(label), label) for label in labels]
+            if part.classes is not None and not names:
+                named = dict(enumerate(part.classes, options.label_offset))
+                labels = [named.get(label, label) if isinstance(label, int) else label for label in labels]
+            table = {label: find(part, label) for label in set(labels)}
+            if unknown := {label for label, index in table.items() if index is None}:
+                number = next(number for number, label in enumerate(labels, 1) if label in unknown)
+                raise RecipeError(
+                    f"{part.row(number)}: {what} holds {labels[number - 1]!r}, which is no class of the model {model}. "
+                    f"Its classes: {list_labels(classes)}. To rename a label: data.label_map={{{labels[number - 1]!r}: "
+                    f"CLASS}}."
+                )
+            found[role] += [index for label in labels if (index := table[label]) is not None]
+    return Labels(found, classes, [], notes)
+
+
+# -- reading the column ------------------------------------------------------------------------------------------------
+
+
+def _values(part: Table, options: Data, what: str, notes: list[str]) -> list[Label]:
+    """The labels of one part: text or whole numbers."""
+    values = part.column("label", str(options.label))
+    keys = list(zip(map(type, values), values, strict=True))  # 1, 1.0 and True are equal
+    try:
+        distinct = dict.fromkeys(keys)
+    except TypeError:  # a list or a mapping among them
+        distinct = {}
+    if not distinct or not all(is_label(value) for _, value in distinct):
+        for number, value in enumerate(values, 1):
+            if value is None or value == "" or value != value:
+                raise RecipeError(f"{part.row(number)}: {what} is empty. Every row needs a label.")
+            if not is_label(value):
+                kind = "classes" if isinstance(value, list) else "number" if isinstance(value, Real) else None
+                remedy = f" If these are labels: data.label_type={kind}." if kind else ""
+                raise RecipeError(
+                    f"{part.row(number)}: {what} holds {show(value)}, expected text, or whole numbers from 0.{remedy}"
+                )
+    if options.label in {value for _, value in distinct if isinstance(value, str)}:
+        column = options.text if isinstance(options.text, str) else options.text[0]
+        for number, (label, text) in enumerate(zip(values, part.column("text", column), strict=True), 1):
+            if label == options.label and text == column:
+                raise RecipeError(
+                    f"{part.row(number)}: found the column names ({text}, {label}), as where files were joined. Remove "
+                    "that row."
+                )
+    if whole := {value for kind, value in distinct if not issubclass(kind, str | Integral)}:
+        notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
+    table = {key: plain(key[1]) for key in distinct}
+    return [table[key] for key in keys]
+
+
+def plain(value: Any) -> Label:
+    """A label of the data as text or a whole number."""
+    return str(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else int(value)
+
+
+def _names(options: Data) -> dict[str, Label]:
+    """Label as text -> the name or number that ``data.label_map`` gives it."""
+    return {str(plain(label)): name for label, name in (options.label_map or {}).items() if name is not None}
+
+
+def _renamed(values: dict[str, Values], names: Mapping[str, Label], where: str) -> dict[str, Values]:
+    there = {label for found in values.values() for _, labels in found for label in labels}
+    if unknown := names.keys() - set(map(str, there)):
+        raise RecipeError(f"{where}: the label {min(unknown)!r} never occurs. There: {list_labels(there)}.")
+    table = {label: names.get(str(label), label) for label in there}
+    return {
+        role: [(part, [table[label] for label in labels]) for part, labels in found] for role, found in values.items()
+    }
+
+
+def _kind(part: Table, label: Label) -> str:
+    if isinstance(label, int) or (part.untyped and WHOLE.fullmatch(label)):
+        return "number"
+    return "fraction" if part.untyped and NUMBER.fullmatch(label) and not DIGITS.fullmatch(label) else "text"
+
+
+def _are_numbers(values: Values, what: str) -> bool:
+    """Whether the labels of the training split are numbers."""
+    kinds = {_kind(part, label) for part, labels in values for label in set(labels)}
+
+    def first(kind: str) -> tuple[str, Label]:
+        rows = ((part, number, label) for part, labels in values for number, label in enumerate(labels, 1))
+        return next((part.row(number), label) for part, number, label in rows if _kind(part, label) == kind)
+
+    if "fraction" in kinds:
+        row, label = first("fraction")
+        raise RecipeError(
+            f"{row}: {what} holds {label!r}, expected text, or whole numbers from 0. Or name it: data.label_map. "
+            "For regression: data.label_type=number."
+        )
+    if len(kinds) < 2:
+        return kinds == {"number"}
+    labels = {label for _, found in values for label in found}
+    if (
+        all(part.untyped for part, _ in values)
+        and all(DIGITS.fullmatch(str(label)) for label in labels)
+        and len({*map(len, map(str, labels))}) == 1
+    ):
+        return False  # codes of one width: 01 to 12
+    (row, label), (other_row, other) = first("text"), first("number")
+    by_kind = [
+        {label for part, found in values for label in set(found) if _kind(part, label) == kind}
+        for kind in ("text", "number")
+    ]
+    fewer = min(by_kind, key=len)
+    names = ", ".join(f"{label!r}: NAME" for label in sorted(fewer, key=str)[:SHOWN])
+    raise RecipeError(
+        f"{row}: {what} mixes text and numbers: it holds {label!r}, and {other_row} holds {other!r}. "
+        f"Write all one way, or name them: data.label_map={{{names}}}."
+    )
+
+
+def _numbers(part: Table, labels: list[Label], what: str, notes: list[str]) -> list[Label]:
+    """Convert the cells of an untyped part to numbers."""
+    if not part.untyped:
+        return labels
+    table = {
+        label: int(label.partition(".")[0]) if isinstance(label, str) and WHOLE.fullmatch(label) else label
+        for label in set(labels)
+    }
+    if whole := {label for label in table if isinstance(label, str) and "." in label and table[label] != label}:
+        notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
+    return [table[label] for label in labels]
+
+
+# -- classes -----------------------------------------------------------------------------------------------------------
+
+
+def _classes(
+    rows: list[Label], names: list[str] | None, offset: int, where: str, notes: list[str]
+) -> tuple[dict[Label, int], list[str]]:
+    """Label -> class, and the classes' names."""
+    seen = set(rows)
+    if names is None and len(seen) > MANY and len(seen) >= NEARLY * len(rows):
+        remedy = "" if isinstance(rows[0], str) else " For regression: data.label_type=number."
+        raise RecipeError(
+            f"{where} has {len(seen)} different labels in {len(rows)} rows, such as {rows[0]!r:.60}: nearly every row "
+            f"would be a class of its own. Expected a column with few different values.{remedy}"
+        )
+    if len(seen) < 2:
+        raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.")
+    if isinstance(rows[0], str):
+        if offset:
+            raise RecipeError(
+                f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers. Remove it."
+            )
+        return {label: index for index, label in enumerate(sorted(seen, key=str))}, sorted(map(str, seen))
+    ids: dict[Label, int] = {index + offset: index for index in range(len(names or seen))}
+    if not seen <= ids.keys():
+        counted = seen == set(range(1, len(seen) + 1))
+        remedy = (
+            "They count from 1: give data.label_offset=1."
+            if counted
+            else "Renumber them, or name them: data.label_map={NUMBER: NAME}."
+        )
+        if len(seen) > 2 and seen == set(range(-1, len(seen) - 1)):
+            remedy = (
+                "If -1 marks rows without a label, leave them out: data.label_map={-1: null}. Or name it: "
+                "data.label_map={-1: NAME}."
+            )
+        raise RecipeError(
+            f"{where} holds the labels {list_labels(seen)}, expected {offset} to {offset + len(ids) - 1} without gaps. "
+            f"{remedy}"
+        )
+    if offset:
+        notes.append(
+            f"{where}: {offset} to {offset + len(ids) - 1} are the classes 0 to {len(ids) - 1} (data.label_offset)"
+        )
+    return ids, names or [str(label) for label in ids]
+
+
+def _unknown(
+    part: Table, labels: list[Label], unknown: set[Label], ids: Mapping[Label, int], role: str, what: str
+) -> RecipeError:
+    number, label = next((number, label) for number, label in enumerate(labels, 1) if label in unknown)
+    near = [other for other in ids if _same(str(other)) == _same(str(label))]
+    remedy = f" If they are one class: data.label_map={{{label!r}: {near[0]!r}}}." if near else ""
+    remedy += (
+        f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
+    )
+    return RecipeError(
+        f"{part.row(number)}: {what} holds {label!r}, which never occurs in training. There: "
+        f"{list_labels(ids)}.{remedy}"
+    )
+
+
+def _same(name: str) -> str:
+    """A key under which names that differ only by case and spaces are equal."""
+    return " ".join(name.split()).casefold()
+
+
+def _oddities(ids: list[int], classes: list[str]) -> list[str]:
+    """Warnings about the classes of the training split, one line each."""
+    counts, lines = Counter(ids), []
+    few = sorted(
+        (index for index in range(len(classes)) if counts[index] < FEW), key=lambda index: (counts[index], index)
+    )
+    if few:
+        shown = ", ".join(f"{classes[index]!r:.40} has {counts[index]}" for index in few[:SHOWN])
+        shown += f" and {len(few) - SHOWN} more" if len(few) > SHOWN else ""
+        lines.append(
+            f"classes with fewer than {FEW} rows to train on: {shown}. If they are mistakes, correct them, or give "
+            "data.label_map"
+        )
+    alike: dict[str, list[str]] = {}
+    for name in classes:
+        alike.setdefault(_same(name), []).append(name)
+    for same in alike.values():
+        if len(same) > 1:
+            remedy = ", ".join(f"{name!r}: {same[-1]!r}" for name in same[:-1])
+            lines.append(
+                f"the classes {list_labels(same)} differ only by case or spaces. If they are equal: "
+                f"data.label_map={{{remedy}}}"
+            )
+    if missing := [name for name in classes if name.strip().lower() in MISSING]:
+        remedy = f"If it is one, leave out its rows: data.label_map={{{missing[0]!r}: null}}"
+        lines.append(f"the class {missing[0]!r} has the name of a missing value. {remedy}")
+    return lines

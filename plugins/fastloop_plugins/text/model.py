@@ -1,0 +1,394 @@
+"""Model and tokenizer of the text tasks: pretrained with ``model.name``, or from scratch with ``model.config``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from fastloop import RecipeError, option
+from fastloop.options import parse
+from fastloop_plugins.models.checks import unsupported
+from fastloop_plugins.models.config import config_from_scratch
+from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
+from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
+from fastloop_plugins.text.tokenizers import TrainedTokenizer, check_saved_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastloop.recipe import Recipe
+    from fastloop.run import Run
+    from fastloop_plugins.text.batches import Width
+    from fastloop_plugins.text.data import Data
+
+logger = logging.getLogger("fastloop")
+
+LAYERS = 10_000
+"""Layers of a pretrained model at most: each takes memory before its weights are read."""
+
+
+@dataclass(kw_only=True)
+class Model:
+    """The ``model`` section."""
+
+    name: Annotated[str | None, option("Pretrained model: hub id or local folder.")] = None
+    config: Annotated[
+        dict[str, Any] | None, option("Instead of name, to train from scratch: model_type and its options.")
+    ] = None
+    tokenizer: Annotated[
+        str | dict[str, Any] | None,
+        option("Hub id or local folder; from scratch: {kind: word|bpe|char|byte}, made from the training texts."),
+    ] = None
+    attn_implementation: Annotated[
+        str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")
+    ] = None
+    trust_remote_code: Annotated[bool, option("Run Python code that ships with the model.")] = False
+    revision: Annotated[str | None, option("Branch, tag or commit of the model on the hub.")] = None
+    weights: Annotated[str | None, option(HELP)] = None
+    weights_strict: Annotated[bool, option(STRICT_HELP)] = False
+
+
+class TextModel:
+    """The ``model`` section of a recipe. The constructor checks it.
+
+    Attributes:
+        tokenizer: None until ``load_tokenizer`` or ``finish_tokenizer``.
+        problem_type: Transformers' name of a classifier's problem. A task may set it before ``build``.
+
+    Raises:
+        RecipeError: An option is invalid.
+    """
+
+    head: ClassVar[str] = CLASSIFIER  # how the names of the task's classes in transformers end
+    label_key: ClassVar[str] = "data.label"
+    section: ClassVar[type[Model]] = Model
+
+    def __init__(self, recipe: Recipe, classify: bool) -> None:
+        self.recipe, self.where, self.classify = recipe, f"{recipe.where}: model", classify
+        self.options = parse(self.section, recipe.model, self.where)
+        if recipe.inference is not None:  # the exported model and its tokenizer
+            self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
+        self.trained: TrainedTokenizer | None = None
+        self.problem_type: str | None = "single_label_classification"
+        self.tokenizer: Any = None
+        self.config: Any = None
+        self._width: Width | None = None
+        given = self.options.tokenizer
+        if (self.options.name is None) == (self.options.config is None):
+            found = "neither" if self.options.name is None else "both"
+            raise RecipeError(
+                f"{self.where}: found {found}, expected one of: name (pretrained), config (from scratch)."
+            )
+        if self.options.config is None:
+            if isinstance(given, dict):
+                raise RecipeError(
+                    f"{self.where}.tokenizer: a tokenizer is trained only with model.config. A pretrained model has "
+                    "its own."
+                )
+        else:
+            if not isinstance(self.options.config.get("model_type"), str):
+                raise RecipeError(
+                    f"{self.where}.config.model_type: missing. Expected an architecture's name, such as distilbert."
+                )
+            if not isinstance(given, str):
+                self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
+                if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
+                    raise RecipeError(
+                        f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more "
+                        "for bpe."
+                    )
+                self._check_units(self.trained.kind, given or {})
+        if self.options.trust_remote_code:
+            logger.warning(
+                "model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given
+            )
+        for key in ("name", "tokenizer"):
+            if isinstance(name := getattr(self.options, key), str):
+                self._check_name(key, name)
+        self._check_architecture(self.options.config or self._folder_config())
+        weight_files(recipe)
+
+    def _check_units(self, kind: str, given: dict[str, Any]) -> None:
+        """Raise an error for options that a tokenizer of characters or bytes cannot have."""
+        if kind in ("char", "byte") and "vocab_size" in given:
+            has = "256 bytes" if kind == "byte" else "all characters of the training texts"
+            raise RecipeError(
+                f"{self.where}.tokenizer.vocab_size: a tokenizer of kind {kind} has {has}. Remove vocab_size."
+            )
+        if kind == "char" and self.recipe.data.get("streaming"):
+            raise RecipeError(
+                f"{self.where}.tokenizer.kind: char needs all characters of the training texts, and data.streaming "
+                "reads only the first rows before training. Use kind: byte, or the tokenizer of another run: "
+                "model.tokenizer=RUN/model."
+            )
+
+    def _folder_config(self) -> dict[str, Any]:
+        """``config.json`` of a local model; empty if it cannot be read, which ``load_tokenizer`` reports."""
+        try:
+            found = json.loads((self.recipe.find(self.options.name or "") / "config.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _check_architecture(self, config: dict[str, Any]) -> None:
+        """Raise an error for an architecture that cannot do the task."""
+        key, kind = ("name" if self.options.config is None else "config"), config.get("model_type")
+        if not isinstance(kind, str):
+            return
+        if problem := unsupported(kind, config, self.classify, self.trained is not None):
+            raise RecipeError(f"{self.where}.{key}: {problem}")
+
+    def _check_name(self, key: str, name: str) -> None:
+        path = self.recipe.find(name)
+        if path.is_dir():
+            wanted = ("config.json",) if key == "name" else ("tokenizer.json", "tokenizer_config.json")
+            if not any((path / file).is_file() for file in wanted):
+                raise RecipeError(
+                    f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder that "
+                    "save_pretrained wrote."
+                )
+            for index in path.glob("*.index.json"):
+                self._check_index(key, index)
+        elif path.exists() or not is_hub_name(name):
+            raise RecipeError(f"{self.where}.{key}: {name}: no such folder, and not a name that the hub could have.")
+
+    def _check_index(self, key: str, index: Path) -> None:
+        """Raise an error if an index of weights names files outside of its folder."""
+        try:
+            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+            outside = [name for name in names if name != Path(name).name]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise RecipeError(
+                f"{self.where}.{key}: {index}: not an index of weights: {type(error).__name__}: {error}."
+            ) from None
+        if outside:
+            raise RecipeError(f"{self.where}.{key}: {index}: names {outside[0]!r}, which is not in its folder.")
+
+    # -- configuration and tokenizer: before the data, so that a missing model is found early --------------------------
+
+    def load_tokenizer(self, max_length: int) -> None:
+        """Load the configuration, and the tokenizer unless it is to be trained.
+
+        Raises:
+            RecipeError: One of them is missing or invalid, or the model cannot take ``data.max_length`` tokens.
+        """
+        from transformers import AutoConfig, AutoTokenizer
+
+        # set explicitly, so that forked workers cause no warning
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+        if self.options.config is not None:
+            self.config = config_from_scratch(self.options.config, f"{self.where}.config")
+        else:
+            self.config = self._pretrained(AutoConfig, "name")
+            self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
+            if (layers := getattr(self.config, "num_hidden_layers", 0)) > LAYERS:
+                raise RecipeError(
+                    f"{self.where}.name: {self.options.name} claims {layers} layers, expected at most {LAYERS}."
+                )
+        source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
+        if self.trained is None:
+            self.tokenizer = self._pretrained(AutoTokenizer, source)
+            # transformers makes an empty one if there are no files
+            if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):
+                raise RecipeError(
+                    f"{self.where}.{source}: {getattr(self.options, source)} holds no tokenizer: every word would be "
+                    "unknown. "
+                    "Put its files there, or name another: model.tokenizer=FOLDER."
+                )
+        room = [
+            getattr(self.config, "max_position_embeddings", None),
+            getattr(self.tokenizer, "model_max_length", None),
+        ]
+        limit = min((size for size in room if isinstance(size, int) and size > 0), default=max_length)
+        if max_length > limit:
+            raise RecipeError(
+                f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most."
+            )
+        if self.trained is None:
+            self._ensure_pad_token()
+
+    def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
+        """Call ``from_pretrained`` with a folder or a hub name."""
+        from safetensors import SafetensorError
+
+        name = getattr(self.options, key)
+        folder = self.recipe.find(name)
+        local = folder.is_dir() or offline()
+        try:
+            with quiet():
+                return auto.from_pretrained(
+                    str(folder.resolve()) if folder.is_dir() else name,
+                    revision=None if folder.is_dir() else self.options.revision,
+                    trust_remote_code=self.options.trust_remote_code,
+                    local_files_only=local,
+                    **arguments,
+                )
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ImportError,
+            RuntimeError,
+            MemoryError,
+            SafetensorError,
+        ) as error:
+            instead = (
+                "model.name=FOLDER, or train from scratch with model.config"
+                if key == "name"
+                else "model.tokenizer=FOLDER"
+            )
+            raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
+
+    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
+        """Train the tokenizer, if the recipe requests one, and check one that is not the model's own.
+
+        Args:
+            types: Whether a trained one returns token types by default.
+        """
+        if self.trained is not None:
+            self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length, types)
+            logger.info(
+                "tokenizer: %s, %d tokens, made from the training texts", self.trained.kind, len(self.tokenizer)
+            )
+            self._ensure_pad_token()
+        if self.options.tokenizer is not None or self.trained is not None:
+            check_saved_tokenizer(self.tokenizer, self.config, texts, self.where)
+
+    def _ensure_pad_token(self) -> None:
+        """Set a pad token if there is none. Raises an error if there is no candidate, or, for a language model, no end
+        token."""
+        ends = [self.tokenizer.eos_token, self.tokenizer.sep_token]
+        if self.tokenizer.pad_token_id is None:
+            self.tokenizer.pad_token = next((token for token in (*ends, self.tokenizer.unk_token) if token), None)
+        if self.tokenizer.pad_token_id is None or (not self.classify and not any(ends)):
+            raise RecipeError(
+                f"{self.where}.tokenizer: it has no token that {'pads' if self.classify else 'ends a text'}. Use "
+                "another."
+            )
+
+    def fingerprint(self) -> str:
+        """A hash of the tokenizer's files and library versions. Call it before the first use, which changes the
+        tokenizer's settings."""
+        import tokenizers
+        import transformers
+
+        from fastloop_plugins._cache import digest
+
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            self.tokenizer.save_pretrained(folder)
+            files = [
+                (path.name.encode(), path.read_bytes()) for path in sorted(Path(folder).iterdir()) if path.is_file()
+            ]
+        return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
+
+    def width(self, run: Run, options: Data) -> Width:
+        """The width of batches. The collators of all splits share it, because ``check_padding`` changes its side."""
+        if self._width is None:
+            from fastloop_plugins.text.batches import Width
+
+            self._width = Width(options.max_length, run.settings.pad_to_multiple_of, options.padding == "max_length")
+        return self._width
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    def class_names(self) -> list[str]:
+        """The classes of a pretrained model in the order of its ids. Call it after ``load_tokenizer``."""
+        return [str(self.config.id2label[index]) for index in range(len(self.config.id2label))]
+
+    def order_labels(self, classes: list[str]) -> LabelOrder:
+        """The classes, in the checkpoint's order if their names match. Call it after ``load_tokenizer`` and before
+        ``build``.
+
+        Args:
+            classes: The data's class names, in the order of its ids.
+        """
+        if self.options.config is not None:
+            return LabelOrder(classes, list(range(len(classes))), keeps_head=True)
+        return label_order(classes, self.config, f"model.name={self.options.name}", self.head, self.label_key)
+
+    def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
+        """Build the model with initial or pretrained weights, or those of ``model.weights``, in float32.
+
+        Args:
+            auto: Transformers' Auto class of the task.
+            labels: The classes of a classifier. If the checkpoint's head is for other classes, it is reinitialized.
+
+        Raises:
+            RecipeError: The architecture cannot do the task, or the configuration or ``model.weights`` is invalid.
+        """
+        model = self._build(auto, labels)
+        load_weights(model, self.recipe)
+        return model
+
+    def _build(self, auto: Any, labels: LabelOrder | None) -> Any:
+        import torch
+
+        theirs: dict[int, str] = {}
+        if labels is not None:
+            theirs = name_classes(self.config, labels.names)
+            self.config.problem_type = self.problem_type  # a checkpoint may have another one, and pipelines read it
+        if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
+            self.config.pad_token_id = self.tokenizer.pad_token_id
+        # on meta, the weights come from another process
+        if self.options.config is None and torch.get_default_device().type != "meta":
+            model, notes = self._pretrained(
+                auto,
+                "name",
+                config=self.config,
+                use_safetensors=True,  # the alternative is a pickle
+                dtype=torch.float32,
+                attn_implementation=self.options.attn_implementation,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+            new = sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
+            if new:
+                logger.info(
+                    "not in %s, so initialized at random: %s%s",
+                    self.options.name,
+                    ", ".join(new[:4]),
+                    ", ..." * (len(new) > 4),
+                )
+            if labels is not None and not labels.keeps_head:
+                start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head)
+            return model
+        if self.options.config is not None:
+            tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")
+            if given is not None and given < tokens:
+                raise RecipeError(
+                    f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave "
+                    "it out."
+                )
+            self.config.vocab_size = given or tokens
+            for token in ("bos_token_id", "eos_token_id"):
+                setattr(self.config, token, getattr(self.tokenizer, token))
+        arguments = (
+            {"attn_implementation": self.options.attn_implementation} if self.options.attn_implementation else {}
+        )
+        try:
+            with quiet():
+                return auto.from_config(self.config, **arguments)
+        except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
+            raise RecipeError(f"{self.where}.config: {str(error).splitlines()[0]}") from None
+
+    def weights(self, run: Run) -> dict[str, Tensor]:
+        """The weights to export. Every process must call it."""
+        return run.full_state_dict()
+
+    def export(self, run: Run, folder: Path) -> Path:
+        """Write model and tokenizer in the form that ``from_pretrained`` reads."""
+        from fastloop_plugins.checkpoints._export import save_model
+
+        with quiet():
+            save_model(run, folder, self.weights(run))
+            if run.is_main:
+                self.tokenizer.save_pretrained(folder)
+        return folder

@@ -1,0 +1,233 @@
+"""Check before training that padding changes no result: a text alone, and the same text beside a longer one.
+
+Most models ignore padding. XLNet reads the last position, so its texts are padded on the left. FNet, CANINE, ConvBERT,
+Nyströmformer and YOSO mix padding into each text: a warning gives the measured change, and features that depend on
+equal results are refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.models.checks import agree
+from fastloop_plugins.text.next_token_loss import IGNORED
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fastloop import Run
+    from fastloop_plugins.text.batches import Width
+    from fastloop_plugins.text.model import TextModel
+
+logger = logging.getLogger("fastloop")
+
+PROBE = ("one two three four five six seven eight", "one two three")
+"""Texts for the trial of a model. The shorter one is padded."""
+
+ROUNDING = 1e-3
+"""Largest change of a logit by rounding, as a share of the largest logit. Measured on transformers 5.23's models with
+large random weights: rounding gives up to 1.4e-4, padding that a model reads 3.7e-3 and more, unless ``CONTENT`` shows
+it."""
+
+CONTENT = 1e-5
+"""A smaller change than ``ROUNDING`` is rounding, unless other vectors at padding change more than this. Masked vectors
+change nothing, bit by bit, except that a mixture of experts computes in other groups: 2e-7. ConvBERT gives 5.7e-5 and
+more from 64 features on."""
+
+CONTINUATION = 8
+"""Number of new tokens in the trial of a language model. GIT and DeepSeek-V4 give the first one correctly, and later
+ones wrongly."""
+
+ALIKE = "pad all texts alike: data.padding=max_length"
+"""With it, a text has the same padding in each batch."""
+
+
+def check_padding(
+    run: Run, model: nn.Module, text_model: TextModel, width: Width, make: Callable[[], Mapping[str, Tensor]]
+) -> None:
+    """Set the side of padding that changes no logit; the right one if both do or none does. Every process must call it.
+
+    Args:
+        width: The width of the task's batches, whose ``left`` is set.
+        make: Returns the model's inputs for a long and a short text: ``input_ids`` and ``attention_mask`` of shape (2,
+            tokens), int64, and others. With ``labels``, the logits are of their tokens, and padding stays on the right.
+
+    Raises:
+        RecipeError: Padding changes logits on both sides, and the run divides steps into micro-batches, groups texts by
+            length or predicts several texts at once.
+    """
+
+    def find() -> tuple[bool, float]:
+        changes = []
+        for width.left in (False, True):
+            inputs = make()
+            changes.append(padding_change(model, inputs))
+            if not changes[-1] or "labels" in inputs:
+                break
+        return (len(changes) > 1, 0.0) if not changes[-1] else (False, changes[0])
+
+    width.left, change = agree(run, model, text_model.where, find) or (False, 0.0)
+    if width.left:
+        text_model.tokenizer.padding_side = "left"  # for users of the exported model
+        text_model.tokenizer.init_kwargs["padding_side"] = "left"  # all that save_pretrained writes
+        logger.info("%s needs texts that are padded on the left", type(model).__name__)
+    if not width.always:
+        report_padding(run, model, change)
+
+
+def report_padding(run: Run, model: nn.Module, change: float) -> None:
+    """Refuse what divides a step's samples, or warn, if padding changes logits by the share ``change``; 0: it does not.
+
+    Raises:
+        RecipeError: It does, and the run divides steps into micro-batches, groups texts by length or predicts several
+            texts at once.
+    """
+    if not change:
+        return
+    effect = (
+        f"{type(model).__name__} reads padding: beside a longer text, it changes the logits of a short one by "
+        f"{percent(change)}"
+    )
+    refuse_batched_predictions(run, effect, f", or {ALIKE}")
+    if run.loaders.micro_steps > 1 and run.loaders.micro_batch_size > 1:
+        raise RecipeError(
+            f"{run.recipe.where}: train.micro_batch_size: found {run.loaders.micro_batch_size}. {effect}, so "
+            f"micro-batches change what is trained. Remove it, or {ALIKE}."
+        )
+    if "length-bucketing" in run.plugins.names() and "length-bucketing" not in run.recipe.selected:
+        raise RecipeError(
+            f"{run.recipe.where}: plugins.length-bucketing: {effect}. Remove length-bucketing, or {ALIKE}."
+        )
+    logger.warning("%s. Results depend on the texts that share a batch. To avoid it, %s", effect, ALIKE)
+
+
+def check_prompts(run: Run, model: Any, inputs: Mapping[str, Tensor], where: str) -> None:
+    """Raise an error if a language model continues a prompt otherwise when it is padded on the left beside a longer
+    one.
+
+    Args:
+        inputs: ``input_ids`` and ``attention_mask`` of two prompts, (2, tokens) int64.
+
+    Raises:
+        RecipeError: It does, and the run predicts several prompts at once.
+    """
+
+    def logits(ids: Tensor, mask: Tensor) -> list[Tensor]:
+        length = {"min_new_tokens": CONTINUATION, "max_new_tokens": CONTINUATION}
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            **length,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        return [step[-1] for step in found.logits]
+
+    def find() -> float:
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        padded, alone = logits(ids, mask), logits(ids[-1:, mask[-1].bool()], mask[-1:, mask[-1].bool()])
+        change = 0.0
+        for found, expected in zip(padded, alone, strict=True):
+            change = max(change, relative_change(found, expected))
+            if int(found.argmax()) != int(expected.argmax()):  # further logits are those of other texts
+                break
+        return change
+
+    if (change := agree(run, model, where, find) or 0.0) > ROUNDING:
+        effect = (
+            f"{type(model).__name__} reads padding: beside a longer prompt, it changes the logits of a short "
+            f"one by {percent(change)}"
+        )
+        refuse_batched_predictions(run, effect)
+
+
+def refuse_batched_predictions(run: Run, effect: str, remedy: str = "") -> None:
+    """Raise an error if the run predicts several texts at once.
+
+    Raises:
+        RecipeError: It does.
+    """
+    inference, size = run.recipe.inference, run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
+    if inference is not None and inference.chunk and min(size, len(run.datasets[run.loaders.first])) > 1:
+        raise RecipeError(
+            f"{run.recipe.where}: train.eval_batch_size: batches have up to {size} texts. {effect}, so a prediction "
+            f"depends on the other texts of its batch. Predict one text at a time: train.eval_batch_size=1{remedy}."
+        )
+
+
+def padding_change(model: Any, inputs: Mapping[str, Tensor]) -> float:
+    """How much padding changes the logits of the shortest text of a batch, as a share of the largest logit; 0 if only
+    by rounding."""
+    mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+    if mask is None:
+        return 0.0
+    row = int(mask.sum(1).argmin())
+    real = mask[row].bool()
+    alone = {
+        name: value[row][real][None]
+        for name, value in inputs.items()
+        if value.shape == mask.shape and name != "attention_mask"
+    }
+    read = real
+    if labels is not None:
+        read = labels[row] != IGNORED
+        alone["labels"] = labels[row][read][None]
+
+    def logits() -> Tensor:
+        found: Tensor = model(**inputs).logits[row]
+        return found[read] if found.dim() > 1 else found
+
+    try:
+        expected: Tensor = model(**alone).logits[0]
+    except Exception:  # the model takes only some lengths, so the text cannot be computed without padding
+        return 0.0
+    try:
+        found = logits()
+    except Exception:  # a model may take padding on one side only
+        return math.inf
+    if CONTENT < (change := relative_change(found, expected)) <= ROUNDING:
+        with other_padding(model, mask):
+            content = relative_change(logits(), found)
+        return change if content > CONTENT else 0.0
+    return change if change > ROUNDING else 0.0
+
+
+@contextmanager
+def other_padding(model: Any, mask: Tensor) -> Iterator[None]:
+    """Give the model random vectors at padding inside the block, if it has an embedding of tokens. Token ids stay:
+    models find a text's end by them."""
+    import torch
+    from torch import Tensor, nn
+
+    def replace(module: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or output.shape[:2] != mask.shape:
+            return output
+        return torch.where(mask[..., None].bool(), output, torch.randn_like(output))
+
+    try:
+        embedding = model.get_input_embeddings()
+    except NotImplementedError:
+        embedding = None
+    handle = embedding.register_forward_hook(replace) if isinstance(embedding, nn.Module) else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def relative_change(found: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a share of the largest value; infinite if one of them is NaN."""
+    share = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
+    return math.inf if math.isnan(share) else share
+
+
+def percent(share: float) -> str:
+    """A share with two digits, such as 3.4% or 0.00051%."""
+    return f"{100 * share:.0f}%" if share >= 1 else f"{100 * share:.2g}%"

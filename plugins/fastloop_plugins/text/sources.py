@@ -1,0 +1,99 @@
+"""``data.sources``: training rows from several sources with columns of other names, mixed by weight."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from fastloop import RecipeError, option
+from fastloop.options import parse
+from fastloop_plugins.rows.paths import find_files
+from fastloop_plugins.rows.splits import Rows, draw
+from fastloop_plugins.rows.table import Table
+from fastloop_plugins.text.columns import column_names
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.data import TextData
+
+
+@dataclass(kw_only=True)
+class Source:
+    """An entry of ``data.sources``."""
+
+    files: Annotated[str | list[str], option("A path, a list of paths or a pattern.")]
+    text: Annotated[str | list[str] | None, option("Its column of texts; null: that of data.text.")] = None
+    label: Annotated[str | None, option("Its column of labels; null: that of data.label.")] = None
+    weight: Annotated[
+        float | None, option("Its share of the samples, relative to the other weights; null: each row once.", gt=0)
+    ] = None
+
+    def __post_init__(self) -> None:
+        self.where, self.paths = "", list[Path]()
+
+    def read(self, number: int, data: TextData) -> list[Table]:
+        """Its files, with the columns named as ``data.text`` and ``data.label`` name them."""
+        key = self.where.rpartition("data.")[2]
+        own = column_names(data.columns if self.text is None else self.text, f"{self.where}.text")
+        if len(own) != len(data.columns):
+            raise RecipeError(f"{self.where}.text: found {own}, expected as many columns as data.text: {data.columns}.")
+        columns = dict(zip(data.columns, ((name, f"{key}.text") for name in own), strict=True))
+        columns |= {name: (self.label or name, f"{key}.label") for name in data.labels}
+        columns |= {name: (name, option) for name, option in data.drop.columns().items() if name not in columns}
+        layout, found = replace(data.layout(), columns=dict(columns.values())), []
+        for path in self.paths:
+            part = layout.read(str(path))
+            values = {name: part.column(option, column) for name, (column, option) in columns.items()}
+            found.append(replace(part, where=f"{path} (data.{key})", columns=values, names=None, source=number))
+        return found
+
+
+def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
+    """The entries of ``data.sources``, with their files if train is needed.
+
+    Raises:
+        RecipeError: An entry is invalid, or only some have a weight.
+    """
+    found, where = [], f"{data.where}.sources"
+    others = ("target", "messages", "prompt", "words", "tags")
+    if data.text_key != "text" or data.several or any(data.recipe.data.get(key) is not None for key in others):
+        raise RecipeError(f"{where}: reads texts and one column of labels. Rename the columns, and use data.files.")
+    for number, given in enumerate(data.options.sources or ()):
+        source = parse(Source, given, f"{where}[{number}]")
+        source.where = f"{where}[{number}]"
+        if source.label is not None and not data.labels:
+            raise RecipeError(f"{source.where}.label: data.label is not there. Remove it, or name data.label too.")
+        if "train" in needed:
+            source.paths = find_files(data.recipe, source.files, "train", f"{source.where}.files", data.formats)
+        found.append(source)
+    weightless = [source.where for source in found if source.weight is None]
+    if not found or len(weightless) not in (0, len(found)):
+        raise RecipeError(
+            f"{weightless[0]}.weight: missing. Give each source a weight, or none."
+            if found
+            else f"{where}: found an empty list, expected sources such as {{files: a.csv, text: review}}."
+        )
+    return found
+
+
+def mix_sources(rows: Rows, data: TextData) -> Rows:
+    """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. The draw of
+    rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``."""
+    ids_by_source: list[list[int]] = [[] for _ in data.sources]
+    for row, number in enumerate(rows.sources or ()):
+        ids_by_source[number].append(row)
+    pairs = list(zip(data.sources, ids_by_source, strict=True))
+    weights = [len(ids) if source.weight is None else source.weight for source, ids in pairs]
+    chosen, lines, before, end = list[int](), list[str](), 0, 0.0
+    for number, ((source, ids), weight) in enumerate(zip(pairs, weights, strict=True)):
+        if not ids:
+            raise RecipeError(f"{source.where}: has no rows left. Remove it, or what leaves out its rows.")
+        end += weight / sum(weights) * len(rows)
+        times, rest = divmod(round(end) - before, len(ids))
+        before = round(end)
+        chosen += ids * times + [ids[index] for index in draw(len(ids), rest)]
+        lines.append(f"data.sources[{number}] {len(ids)}, {times * len(ids) + rest} an epoch")
+    data.messages.append((logging.INFO, f"data: train: rows of each source: {'; '.join(lines)}"))
+    return rows.keep(sorted(chosen))

@@ -1,0 +1,1 @@
+"""Streamed training splits of text tasks."""

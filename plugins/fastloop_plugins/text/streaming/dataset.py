@@ -1,0 +1,269 @@
+"""The streamed training split of a text task: an iterable dataset that reads any range of positions of an epoch.
+
+A row is a sample, or a block of tokens is (``blocks``). The task reads the first rows of a fixed order into memory,
+and checks them as the whole split of another run. The trained tokenizer, the classes and warnings about rows
+follow from them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.formats import is_untyped
+from fastloop_plugins.rows.index import Reader, find_shards, read_index
+from fastloop_plugins.rows.order import Order, Place
+from fastloop_plugins.rows.table import Table
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop_plugins.rows.index import Index, Row
+    from fastloop_plugins.text.data import TextData
+    from fastloop_plugins.text.streaming.blocks import BlockReader, Tokens
+
+    Encoder = Callable[[list[Row], list[str]], list[dict[str, Any]]]
+    """Columns and names of some rows -> their samples. A data worker calls it."""
+
+logger = logging.getLogger("fastloop")
+
+HEAD = 4096
+"""Rows in memory that stand for the training split in checks, and that a tokenizer is trained on."""
+COPIES = 5
+"""Rows of each label among them at most, beside the first rows: fewer would be a warning about a rare class."""
+
+
+class Windows:
+    """The rows of one reader: the current window of each lane in memory, and the position after it in the files."""
+
+    def __init__(self, order: Order, reader: Reader | BlockReader, sources: Sequence[int]) -> None:
+        self.order, self.reader, self.sources = order, reader, sources
+        self.held: dict[tuple[int, int], tuple[Any, list[tuple[int, Row]]]] = {}
+        self.cursors: dict[tuple[int, int], tuple[int, int, Iterator[tuple[int, Row]]]] = {}
+
+    def row(self, place: Place) -> tuple[int, Row]:
+        """Number and columns of the row at a place. Places of a lane come in increasing order."""
+        lane, window = (place.lane, place.source), (place.turn, place.start)
+        held, rows = self.held.get(lane, (None, []))
+        if held != window:
+            self.held.pop(lane, None)
+            turn, slot, cursor = self.cursors.pop(lane, (-1, 0, iter(())))
+            group, skip = self._find(place.source, place.turn, place.start)
+            if turn == place.turn and 0 <= place.start - slot <= skip:  # in the row group that the cursor reads
+                deque(islice(cursor, place.start - slot), maxlen=0)
+            else:
+                cursor = self._from(place.source, place.turn, group, skip)
+            rows = list(islice(cursor, place.size))
+            self.held[lane] = window, rows
+            self.cursors[lane] = place.turn, place.start + place.size, cursor
+        return rows[place.offset]
+
+    def _find(self, source: int, turn: int, slot: int) -> tuple[int, int]:
+        """The row group of a slot, by its place in a pass over a source, and the group's rows before it."""
+        _, ends = self.order.stream(source, turn)
+        place = int(np.searchsorted(ends, slot, side="right"))
+        return place, slot - int(ends[place - 1] if place else 0)
+
+    def _from(self, source: int, turn: int, place: int, skip: int) -> Iterator[tuple[int, Row]]:
+        """The rows of a pass over a source, from a row of a row group on."""
+        for number in self.order.stream(source, turn)[0][place:]:
+            group = int(number) + self.sources[source]
+            yield from enumerate(self.reader.read(group, skip), int(self.reader.index.firsts[group]) + skip)
+            skip = 0
+
+
+class Streamed(IterableDataset[Any]):
+    """A streamed split.
+
+    Args:
+        make_reader: Returns a reader of rows, or of blocks. Each process that reads calls it.
+        sources: The first row group of each source.
+        make_order: Returns the order of the rows. Each process that reads calls it.
+        repeats: Whether sources start again within an epoch. Then an id also has the number of the pass:
+            ``pass * len(self) + row``.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        make_reader: Callable[[], Reader | BlockReader],
+        sources: Sequence[int],
+        make_order: Callable[[], Order],
+        encode: Encoder,
+        repeats: bool = False,
+    ) -> None:
+        self.index, self.make_reader, self.sources, self.repeats = index, make_reader, list(sources), repeats
+        self.make_order, self.encode = make_order, encode
+        self.size = int(index.rows.sum())
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        """The sample of a row, which is read from its file: for checks of single samples."""
+        group = self.index.group_of(row)
+        with closing(self.make_reader()) as reader:
+            values = next(reader.read(group, row - int(self.index.firsts[group])))
+        return self.encode([values], [self.index.name(row)])[0]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The samples of the first epoch."""
+        for ((_, sample),) in self.read_ranges(0, (range(position, position + 1) for position in range(self.size))):
+            yield sample
+
+    def read_ranges(self, epoch: int, ranges: Iterable[range]) -> Iterator[list[tuple[int, Any]]]:
+        """See ``fastloop.data.DatasetProtocol``. A sample's id is its row's number, counted over all files; see also
+        ``repeats``."""
+        if get_worker_info() is not None:
+            # the tokenizer's threads did not survive the fork: it would wait for them
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        order = self.make_order()
+        with closing(self.make_reader()) as reader:
+            windows = Windows(order, reader, self.sources)
+            for positions in ranges:
+                places = [order.locate(epoch, position) for position in positions]
+                found = [windows.row(place) for place in places]
+                passes = [self.size * place.turn * self.repeats for place in places]
+                ids = [row + before for (row, _), before in zip(found, passes, strict=True)]
+                samples = self.encode([values for _, values in found], [self.index.name(row) for row, _ in found])
+                yield list(zip(ids, samples, strict=True))
+
+    def fingerprint(self) -> str:
+        """A hash of the sizes and checksums of the files' row groups."""
+        return hashlib.blake2b(json.dumps(self.index.facts).encode(), digest_size=8).hexdigest()
+
+
+class Streaming:
+    """``data.streaming`` of a recipe: its files, and, once opened, their index and first rows.
+
+    Raises:
+        RecipeError: A file does not exist, cannot be streamed, or comes twice.
+    """
+
+    def __init__(self, data: TextData, given: str | list[str]) -> None:
+        self.data = data
+        self.entries = find_shards(data.recipe, given, f"{data.where}.files.train", data.formats)
+        if data.options.mix is None:
+            self.entries = [paths := [path for paths in self.entries for path in paths]]
+            if len(set(paths)) < len(paths):
+                twice = next(path for path in paths if paths.count(path) > 1)
+                raise RecipeError(
+                    f"{data.where}.files.train: {twice} is listed twice, and its rows would come twice an epoch. Name "
+                    "it once, or give each source a share with data.mix."
+                )
+
+    @property
+    def paths(self) -> list[str]:
+        """All files."""
+        return [path for paths in self.entries for path in paths]
+
+    def read_head(self) -> Table:
+        """Index the files, and read the rows that stand for the training split.
+
+        Raises:
+            RecipeError: A file has no rows, or not the columns of the section.
+        """
+        data = self.data
+        labels = data.label_columns()
+        self.columns = [*data.text_columns(), *data.optional_columns(), *labels]
+        counted = next(iter(labels), None) if data.label_type == "class" else None
+        layout = replace(data.layout(), drop=data.drop)
+        self.index = index = read_index(self.paths, layout, counted, lists=data.tagged)
+        files = np.cumsum([0, *map(len, self.entries)])
+        self.sources = np.searchsorted(index.file, files[:-1]).tolist()
+        self._set_groups(index)
+        order = self.order(0, 1)()
+        self.make_reader: Callable[[], Reader | BlockReader] = partial(Reader, index, layout, self.columns)
+        with closing(self.make_reader()) as reader:
+            windows = Windows(order, reader, self.sources)
+            found = [windows.row(order.locate(0, position)) for position in range(min(HEAD, order.size))]
+        rows, names = [values for _, values in found], [index.name(row) for row, _ in found]
+        for value, (count, first) in index.labels.items() if not data.tagged else ():
+            rows += [(*rows[0][:-1], value)] * min(count, COPIES)
+            names += [index.name(first)] * min(count, COPIES)
+        where = f"{index.paths[0]}" + f" and {len(index.paths) - 1} more" * (len(index.paths) > 1)
+        table = dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
+        self.head = Table(where, table, untyped=all(map(is_untyped, index.paths)), places=names)
+        return self.head
+
+    def _set_groups(self, index: Index) -> None:
+        """Set the row groups of each source. Raises an error for a source that is too small for the lanes."""
+        self.index, self.groups = index, np.split(index.rows, self.sources[1:])
+        lanes = self.data.options.lanes
+        for paths, rows in zip(self.entries, self.groups, strict=True):
+            if self.data.options.mix is not None and rows.sum() < lanes:
+                raise RecipeError(
+                    f"{self.data.where}.mix: {paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}. Set "
+                    "data.lanes to fewer."
+                )
+
+    def put_end_to_end(self, run: Run, encode: Tokens, size: int, tokenizer: str | None) -> None:
+        """Make blocks of ``size`` tokens the samples, instead of rows. Every process must call it.
+
+        Args:
+            tokenizer: A hash of the tokenizer, to keep the counts of tokens; None: do not keep them.
+        """
+        from fastloop_plugins.text.streaming.blocks import BlockReader, count_tokens, index_blocks
+
+        self.check_processes(run)
+        texts = self.index
+        make_reader = self.make_reader
+        counts = count_tokens(run, make_reader, self.columns, encode, tokenizer)
+        self._set_groups(index_blocks(texts, counts, self.sources, size, self.data.where))
+        self.make_reader = partial(BlockReader, make_reader, self.index, counts, self.sources, size, encode)
+        logger.info("data: train: %d tokens in %d blocks of %d", int(counts.sum()), int(self.index.rows.sum()), size)
+
+    def check_processes(self, run: Run) -> None:
+        """Raise an error if another process found other files. Every process must call it."""
+        index = self.index
+        own = (len(index.paths), int(index.rows.sum()), hashlib.blake2b(json.dumps(index.facts).encode()).hexdigest())
+        found = run.processes.all_gather_object(own)
+        if other := next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None):
+            raise RecipeError(
+                f"{self.data.where}.files.train: process {other} found {found[other][0]} files with {found[other][1]} "
+                f"rows, and process 0 {found[0][0]} with "
+                f"{found[0][1]}{', of other content' * (found[other][:2] == found[0][:2])}. Every process must read "
+                "the same files: compare them on the machines."
+            )
+
+    def order(self, seed: int, batch_size: int) -> Callable[[], Order]:
+        """Builds the order of the samples, given ``train.seed`` and ``train.batch_size``."""
+        options = self.data.options
+        return partial(Order, self.groups, options.mix, seed, options.lanes, options.shuffle_buffer, batch_size)
+
+    def size(self) -> dict[str, str]:
+        """The size of the training split, for the log."""
+        index = self.index
+        return {
+            "train": f"train {int(index.rows.sum())}, streamed from {len(index.rows)} row groups in "
+            f"{len(index.paths)} files"
+        }
+
+    def label_table(self, loaded: Mapping[str, Any]) -> dict[Any, Any]:
+        """Label in the files -> label of a sample."""
+        labels = loaded["train"].labels
+        return {} if labels is None else dict(zip(self.head.columns[self.data.labels[0]], labels.tolist(), strict=True))
+
+    def datasets(self, run: Run, loaded: Mapping[str, Any], encode: Encoder) -> dict[str, Any]:
+        """The datasets of a run: ``train`` is streamed, and the others are as ``loaded``. Every process must call
+        it."""
+        self.check_processes(run)
+        order = self.order(run.recipe.train.seed, run.recipe.train.batch_size)
+        return {
+            **loaded,
+            "train": Streamed(
+                self.index, self.make_reader, self.sources, order, encode, self.data.options.mix is not None
+            ),
+        }

@@ -1,0 +1,158 @@
+"""The options of ``data.streaming``, and the settings that cannot hold with it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from fastloop import RecipeError, option
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop_plugins.text.data import TextData
+    from fastloop_plugins.text.model import TextModel
+    from fastloop_plugins.text.streaming.dataset import Streaming
+
+PLUGINS = {
+    "folds": "it divides rows in memory. Remove it",
+    "length-bucketing": "it sorts by the lengths of all rows. Remove it; packing computes no padding either",
+    "skip-unreadable": "rows of a stream cannot be left out. Remove it, and correct the rows",
+}
+"""Plugins that need the whole training split, and why."""
+
+
+@dataclass(kw_only=True)
+class StreamingOptions:
+    """Options of the ``data`` section for training data larger than memory."""
+
+    streaming: Annotated[
+        bool,
+        option("Read data.files.train while training (all formats but .txt); other splits stay in memory."),
+    ] = False
+    shuffle_buffer: Annotated[
+        int,
+        option("With streaming: rows in memory to shuffle in, for each process that reads; 0: do not shuffle.", ge=0),
+    ] = 10_000
+    lanes: Annotated[
+        int,
+        option(
+            "With streaming: row groups read side by side. Half as many processes with two workers each share no row.",
+            ge=1,
+        ),
+    ] = 16
+    mix: Annotated[
+        list[float] | None, option("With streaming: the share of each entry of data.files.train in the samples.")
+    ] = None
+
+
+class StreamedData:
+    """The part of ``TextData`` that streams.
+
+    Attributes:
+        stream: The training split, if it is streamed.
+        tagged: Whether a row has a list of labels, which are counted one by one.
+    """
+
+    stream: Streaming | None = None
+    tagged = False
+
+    def open_stream(self: Any, files: Mapping[str, Any], needed: Collection[str]) -> set[str]:
+        """Find the files of a streamed training split. Returns the splits of ``needed`` to read into memory."""
+        if not self.options.streaming or "train" not in needed:
+            return set(needed)
+        from fastloop_plugins.text.streaming.dataset import Streaming
+
+        if self.inference is not None:
+            raise RecipeError(
+                f"{self.where}.streaming: the training split is only streamed, and not evaluated. Choose another split."
+            )
+        self.stream = Streaming(self, files["train"])
+        return set(needed) - {"train"}
+
+    def every_file(self: Any) -> list[Path]:
+        """The files of all splits."""
+        streamed = [] if self.stream is None else self.stream.paths
+        return [path for paths in self.files.values() for path in paths] + [Path(path) for path in streamed]
+
+    def optional_columns(self) -> list[str]:
+        """Columns that are read if a file has them, after those of ``text_columns``."""
+        return []
+
+    def label_columns(self: Any) -> dict[str, str]:
+        """Column of labels -> the option that names it."""
+        return dict.fromkeys(self.labels, "label")
+
+    def streamed(self: Any, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        """The datasets of a run: those in memory, except a streamed training split."""
+        if self.stream is None:
+            return datasets
+        from fastloop_plugins.text.streaming.samples import LabelledRows
+
+        encode = LabelledRows(self, model, self.stream.label_table(datasets))
+        return cast("Mapping[str, Any]", self.stream.datasets(run, datasets, encode))
+
+
+def check_streaming(data: TextData, given: dict[str, Any]) -> None:
+    """Check the options that a stream does not support.
+
+    Args:
+        given: The recipe's ``data`` section.
+
+    Raises:
+        RecipeError: Names the key, and what to do.
+    """
+    options, where, plugins = data.options, data.where, data.recipe.plugins
+    if not options.streaming:
+        for key in ("shuffle_buffer", "lanes", "mix"):
+            if given.get(key) is not None:
+                raise RecipeError(
+                    f"{where}.{key}: it is for data.streaming, which is not on. Remove it, or set data.streaming=true."
+                )
+        return
+
+    def refuse(key: str, reason: str) -> RecipeError:
+        return RecipeError(f"{where}.{key}: cannot hold with data.streaming: {reason}.")
+
+    if options.sources is not None:
+        raise refuse("sources", "rows of a stream have columns of one name. Rename the columns, and use data.mix")
+    if options.files is None:
+        raise RecipeError(
+            f"{where}.streaming: it reads data.files.train, which is not there. Give files of any type but .txt."
+        )
+    if data.limit.train is not None:
+        raise refuse("limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
+    if options.validation_fraction and options.files.get("validation") is None:
+        raise refuse(
+            "validation_fraction",
+            "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0",
+        )
+    if data.splits.train != "train":
+        raise refuse("splits.train", "data.files.train is streamed. Remove it")
+    if None in (options.label_map or {}).values():
+        raise refuse("label_map", "null leaves out rows of memory. Leave them out by data.drop, with column and equals")
+    if options.deduplicate:
+        raise refuse("deduplicate", "it compares all rows in memory. Remove repeated rows from the files")
+    if data.label_type == "classes" and options.label is not None:
+        raise refuse(
+            "label_type=classes", "expected one class or one number a row. Remove data.streaming, or train on one label"
+        )
+    if options.mix is not None:
+        entries = options.files["train"] if isinstance(options.files.get("train"), list) else [""]
+        if len(options.mix) != len(entries) or len(entries) < 2 or min(options.mix) <= 0:
+            raise RecipeError(
+                f"{where}.mix: found {options.mix} for {len(entries)} entries of data.files.train. Expected two "
+                "entries or more, and a positive number for each, such as files.train: [a/*.parquet, b/*.parquet] "
+                "with mix: [0.7, 0.3]."
+            )
+    for name, reason in PLUGINS.items():
+        if isinstance(plugins.get(name), dict):
+            raise RecipeError(f"{data.recipe.where}: plugins.{name}: cannot hold with data.streaming: {reason}.")
+    for name, chosen in plugins.items():
+        loss = chosen.get("loss") if isinstance(chosen, dict) else None
+        if isinstance(loss, dict) and loss.get("class_weights") == "balanced":
+            raise RecipeError(
+                f"{data.recipe.where}: plugins.{name}.loss.class_weights: balanced cannot hold with data.streaming: it "
+                "counts rows in memory. Give a list of weights, or a mapping of the classes' names."
+            )

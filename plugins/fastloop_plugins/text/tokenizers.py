@@ -1,0 +1,110 @@
+"""Make a tokenizer from the training texts, and check that transformers reads a saved one in the same way."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastloop import RecipeError, option
+from fastloop_plugins.models.hub import quiet
+
+CHECKED, CHARACTERS = 20, 10_000
+"""Number of training texts, and characters of each at most, that the check of a saved tokenizer encodes. The first word
+decides in the known case."""
+
+
+@dataclass(kw_only=True)
+class TrainedTokenizer:
+    """``model.tokenizer`` as a mapping: options of a tokenizer to train."""
+
+    kind: Annotated[
+        Literal["word", "bpe", "char", "byte"],
+        option(
+            "lower-cased words; byte pairs, which encode any text; the characters of the training texts; or the 256 "
+            "bytes, which encode any text"
+        ),
+    ] = "bpe"
+    vocab_size: Annotated[int, option("tokens at most, for word and bpe", ge=8)] = 8000
+
+
+def train_tokenizer(
+    options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False
+) -> Any:
+    """Make a tokenizer from texts. The same texts give the same tokenizer. With ``types``, it returns token types by
+    default."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if classify:
+        special = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    else:
+        special = {
+            "eos_token": "<|endoftext|>",
+            "bos_token": "<|endoftext|>",
+            "pad_token": "<|endoftext|>",
+            "unk_token": "<|unknown|>",
+        }
+    tokens = list(dict.fromkeys(special.values()))
+    common: dict[str, Any] = {"vocab_size": options.vocab_size, "special_tokens": tokens, "show_progress": False}
+    if options.kind == "word":
+        tokenizer = Tokenizer(models.WordLevel(unk_token=special["unk_token"]))
+        tokenizer.normalizer = normalizers.Lowercase()
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        trainer: Any = trainers.WordLevelTrainer(**common)
+    elif options.kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), **common)
+    else:  # byte pairs without a pair: each character is a token, and nothing is trained
+        is_byte = options.kind == "byte"
+        units = pre_tokenizers.ByteLevel.alphabet() if is_byte else set(chain.from_iterable(texts))
+        vocabulary = {token: index for index, token in enumerate([*tokens, *sorted(units)])}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=special["unk_token"]))
+        if is_byte:
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel() if is_byte else decoders.Fuse()
+        tokenizer.add_special_tokens(tokens)
+        trainer = None
+    if trainer is not None:
+        tokenizer.train_from_iterator(iter(texts), trainer, length=len(texts))
+    if classify:
+        ids = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ids
+        )
+    returned = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if types else {}
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer, model_max_length=max_length, **special, **returned
+    )
+
+
+def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: str) -> None:
+    """Check that AutoTokenizer reads a saved tokenizer as it is. For models such as Qwen2, transformers ignores the
+    saved class.
+
+    Raises:
+        RecipeError: It cannot be saved; or the saved one gives other ids, so the exported model would get other tokens
+            than in training.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        with tempfile.TemporaryDirectory() as folder, quiet():
+            tokenizer.save_pretrained(folder)
+            config.save_pretrained(folder)
+            saved: Any = AutoTokenizer.from_pretrained(Path(folder))
+    except OSError as error:
+        raise RecipeError(f"{where}.tokenizer: cannot be saved in {tempfile.gettempdir()}: {error}") from None
+    for text in (text[:CHARACTERS] for text in texts[:CHECKED]):
+        expected, found = (made(text, verbose=False)["input_ids"] for made in (tokenizer, saved))
+        if expected != found:
+            raise RecipeError(
+                f"{where}.tokenizer: transformers reads a saved tokenizer of {config.model_type} as "
+                f"{type(saved).__name__}, which encodes {text[:30]!r} as {len(found)} tokens. Training would use other "
+                f"ones ({len(expected)}), so the exported model would be useless. Use a tokenizer of that class "
+                "(model.tokenizer=FOLDER), or another model_type."
+            )

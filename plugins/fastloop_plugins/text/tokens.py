@@ -1,0 +1,284 @@
+"""Token ids of the splits of a text task: tokenized, or read from the cache.
+
+The cache (``_cache``) has two kinds of entries. Token ids are stored under a hash of their texts. An entry for a
+``data`` section is stored under a hash of its files and options, and lists the entries of token ids that belong to it.
+With such an entry, a run starts without reading text, so its start-up time and memory do not grow with the data. Only
+sections with files and a pretrained tokenizer have one: the result of a function is not known in advance.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastloop import RecipeError, __version__
+from fastloop_plugins import _cache
+from fastloop_plugins.text.batches import describe_cut
+from fastloop_plugins.text.columns import Text, each_text, encode_pairs, join_columns, token_types
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from fastloop_plugins.text.data import TextData
+    from fastloop_plugins.text.model import TextModel
+
+logger = logging.getLogger("fastloop")
+T = TypeVar("T", bound=Text)
+
+
+CHARACTERS = 50
+"""Characters to read for each token that truncation keeps. Without this limit, tokenizing one huge text takes a
+minute."""
+AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
+"""Rows, and their characters, that the tokenizer gets at once."""
+
+
+ENCODING = 3
+"""Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
+
+
+@dataclass
+class Split:
+    """One split: ids of all texts end to end, the number of ids in each text, and labels if the task has labels.
+
+    With ``typed``, each text has its ids and then the type of each token, and the number counts both. ``characters`` is
+    the number of characters of all texts. ``texts`` is empty unless ``read`` was called with ``first``.
+    """
+
+    ids: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    labels: NDArray[Any] | None = None
+    typed: bool = False
+    characters: int = 0
+    texts: Sequence[Any] = ()
+
+
+def read(
+    data: TextData,
+    model: TextModel,
+    documents: bool = False,
+    encoder: Callable[[Any, Any, list[int], dict[str, Any]], Iterator[list[int]]] | None = None,
+    first: int | None = None,
+    **arguments: Any,
+) -> dict[str, Split]:
+    """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
+
+    Args:
+        documents: Skip empty texts, and end each text with the end token.
+        encoder: Replaces ``encode``. Its result must depend only on its arguments.
+        first: Tokenize only this many rows of ``train``, for `fastloop plan --samples`, and keep their texts. A
+            tokenizer is trained on all.
+        arguments: Arguments of the tokenizer.
+
+    Raises:
+        RecipeError: The model, its tokenizer or the data are invalid.
+    """
+    import numpy as np
+
+    if first and data.stream is not None:
+        raise RecipeError(
+            f"{data.where}.streaming: --samples reads rows in memory. Give data.streaming=false, and fewer files if "
+            "they are large."
+        )
+    model.load_tokenizer(data.options.max_length)
+    if data.inference is not None and data.options.label is not None:
+        data.classes = model.class_names()
+    types = token_types(data.columns, model)
+    arguments |= types
+    folder = (
+        None if model.options.trust_remote_code or first else _cache.use_token_folder()
+    )  # the hash does not cover such code
+    source, how = None, json.dumps([documents, arguments], sort_keys=True)
+    if folder is not None and model.trained is None and data.files and data.stream is None:
+        source = folder / _cache.digest(["data", str(ENCODING), __version__, model.fingerprint(), how, data.identity()])
+        if (found := _read_entry(source, data, bool(types))) is not None:
+            return found
+    splits = data.load()
+    if model.trained is not None:
+        texts = splits["train"].texts
+        model.finish_tokenizer(each_text(texts) if encoder is None else texts, data.options.max_length, bool(types))
+    if first:
+        splits = {"train": splits["train"]}
+    tokenizer, found, keys = model.tokenizer, {}, {}
+    known = "" if folder is None else model.fingerprint()
+    end = (
+        [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id] if documents else []
+    )
+    for name, rows in splits.items():
+        texts = join_columns(rows.texts, model) if encoder is None else rows.texts
+        if documents:
+            texts = [text for text in texts if not isinstance(text, str) or text.strip()]
+        texts = texts[:first]
+        facts = {"characters": sum(map(len, each_text(texts))) if encoder is None else 0}
+        encoded = (
+            encode(tokenizer, texts, end, arguments, facts)
+            if encoder is None
+            else encoder(tokenizer, texts, end, arguments)
+        )
+        if folder is None:
+            flat = _cache.flat(encoded)
+        else:
+            keys[name] = _cache.digest([str(ENCODING), known, how, *_content(texts, encoder is None)])
+            flat = _cache.kept(folder, keys[name], encoded, facts)
+        if facts.get("cut"):
+            of = f"{name}, first rows" if data.stream is not None and name == "train" else name
+            data.messages.append(
+                (logging.WARNING, describe_cut(of, facts["cut"], len(texts), "texts", data.options.max_length))
+            )
+            logger.warning("%s", data.messages[-1][1])
+        if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
+            _warn_about_unknown(name, int((flat[0] == tokenizer.unk_token_id).sum()), data)
+        kind = np.int64 if data.label_type == "class" else np.float32
+        labels = None if rows.labels is None else np.array(rows.labels[:first], dtype=kind)
+        found[name] = Split(*flat, labels, bool(types), facts["characters"], texts if first else ())
+    if source is not None:
+        _write_entry(source, data, found, keys)
+    return found
+
+
+def _content(texts: Sequence[Any], plain: bool) -> Iterator[str]:
+    """The content of rows, for a hash.
+
+    Args:
+        plain: Whether rows are texts, or pairs of them.
+    """
+    if plain:
+        yield from ["pairs"] if isinstance(texts[0], tuple) else []
+        yield from each_text(texts)
+    else:
+        yield from (row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in texts)
+
+
+def _warn_about_unknown(split: str, count: int, data: TextData) -> None:
+    if count:
+        line = f"data: {split}: {count} characters are not in the training texts, and become the unknown token"
+        data.messages.append((logging.WARNING, line))
+        logger.warning("%s", line)
+
+
+def encode(
+    tokenizer: Any,
+    texts: Sequence[Text],
+    end: list[int],
+    arguments: dict[str, Any],
+    facts: dict[str, int] | None = None,
+) -> Iterator[list[int]]:
+    """Yield the ids of each text, followed by ``end``. Reads only the part of a huge text that truncation can keep.
+
+    Args:
+        texts: Texts, or pairs: see ``text.columns.encode_pairs``.
+        facts: ``cut`` becomes the number of texts that truncation shortens.
+    """
+    count = 0
+    for ids, cut in encode_marked(tokenizer, texts, arguments):
+        count += cut
+        yield ids + end
+    if facts is not None:
+        facts["cut"] = count
+
+
+def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, Any]) -> Iterator[tuple[list[int], bool]]:
+    """Yield the ids of each text, and whether truncation shortened it. See ``encode``."""
+    most: int = arguments["max_length"] if arguments.get("truncation") else 0
+    if pairs := [(row[0], row[1]) for row in texts if isinstance(row, tuple)]:
+        yield from encode_pairs(tokenizer, pairs, most, CHARACTERS * most, arguments)
+        return
+    for portion in portions(texts):
+        full = each_text(portion)
+        read = [beginning(text, CHARACTERS * most) for text in full] if most else full
+        found = tokenizer(read, return_attention_mask=False, **arguments)
+        cuts = shortened(tokenizer, [read], found, most, arguments)
+        for text, part, ids, cut in zip(full, read, found["input_ids"], cuts, strict=True):
+            if len(part) == len(text):
+                yield ids, cut
+            elif len(ids) < most:  # the part was too short
+                again = tokenizer([text], return_attention_mask=False, **arguments)
+                yield again["input_ids"][0], shortened(tokenizer, [[text]], again, most, arguments)[0]
+            else:
+                yield ids, True
+
+
+def portions(rows: Sequence[T]) -> Iterator[list[T]]:
+    """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
+    portion, size = list[T](), 0
+    for row in rows:
+        length = len(row) if isinstance(row, str) else sum(map(len, row))
+        if portion and (len(portion) == AT_ONCE or size + length > CHARACTERS_AT_ONCE):
+            yield portion
+            portion, size = [], 0
+        portion.append(row)
+        size += length
+    if portion:
+        yield portion
+
+
+def shortened(tokenizer: Any, columns: list[list[str]], found: Any, most: int, arguments: dict[str, Any]) -> list[bool]:
+    """Whether truncation shortened each row.
+
+    Args:
+        columns: The texts of the rows: one list, or two for pairs.
+        found: The tokenizer's result for them.
+        most: Tokens that truncation keeps; 0: all.
+    """
+    ids = found["input_ids"]
+    full = [row for row in range(len(ids)) if len(ids[row]) == most]
+    if found.encodings is not None:
+        cut = {row for row in full if found.encodings[row].overflowing}
+    elif full:  # a tokenizer in Python does not report it: read these rows again, with room for one more token
+        texts = [[column[row] for row in full] for column in columns]
+        longer = tokenizer(*texts, return_attention_mask=False, **{**arguments, "max_length": most + 1})["input_ids"]
+        cut = {row for row, tokens in zip(full, longer, strict=True) if len(tokens) > most}
+    else:
+        cut = set()
+    return [row in cut for row in range(len(ids))]
+
+
+def beginning(text: str, size: int) -> str:
+    """The first words of a text, up to ``size`` characters; all of it if it is shorter or has no spaces."""
+    end = max(text.rfind(space, 0, size) for space in " \n") if len(text) > size else -1
+    return text[:end] if end > 0 else text
+
+
+def _write_entry(entry: Path, data: TextData, splits: dict[str, Split], keys: dict[str, str]) -> None:
+    import numpy as np
+
+    with _cache.written(entry) as made:
+        for name, split in splits.items():
+            if split.labels is not None:
+                np.save(made / f"{name}.npy", split.labels, allow_pickle=False)
+        facts = {"splits": keys, "classes": data.classes, "messages": data.messages, "unreadable": data.unreadable}
+        (made / "data.json").write_text(json.dumps(facts), encoding="utf-8")
+
+
+def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | None:
+    """The splits of an entry; None if the entry, or token ids that it names, are missing."""
+    import numpy as np
+
+    if not entry.is_dir():
+        return None
+    found: dict[str, Split] = {}
+    try:
+        saved = json.loads((entry / "data.json").read_text(encoding="utf-8"))
+        for name, key in saved["splits"].items():
+            facts: dict[str, int] = {}
+            flat = _cache.read(entry.parent / key, facts)
+            if flat is None:
+                return None
+            labels = np.load(entry / f"{name}.npy", allow_pickle=False) if data.options.label is not None else None
+            if labels is not None and len(labels) != len(flat[1]):
+                raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
+            found[name] = Split(*flat, labels, typed, facts["characters"])
+        data.classes, data.messages, data.unreadable = saved["classes"], saved["messages"], saved["unreadable"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError) as error:
+        logger.warning("data: %s is damaged (%s): the data is read again", entry, error)
+        shutil.rmtree(entry, ignore_errors=True)
+        return None
+    data.log_messages()
+    logger.info("tokens: all from %s", entry.parent)
+    return found

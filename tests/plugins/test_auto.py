@@ -66,12 +66,13 @@ def test_default_numerics_keep_the_batches():
     [
         ({"files": {"train": "a.txt"}, "max_length": 64}, "reduce-overhead"),
         ({"files": {"train": "a.txt"}, "max_length": 64, "streaming": True, "blocks": True}, "reduce-overhead"),
-        ({"files": {"train": "a.txt"}, "max_length": 64, "streaming": True}, None),
-        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, None),
+        ({"files": {"train": "a.txt"}, "max_length": 64, "streaming": True}, "reduce-overhead"),
+        ({"files": {"train": "a.jsonl"}, "messages": "messages"}, "reduce-overhead"),
+        ({"files": {"train": "a.csv"}, "target": "summary"}, None),
     ],
-    ids=["blocks", "streamed blocks", "streamed texts", "conversations"],
+    ids=["blocks", "streamed blocks", "streamed texts", "conversations", "pairs"],
 )
-def test_cuda_graphs_are_recorded_for_blocks_of_fixed_length(data, mode):
+def test_cuda_graphs_are_recorded_for_blocks_and_packed_rows(data, mode):
     recipe = make_recipe({"model": {"config": {"model_type": "gpt2"}}, "data": data, "plugins": ["auto"]})
     recipe = resolve(recipe, H100).recipe
     assert recipe.plugins["compile"].get("mode") == mode

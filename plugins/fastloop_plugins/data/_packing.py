@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
-from fastloop_plugins.text.ragged import Ragged
+from fastloop_plugins.text.ragged import LENGTHS, Ragged
 
 READ = {"input_ids", "token_type_ids"}
 """Columns that the model reads. Any other column with one value for each token holds targets."""
@@ -89,7 +89,9 @@ class PackedCollator:
         positions = np.full(width, self.first_position)
         positions[:total] += np.arange(total) - np.repeat(starts, lengths)
         inputs["position_ids"] = torch.from_numpy(positions)[None]
-        if batch.columns.keys() <= READ:  # each sequence has one target, predicted from its first token
+        if batch.reads_all:
+            inputs[LENGTHS] = torch.tensor(lengths)
+        elif batch.columns.keys() <= READ:  # each sequence has one target, predicted from its first token
             inputs["first_tokens"] = torch.tensor(starts)
         if not self.varlen:
             return inputs | {"packed": Lengths(lengths + [width - total] * (width > total), self.longest)}

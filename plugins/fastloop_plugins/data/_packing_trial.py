@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
 from fastloop_plugins._probe import probing
+from fastloop_plugins.text.hidden_states import compute as forward
+from fastloop_plugins.text.hidden_states import split
+from fastloop_plugins.text.padding_check import results
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -45,12 +48,12 @@ def try_packing(
             samples = [resized(dataset[lengths.index(max(lengths))], size), resized(dataset[len(dataset) - 1], 7)]
             if flash:
                 found.set_attn_implementation("sdpa")  # FlashAttention needs CUDA, and the model is on the CPU
-            alone = [compute(run, model, found, collator.collate([sample])) for sample in samples]
-            expected = torch.cat(alone) if alone[0].dim() else torch.stack(alone).sum()
+            alone = [compute(run, model, found, collator, [sample], collator.collate) for sample in samples]
+            expected = join([text for texts in zip(*alone, strict=True) for text in texts])
             pack()
             after_pad = (getattr(found.config, "pad_token_id", None) or 0) + 1  # where RoBERTa's positions begin
             for collator.first_position in (0, after_pad):
-                if same(compute(run, model, found, collator(samples)), expected):
+                if same(join(compute(run, model, found, collator, samples, collator)), expected):
                     return collator.first_position
     except Exception as error:  # whatever a model or a task that knows no rows may raise
         if isinstance(error, IndexError) and "label" in dataset[0]:  # the model gets only the first token of each text
@@ -65,19 +68,36 @@ def try_packing(
     return f"its results change when sequences are packed in one row{reason}"
 
 
-def compute(run: Run, model: nn.Module, found: Any, batch: Any) -> Tensor:
-    """The task's predictions for a batch, (samples, ...); else the logits of each token, (tokens, ...); else the sum of
-    losses, 0-dim."""
+def compute(
+    run: Run, model: nn.Module, found: Any, collator: PackedCollator, samples: list[Any], collate: Any
+) -> list[Tensor]:
+    """What the model computes for samples: the task's predictions, (samples, ...); else the logits of each token,
+    (tokens, ...); else the sum of losses, 0-dim.
+
+    Of a task that reads all hidden states, it is the states of each text: its loss may compare texts.
+
+    Args:
+        collate: Pads or packs the samples.
+    """
+    batch = collate(samples)
+    batch = batch if isinstance(batch, Batch) else Batch(batch)
+    ragged = getattr(collator.collate, "ragged", None)
+    if ragged is not None and ragged(samples).reads_all:
+        return split(results(forward(model, batch.inputs)), batch.inputs)
     outputs: list[Any] = []
     handle = found.register_forward_hook(lambda module, args, output: outputs.append(output))
-    batch = batch if isinstance(batch, Batch) else Batch(batch)
     output = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
     handle.remove()
     if output.predictions is not None:
-        return output.predictions
+        return [output.predictions]
     logits: Tensor | None = getattr(outputs[-1], "logits", None) if outputs else None
     # padding is at the end
-    return output.loss * (batch.loss_weight or 1) if logits is None else logits.flatten(0, -2)[: batch.tokens]
+    return [output.loss * (batch.loss_weight or 1) if logits is None else logits.flatten(0, -2)[: batch.tokens]]
+
+
+def join(parts: list[Tensor]) -> Tensor:
+    """Results of ``compute`` as one tensor: rows end to end, or the sum of losses."""
+    return torch.cat(parts) if parts[0].dim() else torch.stack(parts).sum()
 
 
 def windows(config: Mapping[str, Any], longest: int, prefix: str = "") -> dict[str, int]:
@@ -100,12 +120,14 @@ def windows(config: Mapping[str, Any], longest: int, prefix: str = "") -> dict[s
 def resized(sample: Mapping[str, Any], size: int) -> dict[str, Any]:
     """The last ``size`` tokens of a sample: the first ones of a language model's sample may have no loss. A shorter
     sample is repeated."""
-    tokens = len(sample["input_ids"])
+    tokens = len(sample["input_ids"]) if "input_ids" in sample else None  # else each array is a sequence
     cut = {
-        name for name, value in sample.items() if name != "label" and hasattr(value, "__len__") and len(value) == tokens
+        name
+        for name, value in sample.items()
+        if name != "label" and hasattr(value, "__len__") and len(value) and tokens in (None, len(value))
     }
     return {
-        name: (value if size <= tokens else np.resize(value, size))[-size:] if name in cut else value
+        name: (value if size <= len(value) else np.resize(value, size))[-size:] if name in cut else value
         for name, value in sample.items()
     }
 

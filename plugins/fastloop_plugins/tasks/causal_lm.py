@@ -46,7 +46,7 @@ from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
 from fastloop_plugins.text.chat.tokens import ChatModel, CompletionModel, encode_rows
 from fastloop_plugins.text.decoder_model import DecoderModel, DecoderOptions
 from fastloop_plugins.text.padding_check import PROBE, ROUNDING, check_prompts, report_padding
-from fastloop_plugins.text.traits import block_traits, text_traits
+from fastloop_plugins.text.traits import language_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,7 +95,7 @@ class CausalLM(Plugin):
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
-        return {"next-token-loss", *(text_traits(recipe) | block_traits(recipe))}
+        return language_traits(recipe)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

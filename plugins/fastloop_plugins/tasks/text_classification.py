@@ -48,7 +48,7 @@ from fastloop_plugins.tasks.heads.problems import make_problem
 from fastloop_plugins.text.data import Data, TextData
 from fastloop_plugins.text.model import Model, TextModel
 from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
-from fastloop_plugins.text.traits import is_padded_to_maximum, text_traits
+from fastloop_plugins.text.traits import padded_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -94,8 +94,7 @@ class TextClassification(Plugin):
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
-        traits: set[Trait] = {"output-per-text", *text_traits(recipe)}
-        return traits | {"padded"} if "text" in recipe.data and not is_padded_to_maximum(recipe) else traits
+        return {"output-per-text", *padded_traits(recipe)}
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

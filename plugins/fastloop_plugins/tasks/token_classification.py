@@ -46,7 +46,7 @@ from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
 from fastloop_plugins.tasks.tags.tokens import TagModel
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
-from fastloop_plugins.text.traits import is_padded_to_maximum, text_traits
+from fastloop_plugins.text.traits import padded_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,8 +95,7 @@ class TokenClassification(Plugin):
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
-        traits = text_traits(recipe)
-        return traits if is_padded_to_maximum(recipe) else traits | {"padded"}
+        return padded_traits(recipe)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

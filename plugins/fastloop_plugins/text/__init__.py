@@ -1,1 +1,61 @@
-"""Parts of text tasks that plugins read: batches before padding, the loss of language models, cached token ids."""
+"""The toolkit of text tasks. The names in ``__all__`` are public: docs/text-tasks.md describes them.
+
+Reads rows with named columns, tokenizes them with a cache, streams, pads and packs them, renders conversations, and
+loads and exports a model with its tokenizer. Importing it imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.column_ids import join_ids
+    from fastloop_plugins.text.data import Data
+    from fastloop_plugins.text.hidden_states import compute, pool, split
+    from fastloop_plugins.text.model import Model
+    from fastloop_plugins.text.next_token_loss import add_loss
+    from fastloop_plugins.text.ragged import Ragged
+    from fastloop_plugins.text.task import TextTask
+    from fastloop_plugins.text.token_ids import cache_token_ids
+    from fastloop_plugins.text.tokens import Split
+    from fastloop_plugins.text.traits import padded_traits, text_traits
+
+PLACES = {
+    "Data": "data",
+    "Model": "model",
+    "Ragged": "ragged",
+    "Split": "tokens",
+    "TextTask": "task",
+    "add_loss": "next_token_loss",
+    "cache_token_ids": "token_ids",
+    "compute": "hidden_states",
+    "join_ids": "column_ids",
+    "padded_traits": "traits",
+    "pool": "hidden_states",
+    "split": "hidden_states",
+    "text_traits": "traits",
+}
+"""Public name -> its module, which is imported at the first use."""
+
+__all__ = [
+    "Data",
+    "Model",
+    "Ragged",
+    "Split",
+    "TextTask",
+    "add_loss",
+    "cache_token_ids",
+    "compute",
+    "join_ids",
+    "padded_traits",
+    "pool",
+    "split",
+    "text_traits",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in PLACES:
+        return getattr(import_module(f"{__name__}.{PLACES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

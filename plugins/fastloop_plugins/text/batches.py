@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop import Batch
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
+
+    from fastloop_plugins.text.ragged import Ragged
 
 
 HASHED, PIECE = 2**24, 2**14
@@ -64,10 +68,14 @@ class Sequences:
                 "input_ids": self.ids[end - 2 * length : end - length],
                 "token_type_ids": self.ids[end - length : end],
             }
-        if self.labels is not None:
-            label = self.labels[index]
-            sample["label"] = int(label) if self.labels.dtype == np.int64 else label
-        return sample
+        return sample | self.label(index)
+
+    def label(self, index: int) -> dict[str, Any]:
+        """The label of a sample, if there are labels."""
+        if self.labels is None:
+            return {}
+        label = self.labels[index]
+        return {"label": int(label) if self.labels.dtype == np.int64 else label}
 
 
 def describe_cut(split: str, count: int, total: int, what: str, size: int, option: str = "max_length") -> str:
@@ -110,3 +118,28 @@ class Width:
 def mask(rows: Sequence[NDArray[Any]], width: int, left: bool = False) -> Tensor:
     """1 for real tokens of padded rows, and 0 for padding: (rows, width) int64."""
     return padded([np.ones(len(row), dtype=np.int64) for row in rows], width, 0, left)
+
+
+class PaddedCollator:
+    """Pads the batches that ``ragged`` builds. The mask is 1 for real tokens; a batch without padding has no mask.
+
+    Args:
+        ragged: Builds a batch of samples before padding. A plugin that packs calls it, too.
+        width: The width of batches.
+    """
+
+    deterministic = True
+
+    def __init__(self, ragged: Callable[[list[dict[str, Any]]], Ragged], width: Width) -> None:
+        self.ragged, self.width = ragged, width
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        batch = self.ragged(samples)
+        rows = batch.columns["input_ids"][0]
+        width, left = self.width(rows), self.width.left
+        inputs = {
+            name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()
+        } | batch.fixed
+        if min(map(len, rows)) < width:
+            inputs["attention_mask"] = mask(rows, width, left)
+        return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)

@@ -132,6 +132,7 @@ class TextData(StreamedData):
     section: ClassVar[type[Data]] = Data
     text_key = "text"  # the option that names the column of texts
     unit = "rows"  # what a row is called in messages
+    subject = "a language model"  # what a task without labels is called in messages
     formats: ClassVar[Sequence[str]] = FORMATS
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
@@ -158,15 +159,15 @@ class TextData(StreamedData):
             raise RecipeError(f"{self.where}.label: missing. Name the column of labels, such as data.label=label.")
         if not labelled and self.options.label is not None:
             raise RecipeError(
-                f"{self.where}.label: a language model has no labels. Remove it, or use the plugin text-classification."
+                f"{self.where}.label: {self.subject} has no labels. Remove it, or use the plugin text-classification."
             )
         if not labelled and len(self.columns) > 1:
             raise RecipeError(
-                f"{self.where}.text: found {self.columns}, and a language model reads one column. Name one."
+                f"{self.where}.text: found {self.columns}, and {self.subject} reads one column. Name one."
             )
         for key in ("label_offset", "label_map", "label_type"):
             if not labelled and getattr(self.options, key):
-                raise RecipeError(f"{self.where}.{key}: a language model has no labels. Remove it.")
+                raise RecipeError(f"{self.where}.{key}: {self.subject} has no labels. Remove it.")
             if key != "label_type" and self.label_type != "class" and getattr(self.options, key):
                 raise RecipeError(
                     f"{self.where}.{key}: is for data.label_type=class, and it is {self.label_type}. Remove it."

@@ -180,11 +180,11 @@ def padding_change(model: Any, inputs: Mapping[str, Tensor]) -> float:
         alone["labels"] = labels[row][read][None]
 
     def logits() -> Tensor:
-        found: Tensor = model(**inputs).logits[row]
+        found = results(model(**inputs))[row]
         return found[read] if found.dim() > 1 else found
 
     try:
-        expected: Tensor = model(**alone).logits[0]
+        expected = results(model(**alone))[0]
     except Exception:  # the model takes only some lengths, so the text cannot be computed without padding
         return 0.0
     try:
@@ -196,6 +196,18 @@ def padding_change(model: Any, inputs: Mapping[str, Tensor]) -> float:
             content = relative_change(logits(), found)
         return change if content > CONTENT else 0.0
     return change if change > ROUNDING else 0.0
+
+
+def results(output: Any) -> Tensor:
+    """The logits of a model's output; of a model without a head, the hidden states; of other heads, all values of each
+    token, (texts, tokens, values)."""
+    import torch
+
+    for name in ("logits", "last_hidden_state"):
+        if (found := getattr(output, name, None)) is not None:
+            values: Tensor = found
+            return values
+    return torch.stack([value for value in output.values() if value.dim() == 2], dim=-1)
 
 
 @contextmanager

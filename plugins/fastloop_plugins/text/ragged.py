@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+LENGTHS = "sequence_lengths"
+"""Input of a packed batch whose task reads all hidden states: the tokens of each sequence, (sequences,) int64."""
+
+
 @dataclass(kw_only=True)
 class Ragged:
     """A batch before padding: sequences of different lengths. A task's collator pads them, and ``packing`` puts them
@@ -24,9 +28,12 @@ class Ragged:
         fixed: Name -> a tensor without a token dimension, such as labels of shape (sequences,).
         loss_weight: As in ``Batch``.
         tokens: As in ``Batch``.
+        reads_all: Whether the task reads the hidden states of all tokens, and not only of each sequence's first one.
+            A batch then has ``sequence_lengths`` if it is packed: see ``text.hidden_states``.
     """
 
     columns: Mapping[str, tuple[Sequence[NDArray[Any]], int]]
     fixed: dict[str, Tensor] = field(default_factory=dict)
     loss_weight: float
     tokens: int
+    reads_all: bool = False

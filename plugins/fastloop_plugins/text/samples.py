@@ -62,6 +62,21 @@ def labelled_samples(data: TextData, model: TextModel, split: Split) -> Iterator
         yield [*_text_parts(row, data.columns), ("label", name), ("tokens", show_tokens(model.tokenizer, own))]
 
 
+def column_samples(
+    model: TextModel, split: Split, dataset: Any, columns: Sequence[str], keys: Sequence[str]
+) -> Iterator[Sample]:
+    """Rows of a ``TextTask``, with the tokens of each column. Their tokens have no loss of their own.
+
+    Args:
+        columns: The columns of texts.
+        keys: The names of their ids in a sample.
+    """
+    for index, row in enumerate(split.texts):
+        found = dataset[index]
+        tokens = [(f"tokens of {key}", show_tokens(model.tokenizer, found[key])) for key in keys if key in found]
+        yield [*_text_parts(row, columns), *tokens]
+
+
 def split_rows(split: Split) -> list[NDArray[np.int32]]:
     """The ids of each row, which are end to end in a split."""
     return np.split(split.ids, np.cumsum(split.lengths)[:-1])

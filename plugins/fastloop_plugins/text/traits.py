@@ -10,16 +10,18 @@ if TYPE_CHECKING:
 
 
 def text_traits(recipe: Recipe) -> set[Trait]:
-    """The traits that all text tasks have. ``token-ids`` and ``cached-token-ids`` are of recipes that name
-    ``data.text``."""
-    traits: set[Trait] = set()
-    if "text" in recipe.data:
-        traits |= {"token-ids"}
+    """The traits that all text tasks have: ``token-ids``, and without ``data.streaming`` also ``deterministic`` and
+    ``cached-token-ids``. With ``data.padding: max_length`` also ``fixed-length``."""
+    traits: set[Trait] = {"token-ids"}
     if not recipe.data.get("streaming"):
-        traits |= {"deterministic", "cached-token-ids"} if "text" in recipe.data else {"deterministic"}
-    if is_padded_to_maximum(recipe):
-        traits |= {"fixed-length"}
-    return traits
+        traits |= {"deterministic", "cached-token-ids"}
+    return traits | {"fixed-length"} if is_padded_to_maximum(recipe) else traits
+
+
+def padded_traits(recipe: Recipe) -> set[Trait]:
+    """``text_traits``, and ``padded`` where a batch is padded to its longest text."""
+    traits = text_traits(recipe)
+    return traits if is_padded_to_maximum(recipe) else traits | {"padded"}
 
 
 def is_padded_to_maximum(recipe: Recipe) -> bool:
@@ -27,8 +29,10 @@ def is_padded_to_maximum(recipe: Recipe) -> bool:
     return recipe.data.get("padding") == "max_length"
 
 
-def block_traits(recipe: Recipe) -> set[Trait]:
-    """The trait of a language model that is trained on blocks of ``data.max_length`` tokens."""
+def language_traits(recipe: Recipe) -> set[Trait]:
+    """The traits of a causal language model. Blocks of ``data.max_length`` tokens have a fixed length, and
+    conversations are padded."""
     rows = any(recipe.data.get(key) is not None for key in ("messages", "prompt", "completion"))
-    in_blocks = not rows and (not recipe.data.get("streaming") or recipe.data.get("blocks"))
-    return {"fixed-length"} if in_blocks else set()
+    if not rows and (not recipe.data.get("streaming") or recipe.data.get("blocks")):
+        return text_traits(recipe) | {"next-token-loss", "fixed-length"}
+    return padded_traits(recipe) | {"next-token-loss"}

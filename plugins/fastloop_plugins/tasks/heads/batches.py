@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop import Batch
-from fastloop_plugins.text.batches import mask, padded
+from fastloop_plugins.text.batches import PaddedCollator
 from fastloop_plugins.text.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -15,26 +14,14 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.batches import Width
 
 
-class Collator:
-    """Pads a list of samples. The mask is 1 for real tokens; a batch without padding has no mask."""
-
-    deterministic = True
+class Collator(PaddedCollator):
+    """Pads texts with labels. See ``PaddedCollator``."""
 
     def __init__(self, pad_token_id: int, width: Width, loss: ClassLoss) -> None:
-        self.pad_token_id, self.width, self.loss = pad_token_id, width, loss
+        super().__init__(self.build_ragged, width)
+        self.pad_token_id, self.loss = pad_token_id, loss
 
-    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        batch = self.ragged(samples)
-        rows = batch.columns["input_ids"][0]
-        width, left = self.width(rows), self.width.left
-        inputs = {
-            name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()
-        } | batch.fixed
-        if min(map(len, rows)) < width:
-            inputs["attention_mask"] = mask(rows, width, left)
-        return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)
-
-    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
+    def build_ragged(self, samples: list[dict[str, Any]]) -> Ragged:
         """The batch without padding and without a mask."""
         import torch
 

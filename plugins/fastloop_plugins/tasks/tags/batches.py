@@ -168,7 +168,7 @@ class TagCollator(Collator):
         self.special = tuple(np.array(ids, dtype=np.int32) for ids in special)
         self.all_tokens, self.room = all_tokens, width.max_length - sum(map(len, special))
 
-    def ragged(self, samples: list[dict[str, Any]]) -> Ragged:
+    def build_ragged(self, samples: list[dict[str, Any]]) -> Ragged:
         """The batch without padding and without a mask. Its ``loss_weight`` is the number of labelled tokens, or their
         weight."""
         import torch

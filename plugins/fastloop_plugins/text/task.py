@@ -1,0 +1,294 @@
+"""Base class of tasks on texts. It does everything that such tasks share, and a task of one file is the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastloop import Plugin, RecipeError, hookimpl
+from fastloop.options import parse
+from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.text.columns import each_text
+from fastloop_plugins.text.data import TextData
+from fastloop_plugins.text.model import TextModel
+from fastloop_plugins.text.traits import padded_traits
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+    from fastloop import Run, Trait
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.rows.index import Row
+    from fastloop_plugins.text.batches import PaddedCollator, Sequences
+    from fastloop_plugins.text.ragged import Ragged
+    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.tokens import Split
+
+
+class AnyModel(TextModel):
+    """The ``model`` section of a ``TextTask``.
+
+    Args:
+        auto_class: The Auto class of transformers that builds the model.
+    """
+
+    def __init__(self, recipe: Recipe, auto_class: str) -> None:
+        self.auto_class = auto_class
+        super().__init__(recipe, classify=True)
+
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+        super().finish_tokenizer(each_text(texts), max_length, types)
+
+    def _check_architecture(self, config: dict[str, Any]) -> None:
+        from transformers.models.auto import modeling_auto
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        words = self.auto_class.removeprefix("AutoModel")
+        name = "MODEL" + "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in words)
+        known = getattr(modeling_auto, f"{name}_MAPPING_NAMES", None)
+        kind, key = config.get("model_type"), ("name" if self.options.config is None else "config")
+        if known is not None and kind in CONFIG_MAPPING and kind not in known and not config.get("auto_map"):
+            raise RecipeError(
+                f"{self.where}.{key}: transformers has no {self.auto_class} for {kind!r}. Use another architecture."
+            )
+
+
+class ColumnData(TextData):
+    """The ``data`` section of a ``TextTask``: texts in one column, or in several that are tokenized by themselves.
+
+    Args:
+        task: Its ``columns``, ``labels`` and ``sections`` define what is read.
+    """
+
+    def __init__(self, recipe: Recipe, task: TextTask) -> None:
+        self.section = task.sections["data"]  # type: ignore[misc]
+        self.task, self.subject = task, f"the task {task.name!r}"
+        given = recipe.data.get("label") is not None
+        names = [getattr(parse(self.section, recipe.data, f"{recipe.where}: data"), key) for key in task.columns]
+        for key, name in zip(task.columns, names, strict=True):
+            if not isinstance(name, str):
+                raise RecipeError(
+                    f"{recipe.where}: data.{key}: found {name!r}, expected a column: {self.subject} reads one here."
+                )
+            if names.count(name) > 1:
+                raise RecipeError(
+                    f"{recipe.where}: data.{key}: found {name!r}, which another option names too. Name another."
+                )
+        self.names = dict(zip(names, task.columns, strict=True))
+        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
+        self.columns = names[:1]
+        for path in self.every_file() if len(names) > 1 else ():
+            if format_of(path)[0] == ".txt":
+                raise RecipeError(
+                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(names)}. Use another "
+                    "format."
+                )
+
+    def text_columns(self) -> dict[str, str]:
+        return dict(self.names)
+
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        if self.stream is None:
+            return datasets
+        labels = self.stream.label_table(datasets)
+        return self.stream.datasets(run, datasets, StreamedRows(self, self.task, model.tokenizer, labels))
+
+
+class StreamedRows:
+    """Turns streamed rows into samples, in the data workers."""
+
+    def __init__(self, data: ColumnData, task: TextTask, tokenizer: Any, table: Mapping[Any, Any]) -> None:
+        from fastloop_plugins.text.streaming.samples import LabelReader
+
+        self.data, self.tokenizer, self.arguments = data, tokenizer, task.encoding_arguments()
+        self.encode, self.build = task.encode, task.build_dataset
+        self.labels = LabelReader(data, table) if data.labels else None
+
+    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+        from fastloop_plugins._cache import flat
+        from fastloop_plugins.text.tokens import Split
+
+        texts = self.data.parse_rows(rows, names)
+        labels = None if self.labels is None else self.labels.read(rows, names)
+        samples = self.build(Split(*flat(self.encode(self.tokenizer, texts, self.arguments)), labels), self.arguments)
+        return [samples[index] for index in range(len(samples))]
+
+
+class TextTask(Plugin):
+    """Base class of tasks on texts.
+
+    It reads, tokenizes, caches, streams, pads, packs and predicts rows of texts, and builds and exports a model with
+    its tokenizer. A task names its columns, and computes its loss from a batch:
+
+        class Similarity(TextTask):
+            name = "similarity"
+            columns = ("text", "other")
+            sections = {"model": Model, "data": PairData}    # PairData adds the option ``other`` to ``Data``
+
+            @hookimpl
+            def compute_loss(self, model, batch):
+                states = compute(model, batch).last_hidden_state
+                first, second = pool(states, batch, "mean").chunk(2)
+                ...
+
+    A batch has ``input_ids`` of all texts: those of the first column, then those of the second. See
+    ``build_batch``.
+
+    Attributes:
+        columns: Options of ``data`` that name a column of texts. Each text is a sequence of its own. With ``text``
+            alone, ``data.text`` may name several columns, which become one sequence.
+        labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
+            ``labels``: class ids (rows,) int64, or numbers (rows,) float32.
+        auto_class: The Auto class of transformers that builds the model.
+        encoding_version: Increase it when ``encode`` gives other ids, so that cached ones are not used.
+        data: The ``data`` section. ``data.options`` are its options, and ``data.classes`` the names of classes.
+        text_model: The ``model`` section. ``text_model.tokenizer`` is there from ``build_datasets`` on.
+    """
+
+    slot = "task"
+    fallback_hooks = ("compute_loss",)
+    columns: ClassVar[tuple[str, ...]] = ("text",)
+    labels: ClassVar[str] = "none"
+    auto_class: ClassVar[str] = "AutoModel"
+    encoding_version: ClassVar[int] = 1
+    data: ColumnData
+    text_model: AnyModel
+
+    @classmethod
+    def declare_traits(cls, recipe: Recipe) -> set[Trait]:
+        return padded_traits(recipe)
+
+    # -- what a task may replace ---------------------------------------------------------------------------------------
+
+    def encoding_arguments(self) -> dict[str, Any]:
+        """The arguments of ``encode``: JSON values. They are part of the name of cached token ids."""
+        return {"max_length": self.data.options.max_length, "columns": list(self.columns)}
+
+    @staticmethod
+    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+        """Yield the numbers of each row, which ``build_dataset`` reads. The result must depend only on the arguments.
+
+        Args:
+            rows: A text, or a tuple of the texts of several columns.
+        """
+        from fastloop_plugins.text.column_ids import encode_columns
+
+        return encode_columns(tokenizer, rows, arguments)
+
+    @staticmethod
+    def build_dataset(split: Split, arguments: Mapping[str, Any]) -> Sequences:
+        """The samples of a split, of which some rows may be those of one batch of a stream.
+
+        Args:
+            split: ``ids``, (numbers,) int32, has the numbers of all rows end to end; ``lengths``, (rows,) int64, their
+                count in each row; ``labels`` the labels.
+            arguments: See ``encoding_arguments``.
+        """
+        from fastloop_plugins.text.column_ids import ColumnSequences
+
+        return ColumnSequences(arguments["columns"], split.ids, split.lengths, split.labels)
+
+    def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
+        """A batch of samples, before padding or packing: the texts of the first column, then those of the next ones.
+
+        ``loss_weight`` is the number of samples. In prediction, samples have the first column only.
+        """
+        import numpy as np
+        import torch
+
+        from fastloop_plugins.text.ragged import Ragged
+
+        rows = [sample[name] for name in self.columns if name in samples[0] for sample in samples]
+        fixed = {}
+        if "label" in samples[0]:
+            fixed["labels"] = torch.from_numpy(np.array([sample["label"] for sample in samples]))
+        columns = {"input_ids": (rows, self.text_model.tokenizer.pad_token_id)}
+        tokens = sum(map(len, rows))
+        return Ragged(columns=columns, fixed=fixed, loss_weight=len(samples), tokens=tokens, reads_all=True)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe) -> None:
+        self.data, self.text_model = ColumnData(recipe, self), AnyModel(recipe, self.auto_class)
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        arguments, splits = self.encoding_arguments(), self._read(run)
+        datasets = {name: self.build_dataset(split, arguments) for name, split in splits.items()}
+        for name, dataset in datasets.items():
+            self._warn_about_length(name, dataset)
+        run.state.unreadable += self.data.unreadable
+        self._probe = next(iter(datasets.values()))
+        return self.data.streamed(run, datasets, self.text_model)
+
+    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        from fastloop_plugins.text import tokens
+
+        def encode(tokenizer: Any, rows: Any, end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
+            return self.encode(tokenizer, rows, arguments["encoding"])
+
+        self.data.skip_unreadable = run.settings.skip_unreadable
+        code = f"{type(self).__module__}.{type(self).__qualname__}:{self.encoding_version}"
+        encoding = self.encoding_arguments()
+        return tokens.read(self.data, self.text_model, encoder=encode, first=first, encoding=encoding, code=code)
+
+    def _warn_about_length(self, split: str, dataset: Any) -> None:
+        if hasattr(dataset, "warn"):
+            size = ("max_length", self.data.options.max_length)
+            dataset.warn(split, [f"texts of data.{key}" for key in self.columns], [size] * len(self.columns))
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
+        from fastloop_plugins.text.samples import column_samples
+
+        split = self._read(run, count)["train"]
+        dataset = self.build_dataset(split, self.encoding_arguments())
+        return column_samples(self.text_model, split, dataset, [*self.data.text_columns()], self.columns)
+
+    @hookimpl
+    def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
+        if source is None:  # a split
+            return None
+        from fastloop_plugins._cache import flat
+        from fastloop_plugins.text.chunks import text_chunks
+        from fastloop_plugins.text.tokens import Split
+
+        self.text_model.load_tokenizer(self.data.options.max_length)
+        arguments = self.encoding_arguments() | {"columns": list(self.columns[:1])}
+        chunks = text_chunks(self.data, source, start, size)
+        encoded = (flat(self.encode(self.text_model.tokenizer, texts, arguments)) for texts in chunks)
+        return (self.build_dataset(Split(*rows), arguments) for rows in encoded)
+
+    @hookimpl
+    def build_collator(self, run: Run) -> PaddedCollator:
+        from fastloop_plugins.text.batches import PaddedCollator
+
+        return PaddedCollator(self.build_batch, self.text_model.width(run, self.data.options))
+
+    @hookimpl
+    def build_model(self, run: Run) -> nn.Module:
+        import transformers
+
+        from fastloop_plugins.text.padding_check import check_padding
+
+        if self.data.classes:  # predictions name classes by them
+            self.text_model.config.id2label = dict(enumerate(self.data.classes))
+            self.text_model.config.label2id = {name: index for index, name in enumerate(self.data.classes)}
+        model: nn.Module = self.text_model.build(getattr(transformers, self.auto_class))
+        dataset: Any = getattr(self, "_probe", None) or run.datasets[run.loaders.first]
+        shortest, longest = int(dataset.lengths.argmin()), int(dataset.lengths.argmax())
+        collate = self.build_collator(run)
+
+        def make() -> dict[str, Tensor]:
+            inputs = collate([dataset[longest], dataset[shortest]]).inputs
+            return {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
+
+        check_padding(run, model, self.text_model, collate.width, make)
+        return model
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        return self.text_model.export(run, folder)

@@ -34,8 +34,7 @@ from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.plugins.plugin import Observer
 from fastloop.recipe import Train
-from fastloop_plugins.text.next_token_loss import add_loss
-from fastloop_plugins.text.token_ids import cache_token_ids
+from fastloop_plugins import text as text_toolkit
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
 ACCEPT = (
@@ -77,10 +76,10 @@ def hook_lines() -> Iterator[tuple[str, str]]:
 
 def python_lines() -> Iterator[tuple[str, str]]:
     """Exported names of ``fastloop`` and ``fastloop.testing``, the classes of docs/api.md with their public members,
-    and the functions for text tasks."""
+    and the toolkit of text tasks."""
     named = {f"fastloop.{name}": getattr(fastloop, name) for name in fastloop.__all__}
     named |= {f"fastloop.testing.{name}": getattr(fastloop.testing, name) for name in fastloop.testing.__all__}
-    named |= {f"{function.__module__}.{function.__name__}": function for function in (add_loss, cache_token_ids)}
+    named |= {f"{text_toolkit.__name__}.{name}": getattr(text_toolkit, name) for name in text_toolkit.__all__}
     named |= {f"{cls.__module__}.{cls.__name__}": cls for cls in RULES if cls not in named.values()}
     for name, value in named.items():
         function = (

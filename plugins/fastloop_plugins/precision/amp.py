@@ -142,11 +142,13 @@ class Amp(Plugin):
         try:
             output = yield
         except Exception as error:
+            if "model" not in vars(run):  # a trial of another plugin, which reports the error
+                raise
             run.plugins.unsubscribe(self, "compute_loss")
             if (problem := self.explain(run, batch, error)) is None:
                 raise
             raise PluginError(problem) from error
-        if "model" in vars(run):  # it is prepared, so this was no trial of another plugin
+        if "model" in vars(run):
             run.plugins.unsubscribe(self, "compute_loss")
         return output
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastloop_plugins.text.batches import Sequences
     from fastloop_plugins.text.column_ids import join_ids
     from fastloop_plugins.text.data import Data
     from fastloop_plugins.text.hidden_states import compute, pool, split
@@ -25,6 +26,7 @@ PLACES = {
     "Data": "data",
     "Model": "model",
     "Ragged": "ragged",
+    "Sequences": "batches",
     "Split": "tokens",
     "TextTask": "task",
     "add_loss": "next_token_loss",
@@ -42,6 +44,7 @@ __all__ = [
     "Data",
     "Model",
     "Ragged",
+    "Sequences",
     "Split",
     "TextTask",
     "add_loss",

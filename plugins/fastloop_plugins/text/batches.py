@@ -43,8 +43,9 @@ class Sequences:
         labels: NDArray[Any] | None = None,
         typed: bool = False,
     ) -> None:
-        self.ids, self.lengths, self.ends = ids, lengths // 2 if typed else lengths, np.cumsum(lengths)
-        self.labels, self.typed = labels, typed
+        self.ids, self.labels, self.typed = ids, labels, typed
+        self.lengths: NDArray[np.int64] = lengths // 2 if typed else lengths
+        self.ends: NDArray[np.int64] = np.cumsum(lengths)
 
     def __len__(self) -> int:
         return len(self.ends)

@@ -45,11 +45,9 @@ class AnyModel(TextModel):
         from transformers.models.auto import modeling_auto
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-        words = self.auto_class.removeprefix("AutoModel")
-        name = "MODEL" + "".join(f"_{letter}" if letter.isupper() else letter.upper() for letter in words)
-        known = getattr(modeling_auto, f"{name}_MAPPING_NAMES", None)
+        known = getattr(modeling_auto, self.auto_class)._model_mapping._model_mapping  # model_type -> class
         kind, key = config.get("model_type"), ("name" if self.options.config is None else "config")
-        if known is not None and kind in CONFIG_MAPPING and kind not in known and not config.get("auto_map"):
+        if kind in CONFIG_MAPPING and kind not in known and not config.get("auto_map"):
             raise RecipeError(
                 f"{self.where}.{key}: transformers has no {self.auto_class} for {kind!r}. Use another architecture."
             )
@@ -67,16 +65,19 @@ class ColumnData(TextData):
         self.task, self.subject = task, f"the task {task.name!r}"
         given = recipe.data.get("label") is not None
         names = [getattr(parse(self.section, recipe.data, f"{recipe.where}: data"), key) for key in task.columns]
+        places = dict[str, str]()
         for key, name in zip(task.columns, names, strict=True):
+            where = f"{recipe.where}: data.{key}"
+            if name is None:
+                raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}={key}.")
             if not isinstance(name, str):
+                raise RecipeError(f"{where}: found {name!r}, expected a column: {self.subject} reads one here.")
+            if name in places:
                 raise RecipeError(
-                    f"{recipe.where}: data.{key}: found {name!r}, expected a column: {self.subject} reads one here."
+                    f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
                 )
-            if names.count(name) > 1:
-                raise RecipeError(
-                    f"{recipe.where}: data.{key}: found {name!r}, which another option names too. Name another."
-                )
-        self.names = dict(zip(names, task.columns, strict=True))
+            places[name] = key
+        self.places = places
         super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
         self.columns = names[:1]
         for path in self.every_file() if len(names) > 1 else ():
@@ -87,7 +88,7 @@ class ColumnData(TextData):
                 )
 
     def text_columns(self) -> dict[str, str]:
-        return dict(self.names)
+        return dict(self.places)
 
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from fastloop import Output, hookimpl, option
-
 from fastloop_plugins.text import Data, Model, TextTask, compute, pool
 
 

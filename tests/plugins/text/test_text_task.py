@@ -1,0 +1,288 @@
+"""Tests of ``TextTask``: the example package and a task with rows of its own use all that it offers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import normalize
+from training_runs import execute
+
+from fastloop import Batch, RecipeError
+from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import Recipe, make_recipe
+from fastloop_plugins.data._packing import PackedCollator
+from fastloop_plugins.text import Ragged, compute, pool, split
+
+ROOT = Path(__file__).parents[3]
+SIMILARITY = f"{ROOT}/examples/sentence-similarity/src/sentence_similarity/__init__.py:SentenceSimilarity"
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+WORDS = [
+    "red",
+    "blue",
+    "green",
+    "old",
+    "new",
+    "big",
+    "small",
+    "fast",
+    "slow",
+    "dog",
+    "cat",
+    "bird",
+    "fish",
+    "house",
+    "tree",
+    "river",
+]
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    """Run each test in a folder with a file of pairs."""
+    monkeypatch.chdir(tmp_path)
+    draw = random.Random(0)
+    with Path("pairs.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["text", "other", "score"])
+        for _ in range(48):
+            words = draw.sample(WORDS, draw.randint(2, 9))
+            writer.writerow([" ".join(words), " ".join(["the", *reversed(words)]), round(draw.random(), 2)])
+
+
+def recipe(*plugins: Any, task: str = SIMILARITY, output: str = "run", data: Any = None, **train: Any) -> Recipe:
+    """A recipe of a task on pairs."""
+    files = {"train": "pairs.csv", "validation": "pairs.csv"}
+    return make_recipe(
+        {
+            "model": {"config": BERT, "tokenizer": {"kind": "word"}},
+            "data": {"files": files, "max_length": 24, **(data or {})},
+            "train": {"epochs": 2, "batch_size": 8, "lr": 1e-3, "device": "cpu", "save_every": None} | train,
+            "plugins": [task, *plugins, {"progress": False}],
+            "output": output,
+        },
+        Path("recipe.yaml"),
+    )
+
+
+def train(*plugins: Any, **options: Any) -> tuple[dict[str, Any], Any]:
+    """The summary and the weights of a run."""
+    run = build(resolve(recipe(*plugins, **options)))
+    summary = execute(run)
+    return summary, {name: value.clone() for name, value in run.unwrap_model().state_dict().items()}
+
+
+def as_batches(rows: list[list[int]], left: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The same sequences as a padded batch and as a packed one."""
+    ragged = Ragged(
+        columns={"input_ids": ([np.array(row, np.int32) for row in rows], 0)},
+        loss_weight=len(rows),
+        tokens=sum(map(len, rows)),
+        reads_all=True,
+    )
+    width = max(map(len, rows))
+    ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
+    for number, row in enumerate(rows):
+        place = slice(width - len(row), None) if left else slice(len(row))
+        ids[number, place], mask[number, place] = torch.tensor(row), 1
+    return {"input_ids": ids, "attention_mask": mask}, PackedCollator(lambda samples: Batch(samples), 8).pack(ragged)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_pool_and_split_read_padded_and_packed_batches_alike(left):
+    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    padded, packed = as_batches(rows, left)
+    table = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
+    expected = [table[torch.tensor(row)] for row in rows]
+    for batch in (padded, packed):
+        states = table[batch["input_ids"]]
+        for found, states_of_text in zip(split(states, batch), expected, strict=True):
+            assert torch.equal(found, states_of_text)
+        assert torch.allclose(pool(states, batch, "mean"), torch.stack([text.mean(0) for text in expected]))
+        assert torch.equal(pool(states, batch, "first"), torch.stack([text[0] for text in expected]))
+        assert torch.equal(pool(states, batch, "last"), torch.stack([text[-1] for text in expected]))
+
+
+def test_packed_pairs_train_to_the_same_numbers(caplog):
+    (plain, weights), (packed, others) = train(), train("packing", output="packed")
+    assert packed["validation"]["loss"] == pytest.approx(plain["validation"]["loss"], rel=1e-4)
+    for name, value in weights.items():
+        assert torch.allclose(value, others[name], atol=1e-4), name
+    assert plain["validation"]["accuracy"] > 0.2, "of 8 texts, a guess finds one"
+
+
+def test_auto_selects_the_plugins_that_our_tasks_get():
+    run = build(resolve(recipe("auto")))
+    assert {"packing", "fast-dropout"} <= {plugin.name for plugin in run.plugins}
+    assert "cls-last-layer" not in {plugin.name for plugin in run.plugins}, "the task reads all tokens"
+    batch = next(iter(run.train_loader.steps()))[0].inputs
+    assert batch["input_ids"].shape[0] == 1
+    assert len(batch["sequence_lengths"]) == 16
+
+
+def test_a_stream_has_the_samples_of_the_rows_in_memory():
+    memory = build(resolve(recipe())).datasets["train"]
+    stream = build(resolve(recipe(data={"streaming": True, "shuffle_buffer": 0, "lanes": 1}))).datasets["train"]
+    assert len(stream) == len(memory) == 48
+    for row in (0, 7, 47):
+        for name in ("text", "other"):
+            assert stream[row][name].tolist() == memory[row][name].tolist()
+
+
+def test_cached_token_ids_are_not_computed_again(monkeypatch, caplog):
+    cache = {"token-cache": {"folder": "cache"}}
+    first = build(resolve(recipe(cache)))
+    task = next(plugin for plugin in first.plugins if plugin.slot == "task")
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("tokenized again")
+        yield
+
+    second = resolve(recipe(cache))
+    monkeypatch.setattr(type(task), "encode", staticmethod(fail))
+    for plugin in second.plugins:
+        if plugin.slot == "task":
+            monkeypatch.setattr(type(plugin), "encode", staticmethod(fail))
+    datasets = build(second).datasets
+    assert datasets["train"].ids.tolist() == first.datasets["train"].ids.tolist()
+    assert "does nothing" not in caplog.text
+
+
+def test_the_exported_model_gives_the_predicted_vectors(cli):
+    from transformers import AutoModel, AutoTokenizer
+
+    train()
+    code, output, _ = cli("predict", "run", "pairs.csv", "--out", "vectors.jsonl")
+    assert code == 0, output
+    vectors = [json.loads(line)["vector"] for line in Path("vectors.jsonl").read_text().splitlines()]
+    assert len(vectors) == 48
+    tokenizer, model = AutoTokenizer.from_pretrained("run/model"), AutoModel.from_pretrained("run/model").eval()
+    with Path("pairs.csv").open() as file:
+        text = next(csv.DictReader(file))["text"]
+    with torch.no_grad():
+        states = model(**tokenizer(text, return_tensors="pt")).last_hidden_state
+    assert normalize(states.mean(1))[0].tolist() == pytest.approx(vectors[0], abs=1e-5)
+
+
+def test_numbers_are_labels(caplog):
+    for streaming in ({}, {"streaming": True, "lanes": 1}):
+        summary, _ = train(data={"label": "score", "label_type": "number", **streaming}, output=f"run{len(streaming)}")
+        assert {"loss", "pearson"} <= summary["validation"].keys()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"other": "text"}, r"data\.other: found 'text', the column of data\.text too\. Name another column"),
+        ({"text": ["text", "other"]}, r"data\.text: found \['text', 'other'\], expected a column: the task 'sentence-"),
+        ({"othr": "other"}, r"data\.othr: no such option\. Did you mean 'other'\?"),
+        (
+            {"other": "othr"},
+            r"pairs\.csv: there is no column 'othr', which data\.other names\..* Did you mean 'other'\?",
+        ),
+        ({"files": {"train": "a.txt"}}, r"a\.txt: a \.txt file has one column, and the task 'sentence-similarity'"),
+    ],
+    ids=["same column", "list", "option", "column", "txt"],
+)
+def test_errors_name_the_key(data, message):
+    Path("a.txt").write_text("a text\n")
+    with pytest.raises(RecipeError, match=message):
+        build(resolve(recipe(data=data)))
+
+
+def test_an_architecture_without_the_head_is_refused():
+    wrong = SPANS.replace("AutoModelForQuestionAnswering", "AutoModelForSeq2SeqLM")
+    Path("spans.py").write_text(wrong)
+    message = r"model\.config: transformers has no AutoModelForSeq2SeqLM for 'bert'\. Use another architecture\."
+    with pytest.raises(RecipeError, match=message):
+        build(resolve(recipe(task="spans.py:Spans")))
+
+
+SPANS = '''
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+
+from fastloop import Output, hookimpl, option
+from fastloop_plugins.text import Data, Model, Ragged, Sequences, TextTask, compute, split
+
+
+@dataclass(kw_only=True)
+class SpanData(Data):
+    other: Annotated[str, option("The column of the text to find in data.text.")] = "other"
+
+
+class Marked(Sequences):
+    def __getitem__(self, index):
+        numbers = super().__getitem__(index)["input_ids"]
+        return {"input_ids": numbers[1:], "place": int(numbers[0])}
+
+
+class Spans(TextTask):
+    """Finds the first word of another text in a text."""
+
+    name = "spans"
+    columns = ("text", "other")
+    sections = {"model": Model, "data": SpanData}
+    auto_class = "AutoModelForQuestionAnswering"
+
+    @staticmethod
+    def encode(tokenizer, rows, arguments):
+        for text, other in rows:
+            found = tokenizer(text, truncation=True, max_length=arguments["max_length"])["input_ids"]
+            word = tokenizer(other.split()[-1], add_special_tokens=False)["input_ids"][0]
+            yield [found.index(word) if word in found else 0, *found]
+
+    @staticmethod
+    def build_dataset(split, arguments):
+        return Marked(split.ids, split.lengths)
+
+    def build_batch(self, samples):
+        rows = [sample["input_ids"] for sample in samples]
+        labels = torch.tensor([sample["place"] for sample in samples])
+        return Ragged(
+            columns={"input_ids": (rows, self.text_model.tokenizer.pad_token_id)}, fixed={"labels": labels},
+            loss_weight=len(rows), tokens=sum(map(len, rows)), reads_all=True,
+        )
+
+    @hookimpl
+    def compute_loss(self, model, batch):
+        logits = split(compute(model, batch).start_logits, batch)
+        losses = [cross_entropy(one.float(), place) for one, place in zip(logits, batch["labels"])]
+        return Output(torch.stack(losses).mean())
+'''
+
+
+@pytest.mark.parametrize("plugins", [[], ["packing", {"token-cache": {"folder": "cache"}}]], ids=["plain", "packed"])
+def test_a_task_may_have_rows_and_a_head_of_its_own(plugins):
+    Path("spans.py").write_text(SPANS)
+    summary, _ = train(*plugins, task="spans.py:Spans", output="spans", epochs=20, lr=3e-3)
+    assert summary["validation"]["loss"] < 1.0, "a guess among seven tokens has 1.9"
+
+
+def test_compute_passes_neither_labels_nor_lengths_to_the_model():
+    class Model(torch.nn.Module):
+        def forward(self, **inputs: Any) -> dict[str, Any]:
+            return inputs
+
+    batch = {"input_ids": 1, "labels": 2, "sequence_lengths": 3, "position_ids": 4}
+    assert compute(Model(), batch, use_cache=False) == {"input_ids": 1, "position_ids": 4, "use_cache": False}

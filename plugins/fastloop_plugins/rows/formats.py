@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop.errors import RecipeError
+from fastloop.errors import PluginError, RecipeError
 from fastloop_plugins.rows.conll import Columns, Conll
 from fastloop_plugins.rows.csv import Delimited
 from fastloop_plugins.rows.drop import Drop
@@ -17,7 +17,7 @@ from fastloop_plugins.rows.file import BadRow, Block, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, format_of
+from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, format_of, installed_formats
 from fastloop_plugins.rows.table import Table, missing_column
 from fastloop_plugins.rows.text import Text
 from fastloop_plugins.rows.webdataset import Tar
@@ -44,11 +44,30 @@ def reader_of(suffix: str) -> type[File]:
     """The reader of a format."""
     if suffix == CONLL:
         return Conll
+    if suffix not in READERS:
+        return load_reader(suffix)
     if (reader := READERS[suffix]) is not None:
         return reader
     from fastloop_plugins.rows.parquet import Parquet
 
     return Parquet
+
+
+def load_reader(suffix: str) -> type[File]:
+    """The reader of a format of another package.
+
+    Raises:
+        PluginError: It cannot be imported, or does not extend ``File``.
+    """
+    point = installed_formats()[suffix]
+    where = f"format {suffix} ({point.value} of {point.dist.name if point.dist else '?'})"
+    try:
+        reader = point.load()
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{where} cannot be imported: {type(error).__name__}: {error}") from error
+    if not (isinstance(reader, type) and issubclass(reader, File)):
+        raise PluginError(f"{where} is no reader: expected a class that extends fastloop_plugins.rows.File.")
+    return reader
 
 
 def describe_formats() -> list[tuple[str, str, str, str, str]]:
@@ -65,7 +84,7 @@ def describe_formats() -> list[tuple[str, str, str, str, str]]:
 def is_untyped(path: str) -> bool:
     """Whether every cell of a file is text."""
     suffix = format_of(Path(path))[0]
-    return suffix in READERS and reader_of(suffix).untyped
+    return suffix != CONLL and reader_of(suffix).untyped
 
 
 @dataclass(frozen=True)

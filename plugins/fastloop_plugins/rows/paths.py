@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +17,21 @@ if TYPE_CHECKING:
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".tar", ".txt")
 """Suffixes of the files that text tasks read."""
+GROUP = "fastloop.formats"
+"""Entry-point group of readers of other packages. The name of an entry is a suffix, such as ``.toml``, and its value a
+class that extends ``File``."""
 PACKED = (".parquet", ".tar")
 """Formats whose files are not compressed as a whole, and have no encoding."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffix after that of the format -> codec, by pyarrow's name."""
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
+
+
+@cache
+def installed_formats() -> dict[str, EntryPoint]:
+    """Suffix -> reader, of the formats that other packages read. They replace none of ``FORMATS``."""
+    return {point.name: point for point in entry_points(group=GROUP) if point.name not in FORMATS}
 
 
 def format_of(path: Path) -> tuple[str, str | None]:

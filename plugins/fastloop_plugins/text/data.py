@@ -25,7 +25,14 @@ from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import FORMATS, find_files, format_of, refuse_options_without_files, refuse_url
+from fastloop_plugins.rows.paths import (
+    FORMATS,
+    find_files,
+    format_of,
+    installed_formats,
+    refuse_options_without_files,
+    refuse_url,
+)
 from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold_out_ends, join_rows
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.text.columns import check_texts, column_names
@@ -133,7 +140,7 @@ class TextData(StreamedData):
     text_key = "text"  # the option that names the column of texts
     unit = "rows"  # what a row is called in messages
     subject = "a language model"  # what a task without labels is called in messages
-    formats: ClassVar[Sequence[str]] = FORMATS
+    own_formats: ClassVar[Sequence[str]] = ()  # suffixes that this section reads beside those of all sections
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: data"
@@ -230,6 +237,11 @@ class TextData(StreamedData):
             self._check_name(self.options.name)
         if self.options.read is not None:
             self._check_read()
+
+    @property
+    def formats(self) -> Sequence[str]:
+        """The suffixes of the files that the section reads."""
+        return (*FORMATS, *installed_formats(), *self.own_formats)
 
     def _check_read(self) -> None:
         if self.options.files is None:

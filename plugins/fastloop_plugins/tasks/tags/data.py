@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import CONLL, Layout
-from fastloop_plugins.rows.paths import FORMATS, find_files, format_of
+from fastloop_plugins.rows.paths import find_files, format_of
 from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import Data, TextData
@@ -73,7 +73,7 @@ class TagTextData(TextData):
     options: TagData
     text_key = "words"
     unit = "sentences"
-    formats = (*FORMATS, CONLL)
+    own_formats = (CONLL,)
 
     def __init__(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: data"

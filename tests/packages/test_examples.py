@@ -26,6 +26,7 @@ NAMES = (
     "layer-freezing",
     "local-sgd",
     "mixup",
+    "sentence-similarity",
     "sqlite-log",
     "step-variants",
 )
@@ -36,6 +37,7 @@ PLUGINS = {
     "layer-freezing": ("layer-freezing",),
     "local-sgd": ("local-sgd",),
     "mixup": ("mixup",),
+    "sentence-similarity": ("sentence-similarity",),
     "sqlite-log": ("sqlite-log",),
     "step-variants": ("muon", "sam"),
 }
@@ -88,6 +90,7 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
         "layer-freezing": ["layer-freezing", "0.1.0", None, "changes-training"],
         "local-sgd": ["local-sgd", "0.1.0", "strategy", "changes-training"],
         "mixup": ["mixup", "0.1.0", None, "changes-training"],
+        "sentence-similarity": ["sentence-similarity", "0.1.0", "task", "bitwise"],
         "sqlite-log": ["sqlite-log", "0.1.0", None, "bitwise"],
         "gan": ["digits-gan", "0.1.0", None, "changes-training"],
         "muon": ["step-variants", "0.1.0", None, "changes-training"],

@@ -143,6 +143,8 @@ class TextTask(Plugin):
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
             ``labels``: class ids (rows,) int64, or numbers (rows,) float32.
         auto_class: The Auto class of transformers that builds the model.
+        unused_modules: Modules of the model that the loss does not read. Their weights are frozen: a strategy would
+            wait for their gradients.
         encoding_version: Increase it when ``encode`` gives other ids, so that cached ones are not used.
         data: The ``data`` section. ``data.options`` are its options, and ``data.classes`` the names of classes.
         text_model: The ``model`` section. ``text_model.tokenizer`` is there from ``build_datasets`` on.
@@ -153,6 +155,7 @@ class TextTask(Plugin):
     columns: ClassVar[tuple[str, ...]] = ("text",)
     labels: ClassVar[str] = "none"
     auto_class: ClassVar[str] = "AutoModel"
+    unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     encoding_version: ClassVar[int] = 1
     data: ColumnData
     text_model: AnyModel
@@ -279,6 +282,9 @@ class TextTask(Plugin):
             self.text_model.config.id2label = dict(enumerate(self.data.classes))
             self.text_model.config.label2id = {name: index for index, name in enumerate(self.data.classes)}
         model: nn.Module = self.text_model.build(getattr(transformers, self.auto_class))
+        for name in self.unused_modules:
+            if (module := getattr(model, name, None)) is not None:
+                module.requires_grad_(False)
         dataset: Any = getattr(self, "_probe", None) or run.datasets[run.loaders.first]
         shortest, longest = int(dataset.lengths.argmin()), int(dataset.lengths.argmax())
         collate = self.build_collator(run)

@@ -463,9 +463,10 @@ CASES: dict[str, Case] = {
         {"COLUMN": "summary"},
     ),
     "target": Case(
-        ("pairs/data.py data.target=",),
+        ("text/task.py data.{}=",),
         text(PAIRS, path="train.jsonl", model=T5, label=None, plugins=["seq2seq"]),
-        (r"such as (data\.target=summary)",),
+        (r"such as (data\.target=COLUMN)",),
+        {"COLUMN": "summary"},
     ),
     "a local model instead of the hub": Case(
         ("text/model.py model.name=",),

@@ -19,12 +19,12 @@ both with the target's earlier tokens as the decoder's input. ``generate: true``
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Output, Plugin, PluginError, hookimpl, option
+from fastloop import Output, PluginError, hookimpl, option
 from fastloop_plugins.models.checks import check_target_loss
 from fastloop_plugins.tasks.pairs.data import PairData, PairTextData
 from fastloop_plugins.tasks.pairs.metrics import GENERATED, generated_metrics
@@ -32,11 +32,10 @@ from fastloop_plugins.tasks.pairs.model import Seq2SeqModel
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.padding_check import PROBE, check_padding
+from fastloop_plugins.text.task import TextTask
 from fastloop_plugins.text.traits import text_traits
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
@@ -44,22 +43,24 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks.pairs.data import Collator
     from fastloop_plugins.text.batches import Sequences
+    from fastloop_plugins.text.column_ids import ColumnSequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
 
-class Seq2Seq(Plugin):
+class Seq2Seq(TextTask):
     """Learns a target text for each input text with cross entropy of the next target token."""
 
     name = "seq2seq"
-    slot = "task"
-    fallback_hooks = ("compute_loss",)
+    columns = ("text", "target")
     conflicts = {
         "packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."
     }
     sections = {"model": Model, "data": PairData}
     adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of an encoder-decoder"
+    data: PairTextData
+    text_model: Seq2SeqModel
 
     @dataclass(kw_only=True)
     class Config:
@@ -97,44 +98,49 @@ class Seq2Seq(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.data = PairTextData(recipe)
+        self.data = PairTextData(recipe, self)
         self.new_tokens = self.config.max_new_tokens or self.data.options.max_target_length
         self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length)
 
-    @hookimpl
-    def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks.pairs.data import pair_sequences
-
-        splits, sizes = self._read(run), self._sizes()
-        run.state.unreadable += self.data.unreadable
-        datasets = {name: pair_sequences(name, split.ids, split.lengths, sizes) for name, split in splits.items()}
-        return self.data.streamed(run, datasets, self.text_model)
-
-    def _sizes(self) -> dict[str, int]:
+    def encoding_arguments(self) -> dict[str, Any]:
         options = self.data.options
         return {"max_length": options.max_length, "max_target_length": options.max_target_length}
 
-    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+    @staticmethod
+    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
         from fastloop_plugins.tasks.pairs.data import encode_rows
-        from fastloop_plugins.text import tokens as _text_tokens
 
-        self.data.skip_unreadable = run.settings.skip_unreadable
-        return _text_tokens.read(self.data, self.text_model, True, encode_rows, first, **self._sizes())
+        return encode_rows(tokenizer, rows, arguments)
+
+    @staticmethod
+    def build_dataset(split: Split, arguments: Mapping[str, Any]) -> ColumnSequences:
+        from fastloop_plugins.text.column_ids import ColumnSequences
+
+        return ColumnSequences(("input_ids", "labels"), split.ids, split.lengths)
+
+    def warn_about_length(self, split: str, dataset: Any) -> None:
+        dataset.warn(split, ("inputs", "targets"), list(self.encoding_arguments().items()))
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
         from fastloop_plugins.tasks.pairs.data import pair_samples
 
-        return pair_samples(self.text_model, self._read(run, count)["train"])
+        split = self.read_splits(run, count)["train"]
+        return pair_samples(self.text_model, split, self.build_dataset(split, {}))
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
         if source is None:
             return None  # a split
-        from fastloop_plugins.tasks.pairs.data import input_chunks
+        from fastloop_plugins._cache import flat
+        from fastloop_plugins.text.batches import Sequences
+        from fastloop_plugins.text.chunks import text_chunks
+        from fastloop_plugins.text.tokens import encode
 
         self.text_model.load_tokenizer(self.data.options.max_length)
-        return input_chunks(self.data, self.text_model, source, start, size)
+        arguments = {"truncation": True, "max_length": self.data.options.max_length}
+        chunks = map(self.data.add_prefix, text_chunks(self.data, source, start, size))
+        return (Sequences(*flat(encode(self.text_model.tokenizer, texts, [], arguments))) for texts in chunks)
 
     @hookimpl
     def build_collator(self, run: Run) -> Collator:
@@ -233,7 +239,3 @@ class Seq2Seq(Plugin):
             generate = partial(self._generate, run, synced_gpus=run.world_size > 1)
             metrics |= generated_metrics(run, split, self.text_model.tokenizer, generate)
         return metrics
-
-    @hookimpl
-    def export_model(self, run: Run, folder: Path) -> Path:
-        return self.text_model.export(run, folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from fastloop import Run, Trait
+    from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.rows.index import Row
-    from fastloop_plugins.text.batches import PaddedCollator, Sequences
+    from fastloop_plugins.text.batches import Sequences
     from fastloop_plugins.text.ragged import Ragged
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
@@ -69,7 +69,7 @@ class ColumnData(TextData):
         for key, name in zip(task.columns, names, strict=True):
             where = f"{recipe.where}: data.{key}"
             if name is None:
-                raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}={key}.")
+                raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
             if not isinstance(name, str):
                 raise RecipeError(f"{where}: found {name!r}, expected a column: {self.subject} reads one here.")
             if name in places:
@@ -158,7 +158,7 @@ class TextTask(Plugin):
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     encoding_version: ClassVar[int] = 1
     data: ColumnData
-    text_model: AnyModel
+    text_model: TextModel
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
@@ -220,15 +220,16 @@ class TextTask(Plugin):
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        arguments, splits = self.encoding_arguments(), self._read(run)
+        arguments, splits = self.encoding_arguments(), self.read_splits(run)
         datasets = {name: self.build_dataset(split, arguments) for name, split in splits.items()}
         for name, dataset in datasets.items():
-            self._warn_about_length(name, dataset)
+            self.warn_about_length(name, dataset)
         run.state.unreadable += self.data.unreadable
         self._probe = next(iter(datasets.values()))
         return self.data.streamed(run, datasets, self.text_model)
 
-    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
+    def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        """Read and encode the splits. ``show_samples`` needs only the ``first`` rows of train, with their texts."""
         from fastloop_plugins.text import tokens
 
         def encode(tokenizer: Any, rows: Any, end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
@@ -239,7 +240,8 @@ class TextTask(Plugin):
         encoding = self.encoding_arguments()
         return tokens.read(self.data, self.text_model, encoder=encode, first=first, encoding=encoding, code=code)
 
-    def _warn_about_length(self, split: str, dataset: Any) -> None:
+    def warn_about_length(self, split: str, dataset: Any) -> None:
+        """Log how many texts of a split are longer than ``data.max_length``."""
         if hasattr(dataset, "warn"):
             size = ("max_length", self.data.options.max_length)
             dataset.warn(split, [f"texts of data.{key}" for key in self.columns], [size] * len(self.columns))
@@ -248,7 +250,7 @@ class TextTask(Plugin):
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
         from fastloop_plugins.text.samples import column_samples
 
-        split = self._read(run, count)["train"]
+        split = self.read_splits(run, count)["train"]
         dataset = self.build_dataset(split, self.encoding_arguments())
         return column_samples(self.text_model, split, dataset, [*self.data.text_columns()], self.columns)
 
@@ -267,7 +269,7 @@ class TextTask(Plugin):
         return (self.build_dataset(Split(*rows), arguments) for rows in encoded)
 
     @hookimpl
-    def build_collator(self, run: Run) -> PaddedCollator:
+    def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import PaddedCollator
 
         return PaddedCollator(self.build_batch, self.text_model.width(run, self.data.options))
@@ -293,7 +295,7 @@ class TextTask(Plugin):
             inputs = collate([dataset[longest], dataset[shortest]]).inputs
             return {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
 
-        check_padding(run, model, self.text_model, collate.width, make)
+        check_padding(run, model, self.text_model, self.text_model.width(run, self.data.options), make)
         return model
 
     @hookimpl

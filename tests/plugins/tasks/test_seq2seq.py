@@ -341,11 +341,10 @@ def test_the_target_column_selects_the_task():
 
 def test_wrong_recipes_are_refused():
     assert (
-        refused(target=None)
-        == "recipe.yaml: data.target: missing. Name the column of targets, such as data.target=summary."
+        refused(target=None) == "recipe.yaml: data.target: missing. Name a column of texts, such as data.target=COLUMN."
     )
     assert "data.target: found 'text', the column of data.text too." in refused(target="text")
-    assert "recipe.yaml: data.label: a language model has no labels" in refused(label="short")
+    assert "recipe.yaml: data.label: the task 'seq2seq' has no labels" in refused(label="short")
     assert "model.config: transformers has no encoder-decoder for 'gpt2'" in refused(
         model={"config": TINY_GPT, "tokenizer": TOKENIZER}
     )
@@ -380,7 +379,7 @@ def test_wrong_rows_are_refused_by_their_column():
     write([{"text": "a", "short": 3}])
     assert "row 1: column 'short' (data.target) holds 3 (int), expected text." in refused(files={"train": "rows.jsonl"})
     Path("rows.txt").write_text("a\nb\n")
-    assert "rows.txt: a .txt file has one column, and data.target needs another." in refused(
+    assert "rows.txt: a .txt file has one column, and the task 'seq2seq' reads text, short." in refused(
         files={"train": "rows.txt"}
     )
 

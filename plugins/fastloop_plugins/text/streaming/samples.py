@@ -97,7 +97,7 @@ class LanguageRows:
     def __init__(self, data: LanguageTextData, model: TextModel, spare: Mapping[str, Any]) -> None:
         self.data, self.tokenizer, self.size = data, model.tokenizer, data.options.max_length
         self.spare = {name: value.copy() for name, value in spare.items()}
-        self.end = [] if data.options.messages else end_of(model)
+        self.end = [] if data.options.messages else end_of(model.tokenizer)
         self.encode = RowEncoder(model.tokenizer, self.end, data.options.train_on)
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ class Documents:
     skipped."""
 
     def __init__(self, data: LanguageTextData, model: TextModel) -> None:
-        self.data, self.tokenizer, self.end = data, model.tokenizer, end_of(model)
+        self.data, self.tokenizer, self.end = data, model.tokenizer, end_of(model.tokenizer)
 
     def __call__(self, rows: list[Row], names: list[str]) -> NDArray[np.int32]:
         texts = [text for text in self.data.parse_rows(rows, names) if text.strip()]
@@ -156,8 +156,7 @@ def blocks(rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
     return [{"input_ids": ids} for (ids,) in rows]
 
 
-def end_of(model: TextModel) -> list[int]:
+def end_of(tokenizer: Any) -> list[int]:
     """The end token of a text: the tokenizer's, or its separator token. Empty if it has neither."""
-    tokenizer = model.tokenizer
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     return [] if end is None else [end]

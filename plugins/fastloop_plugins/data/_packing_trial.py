@@ -71,10 +71,10 @@ def try_packing(
 def compute(
     run: Run, model: nn.Module, found: Any, collator: PackedCollator, samples: list[Any], collate: Any
 ) -> list[Tensor]:
-    """What the model computes for samples: the task's predictions, (samples, ...); else the logits of each token,
-    (tokens, ...); else the sum of losses, 0-dim.
+    """Compute the task's predictions for samples, (samples, ...), or the logits of each token, (tokens, ...), or the sum
+    of losses, 0-dim.
 
-    Of a task that reads all hidden states, it is the states of each text: its loss may compare texts.
+    For a task that reads all hidden states, compute the states of each text: its loss may compare texts.
 
     Args:
         collate: Pads or packs the samples.

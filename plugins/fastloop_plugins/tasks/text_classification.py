@@ -45,8 +45,9 @@ from fastloop_plugins.tasks.heads.batches import Collator
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metrics
 from fastloop_plugins.tasks.heads.problems import make_problem
-from fastloop_plugins.text.data import Data, TextData
+from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import Model, TextModel
+from fastloop_plugins.text.options import Data
 from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
 from fastloop_plugins.text.traits import padded_traits
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastloop_plugins.text.batches import Sequences
     from fastloop_plugins.text.column_ids import join_ids
-    from fastloop_plugins.text.data import Data
     from fastloop_plugins.text.hidden_states import compute, pool, split
     from fastloop_plugins.text.model import Model
     from fastloop_plugins.text.next_token_loss import add_loss
+    from fastloop_plugins.text.options import Data
     from fastloop_plugins.text.ragged import Ragged
     from fastloop_plugins.text.task import TextTask
     from fastloop_plugins.text.token_ids import cache_token_ids
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.traits import padded_traits, text_traits
 
 PLACES = {
-    "Data": "data",
+    "Data": "options",
     "Model": "model",
     "Ragged": "ragged",
     "Sequences": "batches",

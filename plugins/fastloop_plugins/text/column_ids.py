@@ -1,4 +1,4 @@
-"""Rows of several texts, each of which is tokenized by itself: their ids as one list of numbers, and as samples."""
+"""Rows of several texts, each of which is tokenized alone: their ids as one list of numbers, and as samples."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ColumnSequences(Sequences):
         """Log how many texts are cut.
 
         Args:
-            columns: What the texts of each column are called.
+            columns: The name of each column's texts in messages.
             sizes: The option of ``data`` that limits each column, and its value.
         """
         for what, count, (option, size) in zip(columns, self.cut, sizes, strict=True):

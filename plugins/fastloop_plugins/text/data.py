@@ -12,11 +12,10 @@ import inspect
 import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import RecipeError, option
+from fastloop import RecipeError
 from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop_plugins._cache import digest
@@ -37,9 +36,10 @@ from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.text.columns import check_texts, column_names
 from fastloop_plugins.text.dropped_rows import drop_rows
+from fastloop_plugins.text.options import Data, Files
 from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.sources import Source, find_sources, mix_sources
-from fastloop_plugins.text.streaming.options import StreamedData, StreamingOptions, check_streaming
+from fastloop_plugins.text.streaming.options import StreamedData, check_streaming
 from fastloop_plugins.text.targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:
@@ -51,82 +51,6 @@ NOTES = 8
 """Lines of the log about how files are read: a pattern may match thousands of them."""
 READER = 3
 """Increase it when the same files and options give different rows, so that cached token ids are not used."""
-
-
-@dataclass(kw_only=True)
-class Data(StreamingOptions):
-    """The ``data`` section."""
-
-    name: Annotated[str | None, option("Dataset: hub id or local folder.")] = None
-    subset: Annotated[str | None, option("Configuration of the dataset, if it has several.")] = None
-    files: Annotated[
-        dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")
-    ] = None
-    sources: Annotated[
-        list[dict[str, Any]] | None,
-        option("Instead of files.train: sources with columns of other names, {files, text, label, weight} each."),
-    ] = None
-    module: Annotated[
-        str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")
-    ] = None
-    arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
-    splits: Annotated[
-        dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")
-    ] = None
-    text: Annotated[
-        str | list[str], option("The column of texts; two: pairs of texts, more: joined with the separator token.")
-    ] = "text"
-    label: Annotated[
-        str | list[str] | None,
-        option("The column of labels: text, or whole numbers from 0; or 0/1 columns, one a class."),
-    ] = None
-    label_type: Annotated[
-        Literal["class", "classes", "number"] | None,
-        option(
-            "One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: "
-            "as label shows."
-        ),
-    ] = None
-    label_offset: Annotated[
-        int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)
-    ] = 0
-    label_map: Annotated[
-        dict[Any, int | str | None] | None,
-        option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
-    ] = None
-    drop: Annotated[
-        list[dict[str, Any]] | None,
-        option("Rows to leave out of every split: {column: NAME}, with equals, shorter_than or longer_than in it."),
-    ] = None
-    deduplicate: Annotated[
-        bool, option("Leave out rows of train whose texts an earlier row has; the first stays, with its label.")
-    ] = False
-    read: Annotated[
-        dict[str, Any] | None,
-        option("How files are read: delimiter, columns, encoding, quoting, compression, blank_lines."),
-    ] = None
-    max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
-    padding: Annotated[
-        Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")
-    ] = "longest"
-    pad_to_multiple_of: Annotated[
-        int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)
-    ] = None
-    limit: Annotated[
-        dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")
-    ] = None
-    validation_fraction: Annotated[
-        float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)
-    ] = 0.1
-
-
-@dataclass(kw_only=True)
-class Files:
-    """``data.files``."""
-
-    train: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
-    validation: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
-    test: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
 
 
 class TextData(StreamedData):

@@ -17,7 +17,7 @@ from fastloop.errors import RecipeError
 from fastloop_plugins.rows.table import Table, show
 
 if TYPE_CHECKING:
-    from fastloop_plugins.text.data import Data
+    from fastloop_plugins.text.options import Data
 
 FEW = 5
 """Rows: a class with fewer training rows gets a warning."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop_plugins.text.batches import Width
-    from fastloop_plugins.text.data import Data
+    from fastloop_plugins.text.options import Data
 
 logger = logging.getLogger("fastloop")
 

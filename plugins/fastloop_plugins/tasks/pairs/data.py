@@ -13,8 +13,8 @@ from fastloop import Batch, option
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.batches import Width, mask, padded
 from fastloop_plugins.text.column_ids import ColumnSequences, join_ids
-from fastloop_plugins.text.data import Data
 from fastloop_plugins.text.next_token_loss import IGNORED
+from fastloop_plugins.text.options import Data
 from fastloop_plugins.text.samples import show_tokens
 from fastloop_plugins.text.streaming.samples import end_of
 from fastloop_plugins.text.task import ColumnData

@@ -15,8 +15,9 @@ from fastloop_plugins.rows.formats import CONLL, Layout
 from fastloop_plugins.rows.paths import find_files, format_of
 from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
-from fastloop_plugins.text.data import Data, TextData
+from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.labels import count_classes, list_labels
+from fastloop_plugins.text.options import Data
 
 if TYPE_CHECKING:
     from fastloop import Run

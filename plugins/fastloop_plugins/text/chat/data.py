@@ -28,7 +28,8 @@ from fastloop_plugins.text.chat.rows import (
     unread_keys,
 )  # fmt: skip
 from fastloop_plugins.text.columns import column_names
-from fastloop_plugins.text.data import Data, TextData
+from fastloop_plugins.text.data import TextData
+from fastloop_plugins.text.options import Data
 
 if TYPE_CHECKING:
     from fastloop import Run

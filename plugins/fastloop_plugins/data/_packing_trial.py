@@ -71,7 +71,7 @@ def try_packing(
 def compute(
     run: Run, model: nn.Module, found: Any, collator: PackedCollator, samples: list[Any], collate: Any
 ) -> list[Tensor]:
-    """Compute the task's predictions for samples, (samples, ...), or the logits of each token, (tokens, ...), or the sum
+    """Compute predictions of samples, (samples, ...), or the logits of each token, (tokens, ...), or the sum
     of losses, 0-dim.
 
     For a task that reads all hidden states, compute the states of each text: its loss may compare texts.

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.batches import Sequences
+    from fastloop_plugins.text.chat.rows import Chat
+    from fastloop_plugins.text.chat.template import ChatRenderer
     from fastloop_plugins.text.column_ids import join_ids
     from fastloop_plugins.text.hidden_states import compute, pool, split
     from fastloop_plugins.text.model import Model
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.traits import padded_traits, text_traits
 
 PLACES = {
+    "Chat": "chat.rows",
+    "ChatRenderer": "chat.template",
     "Data": "options",
     "Model": "model",
     "Ragged": "ragged",
@@ -41,6 +45,8 @@ PLACES = {
 """Public name -> its module, which is imported at the first use."""
 
 __all__ = [
+    "Chat",
+    "ChatRenderer",
     "Data",
     "Model",
     "Ragged",

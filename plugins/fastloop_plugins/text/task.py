@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.options import parse
 from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.rows.table import Bad, text_column
 from fastloop_plugins.text.columns import each_text
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import TextModel
@@ -90,11 +91,34 @@ class ColumnData(TextData):
     def text_columns(self) -> dict[str, str]:
         return dict(self.places)
 
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        found = {}
+        for (name, key), values in zip(self.places.items(), columns, strict=True):
+            read = read_conversations if key in self.task.conversations else text_column
+            found[name] = read(values, name, key, bad)
+        return found
+
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:
             return datasets
         labels = self.stream.label_table(datasets)
         return self.stream.datasets(run, datasets, StreamedRows(self, self.task, model.tokenizer, labels))
+
+
+def read_conversations(values: Sequence[Any], name: str, key: str, bad: Bad) -> list[str]:
+    """A column of conversations, each as the JSON of a ``Chat``."""
+    from fastloop_plugins.rows.table import RowError
+    from fastloop_plugins.text.chat.rows import Chat, check_depth, read_messages
+
+    found = []
+    for index, value in enumerate(values):
+        try:
+            check_depth(value, name)
+            found.append(Chat(read_messages(value, f"column {name!r} (data.{key})"), None).dumps())
+        except RowError as error:
+            bad(index, str(error))
+            found.append("")
+    return found
 
 
 class StreamedRows:
@@ -140,6 +164,7 @@ class TextTask(Plugin):
     Attributes:
         columns: Options of ``data`` that name a column of texts. Each text is a sequence of its own. With ``text``
             alone, ``data.text`` may name several columns, which become one sequence.
+        conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
             ``labels``: class ids (rows,) int64, or numbers (rows,) float32.
         auto_class: The Auto class of transformers that builds the model.
@@ -153,6 +178,7 @@ class TextTask(Plugin):
     slot = "task"
     fallback_hooks = ("compute_loss",)
     columns: ClassVar[tuple[str, ...]] = ("text",)
+    conversations: ClassVar[tuple[str, ...]] = ()
     labels: ClassVar[str] = "none"
     auto_class: ClassVar[str] = "AutoModel"
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)

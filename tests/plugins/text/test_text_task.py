@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import normalize
 from training_runs import execute
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastloop import Batch, RecipeError
 from fastloop.lifecycle import build
@@ -20,6 +21,8 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.text import Ragged, compute, pool, split
+from fastloop_plugins.text.chat.template import BUILT_IN
+from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
 ROOT = Path(__file__).parents[3]
 SIMILARITY = f"{ROOT}/examples/sentence-similarity/src/sentence_similarity/__init__.py:SentenceSimilarity"
@@ -277,6 +280,78 @@ def test_a_task_may_have_rows_and_a_head_of_its_own(plugins):
     Path("spans.py").write_text(SPANS)
     summary, _ = train(*plugins, task="spans.py:Spans", output="spans", epochs=20, lr=3e-3)
     assert summary["validation"]["loss"] < 1.0, "a guess among seven tokens has 1.9"
+
+
+PREFERENCES = '''
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from fastloop import Output, hookimpl, option
+from fastloop_plugins.text import Chat, ChatRenderer, Data, Model, TextTask, compute, join_ids, split
+
+
+@dataclass(kw_only=True)
+class PreferenceData(Data):
+    text: Annotated[str, option("The preferred conversation.")] = "chosen"
+    other: Annotated[str, option("The other one.")] = "rejected"
+
+
+class Preferences(TextTask):
+    """Learns to give preferred answers a larger probability."""
+
+    name = "preferences"
+    columns = conversations = ("text", "other")
+    sections = {"model": Model, "data": PreferenceData}
+    auto_class = "AutoModelForCausalLM"
+
+    @staticmethod
+    def encode(tokenizer, rows, arguments):
+        renderer = ChatRenderer(tokenizer)
+        for row in rows:
+            found = [renderer.encode(Chat.loads(chat), lambda: "a row") for chat in row]
+            yield join_ids((ids[: arguments["max_length"]], False) for ids, mask in found)
+
+    @hookimpl
+    def compute_loss(self, model, batch):
+        ids = split(batch["input_ids"], batch)
+        logits = split(compute(model, batch).logits.float(), batch)
+        scores = torch.stack([
+            one[:-1].log_softmax(-1).gather(1, row[1:, None]).mean() for one, row in zip(logits, ids)
+        ])
+        chosen, rejected = scores.chunk(2)
+        return Output(-torch.nn.functional.logsigmoid(chosen - rejected).mean())
+'''
+
+
+def test_columns_may_hold_conversations(caplog):
+    tokenizer = train_tokenizer(TrainedTokenizer(kind="byte"), [], False, 64)
+    tokenizer.chat_template = BUILT_IN["chatml"]
+    tokenizer.save_pretrained("gpt")
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained("gpt")
+    Path("preferences.py").write_text(PREFERENCES)
+    rows = []
+    for number in range(16):
+        chats = [
+            [{"role": "user", "content": f"say {number}"}, {"role": "assistant", "content": answer}]
+            for answer in ("yes indeed", "no way")
+        ]
+        rows.append({"chosen": chats[0], "rejected": chats[1]})
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"files": {"train": "chats.jsonl", "validation": "chats.jsonl"}, "max_length": 64}
+    losses = []
+    for number, more in enumerate(({}, {"streaming": True, "lanes": 1})):
+        changed = recipe(task="preferences.py:Preferences", data={**data, **more}, output=f"chats{number}", lr=3e-3)
+        changed.model.clear()
+        changed.model["name"] = "gpt"
+        losses.append(execute(build(resolve(changed)))["validation"]["loss"])
+    assert max(losses) < 0.69, "log 2 is the loss of a guess"
+    rows[3]["rejected"] = [{"role": "user"}]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(RecipeError, match=r"chats\.jsonl, row 4: column 'rejected' \(data\.other\)"):
+        build(resolve(changed))
 
 
 def test_compute_passes_neither_labels_nor_lengths_to_the_model():

@@ -97,11 +97,11 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str]) -> Chat:
         RowError: The row is no conversation.
     """
     for name in (*columns, TOOLS):
-        _check_depth(row.get(name), name)
+        check_depth(row.get(name), name)
     messages = (
         _instruction(row, columns)
         if len(columns) > 1
-        else _messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
+        else read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
     )
     return Chat(messages, _tools(row.get(TOOLS)))
 
@@ -149,7 +149,8 @@ def _contains_null(value: Any) -> bool:
     return value is None or any(map(_contains_null, inner))
 
 
-def _check_depth(value: Any, column: str) -> None:
+def check_depth(value: Any, column: str) -> None:
+    """Raise a ``RowError`` for a value with too many levels of lists and mappings."""
     level = [value]
     for _ in range(DEEPEST):
         level = [
@@ -165,7 +166,8 @@ def _check_depth(value: Any, column: str) -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def _messages(value: Any, where: str) -> list[dict[str, Any]]:
+def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
+    """The messages of a conversation. Raises a ``RowError`` for a value that is none; ``where`` names it."""
     if not isinstance(value, list) or not value:
         raise RowError(f"{where} holds {show(value)}, expected a list of messages: {EXAMPLE}.")
     return [_message(message, f"{where} has as message {number}") for number, message in enumerate(value, 1)]
@@ -250,7 +252,7 @@ def _tools(value: Any) -> list[Any] | None:
             found = json.loads(value) if value.strip() else None
         except (ValueError, RecursionError):
             found = value
-        _check_depth(found, TOOLS)
+        check_depth(found, TOOLS)
     if found is not None and not (isinstance(found, list) and all(isinstance(tool, Mapping) for tool in found)):
         raise RowError(
             f"column {TOOLS!r} holds {show(value)}. Expected a list of functions, or its JSON. If it holds something "

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from fastloop_plugins.tasks._entities import Scheme
     from fastloop_plugins.tasks._losses import ClassLoss
-    from fastloop_plugins.tasks._tag_metrics import Scheme
     from fastloop_plugins.tasks._text_batches import Width
 
 logger = logging.getLogger("fastloop")
 
 CHECKED = 2000
-"""Sentences of a split whose tags are compared with the scheme: seqeval takes about a second for them."""
+"""Sentences of a split whose tags are compared with the scheme, in less than a second."""
 
 IGNORED = -100
 """Target that the loss and the metrics ignore."""
@@ -214,7 +214,7 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
 
 def check_scheme(data: Any, name: str, split: Any, scheme: Scheme | None, key: str) -> None:
     """Warn about tags of a split that do not follow the scheme of the recipe, which ``key`` names."""
-    from fastloop_plugins.tasks._tag_metrics import describe_misfit, misfit
+    from fastloop_plugins.tasks._entities import describe_misfit, misfit
 
     if scheme is None or misfit(data.classes, scheme) is not None:
         return

@@ -7,14 +7,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from fastloop_plugins._cache import flat
+from fastloop_plugins.tasks._entities import find_entities, misfit
 from fastloop_plugins.tasks._tag_batches import IGNORED, TaggedSentences
-from fastloop_plugins.tasks._tag_metrics import find_entities, misfit
 from fastloop_plugins.tasks._tag_tokens import encode_rows
 
 if TYPE_CHECKING:
     from fastloop import Output
+    from fastloop_plugins.tasks._entities import Scheme
     from fastloop_plugins.tasks._tag_data import TagTextData
-    from fastloop_plugins.tasks._tag_metrics import Scheme
     from fastloop_plugins.tasks._tag_tokens import TagModel
 
 

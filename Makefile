@@ -93,8 +93,8 @@ dist:
 audit: $(VENV)/ready
 	$(BIN)/pip-audit --strict --requirement constraints.txt --no-deps --disable-pip --progress-spinner off --timeout 15
 
-# Packages that are published as source only are built with these. Without setuptools-scm, seqeval builds as version 0.0.0, which pip refuses.
-BUILD_TOOLS = packaging|setuptools|setuptools-scm|vcs-versioning
+# deepspeed is published as source only, and is built with these.
+BUILD_TOOLS = packaging|setuptools
 
 # Every package but torch is checked against its hashes, build tools first. The last command adds torch, and packages that only other systems
 # than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA.

@@ -41,6 +41,9 @@ class StepProfile:
             ``launch`` waiting for the host.
         hooks: ``PLUGIN.hook`` -> seconds.
         operations: Operation -> seconds on the device, without nested operations.
+        between_operations: Region of the loop, or hook outside of all regions -> seconds in which no operation runs:
+            Python, or native code that torch's profiler does not record. ``other`` is attributed to nothing. With
+            ``operations``, they add up to ``seconds``. On an accelerator: ``data`` and ``launch`` of ``regions``.
         counts: Operation -> calls.
         flops: Floating-point operations of matrix products.
         peaks: Dtype -> measured peak of matrix products on this device, in floating-point operations per second.
@@ -53,7 +56,7 @@ class StepProfile:
         graph_breaks: ``{"where": "file:line", "reason": ..., "count": n}`` for each graph break of ``torch.compile``.
         recompiles: The same for recompiled functions.
         total_steps: Steps of the recipe; None: unknown.
-        ranks: The regions of each process.
+        ranks: The regions of each process; on a CPU without collectives, in which it waits for the others.
     """
 
     device: str
@@ -73,6 +76,7 @@ class StepProfile:
     regions: dict[str, float] = field(default_factory=dict)
     hooks: dict[str, float] = field(default_factory=dict)
     operations: dict[str, float] = field(default_factory=dict)
+    between_operations: dict[str, float] = field(default_factory=dict)
     counts: dict[str, float] = field(default_factory=dict)
     flops: float = 0.0
     peaks: dict[str, float] = field(default_factory=dict)

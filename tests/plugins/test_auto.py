@@ -166,7 +166,6 @@ def test_model_type_is_read_from_a_local_folder(tmp_path):
 
 
 def test_sentences_of_tagged_words_are_packed_but_keep_their_last_layer():
-    pytest.importorskip("seqeval")
     chosen = select(CPU, "auto", data={"files": {"train": "train.conll"}})
     assert "packing" in chosen
     assert "cls-last-layer" not in chosen
@@ -174,7 +173,6 @@ def test_sentences_of_tagged_words_are_packed_but_keep_their_last_layer():
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mistral", "qwen2"])
 def test_texts_of_a_decoder_are_not_packed_but_its_tagged_words_are(kind):
-    pytest.importorskip("seqeval")
     model = {"config": {"model_type": kind}}
     assert "packing" not in select(CPU, "auto", model=model), "it classifies a text by the last token"
     assert "packing" in select(CPU, "auto", model=model, data={"files": {"train": "train.conll"}})

@@ -19,9 +19,10 @@ from torch._C._autograd import DeviceType
 from fastloop.cli import main
 from fastloop.estimates import StepProfile
 from fastloop.recipe import make_recipe
+from fastloop_plugins.kernels._cpu_attention import unavailable
 from fastloop_plugins.observe._machine_speed import fault_seconds, peaks
 from fastloop_tools.profile import page
-from fastloop_tools.profile.observe import spans
+from fastloop_tools.profile.host_timeline import build_host_timeline
 from fastloop_tools.profile.suggestions import suggest
 
 CODE = """
@@ -299,8 +300,16 @@ def test_profile_rejects_invalid_arguments(monkeypatch):
 # -- figures, from events ----------------------------------------------------------------------------------------------
 
 
-def event(name: str, start: float, end: float, device: Any = DeviceType.CPU) -> Any:
-    return SimpleNamespace(name=name, time_range=SimpleNamespace(start=start, end=end), device_type=device)
+def event(
+    name: str, start: float, end: float, device: Any = DeviceType.CPU, thread: int = 1, late: bool = False
+) -> Any:
+    span = SimpleNamespace(start=start, end=end)
+    return SimpleNamespace(name=name, time_range=span, device_type=device, thread=thread, is_async=late)
+
+
+def micro(seconds: dict[Any, float]) -> dict[Any, float]:
+    """Microseconds, without zeros."""
+    return {name: round(1e6 * value, 3) for name, value in seconds.items() if round(1e6 * value, 3)}
 
 
 def test_region_time_excludes_inner_regions():
@@ -312,12 +321,76 @@ def test_region_time_excludes_inner_regions():
         event("fastloop/log.after_step", 60, 70),
         event("fastloop/optimizer", 110, 120),
     ]
-    whole, regions, hooks = spans(events, 2)
-    assert whole == pytest.approx(60e-6)
-    micro = {name: round(1e6 * seconds, 3) for name, seconds in regions.items()}
-    assert micro == {"data": 5, "evaluate": 30, "loss": 15, "optimizer": 5, "other": 5}
-    assert sum(micro.values()) == 60
-    assert hooks == {"log.after_step": pytest.approx(5e-6)}
+    host = build_host_timeline(events)
+    assert micro(host.regions) == {"data": 10, "evaluate": 60, "loss": 30, "optimizer": 10, "other": 10}
+    assert micro(host.hooks) == {"log.after_step": 10}
+    assert build_host_timeline([]).scale(1.0).regions == {}
+
+
+def test_each_moment_of_a_step_belongs_to_one_event():
+    compiled = "## Call CompiledFxGraph fyli3sfn2kzhzgtn5hejyo ##"
+    events = [
+        event("aten::randn", -5, -1),  # before the window
+        event("fastloop/data", 0, 20),
+        event("fastloop/loss", 20, 60),
+        event("aten::linear", 22, 50),
+        event("aten::addmm", 25, 48),
+        event("aten::addmm", 25, 48, DeviceType.CUDA),
+        event(compiled, 50, 54),
+        event("fastloop/backward", 60, 90),
+        event("fastloop::attention_backward", 62, 70),
+        event("gloo:all_reduce", 65, 80, late=True),  # ends in a thread of gloo
+        event("aten::copy_", 82, 85, thread=2),
+        event("fastloop/log.after_step", 94, 100),
+    ]
+    host = build_host_timeline(events)
+    assert micro(host.operations) == {
+        "aten::linear": 5,
+        "aten::addmm": 23,
+        "inductor::kernels": 4,
+        "fastloop::attention_backward": 8,
+        "gloo:all_reduce": 10,
+        "aten::copy_": 3,
+    }
+    assert micro(host.between_operations) == {"data": 20, "loss": 8, "backward": 9, "log.after_step": 6, "other": 4}
+    assert micro(host.work) == micro(host.regions) | {"backward": 20}
+    assert sum(host.seconds.values()) == pytest.approx(100e-6)
+    halved = host.scale(60e-6)  # 20 of 100 were data, which a profiler does not stretch
+    assert micro(halved.regions) == {"data": 20, "loss": 20, "backward": 15, "other": 5}
+    assert halved.operations["aten::addmm"] == pytest.approx(11.5e-6)
+
+
+KERNELS = ("fastloop::attention_forward", "fastloop::attention_backward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plugins", "named"),
+    [
+        ("", ("aten::bernoulli_",)),
+        ("amp,packing,fast-dropout,cpu-attention", ("fastloop::random_bits", *KERNELS)),
+    ],
+    ids=["plain", "own kernels"],
+)
+def test_operations_add_up_to_the_step(profile, plugins, named):
+    if "cpu-attention" in plugins and (reason := unavailable()) is not None:
+        pytest.skip(f"cpu-attention: {reason}")
+    small = ("data.arguments.train=400", "model.config.dim=64", "model.config.n_heads=2", "train.device=cpu")
+    chosen = ("--without", "checkpoint-best", *(("--with", plugins) if plugins else ()))
+    code, out, record = profile("quickstart", *small, *chosen, *SHORT)
+    assert code == 0, out
+    seen = record["profile"]
+    operations, between = seen["operations"], seen["between_operations"]
+    assert all(operations[name] > 0 for name in named)
+    assert all(seen["counts"][name] == 3 for name in named if name in KERNELS), "one call for each layer"
+    assert sum(operations.values()) + sum(between.values()) == pytest.approx(seen["seconds"])
+    assert sum(seen["regions"].values()) == pytest.approx(seen["seconds"])
+    assert between["other"] < 0.05 * seen["seconds"]
+    table = Path("seen/profile.md").read_text().partition("## Operations")[2].partition("\n\nBetween")[0].strip()
+    shares = [line.split("|")[3].strip() for line in table.splitlines()[2:]]
+    assert sum(float(share.rstrip("%")) for share in shares) == pytest.approx(100, abs=1)
+    assert table.splitlines()[-1].startswith("| not attributed |")
+    assert shares[-1] == f"{between['other'] / seen['seconds']:.1%}"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins.kernels._native import KernelUnavailable, load, processor_flags
+from fastloop_plugins.kernels._native import KernelUnavailable, load, operation, processor_flags
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
 INSTRUCTIONS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
@@ -121,7 +121,9 @@ def call(
         **views,
         **options,
     )
-    if getattr(load(SOURCE), name)(ctypes.byref(row), query.shape[2]):
+    with operation(name):
+        failed = getattr(load(SOURCE), name)(ctypes.byref(row), query.shape[2])
+    if failed:
         raise MemoryError(f"cpu-attention: no memory for sequences of {int(ends[1].diff().max())} tokens")
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fastloop_plugins._models import transformers_model
+from fastloop_plugins.kernels._native import operation
 
 aten = torch.ops.aten
 
@@ -37,7 +38,8 @@ fast."""
 def dropped(shape: Sequence[int], p: float, itemsize: int) -> Tensor:
     """Integers of ``itemsize`` bytes that are negative with probability ``p``: the sign bit marks a dropped element."""
     size, seed = math.prod(shape), int(torch.randint(2**63 - 1, ()))
-    words = torch.from_numpy(np.random.SFC64(seed).random_raw(size // 4 + 1).view(np.int64))
+    with operation("random_bits"):
+        words = torch.from_numpy(np.random.SFC64(seed).random_raw(size // 4 + 1).view(np.int64))
     words &= 0x7FFF * LANES
     words += max(1, round(p * 0x8000)) * LANES  # carries into a lane's top bit, never into the next lane
     lanes = words.view(torch.int16)[:size].view(*shape)

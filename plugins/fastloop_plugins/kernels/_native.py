@@ -13,9 +13,14 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from torch.autograd import profiler  # torch also loads its OpenMP runtime, which the libraries call
+
+from fastloop.runtime.regions import NO_CONTEXT
 from fastloop_plugins._cache import digest, private_cache
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c11")
@@ -44,6 +49,12 @@ def processor_flags() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
 
 
+def operation(name: str) -> AbstractContextManager[Any]:
+    """Show the block as the operation ``fastloop::NAME`` in torch's profiler, for native code that is no operation of
+    torch. Without an active profiler, it costs one Python call."""
+    return profiler.record_function(f"fastloop::{name}") if profiler._is_profiler_enabled else NO_CONTEXT
+
+
 @cache
 def load(source: Path) -> ctypes.CDLL:
     """The library of a C file. Compiles it if the cache has no library of this source, processor and compiler.
@@ -51,8 +62,6 @@ def load(source: Path) -> ctypes.CDLL:
     Raises:
         KernelUnavailable: There is no compiler, it fails, or its library cannot be loaded.
     """
-    import torch  # noqa: F401 # loads its OpenMP runtime, which the library calls
-
     program = compiler()
     if program is None:
         raise KernelUnavailable("no C compiler was found. Install one (Debian: apt install gcc), or set CC to its path")

@@ -61,7 +61,9 @@ class Attention(Plugin):
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        seconds = profile.spent(name for name in profile.operations if "attention" in name)
+        seconds = profile.spent(
+            name for name in profile.operations if name.startswith("aten::") and "attention" in name
+        )
         # on CUDA auto selects torch's kernel too, unless flash-attn is installed
         if cls.name in recipe.plugins or profile.device != "cpu":
             return None

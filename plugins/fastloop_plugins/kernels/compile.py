@@ -113,7 +113,7 @@ class Compile(Plugin):
         fused = (
             sum(profile.operations.values())
             - profile.multiplying()
-            - profile.spent(name for name in profile.operations if "attention" in name)
+            - profile.spent(name for name in profile.operations if "attention" in name or name.startswith("fastloop::"))
             + profile.region("launch")
         )
         calls = sum(profile.counts.values())

@@ -19,15 +19,15 @@ tags, the run keeps its ids and its head.
 
     plugins:
       - token-classification:
-          scheme: IOB2                                           # count only entities that follow it (seqeval: strict)
+          scheme: IOB2                                           # count only entities that follow it
           label_tokens: all                                      # each token of a word is a target; default: the first
           loss: {name: cross_entropy, class_weights: balanced}   # or {name: focal, gamma: 2}
           metrics: {f1_tags: {type: MulticlassF1Score}}          # beside accuracy, precision, recall and f1
 
 The loss is the mean over the labelled tokens of a step, over all micro-batches and processes. ``precision``, ``recall``
-and ``f1`` are seqeval's, over entities; ``accuracy`` is over words. Tags without prefixes, such as parts of speech,
-have only ``accuracy``. A sentence that does not fit into ``max_length`` is divided between words. No word is left out,
-in training, evaluation or prediction. It needs seqeval: ``pip install 'fastloop-train[token-classification]'``.
+and ``f1`` are over entities, counted as seqeval counts them; ``accuracy`` is over words. Tags without prefixes, such as
+parts of speech, have only ``accuracy``. A sentence that does not fit into ``max_length`` is divided between words. No
+word is left out, in training, evaluation or prediction.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Output, Plugin, hookimpl, option
-from fastloop.plugins.plugin import Package
 from fastloop_plugins.models.checks import check_alone, check_classifies, shortest
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import find_metrics
@@ -71,7 +70,6 @@ class TokenClassification(Plugin):
     slot = "task"
     fallback_hooks = ("compute_loss",)
     sections = {"model": Model, "data": TagData}
-    requirements = (Package("seqeval", ">=1.2.2", extra="token-classification"),)
     description = "model, data, loss and metrics of token classification"
 
     @dataclass(kw_only=True)
@@ -81,8 +79,8 @@ class TokenClassification(Plugin):
         scheme: Annotated[
             Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None,
             option(
-                "How tags describe entities, by seqeval's name; IOB2 is also called BIO, IOBES BIOES. null: seqeval's "
-                "default mode."
+                "How tags describe entities, as in seqeval's strict mode; IOB2 is also called BIO, IOBES BIOES. null: "
+                "as in its default mode and in CoNLL's evaluation script."
             ),
         ] = None
         label_tokens: Annotated[

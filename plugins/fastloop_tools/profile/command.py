@@ -38,7 +38,9 @@ def profile(
     """Show where the time of a step goes, and what would save it.
 
     Suggestions are edits of the recipe. The run is short: a warm-up, steps that are timed alone, and a few under
-    torch's profiler. It keeps only the figures and a trace (ui.perfetto.dev).
+    torch's profiler. It keeps only the figures and a trace (ui.perfetto.dev). The table of operations adds up to the
+    step: "between operations" is Python, or native code that the profiler does not record, and "not attributed" is the
+    time outside of all of its events.
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe

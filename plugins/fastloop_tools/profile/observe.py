@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,18 +19,15 @@ from fastloop.estimates import StepProfile
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
-from fastloop.runtime.regions import PREFIX
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
 from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
-from fastloop_tools.profile.timeline import DeviceTimeline, read_timeline
+from fastloop_tools.profile.host_timeline import OPERATION, build_host_timeline
+from fastloop_tools.profile.timeline import LAUNCH, DeviceTimeline, read_timeline
 
 if TYPE_CHECKING:
     from fastloop.run import Run
     from fastloop.state import Batch
-
-OTHER = "other"
-"""Region of the time outside all named regions: the loop itself, and hooks."""
 
 
 class Observer(StepMeter):
@@ -130,26 +127,23 @@ class Observer(StepMeter):
         self.recording.close()
         if not self.timed:
             return  # training was too short; ``result`` raises the error
-        timeline = self._export(run.device)
-        profiled, regions, hooks = spans(self.profiler.events(), self.spec.profile_steps)
-        # a profiler stretches all regions but data
-        step_seconds, waiting = self.timed["seconds_a_step"], regions.get("data", 0.0)
-        rest = min(1.0, max(0.0, (step_seconds - waiting) / (profiled - waiting))) if profiled > waiting else 1.0
-        regions = {name: value if name == "data" else value * rest for name, value in regions.items()}
-        drift = step_seconds / sum(regions.values())
-        regions = {name: value * drift for name, value in regions.items()}
+        steps, timeline = self.spec.profile_steps, self._export(run.device)
+        window = self.timed["seconds_a_step"] * steps
+        host = build_host_timeline(self.profiler.events()).scale(window)
         averages = [
-            event for event in self.profiler.key_averages() if "::" in event.key and event.device_type == DeviceType.CPU
+            event
+            for event in self.profiler.key_averages()
+            if OPERATION.match(event.key) and event.device_type == DeviceType.CPU
         ]
+        regions, operations, between = host.regions, host.operations, host.between_operations
         if timeline is not None:
-            window = step_seconds * self.spec.profile_steps
-            regions = {name: value / self.spec.profile_steps for name, value in timeline.regions(window).items()}
-            operations = {name: value / self.spec.profile_steps for name, value in timeline.operations.items()}
-        else:
-            operations = {
-                event.key: 1e-6 * event.self_cpu_time_total / self.spec.profile_steps * rest for event in averages
-            }
-        ranks = run.processes.all_gather_object(regions)
+            regions, operations = timeline.regions(window), dict(timeline.operations)
+            between = {name: regions[name] for name in ("data", LAUNCH) if name in regions}
+        work = regions if timeline is not None else host.work
+        regions, operations, between, hooks, work = (
+            {name: value / steps for name, value in part.items() if value}
+            for part in (regions, operations, between, host.hooks, work)
+        )
         self.profile = StepProfile(
             device=run.device.type,
             precision={"no": "fp32"}.get(run.accelerator.mixed_precision, run.accelerator.mixed_precision),
@@ -165,10 +159,11 @@ class Observer(StepMeter):
             real=self.timed["real"],
             reading=self.timed["reading"],
             regions=regions,
-            hooks={name: value * rest for name, value in hooks.items()},
-            operations={name: value for name, value in operations.items() if value},
-            counts={event.key: event.count / self.spec.profile_steps for event in averages},
-            flops=sum(event.flops or 0 for event in averages) / self.spec.profile_steps,
+            hooks=hooks,
+            operations=operations,
+            between_operations=between,
+            counts={event.key: event.count / steps for event in averages},
+            flops=sum(event.flops or 0 for event in averages) / steps,
             peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
             idle=None if timeline is None else timeline.idle_share,
             page_faults=self.timed["page_faults"],
@@ -178,46 +173,8 @@ class Observer(StepMeter):
             layers=depth(run.unwrap_model()),
             graph_breaks=graph_breaks(),
             recompiles=recompiles(),
-            ranks=ranks,
+            ranks=run.processes.all_gather_object(work),
         )
-
-
-def spans(events: Iterable[Any], steps: int) -> tuple[float, dict[str, float], dict[str, float]]:
-    """From a profiler's events: seconds of a step, own seconds of each region, and seconds of each hook.
-
-    A step lasts from one optimizer region's end to the next. Time outside all regions is ``other``.
-    """
-    named = sorted(
-        (event.time_range.start, event.time_range.end, event.name.removeprefix(PREFIX))
-        for event in events
-        if event.name.startswith(PREFIX) and event.device_type == DeviceType.CPU
-    )
-    if not named:
-        return 0.0, {}, {}
-    own: dict[str, float] = defaultdict(float)
-    hooks: dict[str, float] = defaultdict(float)
-    open_: list[tuple[float, str]] = []
-    covered = 0.0
-    for start, end, name in named:
-        while open_ and open_[-1][0] <= start:
-            open_.pop()
-        if "." in name:  # a hook, wherever it is called
-            hooks[name] += end - start
-            continue
-        own[name] += end - start
-        if open_:
-            own[open_[-1][1]] -= end - start
-        else:
-            covered += end - start
-        open_.append((end, name))
-    total = max(end for _, end, _ in named) - min(start for start, _, _ in named)
-    own[OTHER] = total - covered
-    scale = 1e-6 / steps
-    return (
-        total * scale,
-        {name: value * scale for name, value in own.items()},
-        {name: value * scale for name, value in hooks.items()},
-    )
 
 
 def depth(model: nn.Module) -> int:

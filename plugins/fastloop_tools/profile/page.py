@@ -7,10 +7,11 @@ from typing import Any
 
 from fastloop.estimates import StepProfile
 from fastloop_tools.measure.statistics import break_even
+from fastloop_tools.profile.host_timeline import OTHER
 from fastloop_tools.profile.suggestions import Suggestion
 from fastloop_tools.profile.timeline import LAUNCH
 
-OPERATIONS, HOOKS = 8, 5
+OPERATIONS, HOOKS = 10, 5
 """Rows of the tables of operations and hooks."""
 FLAT = 1.05
 """Reserved memory is flat if its maximum is at most this many times its minimum."""
@@ -58,14 +59,7 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
             ],
         )
     lines += [f"- {line}" for line in facts(profile)] + [""]
-    lines += ["## Operations", ""]
-    lines += table(
-        ["operation", "a step", "share", "calls"],
-        [
-            [key, milliseconds(value), f"{value / profile.seconds:.0%}", f"{profile.counts.get(key, 0):,.0f}"]
-            for key, value in ranked(profile.operations)[:OPERATIONS]
-        ],
-    )
+    lines += ["## Operations", "", *operations(profile)]
     lines += ["## Suggestions", ""]
     if not found:
         lines += ["No plugin estimates a speedup of more than a few percent.", ""]
@@ -77,6 +71,26 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
         lines.append(f"{number}. `{suggestion.edit}`: {about}. {estimate.why}{once} ({suggestion.numerics})")
     lines += ["", *(f"- `{plugin}` would be faster, but cannot run here: {why}" for plugin, why in refused.items())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def operations(profile: StepProfile) -> list[str]:
+    """The table of operations, which adds up to the step."""
+    found = [(f"`{name}`", value, f"{profile.counts.get(name, 0):,.0f}") for name, value in profile.operations.items()]
+    found += [
+        (f"{name}, between operations", value, "")
+        for name, value in profile.between_operations.items()
+        if name != OTHER
+    ]
+    found.sort(key=lambda row: -row[1])
+    lost = max(0.0, profile.seconds - sum(value for _, value, _ in found))
+    if rest := found[OPERATIONS:]:
+        found[OPERATIONS:] = [(f"{len(rest)} more", sum(value for _, value, _ in rest), "")]
+    rows = [
+        [name, milliseconds(value), f"{value / profile.seconds:.1%}", calls]
+        for name, value, calls in (*found, ("not attributed", lost, ""))
+    ]
+    lines = table(["operation", "a step", "share", "calls"], rows)
+    return [*lines, "Between operations, Python runs, or native code that torch's profiler does not record.", ""]
 
 
 def ranked(values: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -17,7 +17,6 @@ Source of the format: the Chrome trace that Kineto writes (torch 2.11, ``profile
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,15 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.runtime.regions import PREFIX
+from fastloop_tools.profile.host_timeline import OTHER, Span, flatten, is_region, overlaps, region_at
 
 KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 LAUNCH = "launch"
 """Region of the time in which the device is idle while the host launches kernels too slowly, and does not wait for
 data."""
-
-Span = tuple[float, float, str]
-"""Start and end in microseconds, and a name."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ def build_timeline(events: Sequence[Mapping[str, Any]]) -> DeviceTimeline:
         seconds[operation] += 1e-6 * kernel["dur"]
         counts[operation] += 1
         _add_idle(idle, regions, reached, start)
-        region = _region_at(regions, launched.get(args.get("correlation"), start))
+        region = region_at(regions, launched.get(args.get("correlation"), start))
         busy[region] += 1e-6 * max(0.0, end - max(start, reached))
         reached = max(reached, end)
     last = max([reached, *(end for _, end, _ in regions)])
@@ -121,51 +118,18 @@ def build_timeline(events: Sequence[Mapping[str, Any]]) -> DeviceTimeline:
 def host_regions(events: Sequence[Mapping[str, Any]]) -> list[Span]:
     """The loop's regions on the host as spans that do not overlap: an inner region interrupts the outer one. Sorted by
     time."""
-    spans = sorted(
-        (event["ts"], -event["dur"], event["name"].removeprefix(PREFIX))
+    return flatten(
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
         for event in events
-        # hooks have a dot
-        if event.get("cat") == "user_annotation" and event["name"].startswith(PREFIX) and "." not in event["name"]
+        if event.get("cat") == "user_annotation" and is_region(event["name"])
     )
-    flat: list[Span] = []
-    stack: list[tuple[float, str]] = []  # end and name of the open regions
-    reached = 0.0
-
-    def close(until: float) -> None:
-        nonlocal reached
-        while stack and stack[-1][0] <= until:
-            end, name = stack.pop()
-            if end > reached:
-                flat.append((reached, end, name))
-                reached = end
-
-    for start, negative, name in spans:
-        close(start)
-        if stack and start > reached:
-            flat.append((reached, start, stack[-1][1]))
-        reached = start
-        stack.append((start - negative, name))
-    close(float("inf"))
-    return flat
-
-
-def _region_at(regions: Sequence[Span], time: float) -> str:
-    """The region that the host was in."""
-    index = bisect_right(regions, time, key=lambda span: span[0]) - 1
-    return regions[index][2] if index >= 0 and time < regions[index][1] else "other"
 
 
 def _add_idle(idle: dict[str, float], regions: Sequence[Span], start: float, end: float) -> None:
     """Add the idle time between two moments to the regions that the host was in."""
-    if end <= start:
-        return
-    covered = 0.0
-    index = max(0, bisect_right(regions, start, key=lambda span: span[0]) - 1)
-    while index < len(regions) and regions[index][0] < end:
-        overlap = min(end, regions[index][1]) - max(start, regions[index][0])
-        if overlap > 0:
-            idle[regions[index][2]] += 1e-6 * overlap
-            covered += overlap
-        index += 1
-    if end - start > covered:
-        idle["other"] += 1e-6 * (end - start - covered)
+    left = max(0.0, end - start)
+    for region, overlap in overlaps(regions, start, end):
+        idle[region] += 1e-6 * overlap
+        left -= overlap
+    if left > 0:
+        idle[OTHER] += 1e-6 * left

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.rows.index import Row
     from fastloop_plugins.tasks.heads.losses import ClassLoss
     from fastloop_plugins.tasks.tags.data import TagTextData
-    from fastloop_plugins.tasks.tags.metrics import Scheme
+    from fastloop_plugins.tasks.tags.entities import Scheme
     from fastloop_plugins.tasks.tags.tokens import TagModel
     from fastloop_plugins.text.batches import Width
     from fastloop_plugins.text.samples import Sample
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 CHECKED = 2000
-"""Sentences of a split whose tags are compared with the scheme: seqeval takes about a second for them."""
+"""Sentences of a split whose tags are compared with the scheme, in less than a second."""
 
 IGNORED = -100
 """Target that the loss and the metrics ignore."""
@@ -223,7 +223,7 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
 
 def check_scheme(data: Any, name: str, split: Any, scheme: Scheme | None, key: str) -> None:
     """Warn about tags of a split that do not follow the scheme of the recipe, which ``key`` names."""
-    from fastloop_plugins.tasks.tags.metrics import describe_misfit, misfit
+    from fastloop_plugins.tasks.tags.entities import describe_misfit, misfit
 
     if scheme is None or misfit(data.classes, scheme) is not None:
         return

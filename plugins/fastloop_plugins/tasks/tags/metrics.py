@@ -1,16 +1,15 @@
-"""Metrics of tagged words: accuracy, and seqeval's precision, recall and F1 of entities.
+"""Metrics of tagged words: accuracy, and precision, recall and F1 of entities.
 
-An entity counts if its type, its first and its last word are right. seqeval finds the entities of a sentence. The
-states are counts for each type of entity, so their sums over batches and processes give the metrics of the whole split.
+An entity counts if its type, its first and its last word are right. The states are counts for each type of entity, so
+their sums over batches and processes give the metrics of the whole split.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,75 +19,14 @@ from torchmetrics.classification import MulticlassAccuracy
 from fastloop import RecipeError
 from fastloop_plugins.tasks.heads.metrics import collect, make_metrics
 from fastloop_plugins.tasks.tags.batches import IGNORED
+from fastloop_plugins.tasks.tags.entities import PREFIXES, Scheme, entity_type, find_entities, misfit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 logger = logging.getLogger("fastloop")
 
-Scheme = Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"]
-Entity = tuple[str, int, int]
-"""Type, first word and last word."""
-
-PREFIXES = {"IOB1": "IB", "IOB2": "IB", "IOE1": "IE", "IOE2": "IE", "IOBES": "IBES", "BILOU": "BILU", None: "IBES"}
-"""Scheme -> first letters of its tags, beside ``O``. None: seqeval's default, as in CoNLL's evaluation script."""
 SCORES = ("precision", "recall", "f1")
-
-
-def find_entities(sentences: Iterable[Sequence[str]], scheme: Scheme | None) -> list[list[Entity]]:
-    """The entities of each sentence, by seqeval.
-
-    Args:
-        sentences: The tags of each sentence.
-        scheme: As in seqeval's ``mode="strict"``; None: its default mode, which also reads tags that no scheme allows
-            in that order.
-    """
-    if scheme is None:
-        from seqeval.metrics.sequence_labeling import get_entities
-
-        return [get_entities(list(tags)) if tags else [] for tags in sentences]
-    from seqeval import scheme as schemes
-
-    found = schemes.Entities([list(tags) for tags in sentences], getattr(schemes, scheme))
-    return [[(entity.tag, entity.start, entity.end - 1) for entity in entities] for entities in found.entities]
-
-
-def misfit(names: Sequence[str], scheme: Scheme | None) -> str | None:
-    """The first tag that does not describe a part of an entity under a scheme; None if all do."""
-    fits = re.compile(rf"[{PREFIXES[scheme]}](-.+)?|O")
-    return next((name for name in names if not fits.fullmatch(name)), None)
-
-
-def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: str) -> str | None:
-    """Describe the tagged words that belong to no entity under a scheme, and name the scheme that the tags follow; None
-    if there are none.
-
-    Args:
-        sentences: The tags of each sentence; each is one of the scheme.
-        where: The key of the scheme, for the message.
-    """
-    lost = _outside(sentences, scheme)
-    if not lost:
-        return None
-    tagged, (tags, place) = sum(tag != "O" for tags in sentences for tag in tags), lost[0]
-    before = f"{tags[place - 1]!r}" if place else "the beginning of a sentence"
-    names = sorted({tag for tags in sentences for tag in tags})
-    schemes: tuple[Scheme, ...] = ("IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU")
-    fits = next((other for other in schemes if misfit(names, other) is None and not _outside(sentences, other)), None)
-    remedy = f"The tags follow {fits}: {where}={fits}" if fits else f"For seqeval's default mode: {where}=null"
-    return (
-        f"{len(lost)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as "
-        f"{tags[place]!r} after {before}. {remedy}"
-    )
-
-
-def _outside(sentences: Iterable[Sequence[str]], scheme: Scheme) -> list[tuple[Sequence[str], int]]:
-    """The tagged words that belong to no entity: the tags of the sentence, and the word's place."""
-    found: list[tuple[Sequence[str], int]] = []
-    for tags, entities in zip(sentences, find_entities(sentences, scheme), strict=True):
-        inside = {place for _, first, last in entities for place in range(first, last + 1)}
-        found += [(tags, place) for place, tag in enumerate(tags) if tag != "O" and place not in inside]
-    return found
 
 
 class EntityScores(Metric):
@@ -111,8 +49,7 @@ class EntityScores(Metric):
     def __init__(self, score: str, names: Sequence[str], scheme: Scheme | None) -> None:
         super().__init__()
         self.score, self.names, self.scheme = score, list(names), scheme
-        kinds = (name[1:].partition("-")[2] if scheme is None else name[1:].strip("-") for name in names if name != "O")
-        self.types = sorted({kind or "_" for kind in kinds})
+        self.types = sorted({entity_type(name, scheme) for name in names if name != "O"})
         self.classes: list[dict[str, Any]] = []
         for state in ("hits", "predicted", "actual"):
             self.add_state(state, torch.zeros(len(self.types), dtype=torch.int64), dist_reduce_fx="sum")
@@ -148,7 +85,7 @@ class EntityScores(Metric):
 
 
 def _scores(hits: int, predicted: int, actual: int) -> dict[str, float]:
-    """Precision, recall and F1; 0 where a denominator is 0, as in seqeval."""
+    """Precision, recall and F1; 0 where a denominator is 0."""
     return {
         "precision": hits / predicted if predicted else 0.0,
         "recall": hits / actual if actual else 0.0,

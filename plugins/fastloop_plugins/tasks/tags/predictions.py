@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop_plugins._cache import flat
 from fastloop_plugins.tasks.tags.batches import IGNORED, TaggedSentences
-from fastloop_plugins.tasks.tags.metrics import find_entities, misfit
+from fastloop_plugins.tasks.tags.entities import find_entities, misfit
 from fastloop_plugins.tasks.tags.tokens import encode_rows
 
 if TYPE_CHECKING:
     from fastloop import Output
     from fastloop_plugins.tasks.tags.data import TagTextData
-    from fastloop_plugins.tasks.tags.metrics import Scheme
+    from fastloop_plugins.tasks.tags.entities import Scheme
     from fastloop_plugins.tasks.tags.tokens import TagModel
 
 

@@ -84,6 +84,7 @@ class File(ABC):
         is_whole: Whether the file can only be read from its beginning. It is one row group then.
         is_parsed_whole: Whether the reader needs the whole file in memory.
         names: The columns that the file has, as far as they are known.
+        schema: Its schema in pyarrow; None: the format has none.
         notes: Findings, for the log.
         unreadable: Number of skipped rows.
     """
@@ -94,6 +95,7 @@ class File(ABC):
     untyped: ClassVar[bool] = False
     has_groups: ClassVar[bool] = False
     is_whole = is_parsed_whole = predicts = False
+    schema: Any = None
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         self.path, self.how, self.wanted, self.skip_unreadable = path, how, dict(columns), skip_unreadable

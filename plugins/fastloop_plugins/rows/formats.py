@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +29,12 @@ if TYPE_CHECKING:
 CONLL = ".conll"
 """Suffix of CoNLL files."""
 READERS: dict[str, type[File] | None] = {
+    ".arrow": None,  # ``reader_of`` imports these two, and pyarrow
     ".csv": Delimited,
     ".tsv": Delimited,
     ".json": Json,
     ".jsonl": Json,
-    ".parquet": None,  # ``reader_of`` imports it, and pyarrow
+    ".parquet": None,
     ".tar": Tar,
     ".txt": Text,
 }
@@ -46,9 +47,10 @@ def reader_of(suffix: str) -> type[File]:
         return Conll
     if (reader := READERS[suffix]) is not None:
         return reader
+    from fastloop_plugins.rows.arrow import Arrow
     from fastloop_plugins.rows.parquet import Parquet
 
-    return Parquet
+    return Arrow if suffix == ".arrow" else Parquet
 
 
 def describe_formats() -> list[tuple[str, str, str, str, str]]:
@@ -80,6 +82,8 @@ class Layout:
         skip_unreadable: Skip rows that cannot be read, and count them.
         predicts: See ``File``.
         drop: The rows that a stream leaves out.
+        names: For each file of a stream, if columns have other names there: column -> its name in the file, and the
+            option that names it. See ``of_file``.
     """
 
     how: Read
@@ -90,6 +94,20 @@ class Layout:
     skip_unreadable: bool = False
     predicts: bool = False
     drop: Drop = field(default_factory=Drop)
+    names: Sequence[Mapping[str, tuple[str, str]]] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def of_file(self, number: int) -> Layout:
+        """How a file of a stream is read, with the names that its columns have."""
+        if not self.names:
+            return self
+        names = self.names[number]
+        renamed, drop = {name: own for name, (own, _) in names.items()}, self.drop.renamed(names)
+        return replace(self, columns=dict(names.values()), names=(), renamed=renamed, drop=drop)
+
+    def own_names(self, columns: Sequence[str]) -> list[str]:
+        """The names of columns in the file, for a result of ``of_file``."""
+        return [self.renamed.get(name, name) for name in columns]
 
     def open(self, path: str) -> File:
         """Open a file."""

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow
 import pytest
 from format_files import table, write
-from streaming_helpers import write_lines, write_parquet
+from streaming_helpers import write_arrow, write_lines, write_parquet
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.recipe import make_recipe
@@ -25,7 +25,7 @@ from fastloop_plugins.rows.paths import find_files
 
 COLUMNS = {"text": "text", "label": "label"}
 PATHS = [
-    *(f"a{suffix}" for suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".tar")),
+    *(f"a{suffix}" for suffix in (".arrow", ".csv", ".tsv", ".jsonl", ".json", ".parquet", ".tar")),
     *(f"a{suffix}" for suffix in (".csv.gz", ".tsv.zst", ".jsonl.bz2")),
 ]
 
@@ -125,6 +125,26 @@ def test_a_json_list_cannot_be_streamed_and_is_read_otherwise():
         read_index(["a.json"], layout, None)
 
 
+def test_an_arrow_file_is_read_in_both_of_its_formats_and_checked():
+    content = table(90)
+    layout, found = Layout(Read(), COLUMNS), pyarrow.Table.from_pylist(content)
+    with pyarrow.ipc.new_file("a.arrow", found.schema) as file:
+        file.write_table(found, max_chunksize=20)
+    assert alike(layout, "a.arrow") == [(row["text"], row["label"]) for row in content]
+    Path("b.arrow").write_bytes(Path("a.arrow").read_bytes()[:2000])
+    write_arrow("c.arrow", content)
+    damaged = bytearray(Path("c.arrow").read_bytes())
+    first = damaged.index(content[0]["text"].encode())
+    damaged[first - 200 : first - 8] = b"\xff" * 192  # the offsets of the texts, which are before them
+    Path("c.arrow").write_bytes(damaged)
+    encoded = pyarrow.table({name: found[name].dictionary_encode() for name in COLUMNS})
+    with pyarrow.ipc.new_stream("d.arrow", encoded.schema) as file:
+        file.write_table(encoded)
+    for path, problem in (("b", "cannot be read as .arrow"), ("c", "cannot be read as .arrow"), ("d", "has a dict")):
+        with pytest.raises(RecipeError, match=rf"^{path}\.arrow: .*{problem}"):
+            layout.read(f"{path}.arrow")
+
+
 @pytest.mark.parametrize(
     ("suffix", "values", "packed", "group"), [(row[0].strip("`"), *row[2:]) for row in describe_formats()]
 )
@@ -137,8 +157,8 @@ def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, gro
     elif suffix == CONLL:
         Path(path).write_text("".join(f"{row['text']} a\n\n" for row in rows))
         layout = Layout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
-    elif suffix == ".parquet":
-        write_parquet(path, rows)
+    elif suffix in (".arrow", ".parquet"):
+        {".arrow": write_arrow, ".parquet": write_parquet}[suffix](path, rows)
     elif suffix == ".tar":
         Path("row.json").write_text(json.dumps(rows[0]))
         with tarfile.open(path, "w") as archive:

@@ -27,7 +27,7 @@ from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.lines import LineFile, Lines
 from fastloop_plugins.tasks import _streaming
 
-SEEKABLE = ("a.parquet", "a.jsonl", "a.csv", "a.tsv", "a.tar")
+SEEKABLE = ("a.arrow", "a.parquet", "a.jsonl", "a.csv", "a.tsv", "a.tar")
 
 
 @pytest.fixture(autouse=True)

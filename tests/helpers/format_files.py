@@ -34,6 +34,8 @@ def write(path: str, content: list[dict[str, Any]]) -> str:
         write_arrow(inner, content, group=20)
     elif inner.endswith(".parquet"):
         write_parquet(inner, content, group=20)
+    elif inner.endswith(".json"):
+        Path(inner).write_text(json.dumps(content, indent=1))
     elif inner.endswith(".tar"):
         write_tar(inner, content, list(content[0]))
     elif inner.endswith(".jsonl"):

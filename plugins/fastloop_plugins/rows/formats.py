@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 CONLL = ".conll"
 """Suffix of CoNLL files."""
 READERS: dict[str, type[File] | None] = {
-    ".arrow": None,  # ``reader_of`` imports these two, and pyarrow
     ".csv": Delimited,
     ".tsv": Delimited,
     ".json": Json,
     ".jsonl": Json,
-    ".parquet": None,
+    ".parquet": None,  # ``reader_of`` imports these two, and pyarrow
+    ".arrow": None,
     ".tar": Tar,
     ".txt": Text,
 }
@@ -60,7 +60,7 @@ def describe_formats() -> list[tuple[str, str, str, str, str]]:
         reader = reader_of(suffix)
         packed = "no" if suffix in PACKED else ", ".join(f"`{codec}`" for codec in COMPRESSIONS)
         values = "text, numbers, lists" if reader.lists else "text"
-        found.append((f"`{suffix}`", reader.row, values, packed, reader.group or "not streamed"))
+        found.append((f"`{suffix}`", reader.row, values, packed, reader.group))
     return found
 
 

@@ -18,7 +18,7 @@ from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, File
-from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line, reader_of
+from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line
 from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, URL, find_files, format_of
 
 if TYPE_CHECKING:
@@ -62,12 +62,11 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Seq
 
 def unstreamed(paths: Sequence[str], formats: Sequence[str]) -> str:
     """The problem of the first file with a format that is not streamed; empty if there is none."""
-    streamed = [suffix for suffix in formats if reader_of(suffix).group]
     for path in paths:
         suffix, codec = format_of(Path(path))
-        if suffix not in streamed or (codec is not None and suffix in PACKED):
+        if suffix not in formats or (codec is not None and suffix in PACKED):
             return (
-                f"{path}: cannot be streamed. Expected files of type {', '.join(streamed)}, and lines also with "
+                f"{path}: cannot be streamed. Expected files of type {', '.join(formats)}, and lines also with "
                 f"{', '.join(COMPRESSIONS)} behind it."
             )
     return ""
@@ -162,10 +161,10 @@ def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) 
         start, part = total, layout.of_file(number)
         counted = part.own_names([] if label is None else [label])
         with explain_reading(path, layout.how), part.open(path) as file:
-            if file.is_parsed_whole:
+            if file.is_one_row:
                 raise RecipeError(
-                    f"{path}: cannot be streamed: it is one JSON list. Write one object a line (.jsonl), convert it to "
-                    "Parquet, or remove data.streaming."
+                    f"{path}: cannot be streamed: data.read.blank_lines makes it one row. Remove one of "
+                    "blank_lines and data.streaming."
                 )
             for block in part.drop.blocks(file, counted, 0, GROUP, counts=dropped):
                 if total == start:

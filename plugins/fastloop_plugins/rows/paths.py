@@ -13,7 +13,7 @@ from fastloop_plugins.rows.options import Read
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
-FORMATS = (".arrow", ".csv", ".tsv", ".json", ".jsonl", ".parquet", ".tar", ".txt")
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".tar", ".txt")
 """Suffixes of the files that text tasks read."""
 PACKED = (".arrow", ".parquet", ".tar")
 """Formats whose files are not compressed as a whole, and have no encoding."""

@@ -30,7 +30,7 @@ class Shards:
 
     Attributes:
         splits: Split -> paths, or URLs of fsspec that name a commit.
-        features: Those that the dataset states; None: those of its files.
+        features: The features that the dataset states; None: the schema of its files has them.
     """
 
     splits: dict[str, list[str]]

@@ -126,7 +126,8 @@ class Layout:
         """
         names = [*self.columns, *self.optional]
         with explain_reading(path, self.how), self.open(path) as file:
-            blocks = list(file.blocks(names))
+            labels, known = [name for name, key in self.columns.items() if key.endswith("label")], dict[str, str]()
+            blocks = [_share(block, labels, known) for block in file.blocks(names)]
             table = Table(path, {}, list(file.names), untyped=file.untyped, unreadable=file.unreadable)
             table.notes = file.notes
             if not blocks and not file.names:
@@ -164,8 +165,18 @@ class Layout:
         return []
 
 
+SHARED = 10_000
+"""Different labels at most, about, of which equal ones share memory."""
 FEW = 256
 """Rows to decode at once where rows are used one by one: a row group may be larger than memory."""
+
+
+def _share(block: Block, labels: Sequence[str], known: dict[str, str]) -> Block:
+    """The block, with one object in memory for each label that is a text: a reader makes one for each row."""
+    for name in labels:
+        if isinstance(values := block.columns.get(name), list) and len(known) < SHARED:
+            values[:] = [known.setdefault(value, value) if isinstance(value, str) else value for value in values]
+    return block
 
 
 def _join(blocks: Sequence[Block], name: str) -> list[Any] | ChunkedArray:

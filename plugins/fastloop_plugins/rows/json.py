@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block
@@ -27,6 +26,9 @@ class RepeatedKey(Exception):
     """An object has a key twice."""
 
 
+ERRORS = (ValueError, RepeatedKey, RecursionError)
+"""Errors of a decoder. Thousands of digits are a ``ValueError``, and of nested brackets a ``RecursionError``."""
+SPACE = " \t\r\n"
 DECODER = json.JSONDecoder(object_pairs_hook=_unique)
 
 
@@ -39,24 +41,23 @@ def parse_json(content: str, place: str) -> Any:
     Raises:
         BadRow: It is not valid JSON, an object has a key twice, or the document cannot be read.
     """
+    content = content.strip(SPACE)
     try:
-        with _explained(place):
-            return DECODER.decode(content)
-    except json.JSONDecodeError as error:
-        raise BadRow(f"not valid JSON: {error.msg}.", place) from None
+        found, end = DECODER.raw_decode(content)
+    except ERRORS as error:
+        raise explain_json(error, place) from None
+    if end < len(content):
+        raise BadRow("not valid JSON: Extra data.", place)
+    return found
 
 
-@contextmanager
-def _explained(place: str) -> Iterator[None]:
-    """Raise errors of parsing as a ``BadRow``, except for malformed JSON."""
-    try:
-        yield
-    except json.JSONDecodeError:
-        raise
-    except RepeatedKey as error:
-        raise BadRow(str(error), place) from None
-    except (ValueError, RecursionError) as error:  # thousands of digits or of nested brackets
-        raise BadRow(f"cannot be read as JSON: {str(error).partition(';')[0]}.", place) from None
+def explain_json(error: BaseException, place: str) -> BadRow:
+    """The error for JSON that cannot be parsed."""
+    if isinstance(error, json.JSONDecodeError):
+        return BadRow(f"not valid JSON: {error.msg}.", place)
+    if isinstance(error, RepeatedKey):
+        return BadRow(str(error), place)
+    return BadRow(f"cannot be read as JSON: {str(error).partition(';')[0]}.", place)
 
 
 class Json(LineFormat):
@@ -74,14 +75,16 @@ class Json(LineFormat):
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Without columns, only the first row of a file of lines is parsed."""
 
-        def read(found: tuple[Any, str]) -> Any:
-            content, place = found
+        def read(found: tuple[Any, int]) -> Any:
+            content, number = found
             if not self.is_list and not columns and self.names:
                 return None
-            row = content if self.is_list else parse_json(content, place)
-            if not isinstance(row, Mapping):
+            row = content if self.is_list else parse_json(content, f"line {number}")
+            if not isinstance(row, dict):
+                place = f"{'row' if self.is_list else 'line'} {number}"
                 raise BadRow(f"found {show(row)}, expected a mapping of columns.", place)
-            self.names |= dict.fromkeys(row)
+            if not row.keys() <= self.names.keys():
+                self.names |= dict.fromkeys(row)
             return row
 
         def make(place: int, rows: list[Any]) -> Block:
@@ -90,20 +93,24 @@ class Json(LineFormat):
 
         return self.in_blocks(self._listed(start) if self.is_list else self._lines(start), read, make, size, skip)
 
-    def _lines(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
+    def _lines(self, start: int) -> Iterator[tuple[int, tuple[Any, int]]]:
         lines, position = self.begin(start), start
         for line in lines:
             if not line.isspace():
-                yield position, (line, f"line {lines.number}")
+                yield position, (line, lines.number)
             position = lines.offset
 
-    def _listed(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
+    def _listed(self, start: int) -> Iterator[tuple[int, tuple[Any, int]]]:
         def parse(text: str, at: int) -> tuple[Any, int]:
-            with _explained(f"line {elements.line}"):
+            try:
                 return DECODER.raw_decode(text, at)
+            except json.JSONDecodeError:
+                raise
+            except ERRORS as error:
+                raise explain_json(error, f"line {elements.line}") from None
 
         elements = Elements(self.text, parse, start)
         if not start:
             self.last = elements
         for number, (position, row) in enumerate(elements, 1):
-            yield position, (row, f"row {number}")
+            yield position, (row, number)

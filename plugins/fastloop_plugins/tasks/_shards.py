@@ -74,8 +74,8 @@ def list_shards(data: TextData) -> Shards:
 
         raise RecipeError(
             f"{where}: {name!r} is not a local folder, and the hub ({constants.ENDPOINT}), which data.streaming reads, "
-            "cannot be reached from here, or HF_HUB_OFFLINE is set. Use a local copy: data.name=FOLDER or "
-            "data.files.train=FILE. Or set data.streaming=false to read the hub's local cache."
+            "cannot be reached from here, or HF_HUB_OFFLINE is set. A stream does not use the hub's local cache. Use a "
+            "local copy: data.name=FOLDER or data.files.train=FILE."
         )
     try:
         with quiet():

@@ -141,6 +141,18 @@ def test_what_cannot_be_streamed_from_a_hub_is_named():
     )
 
 
+@pytest.mark.slow
+def test_without_a_hub_a_local_copy_is_proposed_and_works():
+    write_split(Path("folder/data"), "train", 0, ROWS)
+    write_split(Path("folder/data"), "validation", ROWS, ROWS + 24)
+    write_recipe()
+    files = ["data.files.train=folder/data/train-*.parquet", "data.files.validation=folder/data/validation-*.parquet"]
+    for change in (["data.name=folder"], files):
+        code, out = train("http://127.0.0.1:9", *change, "train.max_steps=2")
+        assert code == 0, out
+        assert f"data: train {ROWS}, streamed from 10 row groups in 2 files, validation 24" in out
+
+
 def stream(**changes: Any) -> Any:
     data = STREAM | {"name": "folder", "label": "label"} | changes
     return make_run("text-classification", MODEL, {key: value for key, value in data.items() if value is not None})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-from streaming_helpers import NAMES, write_parquet, write_tar
+from streaming_helpers import NAMES, write_arrow, write_parquet, write_tar
 from text_helpers import rows
 
 ROWS = 200
@@ -30,8 +30,12 @@ def write(path: str, content: list[dict[str, Any]]) -> str:
     codec = next((codec for suffix, codec in CODECS.items() if path.endswith(suffix)), None)
     if codec is not None:
         inner = path.rpartition(".")[0]
-    if inner.endswith(".parquet"):
+    if inner.endswith(".arrow"):
+        write_arrow(inner, content, group=20)
+    elif inner.endswith(".parquet"):
         write_parquet(inner, content, group=20)
+    elif inner.endswith(".json"):
+        Path(inner).write_text(json.dumps(content, indent=1))
     elif inner.endswith(".tar"):
         write_tar(inner, content, list(content[0]))
     elif inner.endswith(".jsonl"):

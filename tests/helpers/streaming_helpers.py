@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import pyarrow
+import pyarrow.ipc
 import pytest
 from pyarrow import parquet
 from text_helpers import TINY, TINY_GPT, make_run, rows
@@ -22,6 +23,19 @@ from fastloop_plugins.data._watched_loader import WatchedLoader
 from fastloop_plugins.rows.index import Reader
 
 NAMES = ("bad", "good")
+KILL = """
+import os, signal
+from fastloop import Plugin, hookimpl
+
+class Kill(Plugin):
+    name = "kill"
+
+    @hookimpl
+    def after_backward(self, run):
+        if run.state.step == int(os.environ.get("KILL_AT", "-1")):
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A plugin that kills its process at the step KILL_AT."""
 STREAM: dict[str, Any] = {
     "streaming": True,
     "validation_fraction": 0,
@@ -36,6 +50,14 @@ LANGUAGE: dict[str, Any] = {"config": TINY_GPT | {"n_positions": 64}, "tokenizer
 def write_parquet(path: str, table: Sequence[Mapping[str, Any]], group: int = 32) -> str:
     """A Parquet file with row groups of ``group`` rows."""
     parquet.write_table(pyarrow.Table.from_pylist(list(table)), path, row_group_size=group)
+    return path
+
+
+def write_arrow(path: str, table: Sequence[Mapping[str, Any]], group: int = 32) -> str:
+    """An Arrow file with record batches of ``group`` rows: a stream, as ``datasets`` saves it."""
+    found = pyarrow.Table.from_pylist(list(table))
+    with pyarrow.ipc.new_stream(path, found.schema) as file:
+        file.write_table(found, max_chunksize=group)
     return path
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, at_row
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 
@@ -64,52 +64,37 @@ class Conll(LineFormat):
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``. Tags are only read if their column is among ``columns``."""
-        place, found, comments, count = start, list[Sentence](), list[int](), 0
-        tagged = self.keys.get("tags") in columns
-        for offset, sentence in self._sentences(start, tagged, comments):
+        comments, tagged = list[int](), self.keys.get("tags") in columns
+
+        def read(sentence: Sentence) -> Sentence:
             if sentence.problem is not None:
-                if not self.skip_unreadable:
-                    if found:
-                        yield self._block(place, found, columns)
-                    raise at_row(sentence.problem, count)
-                self.unreadable += 1
-            elif count < skip:
-                count += 1
-            else:
-                found.append(sentence)
-                count += 1
-            if len(found) == size:
-                yield self._block(place, found, columns)
-                place, found = 0 if self.is_whole else offset, []
-        if found:
-            yield self._block(place, found, columns)
+                raise sentence.problem
+            return sentence
+
+        def make(place: int, found: list[Sentence]) -> Block:
+            table = {name: [getattr(sentence, key) for sentence in found] for key, name in self.keys.items()}
+            there = {name: values for name, values in table.items() if name in columns}
+            return Block(place, len(found), there, [sentence.line for sentence in found])
+
+        yield from self.in_blocks(self._sentences(start, tagged, comments), read, make, size, skip)
         if comments:
             self.notes.append(f"{self.path}: {len(comments)} lines are comments, the first is line {comments[0]}")
 
-    def _block(self, start: int, found: list[Sentence], columns: Sequence[str]) -> Block:
-        table = {name: [getattr(sentence, key) for sentence in found] for key, name in self.keys.items()}
-        return Block(
-            start,
-            len(found),
-            {name: values for name, values in table.items() if name in columns},
-            [sentence.line for sentence in found],
-        )
-
     def _sentences(self, start: int, tagged: bool, comments: list[int]) -> Iterator[tuple[int, Sentence]]:
-        """Yield each sentence, with the offset after it.
+        """Yield each sentence, with an offset before it.
 
         Args:
             comments: Receives the numbers of the lines before a sentence that are comments.
         """
-        sentence, (first, example) = Sentence(), self._first_word
+        sentence, position, (first, example) = Sentence(), start, self._first_word
         width, tabbed = len(_cells(example)), "\t" in example
         lines = self.begin(start)
         for line in chain(lines, [""]):
             number, cells = lines.number, _cells(line)
             if not any(cells) or cells[0] == DOCUMENT:
                 if sentence.line:
-                    yield lines.offset, sentence
-                sentence = Sentence()
+                    yield position, sentence
+                sentence, position = Sentence(), lines.offset
                 continue
             if not sentence.line and HASH.match(line):
                 keyed = "\t" not in line and KEYED.match(line)

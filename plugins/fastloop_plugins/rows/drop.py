@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastloop import RecipeError, option
@@ -62,6 +62,10 @@ class Drop:
         """Column -> the option that names it."""
         numbered = reversed(list(enumerate(self.conditions)))  # so that the first entry names a column
         return {condition.column: f"drop[{number}].column" for number, condition in numbered}
+
+    def renamed(self, names: Mapping[str, tuple[str, str]]) -> Drop:
+        """The same conditions, for a file whose columns have other names: column -> its name, and an option."""
+        return Drop([replace(each, column=names.get(each.column, (each.column,))[0]) for each in self.conditions])
 
     def sort_out(self, where: str, columns: Mapping[str, Sequence[Any]], counts: list[int]) -> list[int]:
         """The numbers of the rows to keep, from 0.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, ClassVar
 
+from fastloop.errors import RecipeError
 from fastloop_plugins.rows.options import Read
 
 BLOCK = 1024
@@ -75,15 +76,16 @@ class File(ABC):
 
     Attributes:
         row: A row of the format, for the table in docs/data.md.
-        group: A row group of a stream, for that table. Empty: the format is not streamed.
+        group: A row group of a stream, for that table.
         lists: Whether a cell can be a list, such as words or messages.
         untyped: Whether every cell is text.
         has_groups: Whether the format has row groups. All blocks of one begin at its number.
         predicts: Whether the rows are those of a file to predict. Each line of a .txt file is a row then, and nothing
             is checked at the end of the file.
         is_whole: Whether the file can only be read from its beginning. It is one row group then.
-        is_parsed_whole: Whether the reader needs the whole file in memory.
+        is_one_row: Whether the whole file is one row.
         names: The columns that the file has, as far as they are known.
+        schema: Its schema in pyarrow; None: the format has none.
         notes: Findings, for the log.
         unreadable: Number of skipped rows.
     """
@@ -93,7 +95,8 @@ class File(ABC):
     lists: ClassVar[bool] = False
     untyped: ClassVar[bool] = False
     has_groups: ClassVar[bool] = False
-    is_whole = is_parsed_whole = predicts = False
+    is_whole = is_one_row = predicts = False
+    schema: Any = None
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         self.path, self.how, self.wanted, self.skip_unreadable = path, how, dict(columns), skip_unreadable
@@ -116,6 +119,45 @@ class File(ABC):
             RecipeError: The file is no table, lacks a column, or is too large.
             OSError: It cannot be read.
         """
+
+    def in_blocks(
+        self,
+        found: Iterable[tuple[int, Any]],
+        read: Callable[[Any], Any],
+        make: Callable[[int, list[Any]], Block],
+        size: int,
+        skip: int,
+    ) -> Iterator[Block]:
+        """Put rows into blocks. Those before a row that cannot be read come before the error.
+
+        Args:
+            found: The position of each row, and what ``read`` reads it from.
+            read: Returns a row. It is not called for rows to skip.
+            make: Returns a block, given the position of its first row and its rows.
+        """
+        place, rows, count = 0, list[Any](), 0
+        try:
+            for position, item in found:
+                if count >= skip:
+                    try:
+                        row = read(item)
+                    except BadRow:
+                        if not self.skip_unreadable:
+                            raise
+                        self.unreadable += 1
+                        continue
+                    place = place if rows or self.is_whole else position
+                    rows.append(row)
+                count += 1
+                if len(rows) == size:
+                    yield make(place, rows)
+                    rows = []
+        except (BadRow, RecipeError) as error:
+            if rows:
+                yield make(place, rows)
+            raise at_row(error, count) from None
+        if rows:
+            yield make(place, rows)
 
     @abstractmethod
     def facts(self) -> list[str]:

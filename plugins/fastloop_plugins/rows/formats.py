@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,8 @@ READERS: dict[str, type[File] | None] = {
     ".tsv": Delimited,
     ".json": Json,
     ".jsonl": Json,
-    ".parquet": None,  # ``reader_of`` imports it, and pyarrow
+    ".parquet": None,  # ``reader_of`` imports these two, and pyarrow
+    ".arrow": None,
     ".tar": Tar,
     ".txt": Text,
 }
@@ -48,9 +49,10 @@ def reader_of(suffix: str) -> type[File]:
         return load_reader(suffix)
     if (reader := READERS[suffix]) is not None:
         return reader
+    from fastloop_plugins.rows.arrow import Arrow
     from fastloop_plugins.rows.parquet import Parquet
 
-    return Parquet
+    return Arrow if suffix == ".arrow" else Parquet
 
 
 def load_reader(suffix: str) -> type[File]:
@@ -77,7 +79,7 @@ def describe_formats() -> list[tuple[str, str, str, str, str]]:
         reader = reader_of(suffix)
         packed = "no" if suffix in PACKED else ", ".join(f"`{codec}`" for codec in COMPRESSIONS)
         values = "text, numbers, lists" if reader.lists else "text"
-        found.append((f"`{suffix}`", reader.row, values, packed, reader.group or "not streamed"))
+        found.append((f"`{suffix}`", reader.row, values, packed, reader.group))
     return found
 
 
@@ -99,6 +101,8 @@ class Layout:
         skip_unreadable: Skip rows that cannot be read, and count them.
         predicts: See ``File``.
         drop: The rows that a stream leaves out.
+        names: For each file of a stream, if columns have other names there: column -> its name in the file, and the
+            option that names it. See ``of_file``.
     """
 
     how: Read
@@ -109,6 +113,20 @@ class Layout:
     skip_unreadable: bool = False
     predicts: bool = False
     drop: Drop = field(default_factory=Drop)
+    names: Sequence[Mapping[str, tuple[str, str]]] = ()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+
+    def of_file(self, number: int) -> Layout:
+        """How a file of a stream is read, with the names that its columns have."""
+        if not self.names:
+            return self
+        names = self.names[number]
+        renamed, drop = {name: own for name, (own, _) in names.items()}, self.drop.renamed(names)
+        return replace(self, columns=dict(names.values()), names=(), renamed=renamed, drop=drop)
+
+    def own_names(self, columns: Sequence[str]) -> list[str]:
+        """The names of columns in the file, for a result of ``of_file``."""
+        return [self.renamed.get(name, name) for name in columns]
 
     def open(self, path: str) -> File:
         """Open a file."""
@@ -127,7 +145,8 @@ class Layout:
         """
         names = [*self.columns, *self.optional]
         with explain_reading(path, self.how), self.open(path) as file:
-            blocks = list(file.blocks(names))
+            labels, known = [name for name, key in self.columns.items() if key.endswith("label")], dict[str, str]()
+            blocks = [_share(block, labels, known) for block in file.blocks(names)]
             table = Table(path, {}, list(file.names), untyped=file.untyped, unreadable=file.unreadable)
             table.notes = file.notes
             if not blocks and not file.names:
@@ -165,8 +184,18 @@ class Layout:
         return []
 
 
+SHARED = 10_000
+"""Different labels at most, about, of which equal ones share memory."""
 FEW = 256
 """Rows to decode at once where rows are used one by one: a row group may be larger than memory."""
+
+
+def _share(block: Block, labels: Sequence[str], known: dict[str, str]) -> Block:
+    """The block, with one object in memory for each label that is a text: a reader makes one for each row."""
+    for name in labels:
+        if isinstance(values := block.columns.get(name), list) and len(known) < SHARED:
+            values[:] = [known.setdefault(value, value) if isinstance(value, str) else value for value in values]
+    return block
 
 
 def _join(blocks: Sequence[Block], name: str) -> list[Any] | ChunkedArray:

@@ -18,7 +18,7 @@ from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, File
-from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line, reader_of
+from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line
 from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, URL, find_files, format_of
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ GROUP = 1024
 """Rows of a row group of a file that has none of its own: some hundred KB of text."""
 LABELS = 10_000
 """Different labels at most. A column with more of them holds no classes."""
-MARKS = ("ETag", "etag", "LastModified", "mtime", "created")
+MARKS = ("ETag", "etag", "LastModified", "mtime", "created", "blob_id")
 """Facts of fsspec about a remote file that change with its content. No store has all of them."""
 
 
@@ -52,18 +52,24 @@ def find_shards(recipe: Recipe, given: str | list[str], where: str, formats: Seq
             paths = _remote(item, where)
         else:
             paths = [str(path) for path in find_files(recipe, item, "train", where, formats)]
-        streamed = [suffix for suffix in formats if reader_of(suffix).group]
-        for path in paths:
-            suffix, codec = format_of(Path(path))
-            if suffix not in streamed or (codec is not None and suffix in PACKED):
-                raise RecipeError(
-                    f"{where}: {path}: cannot be streamed. Expected files of type {', '.join(streamed)}, and lines "
-                    f"also with {', '.join(COMPRESSIONS)} behind it. Convert it to Parquet, or remove data.streaming."
-                )
+        if problem := unstreamed(paths, formats):
+            raise RecipeError(f"{where}: {problem} Convert it to Parquet, or remove data.streaming.")
         found.append(paths)
     if not found:
         raise RecipeError(f"{where}: found an empty list, expected files.")
     return found
+
+
+def unstreamed(paths: Sequence[str], formats: Sequence[str]) -> str:
+    """The problem of the first file with a format that is not streamed; empty if there is none."""
+    for path in paths:
+        suffix, codec = format_of(Path(path))
+        if suffix not in formats or (codec is not None and suffix in PACKED):
+            return (
+                f"{path}: cannot be streamed. Expected files of type {', '.join(formats)}, and lines also with "
+                f"{', '.join(COMPRESSIONS)} behind it."
+            )
+    return ""
 
 
 def _remote(url: str, where: str) -> list[str]:
@@ -125,7 +131,8 @@ def read_index(paths: Sequence[str], layout: Layout, label: str | None, lists: b
     Raises:
         RecipeError: A file has no rows or not these columns, cannot be read, or has too many labels.
     """
-    kept = kept_entry(["index", *layout.columns, str(label), str(lists), str(layout.how), str(layout.drop)], paths)
+    about = [*layout.columns, str(label), str(lists), str(layout.how), str(layout.drop), str(layout.names)]
+    kept = kept_entry(["index", *about], paths)
     if kept is not None and (kept / "index.json").is_file():
         found = json.loads((kept / "index.json").read_text(encoding="utf-8"))
         file, key, rows = np.array(found["groups"], np.int64)
@@ -149,19 +156,19 @@ def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) 
     labels: dict[Any, list[int]] = {}
     facts = [str(layout.drop)] * bool(layout.drop.conditions)
     dropped = [0] * len(layout.drop.conditions)
-    counted = [] if label is None else [label]
     total = 0
     for number, path in enumerate(paths):
-        start = total
-        with explain_reading(path, layout.how), layout.open(path) as file:
-            if file.is_parsed_whole:
+        start, part = total, layout.of_file(number)
+        counted = part.own_names([] if label is None else [label])
+        with explain_reading(path, layout.how), part.open(path) as file:
+            if file.is_one_row:
                 raise RecipeError(
-                    f"{path}: cannot be streamed: it is one JSON list. Write one object a line (.jsonl), convert it to "
-                    "Parquet, or remove data.streaming."
+                    f"{path}: cannot be streamed: data.read.blank_lines makes it one row. Remove one of "
+                    "blank_lines and data.streaming."
                 )
-            for block in layout.drop.blocks(file, counted, 0, GROUP, counts=dropped):
+            for block in part.drop.blocks(file, counted, 0, GROUP, counts=dropped):
                 if total == start:
-                    layout.check(file)
+                    part.check(file)
                 for row, (value,) in enumerate(block.tuples(counted), total) if counted else ():
                     for one in value if lists and isinstance(value, list) else [value]:
                         labels.setdefault(one, [0, row])[0] += 1
@@ -226,11 +233,12 @@ class Reader:
         path, rows, count = self.index.paths[number], int(self.index.rows[group]), skip
         self.rows_read += skip
         try:
-            file = self._file(number)
-            for block in self.layout.drop.blocks(file, self.columns, key, FEW, skip):
+            file, layout = self._file(number), self.layout.of_file(number)
+            columns = layout.own_names(self.columns)
+            for block in layout.drop.blocks(file, columns, key, FEW, skip):
                 if file.has_groups and block.start != key:
                     break
-                for values in islice(block.tuples(self.columns), rows - count):
+                for values in islice(block.tuples(columns), rows - count):
                     self.rows_read, count = self.rows_read + 1, count + 1
                     yield values
                 if count == rows:
@@ -255,7 +263,7 @@ class Reader:
     def _file(self, number: int) -> File:
         """An open file. One that leaves ``open`` is closed when no lane reads it anymore."""
         if number not in self.open:
-            self.open[number] = self.layout.open(self.index.paths[number])
+            self.open[number] = self.layout.of_file(number).open(self.index.paths[number])
             if len(self.open) > OPEN:
                 self.open.popitem(last=False)
         self.open.move_to_end(number)

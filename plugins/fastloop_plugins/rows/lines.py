@@ -8,13 +8,16 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.limits import Expanded, check_row, size_of
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import URL, format_of
+
+if TYPE_CHECKING:
+    from fastloop_plugins.rows.json_list import Elements
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes that no text file starts with -> codec. A bz2 file starts with letters, so only its suffix identifies
@@ -209,7 +212,8 @@ class LineFormat(File):
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.text = LineFile(path, how)
-        self.is_whole, self.last = self.text.is_whole, self.text.lines()
+        self.is_whole = self.text.is_whole
+        self.last: Lines | Elements = self.text.lines()
 
     def begin(self, start: int) -> Lines:
         """The lines from a position on."""

@@ -30,7 +30,11 @@ class Read:
     ] = None
     blank_lines: Annotated[bool, option("Read each .txt file as one text, with its blank lines and line ends.")] = False
     max_row_mib: Annotated[
-        int, option("MiB of a row at most: a line, the lines of a quoted cell, or a file in a .tar.", ge=1)
+        int,
+        option(
+            "MiB of a row at most: a line, the lines of a quoted cell, an element, a paragraph, or a file in a .tar.",
+            ge=1,
+        ),
     ] = 16
     max_expansion: Annotated[
         int,

@@ -137,6 +137,7 @@ class Parquet(File):
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.content = BoundedParquet(open_binary(path), path, how)
+        self.schema = self.content.file.schema_arrow
         check_names(path, self.content.names)
         self.names = dict.fromkeys(self.content.names)
 

@@ -15,12 +15,12 @@ from fastloop_plugins.rows.options import Read
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
-FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".tar", ".txt")
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".tar", ".txt")
 """Suffixes of the files that text tasks read."""
 GROUP = "fastloop.formats"
 """Entry-point group of readers of other packages. The name of an entry is a suffix, such as ``.toml``, and its value a
 class that extends ``File``."""
-PACKED = (".parquet", ".tar")
+PACKED = (".arrow", ".parquet", ".tar")
 """Formats whose files are not compressed as a whole, and have no encoding."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffix after that of the format -> codec, by pyarrow's name."""
@@ -81,7 +81,7 @@ def find_files(
         if suffix not in formats or (codec is not None and suffix in PACKED):
             raise RecipeError(
                 f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(formats)}, "
-                f"all but {' and '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it."
+                f"all but {', '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it."
             )
     return paths
 

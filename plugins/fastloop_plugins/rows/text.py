@@ -3,48 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby, islice
 
 from fastloop_plugins.rows.file import BLOCK, Block
+from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 
 
 class Text(LineFormat):
     """Rows of a txt file, which has one column. Blank lines separate paragraphs. In a file to predict, each line is a
-    row."""
+    row.
+
+    A position is an offset and whether rows are paragraphs, which only the whole file shows: ``2 + 2 * offset``, plus 1
+    for paragraphs.
+    """
 
     row = "a paragraph, or a line if no line is blank; to predict: each line; with `blank_lines`, the file"
-    group = ""
-    is_parsed_whole = True
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.names = dict.fromkeys(list(columns)[:1])
+        self.is_one_row = how.blank_lines
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``."""
+
+        def make(place: int, rows: list[str]) -> Block:
+            return Block(place, len(rows), {name: rows for name in columns if name in self.names})
+
         if self.how.blank_lines:
             content = "".join(self.begin(0))
-            if content.strip() and not skip:
-                yield Block(0, 1, {name: [content] for name in columns if name in self.names})
-            return
-        lines = (line.removesuffix("\n").removesuffix("\r") for line in self.begin(0))
-        rows = islice(lines if self.predicts else self._paragraphs(list(lines)), skip, None)
-        while block := list(islice(rows, size)):
-            yield Block(0, len(block), {name: block for name in columns if name in self.names})
+            rows = iter([(0, content)] * bool(content.strip()))
+        elif start:
+            rows = self._rows(start // 2 - 1, bool(start % 2))
+        else:
+            rows = self._rows(0, not self.predicts and self._has_paragraphs())
+        return self.in_blocks(rows, str, make, size, skip)
 
-    def _paragraphs(self, lines: list[str]) -> Iterator[str]:
-        """Paragraphs, or lines if there are no paragraphs."""
-        groups = [list(group) for filled, group in groupby(lines, key=lambda line: bool(line.strip())) if filled]
-        filled = sum(map(len, groups))
-        paragraphs = len(groups) > 1
-        count = len(groups) if paragraphs else filled
-        if count:
+    def _has_paragraphs(self) -> bool:
+        """Whether a blank line is between two others."""
+        begun = blank = False
+        for line in self.text.lines():
+            if line.isspace():
+                blank = begun
+            elif blank:
+                return True
+            else:
+                begun = True
+        return False
+
+    def _rows(self, offset: int, paragraphs: bool) -> Iterator[tuple[int, str]]:
+        """Yield the position of each row, and the row."""
+        lines, found, first, size = self.begin(offset), list[str](), offset, 0
+        before, count, blank, gap = offset, 0, 0, 0
+        for line in lines:
+            text = line.removesuffix("\n").removesuffix("\r")
+            if self.predicts or text.strip():
+                first = first if found else before
+                found.append(text)
+                size += len(line)
+                blank, gap = blank + gap, 0
+                check_row(f"{self.path}, line {lines.number}", size, self.how)
+            else:
+                gap += bool(count or found)
+            if found and (not paragraphs or not text.strip()):
+                yield 2 + 2 * first + paragraphs, "\n".join(found)
+                found, size, count = [], 0, count + 1
+            before = lines.offset
+        if found:
+            yield 2 + 2 * first + paragraphs, "\n".join(found)
+            count += 1
+        if count and not offset and not self.predicts:
             note = f"{self.path}: read as {count} {'paragraphs' if paragraphs else 'lines'}, each a text of its own"
             if paragraphs:
-                blank = sum(not line.strip() for line in "\n".join(lines).strip("\n").split("\n"))
                 note += f". The {blank} blank lines between them are not kept: an end token follows each text"
             self.notes.append(note)
-        for group in groups:
-            yield from ["\n".join(group)] if paragraphs else group

@@ -11,11 +11,10 @@ import tarfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import Any, cast
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File, at_row
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.json import parse_json
 from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import open_binary
@@ -73,10 +72,7 @@ class Sample:
         if "json" not in self.files:
             return {}
         place = self.files["json"].name
-        try:
-            found = parse_json(self._text("json"))
-        except BadRow as error:
-            raise BadRow(str(error), place) from None
+        found = parse_json(self._text("json"), place)
         if not isinstance(found, Mapping):
             raise BadRow(f"found {show(found)}, expected an object with a key for each column.", place)
         return found
@@ -106,28 +102,17 @@ class Tar(File):
         samples = samples_of(self.path, self.source, start, self.how)
         if not start and not skip:
             samples, self.count, self.checksum = self._counted(samples), 0, 0
-        samples = islice(samples, skip, None)
-        place, rows, count = start, list[tuple[Any, ...]](), skip
-        try:
-            for sample in samples:
-                if len(rows) == size:
-                    yield self._block(place, rows, columns)
-                    rows = []
-                if columns or not self.names:
-                    self.names |= dict.fromkeys(sample.names())
-                place = place if rows else sample.offset
-                rows.append(sample.values(columns))
-                count += 1
-        except (BadRow, RecipeError) as error:
-            if rows:
-                yield self._block(place, rows, columns)
-            raise at_row(error, count) from None
-        if rows:
-            yield self._block(place, rows, columns)
 
-    def _block(self, start: int, rows: list[tuple[Any, ...]], columns: Sequence[str]) -> Block:
-        table = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)) if columns else {}
-        return Block(start, len(rows), {name: values for name, values in table.items() if name in self.names})
+        def read(sample: Sample) -> tuple[Any, ...]:
+            if columns or not self.names:
+                self.names |= dict.fromkeys(sample.names())
+            return sample.values(columns)
+
+        def make(place: int, rows: list[tuple[Any, ...]]) -> Block:
+            table = dict(zip(columns, map(list, zip(*rows, strict=True)), strict=True)) if columns else {}
+            return Block(place, len(rows), {name: values for name, values in table.items() if name in self.names})
+
+        return self.in_blocks(((sample.offset, sample) for sample in samples), read, make, size, skip)
 
     def _counted(self, samples: Iterator[Sample]) -> Iterator[Sample]:
         for sample in samples:

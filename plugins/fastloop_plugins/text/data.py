@@ -136,9 +136,10 @@ class TextData(StreamedData):
         if self.options.files is not None:
             files = vars(parse(Files, self.options.files, f"{self.where}.files"))
             given = {split: paths for split, paths in files.items() if paths is not None}
-            needed = self.open_stream(given, given if self.inference is None else self._needed(given).values())
+            roles = given if self.inference is None else self._needed(given).values()
             if self.options.sources is not None:
-                self.sources = find_sources(self, needed)
+                self.sources = find_sources(self, roles)
+            needed = self.open_stream(given, roles)
             self.files = {
                 split: find_files(recipe, paths, split, f"{self.where}.files.{split}", self.formats)
                 if split in needed and not (self.sources and split == "train")
@@ -159,6 +160,8 @@ class TextData(StreamedData):
             check_reference(self.options.module, recipe, "data.module")
         if self.options.name is not None:
             self._check_name(self.options.name)
+            if self.options.streaming:
+                self.open_shards()
         if self.options.read is not None:
             self._check_read()
 
@@ -349,6 +352,8 @@ class TextData(StreamedData):
         """Split -> parts, from the configured source."""
         if self.options.module is not None:
             return self._call(self.options.module)
+        if self.shards is not None:
+            return self.read_shards()
         if self.options.name is not None:
             return self._dataset(self.options.name)
         found = {
@@ -357,7 +362,7 @@ class TextData(StreamedData):
             else []
             for split, paths in self.files.items()
         }
-        if self.sources:
+        if self.sources and self.stream is None:
             parts = [part for number, source in enumerate(self.sources) for part in source.read(number, self)]
             return found | {"train": parts}
         return found if self.stream is None else found | {"train": [self.stream.read_head()]}
@@ -400,7 +405,7 @@ class TextData(StreamedData):
                     found = datasets.load_dataset(str(folder.resolve()), self.options.subset)
                 else:
                     offline()
-                    found = datasets.load_dataset(name, self.options.subset)
+                    found = datasets.load_dataset(name, self.options.subset, revision=self.options.revision)
         except (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
             raise RecipeError(
                 explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")

@@ -16,6 +16,7 @@ class Data(StreamingOptions):
 
     name: Annotated[str | None, option("Dataset: hub id or local folder.")] = None
     subset: Annotated[str | None, option("Configuration of the dataset, if it has several.")] = None
+    revision: Annotated[str | None, option("Branch, tag or commit of the dataset on the hub.")] = None
     files: Annotated[
         dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")
     ] = None

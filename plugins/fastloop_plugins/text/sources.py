@@ -31,17 +31,29 @@ class Source:
     ] = None
 
     def __post_init__(self) -> None:
-        self.where, self.paths = "", list[Path]()
+        self.where, self.paths, self.shards = "", list[Path](), list[str]()
 
-    def read(self, number: int, data: TextData) -> list[Table]:
-        """Its files, with the columns named as ``data.text`` and ``data.label`` name them."""
+    def find_shards(self, data: TextData) -> list[str]:
+        """Its files, for a stream."""
+        from fastloop_plugins.rows.index import find_shards
+
+        found = find_shards(data.recipe, self.files, f"{self.where}.files", data.formats)
+        self.shards = [path for paths in found for path in paths]
+        return self.shards
+
+    def names(self, data: TextData) -> dict[str, tuple[str, str]]:
+        """Column of the section -> its name in the files of this source, and the option that names it."""
         key = self.where.rpartition("data.")[2]
         own = column_names(data.columns if self.text is None else self.text, f"{self.where}.text")
         if len(own) != len(data.columns):
             raise RecipeError(f"{self.where}.text: found {own}, expected as many columns as data.text: {data.columns}.")
-        columns = dict(zip(data.columns, ((name, f"{key}.text") for name in own), strict=True))
-        columns |= {name: (self.label or name, f"{key}.label") for name in data.labels}
-        columns |= {name: (name, option) for name, option in data.drop.columns().items() if name not in columns}
+        names = dict(zip(data.columns, ((name, f"{key}.text") for name in own), strict=True))
+        names |= {name: (self.label or name, f"{key}.label") for name in data.labels}
+        return names | {name: (name, option) for name, option in data.drop.columns().items() if name not in names}
+
+    def read(self, number: int, data: TextData) -> list[Table]:
+        """Its files, with the columns named as ``data.text`` and ``data.label`` name them."""
+        key, columns = self.where.rpartition("data.")[2], self.names(data)
         layout, found = replace(data.layout(), columns=dict(columns.values())), []
         for path in self.paths:
             part = layout.read(str(path))
@@ -65,7 +77,7 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
         source.where = f"{where}[{number}]"
         if source.label is not None and not data.labels:
             raise RecipeError(f"{source.where}.label: data.label is not there. Remove it, or name data.label too.")
-        if "train" in needed:
+        if "train" in needed and not data.options.streaming:
             source.paths = find_files(data.recipe, source.files, "train", f"{source.where}.files", data.formats)
         found.append(source)
     weightless = [source.where for source in found if source.weight is None]

@@ -12,11 +12,11 @@ from typing import Any
 import pyarrow
 import pytest
 from format_files import table, write
-from streaming_helpers import write_lines, write_parquet
+from streaming_helpers import write_arrow, write_lines, write_parquet
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.recipe import make_recipe
-from fastloop_plugins.rows import index
+from fastloop_plugins.rows import index, lines
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import CONLL, READERS, Layout, describe_formats
 from fastloop_plugins.rows.index import Reader, find_shards, read_index
@@ -25,7 +25,7 @@ from fastloop_plugins.rows.paths import find_files
 
 COLUMNS = {"text": "text", "label": "label"}
 PATHS = [
-    *(f"a{suffix}" for suffix in (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".tar")),
+    *(f"a{suffix}" for suffix in (".arrow", ".csv", ".tsv", ".jsonl", ".json", ".parquet", ".tar")),
     *(f"a{suffix}" for suffix in (".csv.gz", ".tsv.zst", ".jsonl.bz2")),
 ]
 
@@ -115,20 +115,107 @@ def test_a_row_that_became_bad_is_named_by_its_number():
         list(Reader(found, layout, ["text"]).read(0, 5))
 
 
-def test_a_json_list_cannot_be_streamed_and_is_read_otherwise():
-    rows = [{"text": "a", "label": 0}, {"text": "b"}]
-    Path("a.json").write_text(json.dumps(rows, indent=2))
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
+@pytest.mark.parametrize("layout", ["indented", "a line", "compressed"])
+def test_a_json_list_is_read_element_by_element_in_every_way(encoding, layout, monkeypatch):
+    monkeypatch.setattr(lines, "CHUNK", 64)
+    monkeypatch.setattr(index, "GROUP", 20)
+    rows = [
+        {"text": f'é "{number}", [{{\\ \N{GRINNING FACE}' if number % 2 else "a" * number, "label": {"x": [number]}}
+        for number in range(90)
+    ]
+    if encoding == "cp1252":
+        rows = [row | {"text": str(row["text"]).encode("cp1252", "ignore").decode("cp1252")} for row in rows]
+    text = json.dumps(rows, indent=None if layout == "a line" else 1, ensure_ascii=layout == "a line")
+    path = "a.json.gz" if layout == "compressed" else "a.json"
+    with pyarrow.output_stream(path) as file:
+        file.write(f" \r\n{text}\r\n".encode(encoding))
+    how = Read(encoding="cp1252" if encoding == "cp1252" else None)
+    assert alike(Layout(how, COLUMNS), path) == [(row["text"], row["label"]) for row in rows]
+    seekable = encoding.startswith("utf-8") and layout != "compressed"
+    assert len(read_index([path], Layout(how, COLUMNS), None).rows) == (5 if seekable else 1)
+    assert Layout(how, COLUMNS).first_names(path) == ["text", "label"]
+
+
+def test_a_column_of_a_json_list_may_be_missing_in_some_rows():
+    Path("a.json").write_text('[{"text": "a", "label": 0}, {"text": "b"}]')
     layout = Layout(Read(), {"text": "text"}, optional=["label"])
     assert layout.read("a.json").columns == {"text": ["a", "b"], "label": [0, None]}
     assert list(layout.rows("a.json")) == [("a", 0), ("b", None)]
-    with pytest.raises(RecipeError, match=r"a\.json: cannot be streamed: it is one JSON list"):
-        read_index(["a.json"], layout, None)
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ("", "line 3: not valid JSON: Expecting ',' delimiter."),
+        (",", "line 3: not valid JSON: Expecting value."),
+        ("] []", "line 3: not valid JSON: Extra data."),
+        (', {"text" 1}]', "line 3: not valid JSON: Expecting ':' delimiter."),
+        (', {"text": "1}]', "line 3: not valid JSON: Unterminated string starting at."),
+        (', {"text": "1", "text": "2"}]', "line 3: the key 'text' is repeated in one object. Remove one of them."),
+        (", 12345]", "row 3: found 12345 (int), expected a mapping of columns."),
+        (', {"text": ' + "1" * 5000 + "}]", "line 3: cannot be read as JSON: Exceeds the limit (4300 digits)"),
+        (', {"text": ' + "[" * 99_999, "line 3: cannot be read as JSON: maximum recursion depth"),
+        (', {"text": "' + "a" * 2**21 + '"}]', "line 3: longer than 1 MiB, expected rows below that"),
+        ('\n\n{"text": 1}]', "line 5: not valid JSON: Expecting ',' delimiter."),
+    ],
+)
+def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, message, monkeypatch):
+    monkeypatch.setattr(lines, "CHUNK", 64)
+    Path("a.json").write_text('[\n{"text": "a"},\n{"text": "b"}' + end)
+    found = list[Any]()
+    with pytest.raises(RecipeError) as caught:
+        found.extend(Layout(Read(max_row_mib=1), {"text": "text"}).rows("a.json"))
+    assert str(caught.value).startswith(f"a.json, {message}")
+    assert found == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+def test_lines_and_paragraphs_are_read_in_every_way(encoding, end, monkeypatch):
+    monkeypatch.setattr(index, "GROUP", 4)
+    layout, texts = Layout(Read(), {"text": "text"}), [f"é {number}" for number in range(10)]
+    lines = [("", *texts, " "), tuple(f"{text}{end}and more{end} {end}" for text in texts)]
+    for number, content in enumerate(lines):
+        Path("a.txt").write_bytes(end.join(content).encode(encoding))
+        assert alike(layout, "a.txt") == [(f"{text}\nand more",) if number else (text,) for text in texts]
+        groups = read_index(["a.txt"], layout, None)
+        assert len(groups.rows) == (3 if encoding == "utf-8-sig" else 1)
+    assert (
+        layout.read("a.txt").notes[0].startswith("a.txt: read as 10 paragraphs, each a text of its own. The 18 blank")
+    )
+    Path("a.txt").write_text("a\n\n" + "b\n" * 2**19 + "c\n")
+    with pytest.raises(RecipeError, match=r"^a\.txt, line 524291: longer than 1 MiB"):
+        Layout(Read(max_row_mib=1), {"text": "text"}).read("a.txt")
+    with pytest.raises(RecipeError, match=r"^a\.txt: cannot be streamed: data\.read\.blank_lines makes it one row"):
+        read_index(["a.txt"], Layout(Read(blank_lines=True), {"text": "text"}), None)
+
+
+def test_an_arrow_file_is_read_in_both_of_its_formats_and_checked():
+    content = table(90)
+    layout, found = Layout(Read(), COLUMNS), pyarrow.Table.from_pylist(content)
+    with pyarrow.ipc.new_file("a.arrow", found.schema) as file:
+        file.write_table(found, max_chunksize=20)
+    assert alike(layout, "a.arrow") == [(row["text"], row["label"]) for row in content]
+    Path("b.arrow").write_bytes(Path("a.arrow").read_bytes()[:2000])
+    write_arrow("c.arrow", content)
+    damaged = bytearray(Path("c.arrow").read_bytes())
+    first = damaged.index(content[0]["text"].encode())
+    damaged[first - 200 : first - 8] = b"\xff" * 192  # the offsets of the texts, which are before them
+    Path("c.arrow").write_bytes(damaged)
+    encoded = pyarrow.table({name: found[name].dictionary_encode() for name in COLUMNS})
+    with pyarrow.ipc.new_stream("d.arrow", encoded.schema) as file:
+        file.write_table(encoded)
+    for path, problem in (("b", "cannot be read as .arrow"), ("c", "cannot be read as .arrow"), ("d", "has a dict")):
+        with pytest.raises(RecipeError, match=rf"^{path}\.arrow: .*{problem}"):
+            layout.read(f"{path}.arrow")
 
 
 @pytest.mark.parametrize(
     ("suffix", "values", "packed", "group"), [(row[0].strip("`"), *row[2:]) for row in describe_formats()]
 )
-def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, group):
+def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, group, monkeypatch):
+    assert index.GROUP == 1024
     rows = [{"text": f"word{number}", "label": ["a", "b"]} for number in range(5)]
     path, layout = f"a{suffix}", Layout(Read(), {"text": "text"})
     if suffix in (".csv", ".tsv", ".txt"):
@@ -137,8 +224,8 @@ def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, gro
     elif suffix == CONLL:
         Path(path).write_text("".join(f"{row['text']} a\n\n" for row in rows))
         layout = Layout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
-    elif suffix == ".parquet":
-        write_parquet(path, rows)
+    elif suffix in (".arrow", ".parquet"):
+        {".arrow": write_arrow, ".parquet": write_parquet}[suffix](path, rows)
     elif suffix == ".tar":
         Path("row.json").write_text(json.dumps(rows[0]))
         with tarfile.open(path, "w") as archive:
@@ -148,9 +235,13 @@ def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, gro
         write_lines(path, rows)
     assert len(layout.read(path)) == len(list(layout.rows(path))) == 5
     recipe = make_recipe({}, Path("recipe.yaml"))
-    with pytest.raises(RecipeError) if group == "not streamed" else nullcontext():
-        assert find_shards(recipe, path, "here", (*READERS, CONLL)) == [[path]]
-        assert len(streamed(layout, path)) == 5
+    assert find_shards(recipe, path, "here", (*READERS, CONLL)) == [[path]]
+    assert len(streamed(layout, path)) == 5
+    size = {"1,024 rows": 2, "a row group of the file": 2, "a record batch of the file": 2}[group]
+    monkeypatch.setattr(index, "GROUP", 3)
+    if suffix in (".arrow", ".parquet"):
+        {".arrow": write_arrow, ".parquet": write_parquet}[suffix](path, rows, 3)
+    assert len(read_index([path], layout, None).rows) == size
     with pyarrow.output_stream(f"{path}.gz", compression="gzip") as file:
         file.write(Path(path).read_bytes())
     with pytest.raises(RecipeError) if packed == "no" else nullcontext():

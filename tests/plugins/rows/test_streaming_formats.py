@@ -13,6 +13,7 @@ from format_files import ROWS, table, write
 from pyarrow import parquet
 from streaming_helpers import (
     classify,
+    generate,
     ids_by_step,
     loader,
     record_readers,
@@ -27,7 +28,7 @@ from fastloop_plugins.rows.index import Reader
 from fastloop_plugins.rows.lines import LineFile, Lines
 from fastloop_plugins.text.streaming import dataset as _streaming
 
-SEEKABLE = ("a.parquet", "a.jsonl", "a.csv", "a.tsv", "a.tar")
+SEEKABLE = ("a.arrow", "a.parquet", "a.json", "a.jsonl", "a.csv", "a.tsv", "a.tar")
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +59,21 @@ def test_a_format_gives_the_rows_of_memory_and_resumes_exactly(path):
         assert ids_by_step(run, 2, 0, epoch=1, start=start) == steps[start // 16 :]
     found = dict(chain.from_iterable(run.datasets["train"].read_ranges(1, [range(160, ROWS)])))
     assert all(found[number]["input_ids"].tolist() == memory[number]["input_ids"].tolist() for number in found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gap", ["\n", "\n\n"], ids=["lines", "paragraphs"])
+def test_a_txt_file_gives_the_samples_of_memory_and_resumes_exactly(gap):
+    Path("a.txt").write_text(gap.join(row["text"].replace("\n", " ") for row in table()))
+    for blocks in (True, None):
+        run = generate("a.txt", blocks=blocks, shuffle_buffer=0)
+        if blocks:
+            assert samples_of(run.datasets["train"]) == samples_of(generate("a.txt", streaming=None).datasets["train"])
+        assert len(run.datasets["train"]) == ROWS or blocks
+    run = generate("a.txt", shuffle_buffer=30)
+    steps = ids_by_step(run, epoch=1)
+    assert sorted(chain.from_iterable(steps)) == list(range(ROWS))
+    assert ids_by_step(run, 2, 1, epoch=1, start=112) == steps[7:]
 
 
 @pytest.mark.slow

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from data_helpers import named_rows, refusal, text_data, write
-from streaming_helpers import LANGUAGE, NAMES, samples_of, write_lines
+from saving_helpers import record, said, steps, summary, together
+from streaming_helpers import KILL, LANGUAGE, MODEL, NAMES, STREAM, ids_by_step, samples_of, write_lines
 from text_helpers import TINY, make_run, rows, train_whole_and_cut
 
 from fastloop_plugins.data.token_cache import TokenCache
@@ -97,7 +98,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"label": ["x", "y"], "label_type": "classes"},
         "data.sources: reads texts and one column of labels",
     ),
-    "stream": ({}, {"streaming": True}, "data.sources: cannot hold with data.streaming: rows of a stream have"),
+    "mix": ({}, {"streaming": True, "mix": [1.0, 2.0]}, "data.mix: is for data.files.train. Give each entry of data."),
+    "stream": ({"text": "reviw"}, {"streaming": True}, "b.csv: there is no column 'reviw', which data.sources[1].text"),
     "none": ({}, {"sources": []}, "data.sources: found an empty list, expected sources such as"),
 }
 
@@ -160,3 +162,66 @@ def test_a_run_of_sources_resumes_to_the_same_bits_and_evaluates(cli):
     assert "b.csv" in out, "the files of sources are listed"
     code, out, err = cli("predict", "cut", "a fine and lovely film")
     assert code == 0, out + err
+
+
+def streamed(*weights: float, **changes: Any) -> Any:
+    """A run that streams 300 rows of a .jsonl file and 100 of a .csv file with other names of columns."""
+    write_lines("a.jsonl", rows(300, NAMES))
+    write("b.csv", "review,mark\n" + "".join(f"review number {index},{NAMES[index % 2]}\n" for index in range(100)))
+    sources: list[dict[str, Any]] = [{"files": "a.jsonl"}, {"files": "b.csv", "text": "review", "label": "mark"}]
+    for source, weight in zip(sources, weights, strict=False):
+        source["weight"] = weight
+    data = STREAM | {"sources": sources, "label": "label"} | changes
+    data = {name: value for name, value in data.items() if value is not None}
+    return make_run("text-classification", MODEL, data)
+
+
+@pytest.mark.slow
+def test_streamed_sources_have_their_shares_and_resume_exactly_on_any_readers(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    run = streamed(1, 3)
+    line = "2 files (data.sources[0] 300, 25.0% of the samples; data.sources[1] 100, 75.0% of the samples)"
+    assert f"data: train 400, streamed from 2 row groups in {line}" in caplog.messages
+    steps = ids_by_step(run, epoch=1)
+    ids = [number % 400 for step in steps for number in step]
+    assert len(ids) == 400
+    assert abs(sum(number >= 300 for number in ids) - 300) <= 30
+    assert ids_by_step(run, epoch=2) != steps
+    assert ids_by_step(run, 2, 1, epoch=1) == ids_by_step(run, 4, 0, epoch=1) == steps
+    assert ids_by_step(run, 2, 2, epoch=1, start=160) == steps[10:]
+    passes = [number for epoch in range(2) for step in ids_by_step(run, epoch=epoch) for number in step]
+    assert len(set(passes)) == len(passes) == 800, "a row comes once in each pass over its source"
+
+
+@pytest.mark.slow
+def test_streamed_sources_without_weights_have_each_row_once_and_those_of_memory():
+    drop = [{"column": "text", "equals": "review number 3"}, {"column": "label", "equals": "other"}]
+    for changes in ({}, {"drop": drop}):
+        memory = streamed(**changes, streaming=None, **dict.fromkeys(("shuffle_buffer", "lanes")))
+        run = streamed(**changes, shuffle_buffer=0)
+        assert samples_of(run.datasets["train"]) == samples_of(memory.datasets["train"])
+        assert len(run.datasets["train"]) == 400 - len(changes)
+    assert sorted(number for step in ids_by_step(streamed()) for number in step) == list(range(400))
+
+
+@pytest.mark.slow
+def test_a_killed_run_of_streamed_sources_resumes_to_the_same_bits():
+    write_lines("a.jsonl", rows(300, NAMES))
+    write("b.csv", "review,mark\n" + "".join(f"review number {index},{NAMES[index % 2]}\n" for index in range(100)))
+    sources = [{"files": "a.jsonl", "weight": 1}, {"files": "b.csv", "text": "review", "label": "mark", "weight": 3}]
+    Path("kill.py").write_text(KILL)
+    recipe = {
+        "model": MODEL,
+        "data": STREAM | {"sources": sources, "label": "label"},
+        "train": TRAIN | {"batch_size": 16, "max_steps": 30},
+        "plugins": ["text-classification", "ddp", "./kill.py:Kill", "sample-audit",
+                    {"dataloader-workers": {"num_workers": 1}}, {"progress": False}],
+        "output": "run",
+    }  # fmt: skip
+    Path("recipe.yaml").write_text(json.dumps(recipe))
+    assert [run.wait() for run in together("output=whole")] == [0, 0], said()
+    assert [run.wait() for run in together(environment={"KILL_AT": "17"})] != [0, 0]
+    assert steps()[-1] == 15
+    assert [run.wait() for run in together("--resume")] == [0, 0], said()
+    assert record() == record("whole")
+    assert summary()["sample-audit"]["repeated"] == 0

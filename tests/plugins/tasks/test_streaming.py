@@ -254,10 +254,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "classes": ({"label_type": "classes"}, "data.label_type=classes: cannot hold with data.streaming"),
     "label_map": ({"label_map": {"-": None}}, "data.label_map: cannot hold with data.streaming: null leaves out rows"),
     "mix": ({"mix": [1.0, 2.0]}, r"data.mix: found \[1.0, 2.0\] for 1 entries of data.files.train"),
-    "no files": ({"files": None, "name": "somewhere"}, "data.streaming: it reads data.files.train"),
+    "no files": ({"files": None, "module": "a.py:b"}, "data.streaming: it reads files, and there are none"),
+    "offline": ({"files": None, "name": "somewhere"}, "data.name: 'somewhere' is not a local folder, and the hub"),
     "json": (
         {"files": {"train": "rows.json"}},
-        "rows.json: cannot be streamed: it is one JSON list",
+        "rows.json: has no rows. Remove it from data.files.train",
     ),
     "twice": ({"files": {"train": ["rows.jsonl", "row*.jsonl"]}}, "data.files.train: .*rows.jsonl is listed twice"),
     "no column": ({"text": "txt"}, "there is no column 'txt', which data.text names"),

@@ -17,7 +17,17 @@ import yaml
 from long_form import LONG
 from pyarrow import parquet
 from saving_helpers import Forked, ranks, record, said, steps, summary, times, together, train
-from streaming_helpers import LANGUAGE, MODEL, NAMES, classify, every_column, write_lines, write_parquet, write_shards
+from streaming_helpers import (
+    KILL,
+    LANGUAGE,
+    MODEL,
+    NAMES,
+    classify,
+    every_column,
+    write_lines,
+    write_parquet,
+    write_shards,
+)
 from text_helpers import rows
 
 from fastloop_plugins.rows.order import Order
@@ -32,18 +42,6 @@ T5: dict[str, Any] = {
 }
 FLAT = 48 * MIB
 """Growth of the peak memory that five times as many rows may cause. The rows themselves are 120 MB more."""
-KILL = """
-import os, signal
-from fastloop import Plugin, hookimpl
-
-class Kill(Plugin):
-    name = "kill"
-
-    @hookimpl
-    def after_backward(self, run):
-        if run.state.step == int(os.environ.get("KILL_AT", "-1")):
-            os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 def write_recipe(

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.formats import is_untyped
-from fastloop_plugins.rows.index import Reader, find_shards, read_index
+from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.order import Order, Place
 from fastloop_plugins.rows.table import Table
 
@@ -148,16 +148,24 @@ class Streamed(IterableDataset[Any]):
 class Streaming:
     """``data.streaming`` of a recipe: its files, and, once opened, their index and first rows.
 
+    Args:
+        entries: The files of each source.
+
+    Attributes:
+        weights: The share of each source; None: each row comes once.
+
     Raises:
-        RecipeError: A file does not exist, cannot be streamed, or comes twice.
+        RecipeError: A file comes twice.
     """
 
-    def __init__(self, data: TextData, given: str | list[str]) -> None:
-        self.data = data
-        self.entries = find_shards(data.recipe, given, f"{data.where}.files.train", data.formats)
-        if data.options.mix is None:
-            self.entries = [paths := [path for paths in self.entries for path in paths]]
-            if len(set(paths)) < len(paths):
+    def __init__(self, data: TextData, entries: list[list[str]]) -> None:
+        self.data, self.entries = data, entries
+        weights = data.options.mix or [source.weight for source in data.sources if source.weight is not None]
+        self.weights: Sequence[float] | None = weights or None
+        paths = self.paths
+        if self.weights is None:
+            self.entries = [paths]
+            if len(set(paths)) < len(paths) and not data.sources:
                 twice = next(path for path in paths if paths.count(path) > 1)
                 raise RecipeError(
                     f"{data.where}.files.train: {twice} is listed twice, and its rows would come twice an epoch. Name "
@@ -179,7 +187,7 @@ class Streaming:
         labels = data.label_columns()
         self.columns = [*data.text_columns(), *data.optional_columns(), *labels]
         counted = next(iter(labels), None) if data.label_type == "class" else None
-        layout = replace(data.layout(), drop=data.drop)
+        layout = replace(data.layout(), drop=data.drop, names=self._names())
         self.index = index = read_index(self.paths, layout, counted, lists=data.tagged)
         files = np.cumsum([0, *map(len, self.entries)])
         self.sources = np.searchsorted(index.file, files[:-1]).tolist()
@@ -198,14 +206,34 @@ class Streaming:
         self.head = Table(where, table, untyped=all(map(is_untyped, index.paths)), places=names)
         return self.head
 
+    def _names(self) -> list[dict[str, tuple[str, str]]]:
+        """The names of the columns in each file, with ``data.sources``; else empty."""
+        data = self.data
+        if not data.sources:
+            return []
+        return [source.names(data) for source in data.sources for _ in source.shards]
+
+    def _describe_sources(self) -> str:
+        """The rows and the share of each source of a mix, for the log."""
+        if self.weights is None:
+            return ""
+        rows, total = [int(counts.sum()) for counts in self.groups], sum(self.weights)
+        key = "data.sources" if self.data.sources else "data.files.train"
+        lines = [
+            f"{key}[{number}] {count}, {weight / total:.1%} of the samples"
+            for number, (count, weight) in enumerate(zip(rows, self.weights, strict=True))
+        ]
+        return f" ({'; '.join(lines)})"
+
     def _set_groups(self, index: Index) -> None:
         """Set the row groups of each source. Raises an error for a source that is too small for the lanes."""
         self.index, self.groups = index, np.split(index.rows, self.sources[1:])
         lanes = self.data.options.lanes
         for paths, rows in zip(self.entries, self.groups, strict=True):
-            if self.data.options.mix is not None and rows.sum() < lanes:
+            if self.weights is not None and rows.sum() < lanes:
+                key = "sources" if self.data.sources else "mix"
                 raise RecipeError(
-                    f"{self.data.where}.mix: {paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}. Set "
+                    f"{self.data.where}.{key}: {paths[0]} has {rows.sum()} samples, and data.lanes is {lanes}. Set "
                     "data.lanes to fewer."
                 )
 
@@ -241,14 +269,14 @@ class Streaming:
     def order(self, seed: int, batch_size: int) -> Callable[[], Order]:
         """Builds the order of the samples, given ``train.seed`` and ``train.batch_size``."""
         options = self.data.options
-        return partial(Order, self.groups, options.mix, seed, options.lanes, options.shuffle_buffer, batch_size)
+        return partial(Order, self.groups, self.weights, seed, options.lanes, options.shuffle_buffer, batch_size)
 
     def size(self) -> dict[str, str]:
         """The size of the training split, for the log."""
         index = self.index
         return {
             "train": f"train {int(index.rows.sum())}, streamed from {len(index.rows)} row groups in "
-            f"{len(index.paths)} files"
+            f"{len(index.paths)} files{self._describe_sources()}"
         }
 
     def label_table(self, loaded: Mapping[str, Any]) -> dict[Any, Any]:
@@ -263,7 +291,5 @@ class Streaming:
         order = self.order(run.recipe.train.seed, run.recipe.train.batch_size)
         return {
             **loaded,
-            "train": Streamed(
-                self.index, self.make_reader, self.sources, order, encode, self.data.options.mix is not None
-            ),
+            "train": Streamed(self.index, self.make_reader, self.sources, order, encode, self.weights is not None),
         }

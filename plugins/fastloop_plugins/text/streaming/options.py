@@ -11,10 +11,13 @@ from fastloop import RecipeError, option
 
 if TYPE_CHECKING:
     from fastloop import Run
+    from fastloop_plugins.rows.table import Table
     from fastloop_plugins.text.data import TextData
     from fastloop_plugins.text.model import TextModel
     from fastloop_plugins.text.streaming.dataset import Streaming
+    from fastloop_plugins.text.streaming.shards import Shards
 
+HOLD_OUT = "no rows are held out of a stream."
 PLUGINS = {
     "folds": "it divides rows in memory. Remove it",
     "length-bucketing": "it sorts by the lengths of all rows. Remove it; packing computes no padding either",
@@ -29,7 +32,7 @@ class StreamingOptions:
 
     streaming: Annotated[
         bool,
-        option("Read data.files.train while training (all formats but .txt); other splits stay in memory."),
+        option("Read the training files while training; other splits stay in memory."),
     ] = False
     shuffle_buffer: Annotated[
         int,
@@ -52,24 +55,60 @@ class StreamedData:
 
     Attributes:
         stream: The training split, if it is streamed.
+        shards: The files of ``data.name``, if it is streamed.
         tagged: Whether a row has a list of labels, which are counted one by one.
     """
 
     stream: Streaming | None = None
+    shards: Shards | None = None
     tagged = False
 
     def open_stream(self: Any, files: Mapping[str, Any], needed: Collection[str]) -> set[str]:
         """Find the files of a streamed training split. Returns the splits of ``needed`` to read into memory."""
-        if not self.options.streaming or "train" not in needed:
+        train = self.splits.train
+        if not self.options.streaming or train not in needed:
             return set(needed)
+        from fastloop_plugins.rows.index import find_shards
         from fastloop_plugins.text.streaming.dataset import Streaming
 
         if self.inference is not None:
             raise RecipeError(
                 f"{self.where}.streaming: the training split is only streamed, and not evaluated. Choose another split."
             )
-        self.stream = Streaming(self, files["train"])
-        return set(needed) - {"train"}
+        entries: list[list[str]]
+        if self.shards is not None:
+            entries = [files[train]]
+        elif self.sources:
+            entries = [source.find_shards(self) for source in self.sources]
+        else:
+            entries = find_shards(self.recipe, files[train], f"{self.where}.files.train", self.formats)
+        self.stream = Streaming(self, entries)
+        return set(needed) - {train}
+
+    def open_shards(self: Any) -> None:
+        """Find the files of ``data.name``, and open its training split."""
+        from fastloop_plugins.text.streaming.shards import list_shards
+
+        self.shards = list_shards(self)
+        there = self.shards.splits
+        if self.inference is None and self.options.validation_fraction and self.splits.validation not in there:
+            raise refuse(
+                self, "validation_fraction", f"{HOLD_OUT} Name a split of {', '.join(there)}: data.splits.validation"
+            )
+        self.open_stream(there, [name for name in self._needed(there).values() if name in there])
+
+    def read_shards(self: Any) -> dict[str, list[Table]]:
+        """The splits of ``data.name`` that are needed."""
+        found, needed = {}, self._needed(self.shards.splits).values()
+        for split, paths in self.shards.splits.items():
+            if self.stream is not None and split == self.splits.train:
+                found[split] = [self.stream.read_head()]
+            else:
+                found[split] = self._read_files(paths) if split in needed else []
+        names = self.shards.class_names(self)
+        for table in (table for tables in found.values() for table in tables):
+            table.classes = names
+        return found
 
     def every_file(self: Any) -> list[Path]:
         """The files of all splits."""
@@ -94,6 +133,11 @@ class StreamedData:
         return cast("Mapping[str, Any]", self.stream.datasets(run, datasets, encode))
 
 
+def refuse(data: TextData, key: str, reason: str) -> RecipeError:
+    """The error for an option that a stream does not support."""
+    return RecipeError(f"{data.where}.{key}: cannot hold with data.streaming: {reason}.")
+
+
 def check_streaming(data: TextData, given: dict[str, Any]) -> None:
     """Check the options that a stream does not support.
 
@@ -112,34 +156,36 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
                 )
         return
 
-    def refuse(key: str, reason: str) -> RecipeError:
-        return RecipeError(f"{where}.{key}: cannot hold with data.streaming: {reason}.")
-
-    if options.sources is not None:
-        raise refuse("sources", "rows of a stream have columns of one name. Rename the columns, and use data.mix")
-    if options.files is None:
+    if options.files is None and options.sources is None and options.name is None:
         raise RecipeError(
-            f"{where}.streaming: it reads data.files.train, which is not there. Give files of any type but .txt."
+            f"{where}.streaming: it reads files, and there are none. Give data.files.train, data.sources or data.name."
         )
+    if options.sources is not None and options.mix is not None:
+        raise RecipeError(f"{where}.mix: is for data.files.train. Give each entry of data.sources a weight.")
     if data.limit.train is not None:
-        raise refuse("limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
-    if options.validation_fraction and options.files.get("validation") is None:
+        raise refuse(data, "limit.train", "rows are not drawn from a stream. Set train.max_steps, or name fewer files")
+    named = options.files is None and options.sources is None
+    if options.validation_fraction and not named and (options.files or {}).get("validation") is None:
         raise refuse(
-            "validation_fraction",
-            "no rows are held out of a stream. Give data.files.validation, or set validation_fraction: 0",
+            data, "validation_fraction", f"{HOLD_OUT} Give data.files.validation, or set validation_fraction: 0"
         )
-    if data.splits.train != "train":
-        raise refuse("splits.train", "data.files.train is streamed. Remove it")
+    if data.splits.train != "train" and not named:
+        raise refuse(data, "splits.train", "data.files.train is streamed. Remove it")
     if None in (options.label_map or {}).values():
-        raise refuse("label_map", "null leaves out rows of memory. Leave them out by data.drop, with column and equals")
+        raise refuse(
+            data, "label_map", "null leaves out rows of memory. Leave them out by data.drop, with column and equals"
+        )
     if options.deduplicate:
-        raise refuse("deduplicate", "it compares all rows in memory. Remove repeated rows from the files")
+        raise refuse(data, "deduplicate", "it compares all rows in memory. Remove repeated rows from the files")
     if data.label_type == "classes" and options.label is not None:
         raise refuse(
-            "label_type=classes", "expected one class or one number a row. Remove data.streaming, or train on one label"
+            data,
+            "label_type=classes",
+            "expected one class or one number a row. Remove data.streaming, or train on one label",
         )
     if options.mix is not None:
-        entries = options.files["train"] if isinstance(options.files.get("train"), list) else [""]
+        train = (options.files or {}).get("train")
+        entries = train if isinstance(train, list) else [""]
         if len(options.mix) != len(entries) or len(entries) < 2 or min(options.mix) <= 0:
             raise RecipeError(
                 f"{where}.mix: found {options.mix} for {len(entries)} entries of data.files.train. Expected two "

@@ -1,0 +1,85 @@
+"""Reads Arrow files, as ``datasets`` saves them: the IPC stream format, and the IPC file format (Feather)."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import pyarrow  # type: ignore[import-untyped]
+from pyarrow import ipc
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.file import BLOCK, Block, File
+from fastloop_plugins.rows.limits import check_total, size_of
+from fastloop_plugins.rows.lines import open_binary
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.table import check_names
+
+MAGIC = b"ARROW1\0\0"
+"""First bytes of the file format. A stream follows them."""
+
+
+class Arrow(File):
+    """Rows of an Arrow file. A position is the offset of a record batch; its rows may be several blocks."""
+
+    row = "a row of the table"
+    group = "a record batch of the file"
+    lists = True
+    has_groups = True
+
+    def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
+        super().__init__(path, how, columns, skip_unreadable)
+        source = open_binary(path)
+        self.source = source if isinstance(source, pyarrow.NativeFile) else pyarrow.PythonFile(source, mode="r")
+        self.size, self.count, self.checksum = size_of(self.source), 0, 0
+        if self.source.read(len(MAGIC)) != MAGIC:
+            self.source.seek(0)
+        self.schema = ipc.read_schema(self.source)
+        self.first = self.source.tell()
+        check_names(path, self.schema.names)
+        self.names = dict.fromkeys(self.schema.names)
+        if named := [field.name for field in self.schema if pyarrow.types.is_dictionary(field.type)]:
+            raise RecipeError(
+                f"{path}: the column {named[0]!r} has a dictionary, expected plain values. Convert the file to Parquet."
+            )
+
+    def facts(self) -> list[str]:
+        return [f"{self.count} {self.checksum}"]
+
+    def first_names(self) -> list[str]:
+        return list(self.names)
+
+    def close(self) -> None:
+        self.source.close()
+
+    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
+        """See ``File``. Other iterators may move the file's position in between."""
+        there, end, total = [name for name in columns if name in self.names], start or self.first, 0
+        if not start:
+            self.count = self.checksum = 0
+        while (found := self._batch(end, counts=not start)) is not None:
+            (batch, after), place = found, end
+            end, total = after, total + batch.nbytes
+            check_total(self.path, self.size, total, self.how)
+            for row in range(skip, batch.num_rows, size if there else batch.num_rows or 1):
+                part = batch.slice(row, size if there else None)
+                yield Block(place, part.num_rows, {name: part.column(name) for name in there})
+            skip = max(skip - batch.num_rows, 0)
+
+    def _batch(self, offset: int, counts: bool) -> tuple[pyarrow.RecordBatch, int] | None:
+        """The record batch at an offset, and the offset after it; None at the end.
+
+        Args:
+            counts: Whether to add the batch to ``facts``.
+        """
+        self.source.seek(offset)
+        try:
+            message = ipc.read_message(self.source)
+        except EOFError:
+            return None
+        end = self.source.tell()
+        batch = ipc.read_record_batch(message, self.schema)
+        batch.validate(full=True)  # offsets of a damaged file may lie outside its buffers
+        if counts:
+            self.count, self.checksum = self.count + batch.num_rows, zlib.crc32(message.body, self.checksum)
+        return batch, end

@@ -1,0 +1,136 @@
+"""The files of ``data.name`` that a stream reads: those of a dataset of the hub at one commit, or of a local folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.models.hub import explain, offline, quiet
+from fastloop_plugins.rows.formats import explain_reading
+from fastloop_plugins.rows.index import unstreamed
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.data import TextData
+
+logger = logging.getLogger("fastloop")
+
+EXPORT = "refs/convert/parquet"
+"""The branch in which the hub keeps a Parquet copy of a dataset: ``SUBSET/SPLIT/0000.parquet``."""
+COMMIT = re.compile(r"hf://datasets/[^@]+@([^/]+)/")
+
+
+@dataclass
+class Shards:
+    """The files of a dataset.
+
+    Attributes:
+        splits: Split -> paths, or URLs of fsspec that name a commit.
+        features: The features that the dataset states; None: the schema of its files has them.
+    """
+
+    splits: dict[str, list[str]]
+    features: Any = None
+
+    def paths(self) -> list[str]:
+        """The files of all splits."""
+        return [path for paths in self.splits.values() for path in paths]
+
+    def class_names(self, data: TextData) -> list[str] | None:
+        """The names of the classes, if the features define them: the files then have their numbers."""
+        import datasets
+
+        path, features = self.paths()[0], self.features
+        if features is None:
+            with explain_reading(path, data.how), data.layout().open(path) as file:
+                features = {} if file.schema is None else datasets.Features.from_arrow_schema(file.schema)
+        feature = features.get(data.options.label) if isinstance(data.options.label, str) else None
+        names: list[str] | None = getattr(getattr(feature, "feature", feature), "names", None)
+        return names
+
+
+def list_shards(data: TextData) -> Shards:
+    """List the files of ``data.name``: a folder of ``save_to_disk``, another folder of files, or a name of the hub.
+
+    The hub's Parquet copy takes the place of files that are not streamed.
+
+    Raises:
+        RecipeError: The files cannot be listed, or there are none in a format that is streamed.
+    """
+    import datasets
+
+    name, where = data.options.name or "", f"{data.where}.name"
+    folder = data.recipe.find(name)
+    local, options = folder.is_dir(), {"name": data.options.subset, "revision": data.options.revision}
+    every = (OSError, ValueError, RuntimeError, datasets.exceptions.DatasetsError)
+    if (folder / "dataset_dict.json").is_file():
+        return _saved(folder, where)
+    if not local and offline():
+        from huggingface_hub import constants
+
+        raise RecipeError(
+            f"{where}: {name!r} is not a local folder, and the hub ({constants.ENDPOINT}), which data.streaming reads, "
+            "cannot be reached from here, or HF_HUB_OFFLINE is set. A stream does not use the hub's local cache. Use a "
+            "local copy: data.name=FOLDER or data.files.train=FILE."
+        )
+    try:
+        with quiet():
+            found = _listed(datasets.load_dataset_builder(str(folder.resolve()) if local else name, **options))
+        problem = unstreamed(found.paths(), data.formats)
+        if not problem:
+            if commit := commit_of(found):
+                data.recipe.data["revision"] = commit  # checkpoints have it: a resume reads the same files
+                logger.info("data: %s at commit %s", name, commit)
+            return found
+        problem = f"{where}: {name}: {problem}"
+    except datasets.exceptions.DatasetNotFoundError as error:
+        remedy = " If it is private or gated, accept its terms on its page, and log in: hf auth login, or set HF_TOKEN."
+        raise RecipeError(explain(where, name, folder, error, "") + remedy) from None
+    except every as error:
+        problem = explain(where, name, folder, error, "data.files.train=FILE or data.name=FOLDER")
+    if local:
+        raise RecipeError(problem)
+    try:
+        with quiet():
+            part = options["name"] or "default"
+            found = _listed(datasets.load_dataset_builder(name, data_dir=part, revision=EXPORT))
+    except every:
+        raise RecipeError(f"{problem} And the hub has no Parquet copy of it ({EXPORT}).") from None
+    for path in found.paths():
+        if "/partial-" in path:
+            raise RecipeError(
+                f"{where}: {name}: its files are not streamed, and the hub's Parquet copy has only a part of its rows "
+                f"({path}). Download the dataset, and convert it to Parquet."
+            )
+    logger.info("data: %s, the hub's Parquet copy at commit %s", name, commit_of(found))
+    return found
+
+
+def commit_of(found: Shards) -> str | None:
+    """The commit of files of the hub; None: they are local."""
+    match = COMMIT.match(found.paths()[0])
+    return None if match is None else match[1]
+
+
+def _listed(builder: Any) -> Shards:
+    """The files that a builder of ``datasets`` would read."""
+    files = builder.config.data_files
+    if not files:
+        raise ValueError("it has no list of files")
+    return Shards({str(split): [str(path) for path in paths] for split, paths in files.items()}, builder.info.features)
+
+
+def _saved(folder: Path, where: str) -> Shards:
+    """The Arrow files of a folder of ``save_to_disk``."""
+    splits = {}
+    try:
+        for split in json.loads((folder / "dataset_dict.json").read_text(encoding="utf-8"))["splits"]:
+            state = json.loads((folder / split / "state.json").read_text(encoding="utf-8"))
+            splits[split] = [str(folder / split / file["filename"]) for file in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{where}: {folder} cannot be loaded: {type(error).__name__}: {error}.") from None
+    return Shards(splits)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastloop_plugins.rows.file import BLOCK, BadRow, Block
+from fastloop_plugins.rows.file import BadRow
 from fastloop_plugins.rows.json_list import Elements
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.table import show
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -70,37 +69,16 @@ class Json(LineFormat):
         super().__init__(path, how, columns, skip_unreadable)
         self.is_list = self.text.head.lstrip().startswith("[")  # it may be one long line
         # other encodings may have several forms of a character: its bytes cannot be counted
+        self.parses_all = self.is_list
         self.is_whole = self.is_whole or (self.is_list and self.text.encoding != "utf-8")
 
-    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
-        """See ``File``. Without columns, only the first row of a file of lines is parsed."""
+    def parse(self, content: Any, place: str) -> Any:
+        return content if self.is_list else parse_json(content, place)
 
-        def read(found: tuple[Any, int]) -> Any:
-            content, number = found
-            if not self.is_list and not columns and self.names:
-                return None
-            row = content if self.is_list else parse_json(content, f"line {number}")
-            if not isinstance(row, dict):
-                place = f"{'row' if self.is_list else 'line'} {number}"
-                raise BadRow(f"found {show(row)}, expected a mapping of columns.", place)
-            if not row.keys() <= self.names.keys():
-                self.names |= dict.fromkeys(row)
-            return row
+    def items(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
+        return self._elements(start) if self.is_list else super().items(start)
 
-        def make(place: int, rows: list[Any]) -> Block:
-            there = [name for name in columns if name in self.names]
-            return Block(place, len(rows), {name: [row.get(name) for row in rows] for name in there})
-
-        return self.in_blocks(self._listed(start) if self.is_list else self._lines(start), read, make, size, skip)
-
-    def _lines(self, start: int) -> Iterator[tuple[int, tuple[Any, int]]]:
-        lines, position = self.begin(start), start
-        for line in lines:
-            if not line.isspace():
-                yield position, (line, lines.number)
-            position = lines.offset
-
-    def _listed(self, start: int) -> Iterator[tuple[int, tuple[Any, int]]]:
+    def _elements(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
         def parse(text: str, at: int) -> tuple[Any, int]:
             try:
                 return DECODER.raw_decode(text, at)
@@ -113,4 +91,4 @@ class Json(LineFormat):
         if not start:
             self.last = elements
         for number, (position, row) in enumerate(elements, 1):
-            yield position, (row, number)
+            yield position, (row, f"row {number}")

@@ -6,15 +6,16 @@ import codecs
 import io
 import re
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.file import BadRow, File
+from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
 from fastloop_plugins.rows.limits import Expanded, check_row, size_of
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import URL, format_of
+from fastloop_plugins.rows.table import show
 
 if TYPE_CHECKING:
     from fastloop_plugins.rows.json_list import Elements
@@ -205,15 +206,61 @@ class Lines:
 
 
 class LineFormat(File):
-    """An open file of a format whose rows are lines. A position is an offset in bytes."""
+    """An open file of a format whose rows are lines. A position is an offset in bytes.
+
+    A format with one row per line implements ``parse``.
+
+    Attributes:
+        parses_all: Whether rows are parsed that are only counted.
+    """
 
     group = "1,024 rows"
+    parses_all = False
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.text = LineFile(path, how)
         self.is_whole = self.text.is_whole
         self.last: Lines | Elements = self.text.lines()
+
+    def parse(self, line: str, place: str) -> Any:
+        """The row of a line: column -> value.
+
+        Args:
+            line: A line that is not blank, with its end.
+            place: Its name in messages, such as ``line 3``.
+
+        Raises:
+            BadRow: It cannot be parsed.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has neither `parse` nor `blocks`.")
+
+    def items(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
+        """Yield the position of each row, its line, and its name in messages."""
+        lines, position = self.begin(start), start
+        for line in lines:
+            if not line.isspace():
+                yield position, (line, f"line {lines.number}")
+            position = lines.offset
+
+    def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
+        """See ``File``. A column is there if any row has it. Without columns, only the first row is parsed."""
+
+        def read(item: tuple[Any, str]) -> Any:
+            if not columns and self.names and not self.parses_all:
+                return None
+            row = self.parse(*item)
+            if not isinstance(row, dict):
+                raise BadRow(f"found {show(row)}, expected a mapping of columns.", item[1])
+            if not row.keys() <= self.names.keys():
+                self.names |= dict.fromkeys(row)
+            return row
+
+        def make(place: int, rows: list[Any]) -> Block:
+            there = [name for name in columns if name in self.names]
+            return Block(place, len(rows), {name: [row.get(name) for row in rows] for name in there})
+
+        return self.in_blocks(self.items(start), read, make, size, skip)
 
     def begin(self, start: int) -> Lines:
         """The lines from a position on."""

@@ -1,0 +1,69 @@
+"""Tests of formats that other packages read, by the example in docs/data.md."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from fastloop import PluginError, RecipeError
+from fastloop_plugins.rows import paths
+from fastloop_plugins.rows.formats import Layout, reader_of
+from fastloop_plugins.rows.index import Reader, read_index
+from fastloop_plugins.rows.options import Read
+
+PAGE = Path(__file__).parents[3] / "docs" / "data.md"
+
+
+@pytest.fixture
+def entry(monkeypatch, tmp_path):
+    """Install the reader of the page for a test, or another object."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = next(code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S) if "class Ltsv" in code)
+    Path("ltsv_reader.py").write_text(code + "\n\nnumber = 3\n")
+
+    def install(value: str = "ltsv_reader:Ltsv") -> None:
+        point = EntryPoint(".ltsv", value, paths.GROUP)
+        monkeypatch.setattr(paths, "entry_points", lambda group: [point] if group == paths.GROUP else [])
+        paths.installed_formats.cache_clear()
+
+    install()
+    yield install
+    monkeypatch.undo()
+    paths.installed_formats.cache_clear()
+
+
+def layout() -> Layout:
+    return Layout(Read(), {"text": "text", "label": "label"})
+
+
+def test_it_is_read_in_memory_compressed_and_as_a_stream(entry):
+    lines = "".join(f"text:film {number}\tlabel:{number % 2}\n" for number in range(3000))
+    Path("a.ltsv").write_text("\n" + lines)
+    Path("b.ltsv.gz").write_bytes(gzip.compress(lines.encode()))
+    for path in ("a.ltsv", "b.ltsv.gz"):
+        table = layout().read(path)
+        assert len(table) == 3000
+        assert table.column("text", "text")[2999] == "film 2999"
+    index = read_index(["a.ltsv"], layout(), "label")
+    assert index.rows.tolist() == [1024, 1024, 952]
+    assert {label: count for label, (count, _) in index.labels.items()} == {"0": 1500, "1": 1500}
+    reader = Reader(index, layout(), ["text", "label"])
+    assert next(reader.read(2, 950)) == ("film 2998", "0")
+    reader.close()
+
+
+def test_errors_name_the_file_the_line_and_the_reader(entry):
+    Path("a.ltsv").write_text("text:a\tlabel:b\nno pair\n")
+    with pytest.raises(RecipeError, match=r"^a\.ltsv, line 2: a cell has no colon, expected name:value\.$"):
+        layout().read("a.ltsv")
+    entry("ltsv_reader:number")
+    with pytest.raises(PluginError, match=r"format \.ltsv \(ltsv_reader:number of \?\) is no reader: expected a class"):
+        reader_of(".ltsv")
+    entry("ltsv_reader:missing")
+    with pytest.raises(PluginError, match=r"format \.ltsv .*cannot be imported: AttributeError"):
+        reader_of(".ltsv")

@@ -21,7 +21,7 @@ from pinned import pins, with_pinned_versions
 
 ROOT = Path(__file__).parent.parent
 UNHASHED = {"torch"}
-"""Indexes serve different builds of one version. docs/decisions/0037 has the reason."""
+"""Indexes serve different builds of one version. SECURITY.md has the reason."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Build a JSON Schema of recipes from the ``train`` section, every plugin's ``Config`` and every task's ``sections``.
 
-Editors use it to complete and check recipes, and the docs are built from it. The schema describes a single file. No key
+Editors use it to complete and check recipes, and the docs are built from it: a table written by hand is wrong after the
+next change. The schema describes a single file. No key
 is required, because ``extends`` or the command line may set it, and ``${another.key}`` is valid for any value.
 `fastloop plan` checks combinations of options, files and the machine.
 """

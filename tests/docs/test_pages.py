@@ -210,6 +210,8 @@ def test_pages_name_existing_keys_commands_and_options(page, sources):
     known = dict(sources.leaves())
     for code in [*re.findall(r"`(fastloop [^`\n]+)`", text), *re.findall(r"(?m)^ *(?:\$ )?(fastloop [^#\n]+)", text)]:
         line = code.split(" #")[0].strip()
+        if line == "fastloop --install-completion":
+            continue
         command = next((key for key in sorted(known, key=len, reverse=True) if f"{line} ".startswith(f"{key} ")), None)
         written_as_code = f"`{code}`" in text or f"$ {code}" in text
         assert command is not None or not written_as_code, f"there is no command {line!r}"

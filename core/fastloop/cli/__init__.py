@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli import doctor, launch, plan, plugins, recipes, schema, train
+from fastloop.cli import completion, doctor, launch, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
 from fastloop.cli.messages import unreadable_package
 from fastloop.cli.streams import secure_streams
@@ -50,6 +50,15 @@ def show_version(requested: bool) -> None:
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
+    ] = False,
+    install_completion: Annotated[
+        bool,
+        typer.Option(
+            "--install-completion",
+            callback=completion.install,
+            is_eager=True,
+            help="Write the completion of commands, options and names for your shell (bash, zsh, fish).",
+        ),
     ] = False,
 ) -> None:
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""

@@ -14,6 +14,7 @@ import argparse
 import importlib
 import importlib.metadata
 import inspect
+import json
 import re
 import sys
 from collections import Counter
@@ -43,6 +44,7 @@ from fastloop_plugins.rows.formats import describe_formats
 from fastloop_plugins.tasks._sources import Source
 
 DOCS = Path(__file__).parent
+SCHEMA = DOCS.parent / "recipes" / "recipe.schema.json"
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 WHOLE = "<!-- made by `make docs-sources` from {}: edit that file -->\n"
 """First line of a page that is written whole."""
@@ -275,9 +277,11 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def sources() -> dict[Path, str]:
-    """File -> its text as the code has it: the pages that hold a part, those of plugins, and the stub of
-    ``run.hooks``."""
-    pages = {STUB: hook_types()} | {
+    """File -> its text as the code has it: the pages that hold a part, those of plugins, the stub of
+    ``run.hooks``, and the JSON Schema of recipes."""
+    schema, problems = recipe_schema(others=False)
+    assert not problems, problems
+    pages = {STUB: hook_types(), SCHEMA: json.dumps(schema, indent=1) + "\n"} | {
         DOCS / "plugins" / f"{name}.md": plugin_page(name, cls) for name, cls in ours().items()
     }
     for path in sorted(DOCS.rglob("*.md")):

@@ -44,7 +44,7 @@ from fastloop_plugins.rows.formats import describe_formats
 from fastloop_plugins.tasks._sources import Source
 
 DOCS = Path(__file__).parent
-SCHEMA = DOCS.parent / "recipes" / "recipe.schema.json"
+SCHEMA = STUB.parents[2] / "recipes" / "recipe.schema.json"
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 WHOLE = "<!-- made by `make docs-sources` from {}: edit that file -->\n"
 """First line of a page that is written whole."""

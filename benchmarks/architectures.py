@@ -198,13 +198,7 @@ def page(found: dict[Pair, list[Result]]) -> str:
         "",
         "The tiny model could not be built, or the task refuses it without plugins.",
         "",
-        "| task | architecture | reason |",
-        "|---|---|---|",
-        *(
-            f"| {task} | {kind} | {shortened(results[0]['detail'])} |"
-            for (task, kind), results in found.items()
-            if (task, kind) not in accepted
-        ),
+        *refusals({pair: results[0] for pair, results in found.items() if pair not in accepted}),
     ]
     return "\n".join(text) + "\n"
 
@@ -246,6 +240,21 @@ def reasons(accepted: dict[Pair, list[Result]]) -> list[str]:
     return lines
 
 
+def refusals(results: dict[Pair, Result]) -> list[str]:
+    """A row for each reason, with the pairs that it holds for. The reason is that of the first pair."""
+    groups: dict[str, list[Pair]] = {}
+    for pair, result in results.items():
+        groups.setdefault(without_names(result["detail"]), []).append(pair)
+    lines = ["| reason | pairs |", "|---|---|"]
+    for pairs in groups.values():
+        tasks: dict[str, list[str]] = {}
+        for task, kind in pairs:
+            tasks.setdefault(task, []).append(kind)
+        named = "; ".join(f"{task}: {', '.join(kinds)}" for task, kinds in tasks.items())
+        lines.append(f"| {shortened(results[pairs[0]]['detail'])} | {named} |")
+    return lines
+
+
 def reason_of(result: Result) -> str:
     """The detail of a result, without the place in the recipe."""
     text = result["detail"]
@@ -256,7 +265,7 @@ def reason_of(result: Result) -> str:
 
 def without_names(text: str) -> str:
     """A reason without names of classes and numbers, by which reasons of several architectures are compared."""
-    return re.sub(r"\b(?:[A-Za-z]+[A-Z]\w*|[\d.e+-]+)", "", text)
+    return re.sub(r"\b(?:[A-Za-z]+[A-Z]\w*|\w+\d\w*|[\d.e+-]+)", "", text)
 
 
 def shortened(text: str) -> str:

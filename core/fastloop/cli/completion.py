@@ -23,6 +23,9 @@ HOME_FILES = {
 """Shell -> the variable of its folder and that folder within the home folder, and the file. bash (with the package
 bash-completion) and fish read theirs without configuration."""
 
+BEFORE_PLUGINS = ("--with", "--without")
+"""Options whose value is a list of plugins."""
+
 
 def install(requested: bool) -> None:
     """Write the script of the user's shell, print its path, and exit."""
@@ -84,7 +87,7 @@ def bash(commands: dict[str, list[str]], plugins: list[str]) -> str:
     return f"""_fastloop() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} words=""
   case ${{COMP_WORDS[COMP_CWORD-1]}} in
-    --with|--without) COMPREPLY=($(compgen -W "{" ".join(plugins)}" -- "$word")); return ;;
+    {"|".join(BEFORE_PLUGINS)}) COMPREPLY=($(compgen -W "{" ".join(plugins)}" -- "$word")); return ;;
   esac
   if [ "$COMP_CWORD" -eq 1 ]; then words="{" ".join(commands)} --help --version --install-completion"
   else case ${{COMP_WORDS[1]}} in
@@ -101,7 +104,7 @@ def zsh(commands: dict[str, list[str]], plugins: list[str]) -> str:
     cases = "\n".join(f"  {name}) compadd -- {' '.join(found)} ;;" for name, found in commands.items())
     return f"""#compdef fastloop
 case $words[CURRENT-1] in
-  --with|--without) compadd -- {" ".join(plugins)}; return ;;
+  {"|".join(BEFORE_PLUGINS)}) compadd -- {" ".join(plugins)}; return ;;
 esac
 if (( CURRENT == 2 )); then compadd -- {" ".join(commands)} --help --version --install-completion; return; fi
 case $words[2] in
@@ -113,7 +116,7 @@ _files
 
 def fish(commands: dict[str, list[str]], plugins: list[str]) -> str:
     """A line for each command."""
-    after_plugins = "__fish_prev_arg_in --with --without"
+    after_plugins = " ".join(["__fish_prev_arg_in", *BEFORE_PLUGINS])
     lines = [
         f"complete -c fastloop -n __fish_use_subcommand -f -a '{' '.join(commands)} --help --version'",
         f"complete -c fastloop -n '{after_plugins}' -f -a '{' '.join(plugins)}'",

@@ -29,7 +29,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize(("shell", "code"), [("bash", BASH), ("zsh", ZSH), ("fish", FISH)])
+@pytest.mark.parametrize(("shell", "code"), [("bash", BASH), ("zsh", ZSH), ("fish", FISH)], ids=FILES)
 def test_the_script_completes_commands_options_recipes_and_plugins(shell, code, cli, home, monkeypatch):
     monkeypatch.setenv("SHELL", f"/usr/bin/{shell}")
     exit_code, out, _ = cli("--install-completion")

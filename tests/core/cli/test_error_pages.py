@@ -62,6 +62,7 @@ def test_a_release_has_the_address_of_its_metadata(monkeypatch):
     assert documentation("data.text: found 1") == "https://example.org/blob/v1/docs/checks/data.md"
 
 
+@pytest.mark.slow
 def test_a_terminal_shows_the_page_and_a_log_does_not(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: {name: x}\ndata: {files: {train: none.csv}, text: a, label: b}\n")
     command = [sys.executable, "-m", "fastloop", "plan", "recipe.yaml", "train.lr=fast"]

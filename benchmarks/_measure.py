@@ -186,6 +186,11 @@ def write(name: str, results: Mapping[str, Any], folder: Path = RESULTS) -> Path
     return path
 
 
+def method(text: str, script: str) -> str:
+    """The first paragraph of the method in a script's docstring, and where the rest is."""
+    return f"{text.strip().partition(chr(10) * 2)[0]}\n\nMethod: the docstring of `benchmarks/{Path(script).name}`."
+
+
 def write_section(title: str, text: str, page: Path = PAGE) -> None:
     """Write a section of docs/benchmarks.md. Replaces a section with the same title."""
     intro = "The scripts in `benchmarks/` write this page. The docstring of each script describes its method."

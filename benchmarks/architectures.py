@@ -8,7 +8,8 @@
 The models are those of transformers' Auto classes, with random weights that make attention matter. Each has two layers
 and 64 features, or little more. They train for three steps on texts of 1 to 22 words, or on images of 64 pixels, on a
 CPU and without dropout. A sliding window has 8 tokens. Tokenizers pad on the side on which the architecture's own
-tokenizer pads. Each column is one check:
+tokenizer pads. A cell of the table is ``ok`` if every check was equal. Otherwise it names the checks that were refused
+with a reason, and those with another outcome. ``no``: the task does not accept the architecture. These are the checks:
 
 - *hand-written loop*: losses and weights of a run without plugins equal those of a loop in plain PyTorch;
 - *micro-batches*: micro-batches of one sample give the result of a whole batch;
@@ -34,7 +35,9 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
+import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -183,44 +186,91 @@ def page(found: dict[Pair, list[Result]]) -> str:
         "",
         __doc__.partition("interrupted run\n")[2].strip(),
         "",
-        "A number in brackets is a reason below the tables.",
+        *table(found, accepted),
         "",
-    ]
-    reasons: list[str] = []
-    for task in TASKS:
-        pairs = {kind: results for (name, kind), results in accepted.items() if name == task}
-        text += [f"## {task}", "", *table(pairs, reasons), ""] if pairs else []
-    text += ["## Reasons", "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)), ""]
-    others = [(*pair, results[0]["detail"]) for pair, results in found.items() if pair not in accepted]
-    text += ["## Not accepted", "", "The tiny model could not be built, or the task refuses it without plugins.", ""]
-    text += [
-        "| task | architecture | reason |",
-        "|---|---|---|",
-        *(f"| {task} | {kind} | {escape(reason)} |" for task, kind, reason in others),
+        "## Refused or warned",
+        "",
+        "The reason of the most architectures, with one of them as example. A run shows its own.",
+        "",
+        *reasons(accepted),
+        "",
+        "## Not accepted",
+        "",
+        "The tiny model could not be built, or the task refuses it without plugins.",
+        "",
+        *refusals({pair: results[0] for pair, results in found.items() if pair not in accepted}),
     ]
     return "\n".join(text) + "\n"
 
 
-def table(pairs: dict[str, list[Result]], reasons: list[str]) -> list[str]:
-    """A row for each architecture, a column for each check. Adds to ``reasons``."""
-    names = list(dict.fromkeys(result["check"] for results in pairs.values() for result in results))
-    lines = [f"| {' | '.join(['', *names])} |", f"|{'---|' * (1 + len(names))}"]
-    for kind, results in pairs.items():
-        cells = {result["check"]: cell(result, kind, reasons) for result in results}
-        lines.append(f"| {' | '.join([kind, *(cells.get(name, '') for name in names)])} |")
+def table(found: dict[Pair, list[Result]], accepted: dict[Pair, list[Result]]) -> list[str]:
+    """A row for each architecture, a column for each task."""
+    lines = [f"| {' | '.join(['architecture', *TASKS])} |", f"|{'---|' * (1 + len(TASKS))}"]
+    for kind in sorted({kind for _, kind in found}):
+        cells = [
+            cell(accepted[task, kind]) if (task, kind) in accepted else "no" if (task, kind) in found else ""
+            for task in TASKS
+        ]
+        lines.append(f"| {' | '.join([kind, *cells])} |")
     return lines
 
 
-def cell(result: Result, kind: str, reasons: list[str]) -> str:
-    """The outcome of a check, with the number of its reason."""
-    if result["outcome"] == "ok":
-        return "ok"
-    reason = escape(result["detail"])
+def cell(results: Iterable[Result]) -> str:
+    """The checks that were not equal, or ``ok``."""
+    names = [
+        result["check"] + f" ({result['outcome']})" * (result["outcome"] != "refused")
+        for result in results
+        if result["outcome"] != "ok"
+    ]
+    return ", ".join(names) or "ok"
+
+
+def reasons(accepted: dict[Pair, list[Result]]) -> list[str]:
+    """For each check that was not equal everywhere: the outcomes, and the reason of the most architectures."""
+    outcomes: dict[tuple[str, str], list[str]] = {}
+    for results in accepted.values():
+        for result in results:
+            if result["outcome"] != "ok":
+                outcomes.setdefault((result["check"], result["outcome"]), []).append(reason_of(result))
+    lines = ["| check | outcome | pairs | reason |", "|---|---|---|---|"]
+    for (check, outcome), texts in sorted(outcomes.items()):
+        kinds = Counter(map(without_names, texts))
+        common = next(text for text in texts if without_names(text) == kinds.most_common(1)[0][0])
+        lines.append(f"| {check} | {outcome} | {len(texts)} | {shortened(common)} |")
+    return lines
+
+
+def refusals(results: dict[Pair, Result]) -> list[str]:
+    """A row for each reason, with the pairs that it holds for. The reason is that of the first pair."""
+    groups: dict[str, list[Pair]] = {}
+    for pair, result in results.items():
+        groups.setdefault(without_names(result["detail"]), []).append(pair)
+    lines = ["| reason | pairs |", "|---|---|"]
+    for pairs in groups.values():
+        tasks: dict[str, list[str]] = {}
+        for task, kind in pairs:
+            tasks.setdefault(task, []).append(kind)
+        named = "; ".join(f"{task}: {', '.join(kinds)}" for task, kinds in tasks.items())
+        lines.append(f"| {shortened(results[pairs[0]]['detail'])} | {named} |")
+    return lines
+
+
+def reason_of(result: Result) -> str:
+    """The detail of a result, without the place in the recipe."""
+    text = result["detail"]
     if result["outcome"] == "refused":
-        reason = reason.partition(": plugins.")[2] or reason.partition(": ")[2]
-    if reason not in reasons:
-        reasons.append(reason)
-    return f"{result['outcome']} ({reasons.index(reason) + 1})"
+        text = text.partition(": plugins.")[2] or text.partition(": ")[2]
+    return text
+
+
+def without_names(text: str) -> str:
+    """A reason without names of classes and numbers, by which reasons of several architectures are compared."""
+    return re.sub(r"\b(?:[A-Za-z]+[A-Z]\w*|\w+\d\w*|[\d.e+-]+)", "", text)
+
+
+def shortened(text: str) -> str:
+    """The first 130 characters of a reason, up to the end of a word, for a cell of a table."""
+    return escape(textwrap.shorten(text, 130, placeholder=" ..."))
 
 
 def escape(text: str) -> str:

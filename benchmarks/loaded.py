@@ -32,6 +32,7 @@ from _measure import (
     ROOT,
     caution,
     machine,
+    method,
     ratio,
     rounds,
     show_machine,
@@ -134,7 +135,7 @@ def main() -> None:
             "process."
         )
         given = f"fastloop's plugins: `{json.dumps([*peers.PLUGINS, 'cpu-affinity'])}`."
-        about = (__doc__ or "").partition("--arms hf-trainer fastloop\n\n")[2]
+        about = method((__doc__ or "").partition("--arms hf-trainer fastloop\n\n")[2], __file__)
         parts = [
             shown,
             f"{said} {caution(options.repeats)}",

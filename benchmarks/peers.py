@@ -50,6 +50,7 @@ from _measure import (
     caution,
     load,
     machine,
+    method,
     ratio,
     rounds,
     show_machine,
@@ -272,7 +273,7 @@ def main() -> None:
     }
     print(f"\n{shown}\n\n{load(every)}\n{write('peers', results, options.results)}")
     if options.results == RESULTS:
-        about = (__doc__ or "").partition("fastloop --steps 24\n\n")[2]
+        about = method((__doc__ or "").partition("fastloop --steps 24\n\n")[2], __file__)
         said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps on {facts['threads']} threads."
         said += f" {load(every)} {caution(options.repeats)}"
         listed = ", ".join(

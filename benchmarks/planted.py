@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _measure import RESULTS, machine, show_machine, table, write, write_section
+from _measure import RESULTS, machine, method, show_machine, table, write, write_section
 
 CODE = """
 import os
@@ -292,7 +292,7 @@ def main() -> None:
     )
     print(f"{shown}\n{errors}")
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
-        about = (__doc__ or "").partition("padding\n\n")[2].strip()
+        about = method((__doc__ or "").partition("padding\n\n")[2], __file__)
         pairs = (
             "Factors are the median of five pairs, with their range. "
             "If one pair was slower, there are seven pairs; if two were, there are fewer."

@@ -174,21 +174,17 @@ def tables(page: Page, found: dict[str, dict[str, Row]]) -> str:
             "",
             f"`{page.suite.relative_to(ROOT)}/{file}.py`",
             "",
-            "| fault | promise | test | tried | survived | lost |",
+            "| fault | promise | test | tried |",
         ]
-        text.append("|---|---|---|---:|---:|---:|")
+        text.append("|---|---|---|---:|")
         for test, row in found[file].items():
             promise = row.promise + (f" ({row.figures})" if row.figures else "")
             if row.skipped:
                 cases = "" if len(row.skipped) == row.cases else f" {len(row.skipped)} of {row.cases} cases"
                 promise += f" (skipped{cases}: {'; '.join(dict.fromkeys(row.skipped))})"
             cells = [cell.replace("|", "\\|") for cell in (row.fault, promise)]
-            figures = (
-                [f"{row.tried:,}", f"{row.tried - row.lost:,}", f"**{row.lost}**" if row.lost else "0"]
-                if row.tried
-                else ["", "", ""]
-            )
-            text.append(f"| {' | '.join([*cells, f'`{test}`', *figures])} |")
+            tried = (f"{row.tried:,}" if row.tried else "") + f", **{row.lost} lost**" * bool(row.lost)
+            text.append(f"| {' | '.join([*cells, f'`{test}`', tried])} |")
         text.append("")
     return "\n".join(text)
 

@@ -14,8 +14,10 @@ import argparse
 import importlib
 import importlib.metadata
 import inspect
+import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -42,6 +44,7 @@ from fastloop_plugins.rows.formats import describe_formats
 from fastloop_plugins.text.sources import Source
 
 DOCS = Path(__file__).parent
+SCHEMA = STUB.parents[2] / "recipes" / "recipe.schema.json"
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
 WHOLE = "<!-- made by `make docs-sources` from {}: edit that file -->\n"
 """First line of a page that is written whole."""
@@ -75,6 +78,10 @@ PHASES = {
 """First hook of a phase -> the phase."""
 
 
+SHOWN = 5
+"""Plugins that the section of a hook names. The page of each plugin lists all of its hooks."""
+
+
 def hooks() -> dict[str, Any]:
     """Every hook's specification, in order."""
     return {name: spec for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")}
@@ -102,11 +109,12 @@ def all_hooks() -> str:
             f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items()
         )
         answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
+        more = f" and {len(answered) - SHOWN} more" * (len(answered) > SHOWN)
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
             f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
-            f"Kind: {kind(name, spec)}. Our plugins that implement it: {', '.join(answered) or 'none'}.\n",
+            f"Kind: {kind(name, spec)}. Ours that implement it: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
         ]
     return "\n".join(text)
 
@@ -162,7 +170,8 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
     text += ["## Options\n", option_table(options) if options else "None.\n"]
     for section, keys in cls.sections.items():
-        text += [f"## The section `{section}`\n", option_table(describe(keys))]
+        names = ", ".join(f"`{row.name}`" for row in describe(keys))
+        text += [f"## The section `{section}`\n", f"Keys, [explained with recipes](../recipe.md#{section}): {names}.\n"]
     return "\n".join(text)
 
 
@@ -186,13 +195,21 @@ def recipe_keys() -> str:
         text.append((section.get("description") or made["$defs"][name]["description"]) + "\n")
         if name == "train":
             text.append(option_table(describe(Train)))
-        readers: dict[type, list[str]] = {}
-        for task, cls in ours().items():
-            if name in cls.sections:
-                readers.setdefault(cls.sections[name], []).append(f"[`{task}`](plugins/{task}.md)")
-        for keys, tasks in readers.items():
-            text += [f"For {' and '.join(tasks)}:\n", option_table(describe(keys))]
+        readers: dict[tuple[str, ...], list[OptionInfo]] = {}
+        for row, tasks in keys_of_tasks(name):
+            readers.setdefault(tuple(tasks), []).append(row)
+        for tasks, rows in readers.items():
+            text += [f"For {', '.join(f'[`{task}`](plugins/{task}.md)' for task in tasks)}:\n", option_table(rows)]
     return "\n".join(text)
+
+
+def keys_of_tasks(section: str) -> list[tuple[OptionInfo, list[str]]]:
+    """The different keys of a section, and the tasks that read each."""
+    found: dict[str, tuple[OptionInfo, list[str]]] = {}
+    for task, cls in ours().items():
+        for row in describe(cls.sections[section]) if section in cls.sections else ():
+            found.setdefault(repr(row), (row, []))[1].append(task)
+    return list(found.values())
 
 
 def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any]]:
@@ -206,6 +223,10 @@ def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any
             yield f"{name} {word}", command
 
 
+MANY = 4
+"""Commands that share an entry, from which on the page describes it once."""
+
+
 def argument(parameter: Any) -> str:
     """The form of an argument or an option on the command line."""
     if parameter.param_type_name == "argument":
@@ -214,21 +235,28 @@ def argument(parameter: Any) -> str:
     return f"{', '.join(parameter.opts)} {parameter.metavar or ''}".rstrip()
 
 
+def described(parameter: Any) -> str:
+    """An argument or an option with its default and its meaning, as an entry of a list."""
+    default = "" if parameter.default in (None, "", False) else f" (`{parameter.default}`)"
+    return f"- `{argument(parameter)}`{default} {parameter.help or ''}"
+
+
 def commands() -> str:
-    """Every command with its arguments and options."""
-    text = []
+    """Every command with its arguments and options. Entries of many commands come first, and only once."""
+    counts = Counter(described(parameter) for _, command in leaves() for parameter in command.params)
+    shared = [entry for entry, count in counts.items() if count >= MANY]
+    text = ["Arguments and options of several commands, with a default in brackets:\n", *shared, ""]
     for name, command in leaves():
-        rows = []
-        for parameter in command.params:
-            default = "" if parameter.default in (None, "", False) else f"`{parameter.default}`"
-            rows.append((f"`{argument(parameter)}`", default, parameter.help or ""))
+        entries = [described(parameter) for parameter in command.params]
         usage = [argument(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
         text += [
             f"## {name}\n",
             f"    {' '.join([name, '[OPTIONS]', *usage])}\n",
             f"{inspect.cleandoc(command.help or '')}\n",
         ]
-        text.append(table("argument|default|meaning", rows))
+        also = ["`" + entry.split("`")[1] + "`" for entry in entries if entry in shared]
+        text += [entry for entry in entries if entry not in shared]
+        text += [f"- as above: {', '.join(also)}"] * bool(also) + [""]
     return "\n".join(text)
 
 
@@ -249,9 +277,11 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def sources() -> dict[Path, str]:
-    """File -> its text as the code has it: the pages that hold a part, those of plugins, and the stub of
-    ``run.hooks``."""
-    pages = {STUB: hook_types()} | {
+    """File -> its text as the code has it: the pages that hold a part, those of plugins, the stub of
+    ``run.hooks``, and the JSON Schema of recipes."""
+    schema, problems = recipe_schema(others=False)
+    assert not problems, problems
+    pages = {STUB: hook_types(), SCHEMA: json.dumps(schema, indent=1) + "\n"} | {
         DOCS / "plugins" / f"{name}.md": plugin_page(name, cls) for name, cls in ours().items()
     }
     for path in sorted(DOCS.rglob("*.md")):

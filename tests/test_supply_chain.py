@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from pinned import pins, with_pinned_versions
 
 ROOT = Path(__file__).parent.parent
 UNHASHED = {"torch"}
-"""Indexes serve different builds of one version. docs/decisions/0037 has the reason."""
+"""Indexes serve different builds of one version. SECURITY.md has the reason."""
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +162,20 @@ def test_release_files_are_built_by_hashed_tools_alone(tmp_path):
     for file in files:
         (copy / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, copy / file)
-    subprocess.run(["make", "dist", f"PYTHON={sys.executable}"], cwd=copy, check=True, capture_output=True)
+    release = os.environ | {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "owner/name"}
+    subprocess.run(["make", "dist", f"PYTHON={sys.executable}"], cwd=copy, check=True, capture_output=True, env=release)
     (source,) = (copy / "dist").glob("*.tar.gz")
     with tarfile.open(source) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"SECURITY.md", "CITATION.cff", "CHANGELOG.md", "LICENSE", "requirements.txt"} <= packed
+    (wheel,) = (copy / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
+        text = archive.read(metadata).decode()
+        assert "fastloop/recipes/recipe.schema.json" in archive.namelist()
+    assert "Project-URL: Documentation, https://github.com/owner/name/blob/v" in text
+    assert [link for link in re.findall(r"\]\(([^)]+)\)", text) if not link.startswith("https://")] == []
+    assert re.search(r"!\[[^]]+\]\(https://github\.com/owner/name/raw/v[^)]+\.svg\)", text)
     listed = subprocess.run(
         [copy / "build/dist/bin/pip", "list", "--format=json"], capture_output=True, check=True
     ).stdout

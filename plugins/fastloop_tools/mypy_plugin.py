@@ -3,6 +3,9 @@
 It applies the checks of ``plugins.checks`` to the source code. It knows the hooks of the core, those in the class's
 ``hookspecs``, and those of the plugins in its ``requires``. Errors have the code ``fastloop``. Only mypy imports this
 module.
+
+Stubs type calls of hooks (``core/fastloop/hook_types.pyi``), and not the name of a new method, so they cannot report a
+hook that does not exist.
 """
 
 from __future__ import annotations

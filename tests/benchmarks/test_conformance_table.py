@@ -51,8 +51,8 @@ def test_a_report_becomes_a_table(script: Any, tmp_path: Path) -> None:
     found = script.read(tmp_path / "report.xml")
     assert found["ema"]["declared"] == ("passed", "")
     lines = script.table(found).splitlines()
-    assert lines[2].startswith("| ema | changes-training | passed | skipped (1) | skipped (1) | FAILED (2) |")
-    assert lines[2].endswith("| skipped (3) | 1.00, 2.50 |")
+    assert lines[2].startswith("| ema | changes-training | options (1); documented (1); numerics class: FAILED (2); ")
+    assert lines[2].endswith("; two processes, ddp (3) | 1.00, 2.50 |")
     assert lines[-3:] == ["1. not reported", "2. promised and not kept", "3. declared: not with it"]
 
 

@@ -52,7 +52,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tup
     """A venv with all packages, and a folder with a copy of their projects; the wheels are beside it."""
     folder = tmp_path_factory.mktemp("examples")
     projects = shutil.copytree(
-        ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*")
+        ROOT / "examples", folder / "projects", ignore=shutil.ignore_patterns("__pycache__", "runs", ".*", "*.ipynb")
     )
     assert {project.name for project in projects.iterdir()} == set(NAMES)
     venv = CleanVenv(folder / "venv", fastloop_wheel)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,3 +109,14 @@ def test_it_shows_a_bar_and_an_interrupted_fit_continues_to_the_same_bits(execut
         "whole.task.model.state_dict().values()))"
     )
     assert result(execute(f"whole = make('whole')\nwhole.fit()\n{same}")) == "True"
+
+
+def test_the_example_notebook_trains_and_predicts(execute: Execute, tmp_path: Path) -> None:
+    path = Path(__file__).parents[2] / "examples" / "trainer.ipynb"
+    execute(f"import os; os.chdir({str(tmp_path)!r})")
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    messages = [execute("".join(cell["source"])) for cell in cells]
+    assert not [content for cell in messages for kind, content in cell if kind == "error"]
+    assert eval(result(messages[-2]))["loss"] < 0.5
+    assert re.fullmatch(r"tensor\(\[([012], ){4}[012]\]\)", result(messages[-1]))

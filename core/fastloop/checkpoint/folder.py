@@ -1,4 +1,9 @@
-"""The run folder: its checks, its lock and its summary."""
+"""The run folder: its checks, its lock and its summary.
+
+An earlier run in the folder is renamed to ``NAME.1``: to overwrite it would lose a run to a forgotten ``--resume``, and
+to number the new one would move the path that scripts rely on. The lock is a POSIX record lock, which ends with its
+process. ``flock``, which ``filelock`` uses, is inherited by data workers, and these outlive a killed run by seconds.
+"""
 
 from __future__ import annotations
 

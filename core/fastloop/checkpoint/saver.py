@@ -1,4 +1,8 @@
-"""The pending checkpoint, and the outcome of earlier saves."""
+"""The pending checkpoint, and the outcome of earlier saves.
+
+A failed save does not end the run: the checkpoint before it is complete, and the training since then is in memory only.
+``train.on_save_error: stop`` ends it. A plugin state that cannot be saved is an error of the plugin, and ends the run.
+"""
 
 from __future__ import annotations
 

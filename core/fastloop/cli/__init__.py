@@ -11,9 +11,9 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli import doctor, launch, plan, plugins, recipes, schema, train
+from fastloop.cli import completion, doctor, launch, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
-from fastloop.cli.messages import unreadable_package
+from fastloop.cli.messages import documentation, unreadable_package
 from fastloop.cli.streams import secure_streams
 from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
@@ -51,6 +51,15 @@ def options(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
     ] = False,
+    install_completion: Annotated[
+        bool,
+        typer.Option(
+            "--install-completion",
+            callback=completion.install,
+            is_eager=True,
+            help="Write the completion of commands, options and names for your shell (bash, zsh, fish).",
+        ),
+    ] = False,
 ) -> None:
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""
 
@@ -79,6 +88,8 @@ def main() -> None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
         hint = " Its output has the reason. Continue with --resume." if isinstance(error, ProcessLost) else ""
         print(f"error: {secrets.hide(str(error))}{hint}", file=sys.stderr)
+        if sys.stderr.isatty() and (page := documentation(str(error))):
+            print(f"docs: {page}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
         if error.filename is None:

@@ -5,7 +5,8 @@
     fastloop train recipe.yaml --nproc 2 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500
 
 ``torchrun``, ``accelerate launch`` and MPI work, too. With this launcher, a failing process ends the others at once,
-and only its own error is shown.
+and only its own error is shown. ``torchrun`` prints a table after each failure, which hides the reason, and imports
+torch in a process that does not train. Use it for elastic restarts and rendezvous, which this launcher lacks.
 """
 
 from __future__ import annotations

@@ -4,9 +4,39 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import re
 
 from fastloop.distributed import ranks
+from fastloop.plugins.plugin import DISTRIBUTION
 from fastloop.recipe import secrets
+
+SUBJECT = re.compile(
+    r"\b(?:(data|model|train)(?:\.(?!(?:csv|tsv|jsonl?|parquet|tar|txt|yaml|py)\b)\w|:)|(plugins?|slot|optimizer|Trainer)\b)"
+)
+"""The part of a recipe, or of fastloop, that an error is about. Names of files do not count."""
+PAGES = {
+    "data": "checks/data.md",
+    "model": "checks/tasks.md",
+    "train": "recipe.md",
+    "plugins": "checks/plugins.md",
+    "plugin": "checks/plugins.md",
+    "slot": "checks/plugins.md",
+    "optimizer": "checks/parameters.md",
+    "Trainer": "checks/python.md",
+}
+"""Subject -> the page of docs/ that explains what is checked."""
+
+
+def documentation(message: str) -> str | None:
+    """The address of the page on the first subject of an error message; None: there is no page on it.
+
+    It is below the documentation's address in the package's metadata, or else in docs/ of the repository.
+    """
+    if (subject := SUBJECT.search(message)) is None:
+        return None
+    urls = importlib.metadata.metadata(DISTRIBUTION).get_all("Project-URL") or ()
+    start = next((url.partition(", ")[2] for url in urls if url.startswith("Documentation, ")), "docs/index.md")
+    return start.removesuffix("index.md") + PAGES[subject[1] or subject[2]]
 
 
 class Messages(logging.Handler):

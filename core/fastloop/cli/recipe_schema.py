@@ -1,8 +1,8 @@
 """Build a JSON Schema of recipes from the ``train`` section, every plugin's ``Config`` and every task's ``sections``.
 
-Editors use it to complete and check recipes, and the docs are built from it. The schema describes a single file. No key
-is required, because ``extends`` or the command line may set it, and ``${another.key}`` is valid for any value.
-`fastloop plan` checks combinations of options, files and the machine.
+Editors use it to complete and check recipes, and the docs are built from it: a table written by hand is wrong after the
+next change. The schema describes a single file. No key is required, because ``extends`` or the command line may set it,
+and ``${another.key}`` is valid for any value. `fastloop plan` checks combinations of options, files and the machine.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ _INTERPOLATION = {
 }
 
 
-def recipe_schema(every: bool = False) -> tuple[dict[str, Any], list[str]]:
+def recipe_schema(every: bool = False, others: bool = True) -> tuple[dict[str, Any], list[str]]:
     """Returns the schema, and a message for each plugin that was left out.
 
     Args:
         every: Import plugins of other distributions, too. Otherwise the schema has only their names and accepts any
             options.
+        others: Whether plugins of other distributions are part of it at all.
     """
     definitions: dict[str, Any] = {"interpolation": _INTERPOLATION, "train": _mapping(Train, "train", "How to train.")}
     descriptions: dict[str, str] = {}
     sections: dict[str, dict[type, list[str]]] = {"model": {}, "data": {}}
     opaque, problems = [], []
     for name, point in installed().items():
+        if not others and not is_own(point):
+            continue
         if not every and not is_own(point):
             descriptions[name] = " ".join(name_and_version(point.dist)) if point.dist else ""
             definitions[f"plugins.{name}"] = {"type": ["object", "null"]}

@@ -12,11 +12,17 @@ def recipes(
         str | None, typer.Argument(metavar="NAME", help="Print this recipe, so that it can be copied.")
     ] = None,
 ) -> None:
-    """List the shipped recipes, or print one."""
+    """List the shipped recipes, or print one.
+
+    The first line of a printed recipe names its JSON Schema, for the YAML support of editors.
+    """
     from fastloop.recipe import find_recipe, shipped_recipes
 
     if name is not None:
-        typer.echo(find_recipe(name).read_text(encoding="utf-8"), nl=False)
+        path = find_recipe(name)
+        if (schema := path.with_name("recipe.schema.json")).is_file():
+            typer.echo(f"# yaml-language-server: $schema={schema}")
+        typer.echo(path.read_text(encoding="utf-8"), nl=False)
         return
     shipped = shipped_recipes()
     width = max(map(len, shipped), default=0)

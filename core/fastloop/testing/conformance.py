@@ -16,6 +16,9 @@ A check that cannot run is skipped, which is not a pass: a section of pytest's r
 run is refused, the check fails, unless the plugin declares the refusal (``conflicts``, ``requirements``), the class
 lists it in ``refuses``, or the strategy refuses the task without the plugin, too.
 
+Each training runs in a process of its own, because a plugin that leaves something behind must not change other tests.
+The bounds of the numerics classes are those of ``fastloop.cli.numerics``, as for ``bench`` and ``tune``.
+
 Every other check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing``
 sets and registers that marker for packages.
 """

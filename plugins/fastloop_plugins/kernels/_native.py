@@ -1,8 +1,10 @@
 """Kernels in C, compiled on this machine when they are first needed, and kept in the user's cache.
 
 A kernel is plain C behind ctypes. It includes none of torch's headers, so it compiles in a second and does not depend
-on torch's version. OpenMP's functions stay undefined in the library: they are those of the runtime that torch has
-loaded. A second runtime would start threads of its own, which compete with torch's.
+on torch's version. An extension of ``torch.utils.cpp_extension`` takes half a minute and depends on it; a wheel with
+compiled code could not use the instructions of this processor. OpenMP's functions stay undefined in the library: they
+are those of the runtime that torch has loaded. A second runtime would start threads of its own, which compete with
+torch's.
 """
 
 from __future__ import annotations

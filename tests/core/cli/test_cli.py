@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
+from jsonschema import Draft202012Validator
 
 from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
@@ -250,6 +251,8 @@ def test_a_printed_recipe_can_be_copied(cli):
     code, out, _ = cli("recipes", "quickstart")
     assert code == 0
     Path("mine.yaml").write_text(out)
+    schema = Path(out.partition("\n")[0].removeprefix("# yaml-language-server: $schema="))
+    Draft202012Validator(json.loads(schema.read_text())).validate(yaml.safe_load(out))
     assert load_recipe("mine.yaml").to_dict() == load_recipe("quickstart").to_dict()
 
 

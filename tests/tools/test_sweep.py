@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from fastloop.errors import UsageError
-from fastloop_tools.measure.statistics import mean_interval
 from fastloop_tools.report.read import read
 from fastloop_tools.sweep.grid import SweepRun, parse, split_values
 from fastloop_tools.sweep.results import compare
+from fastloop_tools.trials.statistics import mean_interval
 
 CODE = """
 import os, time

@@ -62,9 +62,9 @@ def bench(
     from fastloop_tools.bench import chart, report
     from fastloop_tools.bench.ablation import Bench, Settings, dump
     from fastloop_tools.bench.plan import make_ablation
-    from fastloop_tools.measure.measure import LOUD
-    from fastloop_tools.measure.pairs import TrialRunner
-    from fastloop_tools.measure.server import libraries
+    from fastloop_tools.trials.measure import LOUD
+    from fastloop_tools.trials.pairs import TrialRunner
+    from fastloop_tools.trials.server import libraries
 
     if ranks.world_size() > 1:
         raise UsageError("bench measures one process. Start it without a launcher.")

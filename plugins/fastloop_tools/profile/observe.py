@@ -22,8 +22,8 @@ from fastloop.runtime.platform_support import page_faults
 from fastloop.runtime.regions import PREFIX
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
-from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
 from fastloop_tools.profile.timeline import DeviceTimeline, read_timeline
+from fastloop_tools.trials.worker import Spec, StepMeter, WarningCollector
 
 if TYPE_CHECKING:
     from fastloop.run import Run

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
-from fastloop_tools.measure.statistics import mean_interval
 from fastloop_tools.sweep.grid import SweepRun
+from fastloop_tools.trials.statistics import mean_interval
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe

@@ -31,8 +31,8 @@ from fastloop_tools.report.page import MANY
 from fastloop_tools.report.read import read
 from fastloop_tools.report.series import MOST, Series, mean
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
-from fastloop_tools.sweep.grid import SweepRun
-from fastloop_tools.sweep.record import Record
+from fastloop_tools.trials.record import Record
+from fastloop_tools.trials.runs import TrialRun
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -360,7 +360,7 @@ def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("
             metrics = None if failed else {"loss": value}
             name = "_".join(map("-".join, zip(keys, texts, strict=True)))
             runs.append(
-                SweepRun(
+                TrialRun(
                     f"{name}_seed-{seed}",
                     dict(zip(keys, texts, strict=True)),
                     seed,
@@ -368,7 +368,7 @@ def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("
                     metrics,
                 )
             )
-    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True)
+    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True, again="")
     Path("sweep").mkdir(exist_ok=True)
     record.write()
     found: dict[str, Any] = json.loads(Path("sweep/sweep.json").read_text())

@@ -68,7 +68,7 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
 def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
     """The speed of the search's result over that of the recipe made by hand, pair by pair."""
     from fastloop.recipe import load_recipe
-    from fastloop_tools.measure.pairs import TrialRunner, Window, faster
+    from fastloop_tools.trials.pairs import TrialRunner, Window, faster
 
     ours = load_recipe(str(target))
     hand = load_recipe(str(ROOT / "recipes" / "distilbert_imdb_cpu.yaml"), work(data), (), ("checkpoint-best",))

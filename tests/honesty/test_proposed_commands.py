@@ -705,7 +705,7 @@ SLOW = {
         ("sweep/command.py train.lr=",), lambda cli: ["sweep", *module()(cli)[1:]], (r"such as (train\.lr=1e-5,3e-5),",)
     ),
     "another folder for a sweep": Case(
-        ("sweep/record.py output=",),
+        ("trials/record.py output=",),
         then(module(), "sweep", "r.yaml", "train.lr=1e-5,3e-5", "output=out"),
         (r"such as (output=out-sweep)\.",),
         drop=("output=out",),
@@ -719,9 +719,9 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "profile/suggestions.py plugins.{}.{}=",
         "recipe/recipe.py plugins.{}=",
         "sweep/command.py plugins.folds.of=",
-        "sweep/grid.py plugins.folds.number=",
-        "sweep/grid.py plugins.remote-output.folder=",
-        "sweep/grid.py train.seed=",
+        "trials/runs.py plugins.folds.number=",
+        "trials/runs.py plugins.remote-output.folder=",
+        "trials/runs.py train.seed=",
         "tune/search.py --without",
         "tune/search.py train.micro_batch_size=",
     ),
@@ -792,7 +792,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "scale/change.py plugins.{}.{}=",  # test_scale_advice.py
         "sweep/command.py --resume",  # test_sweep.py
         "sweep/command.py fastloop report",
-        "sweep/record.py --resume",
         "chat/data.py data.messages=",  # test_chat_rows.py
         "chat/template.py data.chat_template=",  # test_chat.py
         "chat/template.py data.train_on=",

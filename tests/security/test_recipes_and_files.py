@@ -950,8 +950,8 @@ def test_a_malformed_record_is_no_traceback(file, tmp_path):
 def test_a_run_of_a_sweep_is_in_its_folder(name, tmp_path):
     """a sweep.json whose runs are in other folders: refused by report, and by sweep --resume"""
     from fastloop_tools.report.read import read
-    from fastloop_tools.sweep.grid import SweepRun
-    from fastloop_tools.sweep.record import Record
+    from fastloop_tools.trials.record import Record
+    from fastloop_tools.trials.runs import TrialRun
 
     (tmp_path / "sweep").mkdir()
     runs = [{**SWEEP["runs"][0], "name": name}]  # type: ignore[index]
@@ -959,7 +959,7 @@ def test_a_run_of_a_sweep_is_in_its_folder(name, tmp_path):
     with pytest.raises(UsageError, match=r"sweep\.json: expected the runs and points"):
         read([Path("sweep")])
     with pytest.raises(UsageError, match=r"sweep\.json: expected the runs and points"):
-        Record(Path("sweep"), {}, [SweepRun("lr-1", {"lr": "1"}, None)], "loss", True).start(resume=True)
+        Record(Path("sweep"), {}, [TrialRun("lr-1", {"lr": "1"}, None)], "loss", True, "").start(resume=True)
 
 
 STATES: list[tuple[tuple[str, ...], Any]] = [

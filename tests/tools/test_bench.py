@@ -26,10 +26,10 @@ from fastloop.cli import main
 from fastloop.cli.numerics import largest_difference
 from fastloop.recipe import load_recipe
 from fastloop_tools.bench.plan import make_ablation
-from fastloop_tools.measure import numerics, pairs
-from fastloop_tools.measure.results import variant_results
-from fastloop_tools.measure.statistics import break_even, interval, verdict
-from fastloop_tools.measure.worker import Spec, measure, switch_dropout_off
+from fastloop_tools.trials import numerics, pairs
+from fastloop_tools.trials.results import variant_results
+from fastloop_tools.trials.statistics import break_even, interval, verdict
+from fastloop_tools.trials.worker import Spec, measure, switch_dropout_off
 
 CODE = """
 import torch

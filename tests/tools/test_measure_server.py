@@ -18,10 +18,10 @@ import yaml
 
 from fastloop.recipe import Recipe, load_recipe
 from fastloop.runtime.hardware import Machine
-from fastloop_tools.measure.measure import run_worker
-from fastloop_tools.measure.pairs import TrialRunner
-from fastloop_tools.measure.server import LIBRARIES, TRANSFORMERS, ForkServer, Servers, libraries
-from fastloop_tools.measure.worker import Spec
+from fastloop_tools.trials.measure import run_worker
+from fastloop_tools.trials.pairs import TrialRunner
+from fastloop_tools.trials.server import LIBRARIES, TRANSFORMERS, ForkServer, Servers, libraries
+from fastloop_tools.trials.worker import Spec
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks only on Linux")
 

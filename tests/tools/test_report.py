@@ -15,21 +15,24 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
+from fastloop_tools.report import metrics
 from fastloop_tools.report.bars import bars
 from fastloop_tools.report.charts import line_chart, thinned
 from fastloop_tools.report.differences import differences, environment
 from fastloop_tools.report.frame import CHARACTER, FULL, SMALL
+from fastloop_tools.report.metrics import Metrics, read_columns
 from fastloop_tools.report.numbers import number, tick_labels, ticks
 from fastloop_tools.report.page import MANY
 from fastloop_tools.report.read import read
 from fastloop_tools.report.series import MOST, Series, mean
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
-from fastloop_tools.sweep.grid import SweepRun
-from fastloop_tools.sweep.record import Record
+from fastloop_tools.trials.record import Record
+from fastloop_tools.trials.runs import TrialRun
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -228,19 +231,55 @@ def test_the_same_recipe_has_no_differences(folders):
     assert "train.epochs" not in keys
 
 
+def shown_points(folder: Path) -> dict[str, Any]:
+    return {key: series.points for key, series in read([folder]).runs[0].lines.items()}
+
+
 def test_report_ignores_a_line_that_the_run_is_writing(folders):
     log = Path("plain/metrics.jsonl")
-    before = read([Path("plain")]).runs[0].lines
+    before = shown_points(Path("plain"))
     line = json.dumps({"step": 99, "epoch": 1, "loss": 0.123456})
     for end in range(len(line)):
         with log.open("a") as file:
             file.write(line[:end])
-        assert read([Path("plain")]).runs[0].lines == before
+        assert shown_points(Path("plain")) == before
         with log.open("r+") as file:
             file.truncate(log.stat().st_size - end)
     with log.open("a") as file:
         file.write(line)
     assert read([Path("plain")]).runs[0].lines["loss"].points[-1] == (99, 0.123456)
+
+
+def test_a_long_log_is_read_in_columns_with_the_same_values(tmp_path, monkeypatch):
+    lines: list[dict[str, Any]] = [
+        {"step": step, "epoch": 1, "loss": 1 / step, "grad_norm": None if step % 3 else 1.5 * step, "note": "text"}
+        for step in range(1, 2000)
+    ]
+    lines[50:50] = [{"step": 50, "epoch": 1, "split": "validation", "loss": 0.5, "accuracy": 1}]
+    lines[900]["late"] = 3
+    path = tmp_path / "metrics.jsonl"
+    monkeypatch.setattr(metrics, "LARGE", 1)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99')
+    assert read_columns(path.read_bytes().rpartition(b"\n")[0] + b"\n", len(lines))
+    ours = {key: vars(series) for key, series in Metrics(path).update().items()}
+    assert set(ours) == {
+        "epoch",
+        "loss",
+        "grad_norm",
+        "late",
+        "validation epoch",
+        "validation loss",
+        "validation accuracy",
+    }
+    monkeypatch.setattr(metrics, "LARGE", 10**9)
+    theirs = {key: vars(series) for key, series in Metrics(path).update().items()}
+    assert str(sorted(ours.items())) == str(sorted(theirs.items()))
+    assert all(np.array_equal(ours[key]["_means"], theirs[key]["_means"]) for key in ours)
+    monkeypatch.setattr(metrics, "LARGE", 1)
+    for wrong in ('{"step": 1', '{"loss": 1}', "", "[1]", '{"step": null}'):
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *lines]) + f"{wrong}\n" + '{"step": 1}\n')
+        with pytest.raises(UsageError, match=f"line {2 * len(lines) + 1}: expected one JSON object with a step"):
+            Metrics(path).update()
 
 
 def test_environments_differ_in_known_facts_only():
@@ -321,7 +360,7 @@ def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("
             metrics = None if failed else {"loss": value}
             name = "_".join(map("-".join, zip(keys, texts, strict=True)))
             runs.append(
-                SweepRun(
+                TrialRun(
                     f"{name}_seed-{seed}",
                     dict(zip(keys, texts, strict=True)),
                     seed,
@@ -329,7 +368,7 @@ def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("
                     metrics,
                 )
             )
-    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True)
+    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True, again="")
     Path("sweep").mkdir(exist_ok=True)
     record.write()
     found: dict[str, Any] = json.loads(Path("sweep/sweep.json").read_text())

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -17,10 +18,11 @@ import pytest
 import yaml
 
 from fastloop.errors import UsageError
-from fastloop_tools.measure.statistics import mean_interval
 from fastloop_tools.report.read import read
-from fastloop_tools.sweep.grid import SweepRun, parse, split_values
-from fastloop_tools.sweep.results import compare
+from fastloop_tools.sweep.grid import parse, split_values
+from fastloop_tools.trials.points import compare
+from fastloop_tools.trials.runs import TrialRun, command_line
+from fastloop_tools.trials.statistics import mean_interval
 
 CODE = """
 import os, time
@@ -89,6 +91,19 @@ def test_values_are_split_at_commas_outside_brackets_and_quotes():
     assert split_values("a") == ["a"]
 
 
+def test_a_printed_command_has_the_options_that_were_given():
+    options = {
+        "--with": ["a", "b"],
+        "--without": [],
+        "--seeds": None,
+        "--port": 0,
+        "--resume": True,
+        "--quality": False,
+    }
+    words = command_line("sweep", ["r.yaml", "a=1 2"], options)
+    assert words == "fastloop sweep r.yaml 'a=1 2' --with a,b --port 0 --resume"
+
+
 def test_a_grid_has_every_combination_with_readable_and_distinct_names():
     runs = parse(["train.lr=1e-2,3e-2", "model.sizes=[1,2],[3,4]", "train.epochs=1"]).runs([5, 6])
     assert len({run.name for run in runs}) == len(runs) == 8
@@ -124,9 +139,9 @@ def test_the_interval_of_a_mean_has_its_coverage():
     assert mean_interval([1.0]) is None
 
 
-def points(values: dict[str, list[float]], failed: str = "") -> list[SweepRun]:
+def points(values: dict[str, list[float]], failed: str = "") -> list[TrialRun]:
     return [
-        SweepRun(
+        TrialRun(
             f"{name}{seed}",
             {"train.lr": name},
             seed,
@@ -163,7 +178,7 @@ def test_a_point_with_a_run_that_failed_or_diverged_is_not_the_best():
 
 def test_folds_are_pairs_too_and_their_overlap_widens_the_interval():
     listed = [
-        SweepRun(f"{name}{fold}", {"train.lr": name}, None, "finished", {"loss": value}, fold=fold)
+        TrialRun(f"{name}{fold}", {"train.lr": name}, None, "finished", {"loss": value}, fold=fold)
         for name, values in {"a": [1.0, 2.0, 3.0], "b": [1.5, 2.4, 3.6]}.items()
         for fold, value in enumerate(values)
     ]
@@ -272,6 +287,8 @@ def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
         "--without",
         "progress",
         "data.arguments={wait: true}",
+        "--monitor",
+        "accuracy",
     ]
     with forked.Command("-m", "fastloop", *command) as process:
         deadline = time.monotonic() + 300
@@ -295,8 +312,14 @@ def test_a_killed_sweep_resumes_without_repeating_a_finished_run(number):
 
     refused = fastloop(*command)
     assert refused.returncode == 2
-    assert "contains a sweep. Continue it with --resume" in refused.stderr
-    resumed = fastloop(*command, "--resume")
+    assert "contains a sweep. Set another output, or continue it with: " in refused.stderr
+    printed = [text.partition("ontinue it with: ")[2].strip() for text in (refused.stderr, process.stdout)]
+    printed = [text for text in printed if text]  # a killed sweep prints nothing
+    assert len(printed) == 1 + (number == signal.SIGINT)
+    assert set(printed) == {printed[0]}
+    words = shlex.split(printed[0])
+    assert words[0] == "fastloop"
+    resumed = fastloop(*words[1:])
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert "run 1 of 2" not in resumed.stdout
     assert "resumed from" in resumed.stdout

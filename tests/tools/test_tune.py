@@ -18,10 +18,10 @@ from fastloop.cli import main
 from fastloop.errors import UsageError
 from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_plugins._time import parse_time
-from fastloop_tools.measure import pairs
-from fastloop_tools.measure.pairs import Window
-from fastloop_tools.measure.worker import Spec, measure
 from fastloop_tools.profile import observe
+from fastloop_tools.trials import pairs
+from fastloop_tools.trials.pairs import Window
+from fastloop_tools.trials.worker import Spec, measure
 from fastloop_tools.tune.search import Search
 from fastloop_tools.tune.trials import decide
 from fastloop_tools.tune.write import text
@@ -377,7 +377,7 @@ observe.peaks = lambda device, dtypes: dict.fromkeys(dtypes, 1e11)  # the real o
 MEASURE = """
 import json, os
 from pathlib import Path
-from fastloop_tools.measure import pairs
+from fastloop_tools.trials import pairs
 from fastloop.recipe import load_recipe
 
 runner = pairs.TrialRunner(dict(os.environ), Path("cache").resolve(), print, nproc=2, timeout=120)

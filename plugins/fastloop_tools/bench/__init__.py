@@ -6,5 +6,5 @@ drifts. The compared value is the ratio inside a repeat; the reported one is the
 Compilation is a cost and not a speed: each variant has an empty cache.
 
 ``plan`` builds the list of variants, ``ablation`` measures them in order, ``report`` and ``chart`` show the results.
-The measured processes, the statistics and the numerics check are in ``fastloop_tools.measure``.
+The measured processes, the statistics and the numerics check are in ``fastloop_tools.trials``.
 """

@@ -12,10 +12,10 @@ from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
 from fastloop_tools.bench.plan import Ablation, Variant, with_only
-from fastloop_tools.measure.numerics import check as check_numerics
-from fastloop_tools.measure.pairs import TrialRunner
-from fastloop_tools.measure.results import speed, variant_results
-from fastloop_tools.measure.worker import Spec
+from fastloop_tools.trials.numerics import check as check_numerics
+from fastloop_tools.trials.pairs import TrialRunner
+from fastloop_tools.trials.results import speed, variant_results
+from fastloop_tools.trials.worker import Spec
 
 QUALITY_SEEDS = 3
 

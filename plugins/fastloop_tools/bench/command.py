@@ -62,9 +62,10 @@ def bench(
     from fastloop_tools.bench import chart, report
     from fastloop_tools.bench.ablation import Bench, Settings, dump
     from fastloop_tools.bench.plan import make_ablation
-    from fastloop_tools.measure.measure import LOUD
-    from fastloop_tools.measure.pairs import TrialRunner
-    from fastloop_tools.measure.server import libraries
+    from fastloop_tools.trials.measure import LOUD
+    from fastloop_tools.trials.pairs import TrialRunner
+    from fastloop_tools.trials.runs import command_line
+    from fastloop_tools.trials.server import libraries
 
     if ranks.world_size() > 1:
         raise UsageError("bench measures one process. Start it without a launcher.")
@@ -78,10 +79,12 @@ def bench(
     plan = make_ablation(loaded, lifted, baseline or (), sets, leave_one_out)
     loaded = plan.recipe
     name = loaded.source.stem if loaded.source else "recipe"
+    options = {"--with": names(with_), "--without": names(without), "--variants": variants}
+    lifts = [word for item in baseline or () for word in ("--baseline", item)]
     folder = make_folder(Path(output or f"runs/bench-{name}"))
     facts = {
         "name": name,
-        "command": command(recipe, overrides, names(with_), names(without), baseline, variants),
+        "command": command_line("bench", [recipe, *(overrides or ()), *lifts], options),
         **this_place(plan.plugins, loaded),
     }
     count = len(plan.measured())
@@ -148,24 +151,6 @@ def make_folder(folder: Path) -> Path:
     except OSError as error:
         raise UsageError(f"--output {folder}: cannot be created: {error}.") from None
     return folder
-
-
-def command(
-    recipe: str,
-    overrides: list[str] | None,
-    with_: list[str],
-    without: list[str],
-    baseline: list[str] | None,
-    variants: str,
-) -> str:
-    """The command line that repeats this ablation."""
-    import shlex
-
-    words = ["fastloop", "bench", recipe, *(overrides or ())]
-    listed = (("--with", ",".join(with_)), ("--without", ",".join(without)))
-    for key, value in (*listed, *(("--baseline", item) for item in baseline or ()), ("--variants", variants)):
-        words += [key, value] if value else []
-    return shlex.join(words)
 
 
 def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:

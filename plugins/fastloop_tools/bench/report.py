@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fastloop.cli.numerics import BROKEN, FAILED
-from fastloop_tools.measure.measure import LOUD
+from fastloop_tools.trials.measure import LOUD
 
 READING = (
     "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. "

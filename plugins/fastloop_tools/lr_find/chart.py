@@ -32,7 +32,10 @@ def draw(record: Mapping[str, Any]) -> str:
     lowest = min(range(len(finite)), key=finite.__getitem__)
     most = 1.2 * max(finite[: lowest + 1])
     series = {
-        name: (number, Series().extend((x, value) for x, value in zip(logs, record[key], strict=True) if value <= most))
+        name: (
+            number,
+            Series().extend([(x, value) for x, value in zip(logs, record[key], strict=True) if value <= most]),
+        )
         for number, (name, key) in enumerate([("loss", "losses"), ("smoothed", "smoothed")])
     }
     limits = find_limits(line for _, line in series.values())

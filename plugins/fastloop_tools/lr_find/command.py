@@ -54,15 +54,11 @@ def lr_find(
     name = loaded.source.stem if loaded.source else "recipe"
     picture = Path(svg or f"runs/lr-find-{name}.svg")
     if nproc is not None:
-        plugins = {"--with": ",".join(names(with_)), "--without": ",".join(names(without))}
-        given = plugins | {
-            "--min": str(low),
-            "--max": str(high),
-            "--steps": str(steps),
-            "--svg": svg,
-            "--json": json_file,
-        }
-        command = ["lr-find", recipe, *(overrides or ()), *(word for pair in given.items() if pair[1] for word in pair)]
+        from fastloop_tools.trials.runs import option_words
+
+        given = {"--with": names(with_), "--without": names(without), "--min": low, "--max": high, "--steps": steps}
+        words = option_words(given | {"--svg": svg, "--json": json_file})
+        command = ["lr-find", recipe, *(overrides or ()), *words]
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, picture))
     launch.end_with_launcher()
     if json_file == "-":

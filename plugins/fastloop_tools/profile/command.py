@@ -20,7 +20,7 @@ from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.measure.pairs import Window
+    from fastloop_tools.trials.pairs import Window
 
 
 def profile(
@@ -44,7 +44,7 @@ def profile(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop_tools.measure.pairs import Window
+    from fastloop_tools.trials.pairs import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
@@ -90,10 +90,10 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
     from fastloop.runtime.files import write
-    from fastloop_tools.measure.worker import Spec, WarningCollector, whole_length
     from fastloop_tools.profile import page
     from fastloop_tools.profile.observe import Observer
     from fastloop_tools.profile.suggestions import suggest
+    from fastloop_tools.trials.worker import Spec, WarningCollector, whole_length
 
     tree = recipe.to_dict()
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}

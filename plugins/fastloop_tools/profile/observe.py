@@ -21,9 +21,9 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
-from fastloop_tools.measure.worker import Spec, StepMeter, WarningCollector
 from fastloop_tools.profile.host_timeline import OPERATION, build_host_timeline
 from fastloop_tools.profile.timeline import LAUNCH, DeviceTimeline, read_timeline
+from fastloop_tools.trials.worker import Spec, StepMeter, WarningCollector
 
 if TYPE_CHECKING:
     from fastloop.run import Run

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.estimates import StepProfile
-from fastloop_tools.measure.statistics import break_even
 from fastloop_tools.profile.host_timeline import OTHER
 from fastloop_tools.profile.suggestions import Suggestion
 from fastloop_tools.profile.timeline import LAUNCH
+from fastloop_tools.trials.statistics import break_even
 
 OPERATIONS, HOOKS = 10, 5
 """Rows of the tables of operations and hooks."""

@@ -17,7 +17,7 @@ from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop_plugins._own_plugins import own_plugins
 from fastloop_tools.bench.plan import check
-from fastloop_tools.measure.statistics import break_even
+from fastloop_tools.trials.statistics import break_even
 
 WORTH = 0.03
 """Share of a step that an estimate must reach to be shown."""

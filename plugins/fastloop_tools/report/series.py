@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 Points = list[tuple[float, float]]
 """(step, value) of each point."""
@@ -12,7 +14,11 @@ MOST = 10_000
 """Most points that a series keeps. A line on the page has far fewer."""
 
 
-@dataclass
+def _no_points() -> np.ndarray:
+    return np.empty((0, 2))
+
+
+@dataclass(eq=False)
 class Series:
     """A value over steps. Of more than ``MOST`` points it keeps means of neighbours. Ignores NaN and infinity.
 
@@ -27,39 +33,42 @@ class Series:
     last: float = math.nan
     least: float = math.inf
     most: float = -math.inf
-    _means: Points = field(default_factory=list)
-    _rest: Points = field(default_factory=list)
+    _means: np.ndarray = field(default_factory=_no_points)
+    _rest: np.ndarray = field(default_factory=_no_points)
     _size: int = 1
 
     def __bool__(self) -> bool:
-        return bool(self._means or self._rest)
+        return bool(len(self._means) or len(self._rest))
 
     @property
     def points(self) -> Points:
         """The points to draw."""
-        return self._means + ([mean(self._rest)] if self._rest else [])
+        shown = np.concatenate([self._means, _means(self._rest, len(self._rest))])
+        return [(step, value) for step, value in shown.tolist()]
 
-    def extend(self, points: Iterable[tuple[float, float]]) -> Series:
+    def extend(self, points: Sequence[tuple[float, float]] | np.ndarray) -> Series:
         """Add points, and return the series."""
-        if not (added := [point for point in points if math.isfinite(point[1])]):
+        added = np.asarray(points, dtype=np.float64).reshape(-1, 2)
+        added = added[np.isfinite(added[:, 1])]
+        if not len(added):
             return self
         if not self:
-            self.start, self.first = added[0]
-        self.last, values = added[-1][1], [value for _, value in added]
-        self.least, self.most = min(self.least, *values), max(self.most, *values)
-        self._rest += added
-        whole = len(self._rest) // self._size * self._size
-        self._means += _groups(self._rest[:whole], self._size)
-        del self._rest[:whole]
+            self.start, self.first = added[0].tolist()
+        values = added[:, 1]
+        self.last = float(values[-1])
+        self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+        rest = np.concatenate([self._rest, added])
+        whole = len(rest) // self._size * self._size
+        self._means, self._rest = np.concatenate([self._means, _means(rest[:whole], self._size)]), rest[whole:]
         while len(self._means) > MOST:
-            odd = len(self._means) % 2  # the rest begins with a mean that has no neighbour yet
-            self._rest = [self._means[-1]] * self._size * odd + self._rest
-            self._means, self._size = _groups(self._means[: len(self._means) - odd], 2), 2 * self._size
+            even = len(self._means) // 2 * 2  # the rest begins with a mean that has no neighbour yet
+            self._rest = np.concatenate([np.repeat(self._means[even:], self._size, axis=0), self._rest])
+            self._means, self._size = _means(self._means[:even], 2), 2 * self._size
         return self
 
     def scaled(self, factor: float) -> Series:
         """The series in another unit."""
-        means, rest = ([(step, value * factor) for step, value in part] for part in (self._means, self._rest))
+        means, rest = (part * (1.0, factor) for part in (self._means, self._rest))
         first, last, least, most = (value * factor for value in (self.first, self.last, self.least, self.most))
         return Series(self.start, first, last, least, most, means, rest, self._size)
 
@@ -69,5 +78,9 @@ def mean(points: Points) -> tuple[float, float]:
     return points[-1][0], sum(value for _, value in points) / len(points)
 
 
-def _groups(points: Points, size: int) -> Points:
-    return points if size == 1 else [mean(points[start : start + size]) for start in range(0, len(points), size)]
+def _means(points: np.ndarray, size: int) -> np.ndarray:
+    """The mean of each ``size`` neighbours, at the step of the last one. ``points`` are a multiple of them."""
+    if size <= 1:
+        return points
+    groups = points.reshape(-1, size, 2)
+    return np.stack([groups[:, -1, 0], groups[:, :, 1].mean(axis=1)], axis=1)

@@ -84,8 +84,7 @@ def search(
     from fastloop_tools.search import results, space
     from fastloop_tools.search.study import hide_password, open_study, storage_errors
     from fastloop_tools.search.worker import Worker
-    from fastloop_tools.sweep.grid import remote_folder
-    from fastloop_tools.sweep.results import monitored
+    from fastloop_tools.trials.runs import monitored, option_words, remote_folder
 
     axes, fixed = space.parse(values or ())
     if not axes:
@@ -118,9 +117,7 @@ def search(
     folder.mkdir(parents=True, exist_ok=True)
     url = storage or f"sqlite:///{folder / 'study.db'}"
     study = open_study(url, folder.name, minimise, origin, heartbeat)
-    command = [recipe, *fixed]
-    for key, listed in (("--with", names(with_)), ("--without", names(without))):
-        command += [key, ",".join(listed)] if listed else []
+    command = [recipe, *fixed, *option_words({"--with": names(with_), "--without": names(without)})]
 
     def train(overrides: list[str], output: Path) -> int:
         own = [*overrides, f"output={output}", *remote_folder(base, output)]

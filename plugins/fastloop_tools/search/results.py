@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,10 +12,9 @@ import optuna
 from optuna.trial import TrialState
 
 from fastloop.recipe import secrets
-from fastloop.runtime import files
 from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, read_trials
-from fastloop_tools.sweep import results as sweep_results
-from fastloop_tools.sweep.grid import SweepRun
+from fastloop_tools.trials.record import write_record
+from fastloop_tools.trials.runs import TrialRun
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
 """Optuna's states, in our words. A failed trial without an error is one whose worker was stopped or lost."""
@@ -53,22 +51,12 @@ def collect(study: optuna.Study) -> list[dict[str, Any]]:
 def write_sweep(folder: Path, study: optuna.Study, origin: Mapping[str, Any], monitor: str) -> None:
     """Write ``sweep.json`` in the form of `fastloop sweep`, with the runs of all workers. Several workers may write it
     at once."""
-    found: dict[str, SweepRun] = {}
+    found: dict[str, TrialRun] = {}
     for trial in read_trials(study):
         for run in trial.user_attrs.get(RUNS, ()):
-            found.setdefault(run["name"], SweepRun(**run))
+            found.setdefault(run["name"], TrialRun(**run))
     minimise = study.direction == optuna.study.StudyDirection.MINIMIZE
-    points, best = sweep_results.compare(list(found.values()), monitor, minimise)
-    record = {
-        **origin,
-        "study": study.study_name,
-        "monitor": f"validation {monitor}",
-        "better": "lower" if minimise else "higher",
-        "best": best,
-        "points": points,
-        "runs": [vars(run) for run in found.values()],
-    }
-    files.write(folder / "sweep.json", json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
+    write_record(folder, {**origin, "study": study.study_name}, list(found.values()), monitor, minimise)
 
 
 def show(rows: Sequence[Mapping[str, Any]], monitor: str) -> None:

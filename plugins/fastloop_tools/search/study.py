@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
-from fastloop_tools.sweep.grid import SweepRun
+from fastloop_tools.trials.runs import TrialRun
 
 SQLITE_TIMEOUT = 60
 """Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
@@ -152,7 +152,7 @@ def _check(trial: FrozenTrial, axes: Mapping[str, Any]) -> None:
         )
         right += [math.isfinite(trial.values[0])]
     for record in trial.user_attrs.get(RUNS, []):
-        run = SweepRun(**record)
+        run = TrialRun(**record)
         metrics = run.metrics or {}
         right += [
             re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None,

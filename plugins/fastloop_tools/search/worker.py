@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import optuna
 import typer
 from optuna.trial import TrialState
 
-from fastloop.distributed import signals
-from fastloop.errors import UsageError, did_you_mean
 from fastloop_tools.search.space import Axis
 from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, WORKER, counts, fail_lost_trials, read_trials
-from fastloop_tools.sweep.command import STOPPED
-from fastloop_tools.sweep.grid import SweepRun
-from fastloop_tools.sweep.results import read_metrics
+from fastloop_tools.trials.runs import TrialRun, check_metric, end_run, stop
 
 POLL_SECONDS = 1.0
 """Seconds between two looks at the trials of other workers, at the end of a search."""
@@ -105,44 +99,26 @@ class Worker:
                 trial.set_user_attr(RUNS, other.user_attrs[RUNS])
                 return float(other.values[0])
         name = f"trial-{trial.number:04d}"
-        runs = [SweepRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
+        runs = [TrialRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
         for run in runs:
             self._run(trial, run, runs)
         found = [run.metrics[self.monitor] for run in runs if run.metrics]
         return sum(found) / len(found)
 
-    def _run(self, trial: optuna.Trial, run: SweepRun, runs: list[SweepRun]) -> None:
+    def _run(self, trial: optuna.Trial, run: TrialRun, runs: list[TrialRun]) -> None:
         folder = self.folder / run.name
         code = self.train(run.overrides, folder)
-        summary = read_summary(folder)
-        run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
-        if code == 0:
-            run.metrics = read_metrics(summary, self.monitor, self.kept_best)
-            if self.monitor not in run.metrics:
-                there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
-                raise UsageError(
-                    f"--monitor {self.monitor}: the validation split {there}.{did_you_mean(self.monitor, run.metrics)}"
-                )
-            if not math.isfinite(run.metrics[self.monitor]):
-                run.status, run.reason = "failed", f"validation {self.monitor} is {run.metrics[self.monitor]}"
-        elif run.status == "failed":
-            run.reason = summary.get("reason") or f"exit code {code}, before training; its error is in the output"
+        end_run(run, code, folder, self.monitor, self.kept_best)
+        check_metric(run, self.monitor)
+        if run.metrics and not math.isfinite(run.metrics[self.monitor]):
+            run.status, run.reason = "failed", f"validation {self.monitor} is {run.metrics[self.monitor]}"
         trial.set_user_attr(RUNS, [dataclasses.asdict(run) for run in runs])
         if run.status == "stopped":
             typer.echo(
                 f"The search was stopped in trial {trial.number}. Repeat the command to continue; another trial "
                 "replaces this one."
             )
-            raise typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
+            raise stop(code)
         if run.status == "failed":
             trial.set_user_attr(ERROR, run.reason)
             raise TrialFailed(run.reason)
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a run; empty if it has written none."""
-    try:
-        found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,8 +18,6 @@ Values = Annotated[
         help="Overrides. A key with several values spans the grid. Quote a value with a comma, or put it in brackets.",
     ),
 ]
-STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
-"""Exit codes of a run that a signal has stopped: saved, or too early in its start to save."""
 
 
 def sweep(
@@ -59,10 +57,23 @@ def sweep(
     from fastloop.recipe import load_recipe
     from fastloop.runtime.step_folders import checkpoints
     from fastloop_plugins.training._monitor import Monitor
-    from fastloop_tools.sweep import grid, results
-    from fastloop_tools.sweep.record import Record
+    from fastloop_tools.sweep import grid
+    from fastloop_tools.trials import points
+    from fastloop_tools.trials.record import Record
+    from fastloop_tools.trials.runs import (
+        check_metric,
+        command_line,
+        end_run,
+        monitored,
+        option_words,
+        remote_folder,
+        stop,
+    )
 
     parsed, added = grid.parse(values or ()), names(with_)
+    options: dict[str, Any] = {"--with": added, "--without": names(without), "--seeds": seeds, "--folds": folds}
+    options |= {"--monitor": monitor, "--mode": mode, "--nproc": nproc, "--resume": True}
+    again = command_line("sweep", [recipe, *(values or ())], options)
     if folds is not None:
         if key := next((key for key in (*parsed.axes, *parsed.fixed) if key.startswith("plugins.folds.")), None):
             raise UsageError(f"{key}: --folds sets the options of the plugin 'folds', too. Leave one of the two out.")
@@ -80,7 +91,7 @@ def sweep(
     runs = parsed.runs(numbers, range(folds) if folds is not None else (None,))
     kept = []  # for each run: the metric of its checkpoint-best
     for run in runs:  # a value that is wrong ends the sweep before the first run
-        kept.append(results.monitored(load_recipe(recipe, [*parsed.fixed, *run.overrides], added, names(without)))[0])
+        kept.append(monitored(load_recipe(recipe, [*parsed.fixed, *run.overrides], added, names(without)))[0])
     show_messages()
     folder = Path(base.output)
     record = Record(
@@ -89,11 +100,10 @@ def sweep(
         runs,
         monitor,
         Monitor("sweep", monitor, mode).minimise,
+        again,
     )
     record.start(resume)
-    command = [recipe, *parsed.fixed]
-    for key, listed in (("--with", added), ("--without", names(without))):
-        command += [key, ",".join(listed)] if listed else []
+    command = [recipe, *parsed.fixed, *option_words({"--with": added, "--without": names(without)})]
     with signals.on_signals(signals.stop_now):
         for number, run in enumerate(runs, start=1):
             if run.status == "finished":
@@ -102,28 +112,16 @@ def sweep(
             run.status, run.reason = "running", None
             record.write()
             output = folder / run.name
-            own = [*run.overrides, f"output={output}", *grid.remote_folder(base, output)]
+            own = [*run.overrides, f"output={output}", *remote_folder(base, output)]
             arguments = ["train", *command, *own, *(["--resume="] if checkpoints(output) else [])]
             code = launch.launch(arguments, nproc, 1, 0, None, output)
-            run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
-            summary = record.read_summary(run)
-            run.metrics = (
-                results.read_metrics(summary, monitor, kept[number - 1] == monitor) or None if code == 0 else None
-            )
-            run.reason = (
-                (summary.get("reason") or f"exit code {code}, before training; its error is in the output")
-                if run.status == "failed"
-                else None
-            )
+            end_run(run, code, output, monitor, kept[number - 1] == monitor)
             record.write()
             if run.status == "stopped":
-                typer.echo(
-                    f"The sweep was stopped in run {number} of {len(runs)}. Repeat the command with --resume to "
-                    "continue."
-                )
-                raise typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
-            record.check_metric(run)
-    results.show(*record.compare(), monitor)
+                typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Continue it with: {again}")
+                raise stop(code)
+            check_metric(run, monitor)
+    points.show(*points.compare(runs, monitor, record.minimise), monitor)
     for run in runs:
         if run.status == "failed":
             typer.echo(f"failed: {run.name}: {run.reason}")

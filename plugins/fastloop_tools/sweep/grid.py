@@ -4,58 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastloop.errors import UsageError
-
-if TYPE_CHECKING:
-    from fastloop.recipe import Recipe
+from fastloop_tools.trials.runs import TrialRun
 
 CLOSING = {"[": "]", "{": "}", "(": ")"}
 LONGEST_VALUE = 40
 """Characters of a value in a folder's name. File systems limit a name to 255 bytes."""
-
-
-@dataclass
-class SweepRun:
-    """A run of a sweep: one point of the grid, with one seed.
-
-    Attributes:
-        name: Name of the run folder.
-        values: Key -> value, as on the command line.
-        seed: The seed of ``--seeds``; None: that of the recipe.
-        status: ``pending``, ``running``, ``finished``, ``stopped`` or ``failed``.
-        metrics: The last metrics of the validation split; None: not finished, or there is no such split.
-        reason: The error of a failed run.
-        fold: The fold to validate on, from 0; None: no ``--folds``.
-    """
-
-    name: str
-    values: dict[str, str]
-    seed: int | None
-    status: str = "pending"
-    metrics: dict[str, float] | None = None
-    reason: str | None = None
-    fold: int | None = None
-
-    @property
-    def overrides(self) -> list[str]:
-        """The overrides that make a recipe this run."""
-        seed = [] if self.seed is None else [f"train.seed={self.seed}"]
-        fold = [] if self.fold is None else [f"plugins.folds.number={self.fold}"]
-        return [*(f"{key}={value}" for key, value in self.values.items()), *seed, *fold]
-
-
-def remote_folder(recipe: Recipe, run: Path) -> list[str]:
-    """The override that gives a run of a sweep its own folder at the URL of ``remote-output``; empty if the recipe
-    lacks that plugin."""
-    listed = recipe.plugins.get("remote-output", False) is not False
-    return [f"plugins.remote-output.folder={json.dumps(f'{run.absolute().parent.name}/{run.name}')}"] if listed else []
 
 
 @dataclass
@@ -70,7 +29,7 @@ class Grid:
     axes: dict[str, list[str]] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)
 
-    def runs(self, seeds: Sequence[int | None], folds: Sequence[int | None] = (None,)) -> list[SweepRun]:
+    def runs(self, seeds: Sequence[int | None], folds: Sequence[int | None] = (None,)) -> list[TrialRun]:
         """All runs. Each seed and fold covers the grid before the next one begins, so an early stop leaves complete
         pairs."""
         last = [key.rpartition(".")[2] for key in self.axes]
@@ -78,7 +37,7 @@ class Grid:
         points = [dict(zip(self.axes, values, strict=True)) for values in itertools.product(*self.axes.values())]
         pairs = list(itertools.product(seeds, folds))
         return [
-            SweepRun(folder_name(point, seed, short, fold), point, seed, fold=fold)
+            TrialRun(folder_name(point, seed, short, fold), point, seed, fold=fold)
             for seed, fold in pairs
             for point in points
         ]

@@ -68,9 +68,9 @@ def tune(
     from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.ablation import dump, json_safe
     from fastloop_tools.bench.plan import check
-    from fastloop_tools.measure.pairs import TrialRunner, Window
-    from fastloop_tools.measure.server import libraries
-    from fastloop_tools.measure.statistics import LEAST_PAIRS
+    from fastloop_tools.trials.pairs import TrialRunner, Window
+    from fastloop_tools.trials.server import libraries
+    from fastloop_tools.trials.statistics import LEAST_PAIRS
     from fastloop_tools.tune import write as writing
     from fastloop_tools.tune.search import Search
 

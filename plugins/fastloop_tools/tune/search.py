@@ -27,10 +27,10 @@ from fastloop.plugins.plugin import Numerics
 from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop_tools.bench.plan import check
-from fastloop_tools.measure.pairs import TrialRunner, Window, faster
-from fastloop_tools.measure.results import Measurement, speed
-from fastloop_tools.measure.statistics import break_even, interval, median, verdict
 from fastloop_tools.profile.suggestions import Suggestion, suggest
+from fastloop_tools.trials.pairs import TrialRunner, Window, faster
+from fastloop_tools.trials.results import Measurement, speed
+from fastloop_tools.trials.statistics import break_even, interval, median, verdict
 from fastloop_tools.tune.trials import CLEAR, ONCE, Proposal, Trial, decide, first_cost, for_speed
 
 CLASSES = get_args(Numerics)

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Recipe
-from fastloop_tools.measure.results import Measurement
-from fastloop_tools.measure.statistics import interval, median, verdict
+from fastloop_tools.trials.results import Measurement
+from fastloop_tools.trials.statistics import interval, median, verdict
 
 PAIRS = 3
 """Pairs for a close case."""

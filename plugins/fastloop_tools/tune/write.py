@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from fastloop.recipe import Recipe, Train, anchored
-from fastloop_tools.measure.statistics import median
+from fastloop_tools.trials.statistics import median
 from fastloop_tools.tune.search import Search
 from fastloop_tools.tune.trials import ONCE, Trial
 

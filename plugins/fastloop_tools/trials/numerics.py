@@ -7,7 +7,7 @@ from typing import Any
 
 from fastloop.cli.numerics import BOUNDS, NOT_COMPARED, compare
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable, with_only
-from fastloop_tools.measure.worker import Spec
+from fastloop_tools.trials.worker import Spec
 
 
 def check(ablation: Ablation, steps: int, work: Callable[[Spec, str], dict[str, Any]]) -> Iterator[dict[str, Any]]:

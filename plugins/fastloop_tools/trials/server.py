@@ -26,7 +26,7 @@ from fastloop.cli import launch
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
-LIBRARIES = ("fastloop.lifecycle", "torch._dynamo", "fastloop_tools.measure.worker", "fastloop_tools.profile.observe")
+LIBRARIES = ("fastloop.lifecycle", "torch._dynamo", "fastloop_tools.trials.worker", "fastloop_tools.profile.observe")
 """Modules that every training imports, torch and accelerate with them. An optimizer of torch imports
 ``torch._dynamo``."""
 LIMIT = 2
@@ -65,7 +65,7 @@ class ForkServer:
 
     def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fastloop_tools.measure.server", *modules],
+            [sys.executable, "-m", "fastloop_tools.trials.server", *modules],
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -235,7 +235,7 @@ def _measure(request: Mapping[str, Any]) -> NoReturn:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 # its buffer may hold a request
         os.environ.clear()
         os.environ.update(request["environment"], **{launch.LAUNCHER: f"{os.getppid()} "})
-        from fastloop_tools.measure.worker import run_specification
+        from fastloop_tools.trials.worker import run_specification
 
         run_specification(Path(request["source"]), place / "result.json", forked=True)
         code = 0

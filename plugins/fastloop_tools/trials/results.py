@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fastloop_tools.measure.statistics import break_even, interval, median, verdict
+from fastloop_tools.trials.statistics import break_even, interval, median, verdict
 
 Measurement = dict[str, Any]
 

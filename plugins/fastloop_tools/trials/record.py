@@ -1,18 +1,19 @@
-"""The record of a sweep: its runs and their results, in the file ``sweep.json``."""
+"""The record of a sweep or a search: its runs and their results, in the file ``sweep.json``."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fastloop.errors import UsageError, did_you_mean
+from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop_tools.report.records import MALFORMED, check_sweep, read_json
-from fastloop_tools.sweep import results
-from fastloop_tools.sweep.grid import SweepRun
+from fastloop_tools.trials import points
+from fastloop_tools.trials.runs import TrialRun, check_metric
 
 
 class Record:
@@ -22,11 +23,13 @@ class Record:
         folder: The sweep's folder, which contains the run folders.
         origin: The recipe's file, and the recipe without the grid's values.
         runs: The runs of the grid. Their state is in the file.
+        again: The command that continues the sweep.
     """
 
     def __init__(
-        self, folder: Path, origin: dict[str, Any], runs: list[SweepRun], monitor: str, minimise: bool
+        self, folder: Path, origin: dict[str, Any], runs: list[TrialRun], monitor: str, minimise: bool, again: str
     ) -> None:
+        self.again = again
         self.file, self.runs, self.monitor, self.minimise = folder / "sweep.json", runs, monitor, minimise
         self.origin = json.loads(json.dumps(secrets.hidden(origin), default=str))
 
@@ -40,7 +43,7 @@ class Record:
         if not resume or not self.file.is_file():
             if self.file.is_file():
                 raise UsageError(
-                    f"output: {folder} contains a sweep. Continue it with --resume, or set another output."
+                    f"output: {folder} contains a sweep. Set another output, or continue it with: {self.again}"
                 )
             if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
                 raise UsageError(
@@ -66,46 +69,30 @@ class Record:
             for run in self.runs:
                 if same := known.get((str(run.values), run.seed, run.fold)):
                     run.name, run.status, run.metrics = same["name"], same["status"], same["metrics"]
-                    self.check_metric(run)
+                    check_metric(run, self.monitor)
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
 
     def write(self) -> None:
         """Write the file, with the results so far."""
-        points, best = self.compare()
-        record = {
-            **self.origin,
-            "monitor": f"validation {self.monitor}",
-            "better": "lower" if self.minimise else "higher",
-            "best": best,
-            "points": points,
-            "runs": [dataclasses.asdict(run) for run in self.runs],
-        }
-        files.write(self.file, json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
+        write_record(self.file.parent, self.origin, self.runs, self.monitor, self.minimise)
 
-    def compare(self) -> tuple[list[dict[str, Any]], str | None]:
-        """The results of each point, and the name of the best point; see ``results.compare``."""
-        return results.compare(self.runs, self.monitor, self.minimise)
 
-    def read_summary(self, run: SweepRun) -> dict[str, Any]:
-        """The summary of a run; empty if it has written none."""
-        try:
-            found: dict[str, Any] = json.loads(
-                (self.file.parent / run.name / "summary.json").read_text(encoding="utf-8")
-            )
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
+def write_record(
+    folder: Path, origin: Mapping[str, Any], runs: Sequence[TrialRun], monitor: str, minimise: bool
+) -> None:
+    """Write ``sweep.json``. Several workers may write it at once.
 
-    def check_metric(self, run: SweepRun) -> None:
-        """Check that a finished run has the metric to compare.
-
-        Raises:
-            UsageError: It has none; the message lists its metrics.
-        """
-        if run.status == "finished" and self.monitor not in (run.metrics or {}):
-            there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
-            raise UsageError(
-                f"--monitor {self.monitor}: the validation split "
-                f"{there}.{did_you_mean(self.monitor, run.metrics or ())}"
-            )
+    Args:
+        origin: Further entries: the settings of the trials.
+    """
+    compared, best = points.compare(runs, monitor, minimise)
+    record = {
+        **origin,
+        "monitor": f"validation {monitor}",
+        "better": "lower" if minimise else "higher",
+        "best": best,
+        "points": compared,
+        "runs": [dataclasses.asdict(run) for run in runs],
+    }
+    files.write(folder / "sweep.json", json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)

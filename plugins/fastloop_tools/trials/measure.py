@@ -18,8 +18,8 @@ from typing import Any
 
 from fastloop.cli import launch
 from fastloop.runtime.platform_support import KILL, explain_kill, kills
-from fastloop_tools.measure.server import ForkedProcess, ForkServer, ServerEnded, Servers
-from fastloop_tools.measure.worker import Spec
+from fastloop_tools.trials.server import ForkedProcess, ForkServer, ServerEnded, Servers
+from fastloop_tools.trials.worker import Spec
 
 PATIENCE = 5.0
 """Seconds that a process gets to exit after a signal."""
@@ -136,7 +136,7 @@ def _start(environment: Mapping[str, str], source: Path, place: Path) -> subproc
     ``place``."""
     with (place / "stderr.txt").open("w") as stderr:
         return subprocess.Popen(
-            [sys.executable, "-m", "fastloop_tools.measure.worker", str(source), str(place / "result.json")],
+            [sys.executable, "-m", "fastloop_tools.trials.worker", str(source), str(place / "result.json")],
             env={**environment, launch.LAUNCHER: f"{os.getpid()} "},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -10,10 +10,10 @@ from typing import Any
 from fastloop.cli.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
 from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import with_only
-from fastloop_tools.measure.measure import LOUD, foreign_load, run_worker
-from fastloop_tools.measure.results import Measurement, speed
-from fastloop_tools.measure.server import Servers
-from fastloop_tools.measure.worker import Spec
+from fastloop_tools.trials.measure import LOUD, foreign_load, run_worker
+from fastloop_tools.trials.results import Measurement, speed
+from fastloop_tools.trials.server import Servers
+from fastloop_tools.trials.worker import Spec
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class TrialRunner:
         nproc: Processes of each training.
         timeout: Seconds that a training may take; None: no limit.
         modules: Modules that each training imports, for the servers that fork its processes; see
-            ``fastloop_tools.measure.server``. None: each process is a fresh one.
+            ``fastloop_tools.trials.server``. None: each process is a fresh one.
 
     Attributes:
         before: Share of the machine that other processes used when ``listen`` was called.

@@ -1,43 +1,17 @@
-"""Compares the points of a sweep: mean and deviation over seeds and folds, and paired differences to the best point."""
+"""Compares the points of trials: mean and deviation over seeds and folds, and paired differences to the best point."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fastloop_tools.measure.statistics import mean_interval
-from fastloop_tools.sweep.grid import SweepRun
-
-if TYPE_CHECKING:
-    from fastloop.recipe import Recipe
+from fastloop_tools.trials.runs import TrialRun
+from fastloop_tools.trials.statistics import mean_interval
 
 
-def monitored(recipe: Recipe) -> tuple[str | None, str, str]:
-    """The metric of ``checkpoint-best``, if the recipe lists it; the metric that the recipe monitors, and its mode."""
-    for plugin in ("checkpoint-best", "early-stopping"):
-        options = recipe.plugins.get(plugin, False)
-        if options is not False:
-            metric = str(options.get("monitor", "loss"))
-            return metric if plugin == "checkpoint-best" else None, metric, options.get("mode", "auto")
-    return None, "loss", "auto"
-
-
-def read_metrics(summary: Mapping[str, Any], monitor: str, kept_best: bool) -> dict[str, Any]:
-    """The last metrics of the validation split; empty if there are none.
-
-    Args:
-        kept_best: Whether the exported model is the best one by ``monitor``, so that its value counts, and not the last
-            one.
-    """
-    found = dict(summary.get("validation") or {})
-    if kept_best and monitor in found and summary.get("best"):
-        found[monitor] = summary["best"]["value"]
-    return found
-
-
-def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[list[dict[str, Any]], str | None]:
+def compare(runs: Sequence[TrialRun], monitor: str, minimise: bool) -> tuple[list[dict[str, Any]], str | None]:
     """The results of each point, and the name of the best point.
 
     The best point has the best mean of the points whose runs have all finished with a finite value; None: there is no
@@ -48,7 +22,7 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
         monitor: A metric of the validation split.
         minimise: Whether a lower value is better.
     """
-    points: dict[str, list[SweepRun]] = {}
+    points: dict[str, list[TrialRun]] = {}
     for run in runs:
         points.setdefault(point_name(run), []).append(run)
     folds = len({run.fold for run in runs if run.fold is not None})
@@ -87,7 +61,7 @@ def compare(runs: Sequence[SweepRun], monitor: str, minimise: bool) -> tuple[lis
     return results, best
 
 
-def point_name(run: SweepRun) -> str:
+def point_name(run: TrialRun) -> str:
     """The values of a point, as on the command line."""
     return " ".join(f"{key}={value}" for key, value in run.values.items()) or "recipe"
 

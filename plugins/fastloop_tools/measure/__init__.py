@@ -1,1 +1,0 @@
-"""Measures training runs in separate processes."""

@@ -91,30 +91,51 @@ def listing(name: str, point: EntryPoint) -> dict[str, Any]:
 
 
 def _declared(point: EntryPoint) -> dict[str, Any]:
-    from fastloop.recipe.plugin_references import read_literals
-
     module, _, cls = point.value.partition(":")
-    relative = "/".join(module.strip().split("."))
-    files = (_locate(f"{relative}{end}") for end in (".py", "/__init__.py"))
-    path = next(filter(None, files), None)
+    path = _find_module(module.strip())
     if path is None:
         return {"summary": f"cannot be found: there is no module {module}"}
     try:
         tree = ast.parse(path.read_bytes(), str(path))
     except (OSError, SyntaxError) as error:
         return {"summary": f"cannot be read: {path.name}: {error}"}
-    found = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == cls.strip()]
-    bases = [ast.unparse(base).rpartition(".")[2] for node in found for base in node.bases]
+    return {"summary": (ast.get_docstring(tree) or "").partition("\n")[0]} | _class_facts(tree, cls.strip())
+
+
+def _class_facts(tree: ast.Module, name: str) -> dict[str, Any]:
+    """Slot and numerics of a class, from the source text of its module and of those of its bases."""
+    from fastloop.recipe.plugin_references import read_literals
+
     usual: dict[str, Any] = {}
-    if bases in (["Plugin"], ["Strategy"]):
-        usual = {"slot": Strategy.slot if bases == ["Strategy"] else Plugin.slot, "numerics": Plugin.numerics}
-    given = {
-        key: value
-        for node in found
-        for key, value in read_literals(node).items()
-        if key in ("slot", "numerics") and isinstance(value, str | None)
+    node = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
+    for base in (name,) if node is None else [ast.unparse(base).rpartition(".")[2] for base in node.bases]:
+        if base in ("Plugin", "Strategy"):
+            usual = {"slot": (Strategy if base == "Strategy" else Plugin).slot, "numerics": Plugin.numerics}
+        elif (path := _find_import(tree, base)) is not None:
+            with suppress(OSError, SyntaxError, RecursionError):
+                usual = _class_facts(ast.parse(path.read_bytes(), str(path)), base)
+    given = {} if node is None else read_literals(node)
+    return usual | {
+        key: value for key, value in given.items() if key in ("slot", "numerics") and isinstance(value, str | None)
     }
-    return {"summary": (ast.get_docstring(tree) or "").partition("\n")[0]} | usual | given
+
+
+def _find_import(tree: ast.Module, name: str) -> Path | None:
+    """The file that a module imports a name from."""
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.ImportFrom)
+            and node.module
+            and name in [alias.asname or alias.name for alias in node.names]
+        ):
+            return _find_module(node.module)
+    return None
+
+
+def _find_module(name: str) -> Path | None:
+    """The file of a module, found without importing its package."""
+    relative = "/".join(name.split("."))
+    return next(filter(None, (_locate(f"{relative}{end}") for end in (".py", "/__init__.py"))), None)
 
 
 def _locate(file: str) -> Path | None:

@@ -125,13 +125,14 @@ class Seq2Seq(TextTask):
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
         from fastloop_plugins.tasks.pairs.data import pair_samples
 
-        split = self.read_splits(run, count)["train"]
-        return pair_samples(self.text_model, split, self.build_dataset(split, {}))
+        return pair_samples(
+            self.text_model, split := self.read_splits(run, count)["train"], self.build_dataset(split, {})
+        )
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
-        if source is None:
-            return None  # a split
+        if source is None:  # a split
+            return None
         from fastloop_plugins._cache import flat
         from fastloop_plugins.text.batches import Sequences
         from fastloop_plugins.text.chunks import text_chunks

@@ -1,0 +1,175 @@
+"""Trains text embeddings: vectors of texts whose angles measure similarity.
+
+    model: {name: distilbert-base-uncased}
+    data:  {files: {train: questions.csv}, text: question, other: paraphrase, max_length: 64}
+    plugins:
+      - embedding: {loss: multiple_negatives}
+
+Pairs of similar texts suffice for ``multiple_negatives``; a column ``data.negative`` adds hard negatives. ``triplet``
+needs that column. ``cosent`` and ``cosine`` read a similarity for each row:
+
+    data:  {files: {train: scores.csv}, text: first, other: second, label: score, label_type: number}
+
+``dims`` sums the loss over prefixes of the vectors, which are then useful on their own (Matryoshka). ``fastloop
+predict`` writes the vector of each text, and ``SentenceTransformer(folder)`` loads the exported model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastloop import Output, RecipeError, hookimpl, option
+from fastloop_plugins.text import Data, Model, TextTask, compute, pool
+
+from fastloop_embeddings import losses, whole_step
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastloop import Run
+
+
+@dataclass(kw_only=True)
+class PairData(Data):
+    """The ``data`` section."""
+
+    other: Annotated[str, option("The column of the texts that those of data.text are compared with.")] = "other"
+    negative: Annotated[str | None, option("The column of hard negatives: texts that are not similar.")] = None
+
+
+class Embedding(TextTask):
+    """Learns vectors from pairs of similar texts, from triplets, or from pairs with a score."""
+
+    name = "embedding"
+    sections = {"model": Model, "data": PairData}
+    description = "learns vectors of texts"
+
+    @dataclass(kw_only=True)
+    class Config:
+        """Options."""
+
+        loss: Annotated[
+            Literal["multiple_negatives", "cosent", "cosine", "triplet"],
+            option("The loss: the first and the last need similar texts, the others a score for each row."),
+        ] = "multiple_negatives"
+        pooling: Annotated[
+            Literal["mean", "first", "last"], option("The vector of a text: the mean of its tokens', or one token's.")
+        ] = "mean"
+        normalize: Annotated[bool, option("Scale the vectors to length 1.")] = True
+        temperature: Annotated[
+            float,
+            option("multiple_negatives, cosent: divides similarities; smaller: the hardest texts count more.", gt=0),
+        ] = 0.05
+        margin: Annotated[
+            float, option("triplet: how much nearer the similar text must be than the other one.", gt=0)
+        ] = 1.0
+        dims: Annotated[
+            list[int], option("Sum the loss over the first so many numbers of the vectors; empty: use all, once.")
+        ] = field(default_factory=list)
+
+    @hookimpl
+    def check_recipe(self, recipe: Any, plugins: Any) -> None:
+        loss, data, negative = self.config.loss, f"{recipe.where}: data", recipe.data.get("negative") is not None
+        if loss == "triplet" and not negative:
+            raise RecipeError(f"{data}.negative: missing, and the loss triplet reads it. Name a column of texts.")
+        if loss in losses.SCORED and negative:
+            raise RecipeError(f"{data}.negative: the loss {loss} reads a score for each pair. Remove it.")
+        self.columns = ("text", "other", "negative") if negative else ("text", "other")  # type: ignore[misc]
+        self.labels = "required" if loss in losses.SCORED else "none"  # type: ignore[misc]
+        super().check_recipe(recipe)
+        if loss in losses.SCORED and self.data.label_type != "number":
+            raise RecipeError(f"{data}.label_type: found {self.data.label_type}, expected number: scores are numbers.")
+        if any(size < 1 for size in self.config.dims):
+            raise RecipeError(f"{recipe.where}: plugins.embedding.dims: found {self.config.dims}, expected 1 or more.")
+        if loss in losses.SPANS_ROWS:
+            whole_step.check_recipe(recipe, plugins, loss)
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        if self.config.loss in losses.SPANS_ROWS and run.recipe.inference is None:
+            whole_step.check_run(run, self.config.loss)
+
+    def build_batch(self, samples: list[dict[str, Any]]) -> Any:
+        """As in ``TextTask``, and ``keys``: a number for each text, (texts,) int64. Metrics find equal texts by it."""
+        from hashlib import blake2b
+
+        import torch
+
+        batch = super().build_batch(samples)
+        hashes = [blake2b(ids.tobytes(), digest_size=8).digest() for ids in batch.columns["input_ids"][0]]
+        batch.fixed["keys"] = torch.tensor([int.from_bytes(each, "little", signed=True) for each in hashes])
+        return batch
+
+    @hookimpl
+    def build_model(self, run: Run) -> Any:
+        size = self.vector_size()
+        if self.config.dims and max(self.config.dims) > size:
+            raise RecipeError(
+                f"{run.recipe.where}: plugins.embedding.dims: found {max(self.config.dims)}, and vectors of the model "
+                f"have {size} numbers. Expected at most {size}."
+            )
+        return super().build_model(run)
+
+    def vector_size(self) -> int:
+        """Numbers of a vector."""
+        return int(self.text_model.config.get_text_config().hidden_size)
+
+    def vectors(self, model: Any, batch: Mapping[str, Any]) -> Any:
+        """The vector of each text, (texts, D) float32."""
+        from torch.nn.functional import normalize
+
+        inputs = {name: value for name, value in batch.items() if name != "keys"}
+        pooled = pool(compute(model, inputs).last_hidden_state, inputs, self.config.pooling)
+        return normalize(pooled) if self.config.normalize else pooled
+
+    @hookimpl
+    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
+        import torch
+
+        vectors, scores = self.vectors(model, batch), batch.get("labels")
+        columns = vectors.chunk(len(self.columns))
+        with torch.autocast(vectors.device.type, enabled=False):  # similarities in 16 bits would round too much
+            dims = self.config.dims
+            parts = [losses.truncate(columns, size) for size in dims] if dims else [columns]
+            loss = torch.stack([self.loss(part, scores) for part in parts]).sum()
+        if scores is not None:
+            return Output(loss, losses.cosine_similarities(columns), scores)
+        rows = len(columns[0])
+        return Output(loss, torch.stack(columns, 1), batch["keys"].view(-1, rows).T)
+
+    def loss(self, columns: Any, scores: Any) -> Any:
+        """The loss of the vectors of each column, (N, D) each."""
+        config = self.config
+        if config.loss == "cosine":
+            return losses.cosine(columns, scores)
+        if config.loss == "cosent":
+            return losses.cosent(columns, scores, config.temperature)
+        if config.loss == "triplet":
+            return losses.triplet(columns, config.margin)
+        return losses.multiple_negatives(columns, config.temperature)
+
+    @hookimpl
+    def build_metrics(self) -> Any:
+        from torchmetrics import MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+
+        if self.config.loss in losses.SCORED:
+            return MetricCollection({"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()})
+        from fastloop_embeddings.metrics import Retrieval
+
+        return MetricCollection({"retrieval": Retrieval()})
+
+    @hookimpl
+    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, list[Any]]:
+        return {"vector": self.vectors(run.model, batch).tolist()}
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        from fastloop_embeddings.export import write_modules
+
+        super().export_model(run, folder)
+        if run.is_main:
+            options = self.data.options
+            write_modules(folder, self.vector_size(), self.config.pooling, self.config.normalize, options.max_length)
+        return folder

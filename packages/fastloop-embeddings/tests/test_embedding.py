@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from fastloop.testing import TEXTS, Conformance
+from fastloop.testing import TEXTS, Conformance, with_dropout
 
 WORDS = "red blue green old new big small fast slow dog cat bird fish house tree river".split()
 
@@ -53,8 +53,8 @@ def fastloop(commands, code=0):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def write_recipe(folder, options, data, *plugins, **train):
-    recipe = {"model": TEXTS["model"], "data": DATA | data, "output": "run", "plugins": [{"embedding": options}]}
+def write_recipe(folder, options, data, *plugins, model=TEXTS["model"], **train):
+    recipe = {"model": model, "data": DATA | data, "output": "run", "plugins": [{"embedding": options}]}
     recipe |= {"plugins": recipe["plugins"] + list(plugins), "train": TRAIN | train}
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
 
@@ -122,9 +122,6 @@ print(json.dumps([[model.similarity_fn_name, model.encode(texts).tolist()] for m
 
 
 REFUSED = {
-    "micro": ({}, {}, [], {"micro_batch_size": 4}, "train.micro_batch_size: found 4, expected train.batch_size (16)"),
-    "plugin": ({}, {}, ["auto-micro-batch"], {}, "plugins: found auto-micro-batch, and the loss multiple_negatives"),
-    "cosent": ({"loss": "cosent"}, SCORED, [], {"micro_batch_size": 4}, "the loss cosent compares the rows"),
     "triplet": ({"loss": "triplet"}, {}, [], {}, "data.negative: missing, and the loss triplet reads it"),
     "negative": ({"loss": "cosine"}, SCORED | {"negative": "negative"}, [], {}, "data.negative: the loss cosine"),
     "classes": ({"loss": "cosine"}, SCORED | {"label_type": "class"}, [], {}, "label_type: found class, expected numb"),
@@ -142,10 +139,45 @@ def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
         assert message in " ".join((tmp_path / name / "output.txt").read_text().split())
 
 
+DIVIDED = {
+    "multiple_negatives": ({"dims": [8, 16]}, {"negative": "negative"}),
+    "cosent": ({"loss": "cosent"}, SCORED),
+}
+
+
+def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path):
+    """The batches of 24 rows leave one of 16, and the micro-batches of 8 one process with fewer of them."""
+    commands, found = [], {}
+    for case, (options, data) in DIVIDED.items():
+        for name, train, more in (
+            ("whole", {}, ()),
+            ("parts", {"micro_batch_size": 8}, ()),
+            ("processes", {"micro_batch_size": 6}, ("--nproc", "2")),
+        ):
+            found[case, name] = folder = tmp_path / f"{case}-{name}"
+            folder.mkdir()
+            own = {"batch_size": 24, "epochs": 2, "log_every": 1, "eval_batch_size": 16} | train
+            write_recipe(
+                folder, options, data, *["ddp"] * len(more[1:]), model=with_dropout(TEXTS, 0.0)["model"], **own
+            )
+            commands.append([str(folder), "train", "recipe.yaml", *more])
+    fastloop(commands)
+    for (case, _), folder in found.items():
+        losses, whole = (
+            [
+                point["loss"]
+                for line in (place / "run" / "metrics.jsonl").open()
+                if "loss" in (point := json.loads(line))
+            ]
+            for place in (folder, found[case, "whole"])
+        )
+        assert len(losses) == 6
+        assert losses == pytest.approx(whole, rel=1e-3), folder.name
+
+
 class TestConformance(Conformance):
     plugin = "embedding"
     task = {"model": TEXTS["model"], "data": DATA}
-    refuses = ("ddp", "fsdp", "deepspeed", "tensor-parallel")
 
 
 class TestConformanceOfRowLosses(Conformance):

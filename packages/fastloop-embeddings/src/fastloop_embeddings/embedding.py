@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import Data, Model, TextTask, compute, pool
 
-from fastloop_embeddings import losses, whole_step
+from fastloop_embeddings import losses
+from fastloop_embeddings.cached_gradients import CachedGradients
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fastloop import Run
+    from fastloop import Batch, Run
 
 
 @dataclass(kw_only=True)
@@ -70,7 +71,7 @@ class Embedding(TextTask):
         ] = field(default_factory=list)
 
     @hookimpl
-    def check_recipe(self, recipe: Any, plugins: Any) -> None:
+    def check_recipe(self, recipe: Any) -> None:
         loss, data, negative = self.config.loss, f"{recipe.where}: data", recipe.data.get("negative") is not None
         if loss == "triplet" and not negative:
             raise RecipeError(f"{data}.negative: missing, and the loss triplet reads it. Name a column of texts.")
@@ -83,13 +84,11 @@ class Embedding(TextTask):
             raise RecipeError(f"{data}.label_type: found {self.data.label_type}, expected number: scores are numbers.")
         if any(size < 1 for size in self.config.dims):
             raise RecipeError(f"{recipe.where}: plugins.embedding.dims: found {self.config.dims}, expected 1 or more.")
-        if loss in losses.SPANS_ROWS:
-            whole_step.check_recipe(recipe, plugins, loss)
+        self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
 
     @hookimpl
-    def check_run(self, run: Run) -> None:
-        if self.config.loss in losses.SPANS_ROWS and run.recipe.inference is None:
-            whole_step.check_run(run, self.config.loss)
+    def train_step(self, run: Run, batches: list[Batch]) -> Any:
+        return self.cached.step(run, batches) if self.config.loss in losses.SPANS_ROWS else None
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Any:
         """As in ``TextTask``, and ``keys``: a number for each text, (texts,) int64. Metrics find equal texts by it."""
@@ -130,25 +129,19 @@ class Embedding(TextTask):
 
         vectors, scores = self.vectors(model, batch), batch.get("labels")
         columns = vectors.chunk(len(self.columns))
-        with torch.autocast(vectors.device.type, enabled=False):  # similarities in 16 bits would round too much
-            dims = self.config.dims
-            parts = [losses.truncate(columns, size) for size in dims] if dims else [columns]
-            loss = torch.stack([self.loss(part, scores) for part in parts]).sum()
+        loss = self.cached.next_loss(vectors) if self.cached.waiting else self.loss(columns, scores)
         if scores is not None:
             return Output(loss, losses.cosine_similarities(columns), scores)
         rows = len(columns[0])
         return Output(loss, torch.stack(columns, 1), batch["keys"].view(-1, rows).T)
 
     def loss(self, columns: Any, scores: Any) -> Any:
-        """The loss of the vectors of each column, (N, D) each."""
-        config = self.config
-        if config.loss == "cosine":
-            return losses.cosine(columns, scores)
-        if config.loss == "cosent":
-            return losses.cosent(columns, scores, config.temperature)
-        if config.loss == "triplet":
-            return losses.triplet(columns, config.margin)
-        return losses.multiple_negatives(columns, config.temperature)
+        """The loss of the vectors of each column, (N, D) each, summed over ``dims``."""
+        import torch
+
+        with torch.autocast(columns[0].device.type, enabled=False):  # similarities in 16 bits would round too much
+            parts = [losses.truncate(columns, size) for size in self.config.dims] or [columns]
+            return torch.stack([losses.compute(part, scores, self.config) for part in parts]).sum()
 
     @hookimpl
     def build_metrics(self) -> Any:

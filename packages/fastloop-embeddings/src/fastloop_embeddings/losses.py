@@ -6,7 +6,7 @@ A loss takes the vectors of each column of texts, (N, D) each, and the scores of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,6 +16,21 @@ SPANS_ROWS = ("multiple_negatives", "cosent")
 
 SCORED = ("cosent", "cosine")
 """Losses that read a score for each row. The others read pairs of similar texts."""
+
+
+def compute(vectors: Sequence[Tensor], scores: Any, options: Any) -> Tensor:
+    """Compute the loss that ``options.loss`` names.
+
+    Args:
+        options: Those of the task: ``loss``, ``temperature`` and ``margin``.
+    """
+    if options.loss == "cosine":
+        return cosine(vectors, scores)
+    if options.loss == "cosent":
+        return cosent(vectors, scores, options.temperature)
+    if options.loss == "triplet":
+        return triplet(vectors, options.margin)
+    return multiple_negatives(vectors, options.temperature)
 
 
 def multiple_negatives(vectors: Sequence[Tensor], temperature: float) -> Tensor:

@@ -40,9 +40,10 @@ class CachedGradients:
             return None
         states = random_states()
         with torch.no_grad():
-            found = [self.rows(self.vectors(run.model, batch.inputs)) for batch in batches]
+            # a process without a share of a micro-step computes one that does not count: it has no samples
+            found = [self.rows(self.vectors(run.model, batch.inputs))[: batch.samples] for batch in batches]
         restore_random_states(states)
-        scores = [batch.inputs["labels"] for batch in batches if "labels" in batch.inputs]
+        scores = [batch.inputs["labels"][: batch.samples] for batch in batches if "labels" in batch.inputs]
         own = torch.cat(found)
         start, total = place_of(processes, own)
         leaf = gather(processes, own, start, total).requires_grad_()
@@ -51,7 +52,7 @@ class CachedGradients:
         (gradient,) = torch.autograd.grad(self.value, leaf)
         sizes = [len(part) for part in found]
         parts = gradient[start : start + len(own)].split(sizes)
-        self.waiting = [(part, total / size) for part, size in zip(parts, sizes, strict=True)]
+        self.waiting = [(part, total / max(size, 1)) for part, size in zip(parts, sizes, strict=True)]
         try:
             loss = run.accumulate_gradients(batches)
         finally:
@@ -65,7 +66,7 @@ class CachedGradients:
         The core weights it by the micro-batch's share of the step's rows, which the factor reverses.
         """
         gradients, factor = self.waiting.pop(0)
-        product = (self.rows(vectors) * gradients).sum() * factor
+        product = (self.rows(vectors)[: len(gradients)] * gradients).sum() * factor
         value: Any = self.value
         return product - product.detach() + value.detach()
 

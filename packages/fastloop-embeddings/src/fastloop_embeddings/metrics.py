@@ -17,6 +17,10 @@ CHUNK = 1024
 """Queries that are compared with all documents at a time. It limits the memory of the similarities."""
 
 
+SHIFTS = torch.tensor([0, 16, 32, 48])
+"""Places of the 16-bit parts of a 64-bit number. float32 holds each part exactly."""
+
+
 class Retrieval(Metric):
     """Recall at several depths, MRR@10 and nDCG@10 of the nearest documents of each query, by cosine similarity.
 
@@ -29,36 +33,38 @@ class Retrieval(Metric):
     """
 
     full_state_update = False
-    queries: list[Tensor]
-    documents: list[Tensor]
-    query_keys: list[Tensor]
-    document_keys: list[Tensor]
-    pairs: list[Tensor]
+    vectors: list[Tensor]
+    keys: list[Tensor]
+    shape: Tensor
 
     def __init__(self, recall_at: Sequence[int] = (1, 10)) -> None:
         super().__init__()
         self.recall_at = tuple(recall_at)
-        for name in ("queries", "documents", "query_keys", "document_keys", "pairs"):
-            self.add_state(name, default=[], dist_reduce_fx="cat")
+        # a process without rows contributes an empty float32 vector, so the states of others have to be such vectors
+        self.add_state("vectors", default=[], dist_reduce_fx="cat")
+        self.add_state("keys", default=[], dist_reduce_fx="cat")
+        self.add_state("shape", default=torch.zeros(2, dtype=torch.int64), dist_reduce_fx="max")
 
     def update(self, vectors: Tensor, keys: Tensor) -> None:
         """Add rows.
 
         Args:
-            vectors: Of each text of each row, (rows, columns, D). The second column is relevant to the first.
+            vectors: One for each text of each row, (rows, columns, D). The second column is relevant to the first.
             keys: A number for each text, (rows, columns) int64. Equal texts have equal numbers.
         """
-        self.queries.append(vectors[:, 0])
-        self.query_keys.append(keys[:, 0])
-        self.documents.append(vectors[:, 1:].flatten(0, 1))
-        self.document_keys.append(keys[:, 1:].flatten())
-        self.pairs.append(keys[:, :2])
+        self.vectors.append(vectors.float().flatten())
+        self.keys.append((keys[..., None] >> SHIFTS.to(keys.device) & 0xFFFF).float().flatten())
+        self.shape = self.shape.new_tensor(vectors.shape[1:])
 
     def compute(self) -> dict[str, Tensor]:
-        queries, query_of = unique(_joined(self.queries), _joined(self.query_keys))
-        documents, document_of = unique(_joined(self.documents), _joined(self.document_keys))
-        wanted = zip((query_of, document_of), _joined(self.pairs).T.contiguous(), strict=True)
-        relevant = torch.stack([torch.searchsorted(keys, found) for keys, found in wanted], 1).unique(dim=0)
+        columns, size = self.shape.tolist()
+        vectors = joined(self.vectors).view(-1, columns, size)
+        parts = joined(self.keys).view(-1, columns, len(SHIFTS)).long()
+        keys = (parts << SHIFTS.to(parts.device)).sum(-1)
+        queries, query_of = unique(vectors[:, 0], keys[:, 0])
+        documents, document_of = unique(vectors[:, 1:].flatten(0, 1), keys[:, 1:].flatten())
+        wanted = zip((query_of, document_of), keys.T.contiguous(), strict=False)  # the first two columns
+        relevant = torch.stack([torch.searchsorted(known, found) for known, found in wanted], 1).unique(dim=0)
         return rank(queries, documents, relevant, self.recall_at)
 
 
@@ -100,5 +106,6 @@ def unique(vectors: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     return vectors[first], found
 
 
-def _joined(parts: Any) -> Tensor:
+def joined(parts: Any) -> Tensor:
+    """The parts of a state end to end. Torchmetrics has joined those of several processes."""
     return parts if isinstance(parts, Tensor) else torch.cat(parts)

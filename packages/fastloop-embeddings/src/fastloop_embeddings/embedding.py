@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, RecipeError, hookimpl
+from fastloop import Output, RecipeError, UsageError, hookimpl
 from fastloop_plugins.text import Model, TextTask, compute, pool
 
 from fastloop_embeddings import losses
@@ -56,6 +56,16 @@ class Embedding(TextTask):
         if any(size < 1 for size in self.config.dims):
             raise RecipeError(f"{recipe.where}: plugins.embedding.dims: found {self.config.dims}, expected 1 or more.")
         self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        sharing = run.loaders.processes.world_size
+        if self.config.loss in losses.SPANS_ROWS and sharing not in (1, run.world_size):
+            raise UsageError(
+                f"embedding: found {sharing} shares of a step over {run.world_size} processes: the loss "
+                f"{self.config.loss} compares all rows of a step, and cannot collect them from groups of processes. "
+                "Let all processes share the rows, as with ddp and fsdp, or set loss to cosine or triplet."
+            )
 
     @hookimpl
     def train_step(self, run: Run, batches: list[Batch]) -> Any:

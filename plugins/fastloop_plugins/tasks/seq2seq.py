@@ -103,8 +103,7 @@ class Seq2Seq(TextTask):
         self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length)
 
     def encoding_arguments(self) -> dict[str, Any]:
-        options = self.data.options
-        return {"max_length": options.max_length, "max_target_length": options.max_target_length}
+        return {key: getattr(self.data.options, key) for key in ("max_length", "max_target_length")}
 
     @staticmethod
     def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
@@ -125,9 +124,8 @@ class Seq2Seq(TextTask):
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
         from fastloop_plugins.tasks.pairs.data import pair_samples
 
-        return pair_samples(
-            self.text_model, split := self.read_splits(run, count)["train"], self.build_dataset(split, {})
-        )
+        split = self.read_splits(run, count)["train"]
+        return pair_samples(self.text_model, split, self.build_dataset(split, {}))
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:

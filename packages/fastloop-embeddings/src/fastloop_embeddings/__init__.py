@@ -1,0 +1,1 @@
+"""Text embeddings for fastloop: the task ``embedding``."""

@@ -1,0 +1,39 @@
+"""The files with which Sentence Transformers loads an exported model: ``SentenceTransformer(folder)``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+MODES = {"mean": "mean_tokens", "first": "cls_token", "last": "lasttoken"}
+"""Pooling -> the end of its key in the configuration of the module ``Pooling``."""
+
+
+def write_modules(folder: Path, size: int, pooling: str, normalized: bool, max_length: int) -> None:
+    """Write ``modules.json`` and the configurations that it names, beside model and tokenizer.
+
+    Every release of Sentence Transformers since 2.3 reads this layout.
+
+    Args:
+        size: Numbers of a vector.
+        pooling: A key of ``MODES``.
+        normalized: Whether vectors have length 1.
+        max_length: Tokens of a text at most.
+    """
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")] + [("2_Normalize", "Normalize")] * normalized
+    listed = [
+        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for index, (path, kind) in enumerate(modules)
+    ]
+    for path, _ in modules:
+        (folder / path).mkdir(exist_ok=True)
+    modes = {f"pooling_mode_{end}": how == pooling for how, end in MODES.items()}
+    write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": size, **modes})
+    write(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
+    write(folder / "config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": "cosine"})
+    write(folder / "modules.json", listed)
+
+
+def write(path: Path, content: object) -> None:
+    """Write a JSON file."""
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

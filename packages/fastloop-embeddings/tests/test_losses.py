@@ -1,0 +1,110 @@
+"""Losses and gradients equal those of Sentence Transformers: computed beside it, and as numbers that it gave."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fastloop_embeddings import losses
+
+ROWS, SIZE = 5, 6
+SCORES = torch.tensor([0.125, 0.5, 0.875, 0.5, -0.25], dtype=torch.float64)
+"""Numbers that float32 holds exactly, because one loss of Sentence Transformers rounds them; two are equal."""
+EXPECTED = Path(__file__).with_name("expected_losses.json")
+"""Case -> loss and gradient of the first column, by Sentence Transformers 6.2.0 in float64 (``python test_losses.py``
+writes it)."""
+OURS = {
+    "multiple_negatives": (2, lambda vectors: losses.multiple_negatives(vectors, 0.05)),
+    "multiple_negatives, hard": (3, lambda vectors: losses.multiple_negatives(vectors, 0.05)),
+    "cosent": (2, lambda vectors: losses.cosent(vectors, SCORES, 0.05)),
+    "cosine": (2, lambda vectors: losses.cosine(vectors, SCORES)),
+    "triplet": (3, lambda vectors: losses.triplet(vectors, 1.0)),
+}
+DIMS = (2, 4, 6)
+CASES = [*OURS, *(f"{name}, dims" for name in OURS)]
+
+
+def columns(case):
+    """Vectors of each column of texts, without random numbers: those of a similar text are near the first."""
+    count = OURS[case.removesuffix(", dims")][0]
+    angles = torch.arange(ROWS * SIZE, dtype=torch.float64).view(ROWS, SIZE)
+    first = (angles * 1.7).sin() * 2
+    others = [first + (angles * 0.9 + 1).cos(), (angles * 2.3 + 2).sin()][: count - 1]
+    return [column.clone().requires_grad_() for column in (first, *others)]
+
+
+def ours(case):
+    """Our loss of a case, and the gradient of each column."""
+    vectors, loss = columns(case), OURS[case.removesuffix(", dims")][1]
+    sizes = DIMS if case.endswith("dims") else ()
+    found = sum(loss(losses.truncate(vectors, size)) for size in sizes) if sizes else loss(vectors)
+    return found, torch.autograd.grad(found, vectors)
+
+
+class Given(nn.Module):
+    """Stands for a model of Sentence Transformers: its features are the vectors themselves."""
+
+    def forward(self, features):
+        return {"sentence_embedding": features["vectors"]}
+
+    def get_embedding_dimension(self):
+        return SIZE
+
+
+def theirs(case):
+    """The same by Sentence Transformers."""
+    from sentence_transformers.sentence_transformer import losses as them
+
+    name, model, vectors = case.removesuffix(", dims"), Given(), columns(case)
+    loss = {
+        "multiple_negatives": lambda: them.MultipleNegativesRankingLoss(model),
+        "multiple_negatives, hard": lambda: them.MultipleNegativesRankingLoss(model),
+        "cosent": lambda: them.CoSENTLoss(model),
+        "cosine": lambda: them.CosineSimilarityLoss(model),
+        "triplet": lambda: them.TripletLoss(model, triplet_margin=1.0),
+    }[name]()
+    if case.endswith("dims"):
+        loss = them.MatryoshkaLoss(model, loss, DIMS)
+    found = loss([{"vectors": column} for column in vectors], SCORES)
+    return found, torch.autograd.grad(found, vectors)
+
+
+def equal(one, other):
+    assert torch.allclose(one, other, rtol=1e-9, atol=1e-12), (one - other).abs().max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_equal_those_of_sentence_transformers(case):
+    pytest.importorskip("sentence_transformers")
+    (loss, gradients), (their_loss, their_gradients) = ours(case), theirs(case)
+    assert abs(loss - their_loss) <= 1e-9 * abs(their_loss)
+    for one, other in zip(gradients, their_gradients, strict=True):
+        equal(one, other)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_equal_the_recorded_ones(case):
+    expected, (loss, gradients) = json.loads(EXPECTED.read_text())[case], ours(case)
+    assert loss.item() == pytest.approx(expected["loss"], rel=1e-9)
+    equal(gradients[0], torch.tensor(expected["gradient"], dtype=torch.float64))
+
+
+def test_a_loss_of_one_row_by_hand():
+    first, second = torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])
+    assert losses.multiple_negatives([first, second], 0.05).item() == 0
+    hard = losses.multiple_negatives([first, second, first], 1.0)
+    assert hard.item() == pytest.approx(math.log(1 + math.e))
+    assert losses.triplet([first, second, first], 1.0).item() == pytest.approx(1 + math.sqrt(2))
+    assert losses.cosine([first, second], torch.tensor([0.5])).item() == pytest.approx(0.25)
+    assert losses.cosent([first, second], torch.tensor([0.5]), 0.05).item() == 0  # no two rows to order
+
+
+if __name__ == "__main__":
+    found = {case: theirs(case) for case in CASES}
+    recorded = {
+        case: {"loss": loss.item(), "gradient": gradients[0].tolist()} for case, (loss, gradients) in found.items()
+    }
+    EXPECTED.write_text(json.dumps(recorded) + "\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
@@ -80,7 +81,7 @@ class ColumnData(TextData):
             places[name] = key
         self.places = places
         super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
-        self.columns = names[:1]
+        self.columns = [name for name, key in places.items() if key in task.prediction_columns()]
         for path in self.every_file() if len(names) > 1 else ():
             if format_of(path)[0] == ".txt":
                 raise RecipeError(
@@ -101,7 +102,7 @@ class ColumnData(TextData):
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:
             return datasets
-        labels = self.stream.label_table(datasets)
+        labels = self.stream.label_table(datasets) if self.labels else {}
         return self.stream.datasets(run, datasets, StreamedRows(self, self.task, model.tokenizer, labels))
 
 
@@ -164,6 +165,7 @@ class TextTask(Plugin):
     Attributes:
         columns: Options of ``data`` that name a column of texts. Each text is a sequence of its own. With ``text``
             alone, ``data.text`` may name several columns, which become one sequence.
+        inputs: Those of ``columns`` that a file to predict has; empty: the first one.
         conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
             ``labels``: class ids (rows,) int64, or numbers (rows,) float32.
@@ -178,6 +180,7 @@ class TextTask(Plugin):
     slot = "task"
     fallback_hooks = ("compute_loss",)
     columns: ClassVar[tuple[str, ...]] = ("text",)
+    inputs: ClassVar[tuple[str, ...]] = ()
     conversations: ClassVar[tuple[str, ...]] = ()
     labels: ClassVar[str] = "none"
     auto_class: ClassVar[str] = "AutoModel"
@@ -190,6 +193,11 @@ class TextTask(Plugin):
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
         return padded_traits(recipe)
 
+    @classmethod
+    def prediction_columns(cls) -> tuple[str, ...]:
+        """The options that name the columns of a file to predict."""
+        return cls.inputs or cls.columns[:1]
+
     # -- what a task may replace ---------------------------------------------------------------------------------------
 
     def encoding_arguments(self) -> dict[str, Any]:
@@ -201,7 +209,8 @@ class TextTask(Plugin):
         """Yield the numbers of each row, which ``build_dataset`` reads. The result must depend only on the arguments.
 
         Args:
-            rows: A text, or a tuple of the texts of several columns.
+            rows: A tuple of the texts of ``columns`` for each row, or of ``inputs`` in prediction. The text alone if
+                that is one column.
         """
         from fastloop_plugins.text.column_ids import encode_columns
 
@@ -223,7 +232,7 @@ class TextTask(Plugin):
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """A batch of samples, before padding or packing: the texts of the first column, then those of the next ones.
 
-        ``loss_weight`` is the number of samples. In prediction, samples have the first column only.
+        ``loss_weight`` is the number of samples. In prediction, samples have the columns of ``inputs`` only.
         """
         import numpy as np
         import torch
@@ -236,7 +245,7 @@ class TextTask(Plugin):
             fixed["labels"] = torch.from_numpy(np.array([sample["label"] for sample in samples]))
         columns = {"input_ids": (rows, self.text_model.tokenizer.pad_token_id)}
         tokens = sum(map(len, rows))
-        return Ragged(columns=columns, fixed=fixed, loss_weight=len(samples), tokens=tokens, reads_all=True)
+        return Ragged(columns=columns, fixed=fixed, loss_weight=len(samples), tokens=tokens)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -289,7 +298,7 @@ class TextTask(Plugin):
         from fastloop_plugins.text.tokens import Split
 
         self.text_model.load_tokenizer(self.data.options.max_length)
-        arguments = self.encoding_arguments() | {"columns": list(self.columns[:1])}
+        arguments = self.encoding_arguments() | {"columns": list(self.prediction_columns())}
         chunks = text_chunks(self.data, source, start, size)
         encoded = (flat(self.encode(self.text_model.tokenizer, texts, arguments)) for texts in chunks)
         return (self.build_dataset(Split(*rows), arguments) for rows in encoded)
@@ -298,7 +307,10 @@ class TextTask(Plugin):
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import PaddedCollator
 
-        return PaddedCollator(self.build_batch, self.text_model.width(run, self.data.options))
+        def build(samples: list[dict[str, Any]]) -> Ragged:  # `compute`, `pool` and `split` read all tokens
+            return replace(self.build_batch(samples), reads_all=True)
+
+        return PaddedCollator(build, self.text_model.width(run, self.data.options))
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:

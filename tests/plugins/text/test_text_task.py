@@ -244,7 +244,7 @@ class Spans(TextTask):
     """Finds the first word of another text in a text."""
 
     name = "spans"
-    columns = ("text", "other")
+    columns = inputs = ("text", "other")
     sections = {"model": Model, "data": SpanData}
     auto_class = "AutoModelForQuestionAnswering"
 
@@ -264,7 +264,7 @@ class Spans(TextTask):
         labels = torch.tensor([sample["place"] for sample in samples])
         return Ragged(
             columns={"input_ids": (rows, self.text_model.tokenizer.pad_token_id)}, fixed={"labels": labels},
-            loss_weight=len(rows), tokens=sum(map(len, rows)), reads_all=True,
+            loss_weight=len(rows), tokens=sum(map(len, rows)),
         )
 
     @hookimpl
@@ -272,14 +272,22 @@ class Spans(TextTask):
         logits = split(compute(model, batch).start_logits, batch)
         losses = [cross_entropy(one.float(), place) for one, place in zip(logits, batch["labels"])]
         return Output(torch.stack(losses).mean())
+
+    @hookimpl
+    def predict(self, run, batch):
+        found = split(compute(run.model, batch).start_logits, batch)
+        return {"place": [int(one.argmax()) for one in found]}
 '''
 
 
 @pytest.mark.parametrize("plugins", [[], ["packing", {"token-cache": {"folder": "cache"}}]], ids=["plain", "packed"])
-def test_a_task_may_have_rows_and_a_head_of_its_own(plugins):
+def test_a_task_may_have_rows_and_a_head_of_its_own(plugins, cli):
     Path("spans.py").write_text(SPANS)
     summary, _ = train(*plugins, task="spans.py:Spans", output="spans", epochs=20, lr=3e-3)
     assert summary["validation"]["loss"] < 1.0, "a guess among seven tokens has 1.9"
+    code, output, _ = cli("predict", "spans", "pairs.csv", "--out", "places.jsonl")
+    assert code == 0, output
+    assert {json.loads(line)["place"] for line in Path("places.jsonl").read_text().splitlines()} == {1}
 
 
 PREFERENCES = '''

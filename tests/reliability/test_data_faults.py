@@ -272,6 +272,7 @@ def test_a_truncated_parquet_is_refused_wherever_it_is_cut(record_property):
     record_property("faults", TIMES)
 
 
+@pytest.mark.slow
 def test_parquet_file_whose_footer_is_malformed(record_property):
     """a bit of a parquet footer inverted: read, or refused by name; never the end of the process"""
     import pyarrow

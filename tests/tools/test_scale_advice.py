@@ -85,6 +85,7 @@ def test_the_command_of_each_variant_selects_it(plugins):
         assert ("activation-checkpointing" in changed.plugins) == variant.checkpointing
 
 
+@pytest.mark.slow
 def test_a_change_that_other_plugins_refuse_is_not_suggested():
     file = write_recipe("ddp", "ema")
     command, recipe = Command(file), load_recipe(file)
@@ -114,9 +115,8 @@ CASES: dict[str, tuple[list[Any], list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", [name if name == "tensor-parallel" else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_the_printed_command_resolves_and_then_fits(case):
     plugins, words = CASES[case]
     file = write_recipe(*plugins)

@@ -72,6 +72,7 @@ def test_a_share_holds_and_sends_the_bytes_of_torch(process_group, changes):
     assert share.sent == collectives.sent > 0
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_the_whole_batch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(("A", "B"))
@@ -88,6 +89,7 @@ def test_the_table_has_a_row_for_the_whole_batch(tmp_path, monkeypatch):
     assert ddp.flops < row.flops < 1.2 * ddp.flops  # half of the work on twice the samples, and the whole head
 
 
+@pytest.mark.slow
 def test_a_model_that_the_processes_cannot_divide_has_no_row(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(("A", "B"))

@@ -386,6 +386,7 @@ print(json.dumps(runner.measure(load_recipe("tiny.yaml"), window)))
 """
 
 
+@pytest.mark.slow
 def test_measure_two_processes_of_one_training(recipe):
     """One of them reads slowly, and the other waits for it."""
     recipe("ddp", sleep=0.005, rank=1)

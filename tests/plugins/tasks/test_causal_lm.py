@@ -83,6 +83,7 @@ def test_the_loss_is_that_of_transformers():
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.slow
 def test_compile_includes_the_loss_in_its_graph():
     from torch._dynamo import register_backend
     from torch.nn.functional import cross_entropy

@@ -128,6 +128,7 @@ def live_bytes() -> int:
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_frozen_layers_take_an_eighth_of_the_memory(tuned):
     sizes = []
     for quantize in (None, "nf4"):

@@ -51,6 +51,7 @@ def test_the_weights_equal_those_of_a_plain_loop(case):
     assert_same(trained(plugins=[{"lr-scheduler": options}]), theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_has_the_weights_of_a_whole_one(case):
     plugins = [{"lr-scheduler": CASES[case][0]}, {"interrupt.py": {}}]

@@ -105,7 +105,11 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
     "rows of 512 MiB in a jsonl.gz": (lambda: packed("a.jsonl.gz", b"", ROW, GIB // 2), EXPANDS, EXPANDS),
     "rows of 2 GiB in a jsonl.zst": (lambda: packed("a.jsonl.zst", b"", ROW, 2 * GIB), EXPANDS, EXPANDS),
     "rows of 2 GiB in a csv.bz2": (lambda: packed("a.csv.bz2", CSV, b"b,bad\n", 2 * GIB), EXPANDS, EXPANDS),
-    "a list of 2 GiB in a json.gz": (lambda: packed("a.json.gz", b"[1", b", 1", 2 * GIB, b"]"), EXPANDS, None),
+    "a list of 512 MiB in a json.gz": (
+        lambda: packed("a.json.gz", b"[" + ROW.strip(), b", " + ROW.strip(), GIB // 2, b"]"),
+        EXPANDS,
+        EXPANDS,
+    ),
     "a quoted cell of a million lines": (lambda: packed("a.csv.gz", CSV + b'"', b"a line\n", 2 * GIB), LONG, LONG),
     "a jsonl with a line of 2 GiB": (lambda: hole("a.jsonl", ROW + b'{"text": "', 2 * GIB), LONG, LONG),
     "a csv with a line of 2 GiB": (lambda: hole("a.csv", CSV, 2 * GIB), LONG, LONG),

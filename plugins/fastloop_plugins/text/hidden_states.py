@@ -51,7 +51,7 @@ def pool(states: Tensor, batch: Mapping[str, Any], how: Pooling = "mean") -> Ten
     ends = lengths.cumsum(0)
     if how != "mean":
         return states[0].index_select(0, ends - lengths if how == "first" else ends - 1).float()
-    row = states[0, : batch_tokens(batch)].float()
+    row = states[0, : int(lengths.sum())].float()
     text = torch.repeat_interleave(lengths, output_size=len(row))
     mean: Tensor = row.new_zeros(len(lengths), row.shape[1]).index_add(0, text, row) / lengths[:, None]
     return mean
@@ -71,8 +71,3 @@ def split(states: Tensor, batch: Mapping[str, Any]) -> list[Tensor]:
         return list(torch.split(states[0, : sum(sizes)], sizes))
     mask = batch.get("attention_mask")
     return list(states) if mask is None else [row[real] for row, real in zip(states, mask.bool(), strict=True)]
-
-
-def batch_tokens(batch: Mapping[str, Any]) -> int:
-    """Tokens of a packed row, without padding at its end."""
-    return int(batch[LENGTHS].sum())

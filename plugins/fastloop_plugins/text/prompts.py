@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fastloop import Batch
+from fastloop_plugins.text.tokenizers import end_of
 
 
 class PromptCollator:
@@ -24,7 +25,7 @@ class PromptCollator:
 
     def __init__(self, tokenizer: Any, room: int | None) -> None:
         self.pad_token_id, self.room = tokenizer.pad_token_id, room
-        self.empty = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        (self.empty,) = end_of(tokenizer)
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         rows = [

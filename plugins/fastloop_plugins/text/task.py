@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.options import parse
+from fastloop_plugins.models.checks import shortest
+from fastloop_plugins.models.label_order import name_classes
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.table import Bad, text_column
 from fastloop_plugins.text.columns import each_text
@@ -108,18 +110,13 @@ class ColumnData(TextData):
 
 def read_conversations(values: Sequence[Any], name: str, key: str, bad: Bad) -> list[str]:
     """A column of conversations, each as the JSON of a ``Chat``."""
-    from fastloop_plugins.rows.table import RowError
-    from fastloop_plugins.text.chat.rows import Chat, check_depth, read_messages
+    from fastloop_plugins.text.chat.rows import Chat, check_depth, dump_chats, read_messages
 
-    found = []
-    for index, value in enumerate(values):
-        try:
-            check_depth(value, name)
-            found.append(Chat(read_messages(value, f"column {name!r} (data.{key})"), None).dumps())
-        except RowError as error:
-            bad(index, str(error))
-            found.append("")
-    return found
+    def read(value: Any) -> Chat:
+        check_depth(value, name)
+        return Chat(read_messages(value, f"column {name!r} (data.{key})"), None)
+
+    return dump_chats(values, read, bad)
 
 
 class StreamedRows:
@@ -163,8 +160,7 @@ class TextTask(Plugin):
     ``build_batch``.
 
     Attributes:
-        columns: Options of ``data`` that name a column of texts. Each text is a sequence of its own. With ``text``
-            alone, ``data.text`` may name several columns, which become one sequence.
+        columns: Options of ``data`` that name one column of texts each. Each text is a sequence of its own.
         inputs: Those of ``columns`` that a file to predict has; empty: the first one.
         conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
@@ -319,18 +315,16 @@ class TextTask(Plugin):
         from fastloop_plugins.text.padding_check import check_padding
 
         if self.data.classes:  # predictions name classes by them
-            self.text_model.config.id2label = dict(enumerate(self.data.classes))
-            self.text_model.config.label2id = {name: index for index, name in enumerate(self.data.classes)}
+            name_classes(self.text_model.config, self.data.classes)
         model: nn.Module = self.text_model.build(getattr(transformers, self.auto_class))
         for name in self.unused_modules:
             if (module := getattr(model, name, None)) is not None:
                 module.requires_grad_(False)
         dataset: Any = getattr(self, "_probe", None) or run.datasets[run.loaders.first]
-        shortest, longest = int(dataset.lengths.argmin()), int(dataset.lengths.argmax())
-        collate = self.build_collator(run)
+        samples, collate = [dataset[int(dataset.lengths.argmax())], shortest(dataset)], self.build_collator(run)
 
         def make() -> dict[str, Tensor]:
-            inputs = collate([dataset[longest], dataset[shortest]]).inputs
+            inputs = collate(samples).inputs
             return {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
 
         check_padding(run, model, self.text_model, self.text_model.width(run, self.data.options), make)

@@ -20,6 +20,7 @@ from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import Text, each_text, encode_pairs, join_columns, token_types
+from fastloop_plugins.text.tokenizers import end_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -107,9 +108,7 @@ def read(
         splits = {"train": splits["train"]}
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
-    end = (
-        [tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id] if documents else []
-    )
+    end = end_of(tokenizer) if documents else []
     for name, rows in splits.items():
         texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         if documents:

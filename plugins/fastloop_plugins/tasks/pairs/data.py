@@ -16,8 +16,8 @@ from fastloop_plugins.text.column_ids import ColumnSequences, join_ids
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import Data
 from fastloop_plugins.text.samples import show_tokens
-from fastloop_plugins.text.streaming.samples import end_of
 from fastloop_plugins.text.task import ColumnData
+from fastloop_plugins.text.tokenizers import end_of
 from fastloop_plugins.text.tokens import encode_marked, portions
 
 if TYPE_CHECKING:

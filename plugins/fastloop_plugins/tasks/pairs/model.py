@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop_plugins.text.model import TextModel
+from fastloop_plugins.text.tokenizers import end_of
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -65,8 +66,8 @@ class Seq2SeqModel(TextModel):
 
     def end(self) -> int:
         """The id of the token that ends a text."""
-        found: int | None = self.tokenizer.eos_token_id
-        return self.tokenizer.sep_token_id if found is None else found
+        (found,) = end_of(self.tokenizer)
+        return found
 
     def _build(self, auto: Any, labels: Any) -> Any:
         given, config, pad = self.options.config, self.config, self.tokenizer.pad_token_id

@@ -16,12 +16,13 @@ from fastloop import RecipeError, option
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.paths import find_files, format_of
 from fastloop_plugins.rows.splits import Rows, join_rows
-from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
+from fastloop_plugins.rows.table import Bad, Table, text_column
 from fastloop_plugins.text.chat.rows import (
     OPTIONAL,
     TOOLS,
     Chat,
     chat_columns,
+    dump_chats,
     has_null,
     other_keys,
     read_chat,
@@ -191,14 +192,12 @@ class LanguageTextData(TextData):
                 name: text_column(values, name, keys[name], bad, required=self.masked)
                 for name, values in zip(keys, columns, strict=True)
             }
-        names, chats = [*keys, *self.optional_columns()], list[str]()
-        for index, values in enumerate(zip(*columns, strict=True)):
-            try:
-                chats.append(read_chat(dict(zip(names, values, strict=True)), self.chat_columns).dumps())
-            except RowError as error:
-                bad(index, str(error))
-                chats.append("")
-        return {"chat": chats}
+        names = [*keys, *self.optional_columns()]
+
+        def read(values: Sequence[Any]) -> Chat:
+            return read_chat(dict(zip(names, values, strict=True)), self.chat_columns)
+
+        return {"chat": dump_chats(zip(*columns, strict=True), read, bad)}
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         if not self.masked:

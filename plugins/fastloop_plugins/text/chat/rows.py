@@ -14,12 +14,13 @@ A column ``tools`` holds the functions that the assistant may call.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from fastloop_plugins.rows.table import RowError, problem_of_text, show
+from fastloop_plugins.rows.table import Bad, RowError, problem_of_text, show
 
+T = TypeVar("T")
 EXAMPLE = '[{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]'
 """A conversation for messages."""
 ALPACA = ["instruction", "input", "output"]
@@ -104,6 +105,18 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str]) -> Chat:
         else read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
     )
     return Chat(messages, _tools(row.get(TOOLS)))
+
+
+def dump_chats(rows: Iterable[T], read: Callable[[T], Chat], bad: Bad) -> list[str]:
+    """The JSON of the conversation that ``read`` returns for each row; empty for a row that ``bad`` is called with."""
+    found = []
+    for index, row in enumerate(rows):
+        try:
+            found.append(read(row).dumps())
+        except RowError as error:
+            bad(index, str(error))
+            found.append("")
+    return found
 
 
 def other_keys(chat: Chat) -> Iterator[str]:

@@ -20,6 +20,7 @@ from fastloop_plugins.text.chat.tokens import RowEncoder
 from fastloop_plugins.text.columns import join_columns, token_types
 from fastloop_plugins.text.lm_batches import MaskedSequences
 from fastloop_plugins.text.targets import read_number
+from fastloop_plugins.text.tokenizers import end_of
 from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
@@ -154,9 +155,3 @@ class Documents:
 def blocks(rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
     """Samples of blocks of tokens, see ``text.streaming.blocks``."""
     return [{"input_ids": ids} for (ids,) in rows]
-
-
-def end_of(tokenizer: Any) -> list[int]:
-    """The end token of a text: the tokenizer's, or its separator token. Empty if it has neither."""
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-    return [] if end is None else [end]

@@ -228,7 +228,7 @@ def check_declarations(plugin: Plugin, where: str) -> None:
     classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
     own = {name: value for cls in classes for name, value in vars(cls).items()}
     for name, value in own.items():
-        meant = next((known for known in _DECLARED if name not in _DECLARED and _resembles(name, known)), None)
+        meant = None if name in _DECLARED else _find_similar(name)
         kind = type(_DECLARED.get(meant or name))
         if meant and meant not in own and isinstance(value, _LIKE.get(kind, kind)):
             raise PluginError(
@@ -237,8 +237,11 @@ def check_declarations(plugin: Plugin, where: str) -> None:
             )
 
 
-def _resembles(name: str, known: str) -> bool:
-    return sorted(name) == sorted(known) or difflib.SequenceMatcher(None, name, known).ratio() >= RESEMBLES
+@functools.cache
+def _find_similar(name: str) -> str | None:
+    """The declaration whose name is similar to this one."""
+    same_letters = [known for known in _DECLARED if sorted(name) == sorted(known)]
+    return next(iter(same_letters or difflib.get_close_matches(name, _DECLARED, n=1, cutoff=RESEMBLES)), None)
 
 
 @functools.cache

@@ -63,6 +63,7 @@ def test_every_pinned_package_but_torch_has_hashes():
         assert len(set(sums)) == len(sums), name
 
 
+@pytest.mark.slow
 @with_pinned_versions
 def test_hashes_cover_everything_that_the_tests_need(sbom):
     # Python's venv brings pip

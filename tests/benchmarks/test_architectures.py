@@ -57,6 +57,7 @@ def test_the_page_has_every_architecture(script: Any) -> None:
     assert named == sum(map(int, counted)), "the second table counts the checks that the first one names"
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_checks_find_planted_errors(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import _architecture_checks as checks

@@ -307,6 +307,7 @@ def test_variants_that_do_not_pay_are_dropped(tmp_path: Path) -> None:
     assert slow.stopped
 
 
+@pytest.mark.slow
 def test_every_variant_resolves_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     import ablation
     from _arms import Work, prepare_fastloop

@@ -215,6 +215,7 @@ def test_write_summary_gets_the_counters_and_the_newest_metrics(tiny_run):
     assert seen[0]["validation"] == result.recorder.metrics[-1][1]
 
 
+@pytest.mark.slow
 def test_write_summary_fires_after_a_stop_and_after_a_failure(tiny_run, tmp_path):
     seen: list[dict[str, Any]] = []
     tiny_run([summaries(seen), plugin("stops", after_step=lambda self, run: run.state.request_stop("enough"))])

@@ -268,6 +268,7 @@ class Norms(Plugin):
             self.found.append(first.item())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 0.01])
 def test_the_gradient_norm_is_computed_once_a_step_and_is_that_of_clipping(tiny_run, max_norm):
     norms = Norms()
@@ -401,6 +402,7 @@ def test_plugins_steer_by_requests(tiny_run):
     assert saved == [2], "save_every: null saves when asked only"
 
 
+@pytest.mark.slow
 def test_an_optimizer_argument_of_a_plugin_reaches_the_optimizer_and_no_later_run(tiny_run):
     class Betas(Plugin):
         name = "betas"

@@ -53,6 +53,7 @@ def test_fast_commands_import_neither_torch_nor_plugins(code):
     assert done.stdout.splitlines()[-1] == "LOADED"
 
 
+@pytest.mark.slow
 def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_path):
     (tmp_path / "recipe.yaml").write_text(
         "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n"

@@ -95,6 +95,7 @@ def test_quickstart_imports_little_before_its_first_step():
     assert not found.intersection(FIRST_STEP_NEEDS_NONE)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the allocator restarts processes only on Linux")
 def test_auto_restarts_before_torch_is_imported():
     found, shown = modules("-c", RESTART, "train", "distilbert_imdb", "train.device=cpu")
@@ -115,6 +116,7 @@ def test_the_machine_is_the_same_before_and_after_torch_is_imported():
     modules("-c", code + "; print('MODULES ')", WORLD_SIZE="3")
 
 
+@pytest.mark.slow
 def test_auto_selects_the_same_plugins_before_and_after_torch_is_imported():
     code = (
         "import sys; from fastloop.cli.launch import resolve_early; from fastloop.recipe import load_recipe; "

@@ -63,6 +63,7 @@ def test_an_error_names_the_strategy_and_its_method(tiny_run, method):
         tiny_run([Fails(method)])
 
 
+@pytest.mark.slow
 def test_an_error_of_the_core_below_a_method_is_not_the_strategys(tiny_run):
     class Calls(Strategy):
         name = "calls"
@@ -75,6 +76,7 @@ def test_an_error_of_the_core_below_a_method_is_not_the_strategys(tiny_run):
     assert not isinstance(raised.value, PluginCrash)
 
 
+@pytest.mark.slow
 def test_a_hook_that_a_strategys_method_calls_is_named(tiny_run):
     class Breaks(Plugin):
         name = "breaks"

@@ -110,6 +110,7 @@ def test_tensors_of_the_host_and_of_the_device_do_not_mix():
         DeviceTensor(torch.ones(3)) + torch.ones(3)
 
 
+@pytest.mark.slow
 def test_a_run_on_the_emulated_device_computes_what_one_on_the_cpu_does(emulated):
     still = {**TEXTS, "model": {**TEXTS["model"], "config": TEXTS["model"]["config"] | {"hidden_dropout_prob": 0.0}}}
     still["model"]["config"]["attention_probs_dropout_prob"] = 0.0
@@ -138,6 +139,7 @@ def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
     assert [len(waits) for waits in device.evaluations] == [1, 1]
 
 
+@pytest.mark.slow
 def test_a_log_point_reads_its_losses_and_its_gradient_norm_together(emulated):
     device, _ = emulated(TEXTS, log_every=2)
     assert waiting(device) == {1: [CHECK], 2: [LOG], 4: [LOG]}
@@ -165,6 +167,7 @@ class ReadAhead(Plugin):
         return {"thread_loader_class": ReadAheadLoader}
 
 
+@pytest.mark.slow
 def test_batches_that_a_thread_reads_do_not_wait(emulated):
     plain, _ = emulated(plugins=({"log": False},))
     ahead, _ = emulated(plugins=({"log": False},), objects=(ReadAhead(),))
@@ -181,6 +184,7 @@ def test_unpinned_batch_waits_for_each_tensor(emulated):
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_batches_are_pinned_and_copied_without_blocking_on_cuda(monkeypatch):
     class Built(Exception):
         """The loaders are there, and no model can be put on the device."""
@@ -242,6 +246,7 @@ def test_values_of_plugins_are_read_with_the_losses_of_a_log_point(emulated):
     ]
 
 
+@pytest.mark.slow
 def test_without_a_plugin_that_receives_scalars_no_step_waits_for_a_log_point(emulated):
     device, _ = emulated(TEXTS, ({"log": False},), log_every=3)
     assert waiting(device) == {1: [CHECK]}

@@ -130,6 +130,7 @@ def test_its_error_fails_a_run_that_succeeded_after_the_other_plugins_teardown(t
     assert "failed in teardown: OSError: no space" in Path("out/log.txt").read_text(), "the log file is closed last"
 
 
+@pytest.mark.slow
 def test_its_error_does_not_replace_that_of_the_run(tiny_run, caplog):
     class Fails(Ends):
         name = "fails"

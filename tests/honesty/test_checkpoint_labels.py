@@ -68,6 +68,7 @@ def executed(run: Run) -> dict[str, Any]:
     return execute(run)["validation"]
 
 
+@pytest.mark.slow
 def test_text_labels_take_the_ids_of_a_checkpoint_with_the_same_names():
     write_rows(["A", "B"])
     teach(["B", "A"])
@@ -76,6 +77,7 @@ def test_text_labels_take_the_ids_of_a_checkpoint_with_the_same_names():
     assert run.model.config.id2label == {0: "B", 1: "A"}
 
 
+@pytest.mark.slow
 def test_an_exported_model_gives_the_labels_of_the_data_through_a_pipeline():
     write_rows(["A", "B"])
     teach(["B", "A"])
@@ -171,6 +173,7 @@ def test_an_encoder_without_a_head_gives_no_warning(caplog):
     assert run.model.config.id2label == {0: "A", 1: "B"}
 
 
+@pytest.mark.slow
 def test_cached_tokens_get_the_order_of_the_checkpoint_in_use():
     """Two checkpoints with one tokenizer share a cache entry, and number the classes differently."""
     write_rows(["A", "B"])
@@ -196,6 +199,7 @@ def test_a_head_for_several_labels_a_text_is_exported_as_one_for_one_label():
     assert sum(found["score"] for found in scores[0]) == pytest.approx(1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("classes", [2, 3])
 def test_f1_is_that_of_scikit_learn(classes):
     from sklearn.metrics import f1_score

@@ -69,6 +69,7 @@ def test_cached_token_ids_keep_the_count(caplog):
     assert len(set(cut_lines(caplog))) == 1
 
 
+@pytest.mark.slow
 def test_a_huge_text_and_a_tokenizer_in_python_are_counted_too():
     from transformers import CanineTokenizer
 

@@ -176,6 +176,7 @@ def store(
     return name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
 def test_tables_that_pythons_csv_module_writes(suffix):
     def make(draw: Any, table: Table) -> tuple[str, bool]:

@@ -492,6 +492,7 @@ def test_an_error_in_write_summary_names_the_plugin_and_leaves_a_summary(tiny_ru
     assert (summary["status"], summary["reason"], summary["steps"]) == ("failed", str(failed.value), 9)
 
 
+@pytest.mark.slow
 def test_an_error_in_write_summary_does_not_hide_the_error_of_the_run(tiny_run, caplog):
     def fails(self: Any) -> None:
         raise ValueError("on purpose")

@@ -120,7 +120,7 @@ def test_a_package_whose_texts_were_changed_with_its_code_passes(project):
 def test_unchanged_template_description_is_reported(project):
     project(code=DOUBLES, readme=README)
     assert verdict() == (
-        "plugin 'night-watch' promises to describe what it does. Found: the text of `fastloop new plugin` in the "
+        "plugin 'night-watch' promises to describe what it does. Found: the text of `fastloop new` in the "
         "description in pyproject.toml. Describe this plugin there."
     )
 
@@ -133,7 +133,7 @@ def test_unchanged_template_readme_is_reported(project):
         "no row for factor",
         "a row for every, which is no option",
         "another one, or none",
-        "the text of `fastloop new plugin` in README.md",
+        "the text of `fastloop new` in README.md",
     ]
 
 
@@ -141,7 +141,7 @@ def test_unchanged_template_docstrings_are_reported(project):
     (code,) = (text for path, text in render("night-watch").items() if path.startswith("src/"))
     project(code=code.replace("value < self.lowest", "value > self.lowest"))
     assert verdict().endswith(
-        "the text of `fastloop new plugin` in the description in pyproject.toml, README.md, the docstring of "
+        "the text of `fastloop new` in the description in pyproject.toml, README.md, the docstring of "
         "night_watch, `description`, the docstring of NightWatch. Describe this plugin there."
     )
 

@@ -152,6 +152,7 @@ def test_a_model_that_trains_on_some_lengths_only_is_refused_on_others():
     assert execute(text_run(LM, {"config": REFORMER} | BPE, {"max_length": 16}, max_steps=1))["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_language_model_that_reads_the_end_of_a_row_is_refused_with_micro_batches(caplog):
     """ProphetNet's logits depend on the number of tokens behind them. Blocks of equal length are no problem, so a
     warning is enough."""
@@ -300,6 +301,7 @@ def test_a_folder_without_a_tokenizer_is_refused():
     )
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_padding_to_train_is_refused_before_training():
     """Reformer pads its input in eval mode only, and its axial positions need exactly 8 x 8 tokens."""
     sizes = {

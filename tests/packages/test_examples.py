@@ -43,8 +43,8 @@ PLUGINS = {
 }
 
 
-NEW = "night-watch"
-"""The package of ``fastloop new plugin``."""
+NEW = {"night-watch": "plugin", "ticket-pairs": "task"}
+"""Package that ``fastloop new`` creates -> its kind."""
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,10 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tup
     )
     assert {project.name for project in projects.iterdir()} == set(NAMES)
     venv = CleanVenv(folder / "venv", fastloop_wheel)
-    done = venv.run("-m", "fastloop", "new", "plugin", NEW, "--author", "Ada Lovelace", cwd=projects)
-    assert done.returncode == 0, done.stderr
-    venv.install(*build_wheels(folder, *(projects / name for name in (*NAMES, NEW))))
+    for name, kind in NEW.items():
+        done = venv.run("-m", "fastloop", "new", kind, name, "--author", "Ada Lovelace", cwd=projects)
+        assert done.returncode == 0, done.stderr
+    venv.install(*build_wheels(folder, *(projects / name for name in (*NAMES, *NEW))))
     return venv, projects
 
 
@@ -102,19 +103,26 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
     assert not imported & {"torch", "fastloop_plugins", *(name.replace("-", "_") for name in NAMES)}
 
 
-def test_a_new_package_is_linted_built_and_trained_with(shelf, forking):
-    project = shelf[1] / NEW
+@pytest.mark.parametrize("name", NEW)
+def test_a_new_package_is_linted_built_and_trained_with(shelf, forking, name):
+    project, module = shelf[1] / name, name.replace("-", "_")
     for command in (["check"], ["format", "--check", "--diff"]):
         done = subprocess.run(
             [sys.executable, "-m", "ruff", *command, "--no-cache", "."], cwd=project, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout
-    with zipfile.ZipFile(project.parents[1] / "night_watch-0.1.0-py3-none-any.whl") as files:
-        assert {name for name in files.namelist() if "dist-info" not in name} == {"night_watch/__init__.py"}
-        assert "night_watch-0.1.0.dist-info/licenses/LICENSE" in files.namelist()
+    with zipfile.ZipFile(project.parents[1] / f"{module}-0.1.0-py3-none-any.whl") as files:
+        assert {name for name in files.namelist() if "dist-info" not in name} == {f"{module}/__init__.py"}
+        assert f"{module}-0.1.0.dist-info/licenses/LICENSE" in files.namelist()
     summary = train(forking, project, "recipe.yaml")
-    assert summary["steps"] == 40
-    assert summary[NEW]["step"] in range(5, 41, 5)
+    if NEW[name] == "plugin":
+        assert summary["steps"] == 40
+        assert summary[name]["step"] in range(5, 41, 5)
+    else:  # four rows in a batch have a loss of log(4) = 1.39 at first
+        assert summary["validation"]["loss"] < 3
+        done = forking.run("predict", "run", "pairs.csv", "--out", "vectors.jsonl", cwd=project)
+        assert done.returncode == 0, done.stderr
+        assert len((project / "vectors.jsonl").read_text().splitlines()) == 16
 
 
 def test_the_speedup_leaves_fewer_weights_to_train(shelf, forking):
@@ -206,6 +214,6 @@ def test_a_run_that_does_not_name_them_is_the_same_to_the_bit_as_without_them(fo
 
 def test_their_own_tests_pass(shelf):
     venv, projects = shelf
-    suites = [f"{name}/tests" for name in (*NAMES, NEW)]
+    suites = [f"{name}/tests" for name in (*NAMES, *NEW)]
     done = venv.run("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider", *suites, cwd=projects)
     assert done.returncode == 0, done.stdout

@@ -131,6 +131,7 @@ class Count(Plugin):
         self.teardowns += 1
 
 
+@pytest.mark.slow
 def test_a_plugin_whose_trial_fails_leaves_with_its_reason(caplog):
     """Transformers' DeBERTa fills a bf16 tensor with the smallest number of float32."""
     recipe, count = text_recipe("deberta", "auto"), Count()
@@ -155,6 +156,7 @@ def test_a_plugin_whose_trial_fails_leaves_with_its_reason(caplog):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_plugins_whose_hooks_raise_leave_with_their_reasons(caplog):
     recipe = text_recipe("bert", "auto")
     with caplog.at_level(logging.WARNING, "fastloop"):
@@ -171,6 +173,7 @@ def test_plugins_whose_hooks_raise_leave_with_their_reasons(caplog):
     assert execute(run)["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_plugin_that_the_recipe_lists_still_is_an_error():
     with pytest.raises(
         PluginError, match=r"recipe.yaml: plugins.packing: BertForSequenceClassification cannot be packed"
@@ -211,6 +214,7 @@ class BreaksModel(Plugin):
         model.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(ValueError("a bug of its model")))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [BreaksLoss, BreaksModel])
 def test_an_error_that_the_recipe_has_by_itself_comes_unchanged(broken, caplog):
     without, found = errors(lambda *plugins: text_recipe("deberta-v2", *plugins), broken)
@@ -292,6 +296,7 @@ def test_nothing_is_tried_for_plugins_that_compute_nothing():
     assert (count.builds, count.losses) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_command_keeps_the_plugin_that_it_adds():
     """`fastloop profile` and others build a set of their own."""
     recipe, count = text_recipe("bert", "auto"), Count()
@@ -316,6 +321,7 @@ def test_the_hooks_of_the_last_build_are_timed(cli):
     assert int(calls[2]) >= 6, "three steps and an evaluation of three batches"
 
 
+@pytest.mark.slow
 def test_a_quick_check_and_a_resumed_run_leave_the_same_plugin_out(cli):
     tree = text_recipe("deberta", "auto").to_dict()
     Path("recipe.yaml").write_text(yaml.safe_dump(tree))

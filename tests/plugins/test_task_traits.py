@@ -70,6 +70,7 @@ def test_auto_selects_the_same_plugins_for_the_task_of_another_package(machine, 
     assert theirs == ours
 
 
+@pytest.mark.slow
 def test_the_task_of_another_package_trains_with_them(caplog):
     runs = [build(resolve(recipe(task, "auto", output=name))) for task, name in ((OURS, "ours"), (THEIRS, "theirs"))]
     ours, theirs = ({plugin.name: plugin for plugin in run.plugins} for run in runs)

@@ -214,6 +214,7 @@ def test_gpt_stdlib_shortened():
     assert summary["validation"]["perplexity"] < 4000, "below that of guessing"
 
 
+@pytest.mark.slow
 def test_char_lm_shortened():
     text = "".join(f"First:\n  Speak {number}, speak.\n\n" for number in range(200))
     Path("mine.txt").write_text(text)

@@ -293,6 +293,7 @@ def test_parquet_file_whose_footer_is_malformed(record_property):
     record_property("faults", len(faults))
 
 
+@pytest.mark.slow
 def test_parquet_file_whose_pages_are_malformed(record_property):
     """a bit of a parquet page inverted: read, or refused by name; never the end of the process"""
     import pyarrow
@@ -313,6 +314,7 @@ def test_parquet_file_whose_pages_are_malformed(record_property):
     record_property("faults", len(faults))
 
 
+@pytest.mark.slow
 def test_parquet_statistics_that_do_not_fit_their_column():
     """size statistics of a parquet column with a wrong number of levels, or for a number: refused by name"""
     import pyarrow

@@ -147,6 +147,7 @@ for number in range(300):
 """
 
 
+@pytest.mark.slow
 def test_trace_of_two_processes_has_folders_before_their_files(library, tmp_path):
     """control: a process uses a folder that another has just made; the record of the folder is written first"""
     root = tmp_path.resolve() / "traced"

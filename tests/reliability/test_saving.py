@@ -479,6 +479,7 @@ def test_a_second_run_in_the_same_folder_is_refused(resume):
     assert Path("run.1").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_lock():
     """a run is killed while its data workers live on: the folder is free at once"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}})

@@ -165,6 +165,7 @@ def test_failed_save_at_stop_is_reported():
 # -- twice, and in time ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.usefixtures("whole")
 def test_second_signal_stops_at_once(name):

@@ -86,6 +86,7 @@ INSPECTIONS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", INSPECTIONS.values(), ids=INSPECTIONS.keys())
 def test_a_command_that_inspects_runs_no_device_backend(arguments, install):
     """a package declares a torch.backends entry point, which torch runs when it is imported: commands that only inspect
@@ -166,6 +167,7 @@ def in_make_test(item: tuple[str, str]) -> Any:
     return pytest.param(item[1], id=item[0], marks=[] if item[0] in QUICK else pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("redirection", [*map(in_make_test, STREAMS.items())])
 def test_a_run_outlives_its_standard_streams(redirection):
     """the standard output or error of a training is closed, full or without a reader: the run completes, and no file
@@ -185,6 +187,7 @@ def test_two_processes_outlive_their_standard_streams():
     assert json.loads(Path("run/summary.json").read_text())["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_a_listing_ends_well_when_its_reader_leaves():
     """the reader of a listing leaves (`fastloop plugins | head -1`), or its standard output is closed: it ends without
     an error"""

@@ -112,6 +112,7 @@ def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
     assert "warm_pack" not in sys.modules
 
 
+@pytest.mark.slow
 def test_listing_imports_nothing_by_the_audit_of_python(site, hostile):
     """a listing under Python's audit hook for imports: no code of the recipe, of a plugin or of torch is imported"""
     install(site, "warm-pack", hostile, "evil = warm_pack:Evil")
@@ -156,6 +157,7 @@ def test_text_that_only_looks_like_an_import_is_not_refused(cli):
     assert "data.arguments.prompt" not in listed(out)
 
 
+@pytest.mark.slow
 def test_function_that_is_not_written_for_fastloop_is_marked(cli):
     """a function that is not written for fastloop: the list marks it"""
     code, out, _ = cli("plan", recipe(data={"module": "torchmetrics:Accuracy"}), "--untrusted", "--json", "-")

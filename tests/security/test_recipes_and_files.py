@@ -976,6 +976,7 @@ STATES: list[tuple[tuple[str, ...], Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path, record_property):
     """a checkpoint's state with a wrong value, its checksum made to fit: refused, with the checkpoint's name"""
     tiny_run(["ema"], max_steps=2, output=tmp_path / "run")

@@ -422,6 +422,7 @@ def test_bench_keeps_other_files_and_moves_earlier_results(recipe, bench):
 # -- numerics ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bench_exits_nonzero_for_plugin_with_wrong_numerics_class(recipe, bench):
     code, out, record = bench(recipe("honest", "lies"), *SHORT, "--no-leave-one-out")
     assert code == 1

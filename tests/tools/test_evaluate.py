@@ -61,6 +61,7 @@ def copied(trained: Path, without: str = "") -> Path:
     return Path("copy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["test", "validation"])
 def test_metrics_equal_those_of_training(trained, cli, split):
     found = results(cli, trained / "run", "--split", split)
@@ -75,6 +76,7 @@ def test_training_data_is_not_read(tmp_path, cli):
     assert results(cli, tmp_path / "run")["metrics"] == summary(tmp_path / "run")["test"]
 
 
+@pytest.mark.slow
 def test_cached_labels_are_those_of_the_model(trained, tmp_path, cli):
     # with its own tokenizer, so that the cache holds the labels, too
     pretrained = {"name": str(trained / "run" / "model")}

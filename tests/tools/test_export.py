@@ -287,6 +287,7 @@ def test_outputs_that_differ_are_refused_with_the_numbers(tmp_path, cli):
     assert not Path("onnx").exists()
 
 
+@pytest.mark.slow
 def test_a_missing_extra_names_the_command(trained, cli, monkeypatch):
     from importlib import metadata
 
@@ -437,6 +438,7 @@ def test_an_adapter_as_onnx_is_merged(adapted, cli):
     assert "equals torch" in out
 
 
+@pytest.mark.slow
 def test_adapters_that_are_not_there(trained, adapted, cli):
     assert "the recipe trains no adapter" in refused(cli, trained / "run", "--to", "adapter")
     assert "add --checkpoint last, or best" in refused(cli, adapted / "run", "--to", "adapter")

@@ -45,6 +45,16 @@ def test_new_writes_package_and_prints_next_steps(new):
     )
 
 
+def test_new_task_writes_the_rows_and_a_task_in_place_of_the_plugin(cli):
+    assert cli("new", "task", "ticket-pairs")[0] == 0
+    written = {str(path.relative_to("ticket-pairs")) for path in Path("ticket-pairs").rglob("*") if path.is_file()}
+    plugin = {path.replace("night", "ticket").replace("watch", "pairs") for path in render("night-watch")}
+    assert written == plugin | {"pairs.csv"}
+    source = Path("ticket-pairs/src/ticket_pairs/__init__.py").read_text(encoding="utf-8")
+    assert "class TicketPairs(TextTask):" in source
+    assert "lowest" not in "".join(render("ticket-pairs", task=True).values())  # of the plugin's template
+
+
 def test_help(new):
     code, out, _ = new("--help")
     assert code == 0
@@ -98,13 +108,14 @@ def test_licenses(license):
         assert re.search(r"Copyright (\(c\) )?20\d\d,? Ada Lovelace\n", files["LICENSE"])
 
 
+@pytest.mark.parametrize("task", [False, True], ids=["plugin", "task"])
 @pytest.mark.parametrize("name", sorted(word.lower() for word in TAKEN) + ["a1-b2"])
-def test_new_class_names_do_not_shadow_imports(name):
-    files = render(name)
+def test_new_class_names_do_not_shadow_imports(name, task):
+    files = render(name, task=task)
     module = ast.parse(files[f"src/{name.replace('-', '_')}/__init__.py"])
-    (cls,) = (node.name for node in module.body if isinstance(node, ast.ClassDef))
+    *_, cls = (node.name for node in module.body if isinstance(node, ast.ClassDef))
     assert cls not in TAKEN
-    assert f"import {cls}\n" in files[f"tests/test_{name.replace('-', '_')}.py"]
+    assert task or f"import {cls}\n" in files[f"tests/test_{name.replace('-', '_')}.py"]
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def test_kubernetes_manifest_starts_each_node_and_mounts_the_run_folder(new):
     }
 
 
+@pytest.mark.slow
 def test_kubernetes_manifest_is_a_trainjob_of_kubeflows_own_model(new):
     models = pytest.importorskip("kubeflow_trainer_api.models")
     assert new("recipe.yaml", "--kubernetes")[0] == 0

@@ -99,6 +99,7 @@ def test_half_precision_comes_from_the_recipe(trained, expected, cli):
     assert found == pytest.approx(exact, abs=0.05)
 
 
+@pytest.mark.slow
 def test_every_format_and_texts(trained, expected, cli, monkeypatch):
     rows = [{"text": row["text"]} for row in texts(30, 200)]
     Path("rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -117,6 +118,7 @@ def test_every_format_and_texts(trained, expected, cli, monkeypatch):
     assert same([json.loads(predict(cli, trained / "run", rows[3]["text"]))], expected[3:4])
 
 
+@pytest.mark.slow
 def test_the_threshold_of_the_recipe_decides_the_label(tmp_path, cli):
     recipe = write_recipe(tmp_path, [{"text-classification": {"threshold": 0.5}}])
     for split in ("train", "validation", "test"):
@@ -356,6 +358,7 @@ def test_a_language_model_continues_texts_like_transformers(language_model, cli)
         assert text == tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_drawn_texts_depend_on_the_seed_alone(language_model, cli):
     command = [
         language_model,

@@ -117,6 +117,7 @@ def steps(page: str) -> int:
     return max(map(int, re.findall(r"run, step (\d+):", page)))
 
 
+@pytest.mark.slow
 def test_the_page_follows_a_run_that_trains(watch):
     Path("code.py").write_text(CODE)
     Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE))

@@ -201,6 +201,7 @@ def file() -> str:
     return "recipe.yaml"
 
 
+@pytest.mark.slow
 def test_the_table_fits_80_columns_and_names_the_smallest_change(file):
     found = plan(
         file,

@@ -92,6 +92,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "options", "precision"), CASES)
 def test_the_estimate_is_that_of_torchs_tracker(sizes, options, precision):
     arguments: dict[str, int] = SIZES[sizes]

@@ -53,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS.keys())
 def test_a_share_holds_and_sends_the_bytes_of_torch(process_group, changes):
     config = AutoConfig.for_model(**LLAMA | {"vocab_size": 300} | changes)

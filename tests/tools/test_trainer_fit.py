@@ -142,6 +142,7 @@ def test_sigterm_saves_and_ends_the_process_with_75():
     assert same(trainer)
 
 
+@pytest.mark.slow
 def test_after_an_error_it_continues_from_the_newest_checkpoint():
     trainer = make(Once(14, fail), save_every=4)
     with pytest.raises(Exception, match="no luck"):
@@ -150,6 +151,7 @@ def test_after_an_error_it_continues_from_the_newest_checkpoint():
     assert same(trainer)
 
 
+@pytest.mark.slow
 def test_after_an_error_before_the_first_step_it_starts_again():
     class Breaks(Plugin):
         name = "breaks"

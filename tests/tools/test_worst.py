@@ -89,6 +89,7 @@ def scores_by_hand(model: Path, file: Path) -> list[tuple[str, str, float, str, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", ["", "packing,length-bucketing"])
 def test_worst_samples_equal_those_of_the_exported_model(run, trained, cli, plugins):
     arguments = ["--with", plugins] if plugins else []
@@ -119,6 +120,7 @@ def test_results_are_stored_in_the_run_without_texts(run, cli):
     assert not any(row["text"] in json.dumps(found) + page(cli, run) for row in texts(30, 200))
 
 
+@pytest.mark.slow
 def test_other_settings_and_files_replace_no_results(run, trained, cli):
     evaluate(cli, run)
     evaluate(cli, run, "--split", "validation")
@@ -194,6 +196,7 @@ def test_many_classes_show_the_most_frequent_confusions(run, cli):
     assert '<th scope="row">class 4</th><td>class 7</td><td>5</td>' in text
 
 
+@pytest.mark.slow
 def test_a_module_shows_few_numbers_and_a_language_model_no_order(tmp_path, cli):
     home = tmp_path / "home"
     home.mkdir()

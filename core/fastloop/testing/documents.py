@@ -1,4 +1,4 @@
-"""Check that a package's README and metadata match the plugin's code, and not the template of ``fastloop new plugin``.
+"""Check that a package's README and metadata match the plugin's code, and not the template of ``fastloop new``.
 
 For a package that is installed as a wheel, the check reads its metadata. For an editable install, it reads the
 project's files, because the metadata may be outdated.
@@ -138,16 +138,16 @@ def _same_default(shown: str, default: str) -> bool:
         return False
 
 
-# -- template of `fastloop new plugin` ---------------------------------------------------------------------------------
+# -- template of `fastloop new` ----------------------------------------------------------------------------------------
 
 
 def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
     """Texts of the template in a package whose plugin differs from the template's."""
     from fastloop_tools.new.command import render
 
-    files = render(cls.name)
+    files = render(cls.name, task=cls.slot == "task")
     example = ast.parse(files[f"src/{cls.name.replace('-', '_')}/__init__.py"])
-    (template,) = (node for node in example.body if isinstance(node, ast.ClassDef))
+    *_, template = (node for node in example.body if isinstance(node, ast.ClassDef))
     if _methods(template) == _methods(ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]):
         return
     purpose = (ast.get_docstring(example) or "").partition("\n")[0].rstrip(".")
@@ -166,7 +166,7 @@ def _leftovers(cls: type[Plugin], documents: Documents) -> Iterator[Problem]:
     if places := [place for place, stale in is_stale.items() if stale]:
         yield Problem(
             "to describe what it does",
-            f"the text of `fastloop new plugin` in {', '.join(places)}",
+            f"the text of `fastloop new` in {', '.join(places)}",
             "Describe this plugin there",
         )
 

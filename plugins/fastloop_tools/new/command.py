@@ -1,4 +1,5 @@
-"""``fastloop new``. ``new plugin`` creates a package with a plugin, tests, a recipe and all files to publish it."""
+"""``fastloop new``. ``new plugin`` and ``new task`` create a package with a plugin, tests, a recipe and all files to
+publish it."""
 
 from __future__ import annotations
 
@@ -35,26 +36,47 @@ FILES = {
     "tests/test_{module}.py": "test_plugin.py",
 }
 """File of the package -> its template."""
+TASK_FILES = {"src/{module}/__init__.py": "task.py", "tests/test_{module}.py": "test_task.py", "pairs.csv": "pairs.csv"}
+"""The files of a package with a task that differ."""
 LICENSES = {"MIT": "MIT", "Apache-2.0": "Apache-2.0", "BSD-3-Clause": "BSD-3-Clause", "none": ""}
 """License -> template of its text."""
-TAKEN = {"Annotated", "Any", "Conformance", "Plugin", "Run", "Tensor"}
+TAKEN = {
+    "Annotated", "Any", "Conformance", "Data", "Mapping", "Model", "Output", "PairData", "Plugin", "Run", "Tensor",
+}  # fmt: skip
 """Names that the templates import."""
 
 
+Name = Annotated[
+    str, typer.Argument(metavar="NAME", help="Name of the plugin in recipes: lower case words, joined by hyphens.")
+]
+Folder = Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the package [default: NAME].")]
+License = Annotated[str, typer.Option(metavar="|".join(LICENSES), help="License of the package.")]
+Author = Annotated[str, typer.Option(metavar="TEXT", help="Copyright holder [default: the package's authors].")]
+
+
 @new.command("plugin")
-def plugin(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Name of the plugin in recipes: lower case words, joined by hyphens.")
-    ],
-    folder: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder of the package [default: NAME].")] = None,
-    license: Annotated[str, typer.Option(metavar="|".join(LICENSES), help="License of the package.")] = "MIT",
-    author: Annotated[
-        str, typer.Option(metavar="TEXT", help="Copyright holder [default: the package's authors].")
-    ] = "",
-) -> None:
+def plugin(name: Name, folder: Folder = None, license: License = "MIT", author: Author = "") -> None:
     """Create a package with a working plugin.
 
     It has tests, a README, a recipe and a CI file. Existing files are not overwritten.
+    """
+    create(name, folder, license, author)
+
+
+@new.command("task")
+def task(name: Name, folder: Folder = None, license: License = "MIT", author: Author = "") -> None:
+    """Create a package with a working task on texts: it learns vectors of texts from pairs.
+
+    It has tests, a README, a recipe with rows, and a CI file. Existing files are not overwritten.
+    """
+    create(name, folder, license, author, task=True)
+
+
+def create(name: str, folder: Path | None, license: str, author: str, task: bool = False) -> None:
+    """Write the files of a package, and print the next steps.
+
+    Raises:
+        UsageError: An argument is invalid, or a file exists already.
     """
     check_name(name)
     if license not in LICENSES:
@@ -62,8 +84,7 @@ def plugin(
     if not author.isprintable():
         raise UsageError("--author: expected one line of text.")
     folder = folder or Path(name)
-    files = render(name, license, author)
-    write(folder, files)
+    write(folder, render(name, license, author, task))
     typer.echo(f"\nNext steps:\n  cd {folder}\n  pip install -e '.[test]'\n  pytest\n  fastloop train recipe.yaml")
 
 
@@ -122,7 +143,7 @@ def described(source: str, title: str) -> dict[str, Any]:
         del sys.modules[module.__name__]
 
 
-def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
+def render(name: str, license: str = "MIT", author: str = "", task: bool = False) -> dict[str, str]:
     """Path -> text of every file of the package."""
     from packaging.version import Version
 
@@ -130,6 +151,7 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
     title = "".join(word.capitalize() for word in name.split("-"))
     words: dict[str, Any] = {
         "name": name,
+        "task": task,
         "module": module,
         "title": f"{title}Plugin" if title in TAKEN else title,
         "license": license if LICENSES[license] else "",
@@ -140,8 +162,10 @@ def render(name: str, license: str = "MIT", author: str = "") -> dict[str, str]:
         "below": first_unsupported(version),
     }
     environment = templates()
-    words |= described(environment.get_template("plugin.py.jinja").render(words), words["title"])
-    files = FILES | ({"LICENSE": f"licenses/{LICENSES[license]}"} if LICENSES[license] else {})
+    files = FILES | (TASK_FILES if task else {})
+    files |= {"LICENSE": f"licenses/{LICENSES[license]}"} if LICENSES[license] else {}
+    source = environment.get_template(f"{files['src/{module}/__init__.py']}.jinja").render(words)
+    words |= described(source, words["title"])
     return {
         path.format(module=module): environment.get_template(f"{template}.jinja").render(words)
         for path, template in files.items()

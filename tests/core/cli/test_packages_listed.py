@@ -344,6 +344,7 @@ def counted(count: int, *arguments: str) -> tuple[int, dict[str, int]]:
     return calls, opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["plugins"]], ids=" ".join)
 def test_many_packages_are_read_once_each(arguments):
     counts = (0, 20, 120)

@@ -63,6 +63,7 @@ def test_a_plugin_that_publishes_is_left_out(check):
     assert not Path("sent").exists()
 
 
+@pytest.mark.slow
 def test_overfit_reports_whether_the_loss_falls_to_near_zero():
     done = train("--overfit", "8")
     assert done.returncode == 0, done.stdout + done.stderr

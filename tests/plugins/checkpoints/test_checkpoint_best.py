@@ -54,6 +54,7 @@ def test_the_test_split_is_evaluated_with_the_best_weights(tiny_run):
     assert result.summary["test"]["loss"] == losses[1] != losses[2]
 
 
+@pytest.mark.slow
 def test_keep_holds_that_many_and_rotation_never_removes_the_best(tiny_run):
     result = tiny_run(
         [best(keep_checkpoints=2), ScriptedScore(0.9, 0.5, 0.7, 0.6, 0.1)], epochs=5, save_every=1, keep_checkpoints=1

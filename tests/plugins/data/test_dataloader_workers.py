@@ -67,6 +67,7 @@ class Augmented(Dataset):
         return inputs + 0.1 * torch.randn(8) + 0.1 * np.float32(np.random.rand()) + 0.1 * random.random(), target
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_numbers(tiny_run):
     alone = tiny_run()
     for options in (workers(1), workers(3), workers(2, persistent_workers=False, prefetch_factor=1)):
@@ -144,6 +145,7 @@ def test_a_worker_that_fails_ends_the_run_with_its_error(tiny_run, how, message)
         tiny_run([workers(2, timeout=2 if how == "hangs" else 300)], data=Breaks(how))
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_the_run(tiny_run):
     before = set(psutil.Process().children(recursive=True))
     tiny_run([workers(2)])
@@ -153,6 +155,7 @@ def test_no_worker_outlives_the_run(tiny_run):
     assert not left
 
 
+@pytest.mark.slow
 def test_auto_leaves_a_processor_to_training(tiny_run):
     run = tiny_run(["dataloader-workers"], epochs=1).trainer.run
     assert run.settings.num_workers == max(0, min(platform_support.cores() - 1, 8))

@@ -221,6 +221,7 @@ def test_a_padded_batch_is_still_taken():
     assert computed(packed, batch)[0] == pytest.approx(computed(plain, batch)[0], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_activations_are_computed_again_as_they_were():
     dropping = ENCODERS["bert"] | {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     results = []
@@ -284,6 +285,7 @@ def test_evaluation_has_the_same_metrics():
     assert metrics[0] == pytest.approx(metrics[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_inside_an_epoch():
     bert = ENCODERS["bert"] | {"hidden_dropout_prob": 0.1}
     whole = run(bert, Packing(), epochs=2)

@@ -114,6 +114,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", list(WORK))
 def test_a_thread_changes_no_number(work: str) -> None:
     results = []

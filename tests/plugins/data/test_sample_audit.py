@@ -80,6 +80,7 @@ def ids(folder: Path, epoch: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("data", [tiny_data, Stream], ids=["map-style", "iterable"])
 def test_it_records_every_sample_once_an_epoch_with_the_worker_that_read_it(tiny_run, data, workers):

@@ -121,6 +121,7 @@ def test_a_second_run_on_the_same_files_reads_no_text(task, caplog, monkeypatch)
     assert "tokens: all from cache" in caplog.text
 
 
+@pytest.mark.slow
 def test_other_bytes_or_options_are_read_again():
     first = pretrained("text-classification")
     seen = len(list(Path("cache").iterdir()))

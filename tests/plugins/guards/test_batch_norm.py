@@ -73,6 +73,7 @@ def test_the_warning_names_the_plugin_that_splits_steps(tiny_run, caplog):
     assert warnings(caplog) == [MESSAGE + "plugin 'halves', which splits steps"]
 
 
+@pytest.mark.slow
 def test_micro_batches_that_are_halved_in_training_have_the_warning_too(tiny_run, caplog):
     caplog.set_level(logging.WARNING, "fastloop")
     tiny_run([AutoMicroBatch(snapshot=False), FailsOnce()], model=normed(), max_steps=3)

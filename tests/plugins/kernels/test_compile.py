@@ -95,6 +95,7 @@ def test_regional_compiles_repeated_blocks_and_computes_the_same(tiny_run):
     assert regional.summary["compile"]["graphs"] > 0
 
 
+@pytest.mark.slow
 def test_regional_without_repeated_blocks_warns(tiny_run, caplog):
     with caplog.at_level(logging.WARNING, "fastloop"):
         tiny_run([eager(regional=True)], epochs=1)

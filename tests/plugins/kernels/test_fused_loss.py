@@ -108,6 +108,7 @@ def test_losses_gradients_and_metrics_are_those_of_all_logits(kind):
     assert found.keys() == {"loss", "perplexity"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plugins", "train"),
     [((), {"micro_batch_size": 2}), ((Packing,), {}), ((Compile,), {})],
@@ -211,6 +212,7 @@ def peak_bytes(fused: bool) -> int:
     return bytes.peak
 
 
+@pytest.mark.slow
 def test_the_logits_of_all_tokens_never_exist():
     assert peak_bytes(False) > 1_200_000_000
     assert peak_bytes(True) < 66_000_000
@@ -285,6 +287,7 @@ def test_it_needs_the_task():
         )
 
 
+@pytest.mark.slow
 def test_a_run_resumes_predicts_and_evaluates(cli):
     recipe = {
         "model": {"config": MODELS["tied"], "tokenizer": TOKENIZER},

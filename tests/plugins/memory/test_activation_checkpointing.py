@@ -103,6 +103,7 @@ def equal(one, other) -> bool:
     return same and one.losses == other.losses and one.recorder.metrics == other.recorder.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", [[], [{"amp": {"dtype": "bf16"}}]], ids=["fp32", "bf16"])
 def test_numbers_are_the_same_to_the_bit_and_far_less_is_kept(pair, plugins):
     plain, ours = pair(plugins, micro_batch_size=4)
@@ -128,6 +129,7 @@ def test_every_second_block(pair):
     ] == [18, 0] * 3
 
 
+@pytest.mark.slow
 def test_evaluation_computes_nothing_twice(pair):
     plain, ours = pair(evaluate_every=3)
     steps = len(ours.losses)

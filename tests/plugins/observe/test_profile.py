@@ -52,6 +52,7 @@ def test_a_trace_has_the_loops_regions_and_plugins_hooks_by_name(tiny_run):
     assert "fastloop/loss" in (result.trainer.run.folder / "profile" / "rank0.operations.txt").read_text()
 
 
+@pytest.mark.slow
 def test_it_trains_the_same_and_leaves_hooks_as_they_were(tiny_run):
     plain = tiny_run([Sleepless()])
     profiled = tiny_run([Sleepless(), Profile(wait=0, warmup=1, active=1, shapes=True, stacks=True, memory=True)])
@@ -67,6 +68,7 @@ def test_it_can_look_more_than_once(tiny_run):
     assert [found["fastloop/optimizer"] for found in traces(result.trainer.run.folder)] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_evaluation_and_saving_have_names(tiny_run):
     result = tiny_run([Profile(wait=0, warmup=1, active=30)], epochs=2, save_every="epoch")
     found = traces(result.trainer.run.folder)[0]

@@ -58,6 +58,7 @@ def fit(recipe) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_padding_is_named_once_with_the_plugin_that_removes_it(recipe, caplog):
     fit(recipe(max_steps=28))
     (line,) = lines(caplog)

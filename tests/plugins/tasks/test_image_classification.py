@@ -165,6 +165,7 @@ def test_augmentation_depends_on_seed_epoch_and_image_only():
     assert not set(watched("train.seed=8")[0].pixels.values()) & set(first.pixels.values())
 
 
+@pytest.mark.slow
 def test_augmentation_does_not_depend_on_the_workers():
     runs = [watched(plugins=plugins)[0] for plugins in ([], [WORKERS], [{"dataloader-workers": {"num_workers": 1}}])]
     assert runs[1].pixels == runs[2].pixels == runs[0].pixels
@@ -760,6 +761,7 @@ def test_evaluate_equals_training_with_the_names_of_the_classes(trained, cli):
         assert [row["name"] for row in found["classes"]] == list(COLORS)
 
 
+@pytest.mark.slow
 def test_classes_and_inputs_are_those_of_the_exported_model(trained, cli, monkeypatch):
     write_images(Path("new"), {"test": 4}, ["red"])
     code, out, err = cli(

@@ -104,6 +104,7 @@ def test_a_multiple_that_the_vocabulary_has_changes_nothing():
     assert run.plugins.plugins[0].text_model.vocabulary is None
 
 
+@pytest.mark.slow
 def test_a_run_resumes_evaluates_predicts_and_exports_a_checkpoint(cli):
     model = {"config": MODELS["tied"] | {"n_positions": 48}, "tokenizer": TOKENIZER, "pad_vocab_to": 64}
     train = {"epochs": 3, "batch_size": 8, "lr": 0.01, "device": "cpu", "save_every": 2}

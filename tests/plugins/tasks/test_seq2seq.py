@@ -100,6 +100,7 @@ def plain_loop(folder: str) -> tuple[dict[str, torch.Tensor], float]:
         return model.state_dict(), loss(ROWS).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [T5, BART], ids=["t5", "bart"])
 def test_training_and_its_loss_are_those_of_a_plain_loop_of_transformers(config):
     folder = pretrained("seq2seq", config, DATA)
@@ -272,6 +273,7 @@ def test_inputs_that_are_cut_are_counted(caplog):
     assert 0 < long < 4
 
 
+@pytest.mark.slow
 def test_the_token_cache_gives_the_same_samples(caplog):
     write([*ROWS, {"text": "a", "short": "x y z " * 9}])
     folder = pretrained("seq2seq", T5, DATA)
@@ -298,6 +300,7 @@ def test_a_tokenizer_that_adds_no_end_token_gets_one_for_targets():
     assert max(len(dataset[index]["labels"]) for index in range(20)) <= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "plugin", ["activation-checkpointing", {"amp": {"dtype": "bf16"}}, {"length-bucketing": {"window": 2}}]
 )

@@ -142,6 +142,7 @@ def test_the_second_run_maps_the_token_ids_of_all_sources(task, monkeypatch):
     assert samples() == first
 
 
+@pytest.mark.slow
 def test_a_run_of_sources_resumes_to_the_same_bits_and_evaluates(cli):
     data = {"sources": write_sources(1, 3), "label": "label", "max_length": 16}
     recipe = {"model": {"config": TINY, "tokenizer": {"kind": "word"}}, "data": data, "train": TRAIN}

@@ -47,6 +47,7 @@ def outputs(predicted: list[list[int]], actual: list[list[int]], tags: int) -> t
     return torch.nn.functional.one_hot(torch.tensor(ids), tags).float(), torch.tensor(targets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

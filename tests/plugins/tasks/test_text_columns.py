@@ -158,6 +158,7 @@ def test_plugins_give_the_same_loss(plugins, config):
     assert losses[1] == pytest.approx(losses[0], rel=0.1 if order_differs else 1e-4)
 
 
+@pytest.mark.slow
 def test_the_token_cache_gives_the_same_pairs_and_keeps_them_apart_from_single_texts():
     from fastloop_plugins._cache import tokens_kept_in
 
@@ -172,6 +173,7 @@ def test_the_token_cache_gives_the_same_pairs_and_keeps_them_apart_from_single_t
         assert "token_type_ids" not in single[0]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_bit_for_bit():
     model = {"name": pretrained(TASK, BERT, DATA)}
     whole = trained(model, DATA)

@@ -87,6 +87,7 @@ def test_multi_label_equals_a_plain_loop(section):
     assert_same(trained({"name": folder}, section).unwrap_model().state_dict(), theirs)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_keeps_its_order_of_classes():
     folder = pretrained(TASK, BERT, COLUMNS)
     run = make_run(TASK, {"name": folder}, COLUMNS | {"label": ["toxic", "spam", "insult"]})

@@ -68,6 +68,7 @@ def test_batches_equal_the_alignment_by_word_ids(config, label_tokens):
     assert batch.tokens == expected["attention_mask"].sum()
 
 
+@pytest.mark.slow
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=40), room=st.integers(1, 12))
 def test_rows_of_a_sentence_hold_whole_words(sizes, room):
     found = np.array(
@@ -277,6 +278,7 @@ def test_plugins_keep_predictions(folder, cli, plugins):
         assert row["probabilities"] == pytest.approx(expected["probabilities"], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_evaluate_equals_a_count_of_the_predictions(folder, cli):
     predicted = [row["tags"] for row in rows_of(cli, folder / "run", folder / "test.conll")]
     actual = [row["tags"] for row in dispatches(**SPLITS)["test"]]
@@ -298,6 +300,7 @@ def test_evaluate_equals_a_count_of_the_predictions(folder, cli):
     assert result["metrics"] == json.loads((folder / "run/summary.json").read_text())["test"]
 
 
+@pytest.mark.slow
 def test_inputs_and_formats_of_predictions(folder, cli):
     (row,) = rows_of(cli, folder / "run", "Ada Marlow of Holton left .")
     assert row["words"] == ["Ada", "Marlow", "of", "Holton", "left", "."]

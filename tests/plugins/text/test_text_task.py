@@ -280,6 +280,7 @@ class Spans(TextTask):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plugins", [[], ["packing", {"token-cache": {"folder": "cache"}}]], ids=["plain", "packed"])
 def test_a_task_may_have_rows_and_a_head_of_its_own(plugins, cli):
     Path("spans.py").write_text(SPANS)

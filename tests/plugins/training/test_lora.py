@@ -105,6 +105,7 @@ def test_the_exported_model_has_the_adapters_merged_in(bert_run, tmp_path):
     assert model is not None
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_adapters(bert_run):
     _, whole, _ = bert_run("whole", epochs=3, merge=False)
     bert_run("run", epochs=1, merge=False)

@@ -144,6 +144,7 @@ def test_frozen_layers_take_an_eighth_of_the_memory(tuned):
     assert sizes[0] - sizes[1] == pytest.approx(BODY * (4 - 0.52), rel=0.03), "4 bits and an 8-bit scale for 64 weights"
 
 
+@pytest.mark.slow
 def test_each_layer_has_the_weights_of_the_base_within_the_error_of_four_bits(tuned, folder):
     weights, run = load_file(folder / "gpt/model/model.safetensors"), built(tuned())
     found = 0

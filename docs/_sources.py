@@ -11,7 +11,6 @@ A page holds a part between ``<!-- made: NAME -->`` and ``<!-- end: NAME -->``. 
 from __future__ import annotations
 
 import argparse
-import importlib
 import importlib.metadata
 import inspect
 import json
@@ -46,7 +45,7 @@ from fastloop_plugins.text.sources import Source
 DOCS = Path(__file__).parent
 SCHEMA = STUB.parents[2] / "recipes" / "recipe.schema.json"
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
-WHOLE = "<!-- made by `make docs-sources` from {}: edit that file -->\n"
+WHOLE = "<!-- made by `make docs-sources` from {} -->\n"
 """First line of a page that is written whole."""
 
 
@@ -56,13 +55,16 @@ def ours() -> dict[str, type[Plugin]]:
     return {name: load(name) for name, point in installed().items() if is_own(point)}
 
 
-def option_table(rows: list[OptionInfo]) -> str:
-    """The keys of a dataclass."""
-    cells = [
-        (f"`{row.name}`", f"`{row.type}`", "" if row.default == "(required)" else f"`{row.default}`", row.help)
-        for row in rows
-    ]
-    return table("key|type|default|meaning", cells)
+def option_list(rows: list[OptionInfo]) -> str:
+    """The keys of a dataclass, each with its type, its default and its meaning."""
+    return "".join(f"- `{row.name}: {value(row)}` {row.help}\n" for row in rows)
+
+
+def value(row: OptionInfo) -> str:
+    """Type and default of a key. A default of null shows that null is permitted, too."""
+    if row.default == "(required)":
+        return row.type
+    return f"{row.type.removesuffix(' | null') if row.default == 'null' else row.type} = {row.default}"
 
 
 # -- the loop and its hooks --------------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ PHASES = {
 
 
 SHOWN = 5
-"""Plugins that the section of a hook names. The page of each plugin lists all of its hooks."""
+"""Plugins that the section of a hook names. `fastloop plugins NAME` lists all hooks of a plugin."""
 
 
 def hooks() -> dict[str, Any]:
@@ -131,48 +133,48 @@ def implementers(hook: str) -> Iterator[tuple[str, str]]:
 
 def plugin_tables() -> str:
     """Our plugins by subpackage, one line each."""
-    groups: dict[str, list[tuple[str, ...]]] = {}
+    groups: dict[str, list[str]] = {}
     for name, cls in ours().items():
         group = cls.__module__.split(".")[1]
-        groups.setdefault(group, []).append((f"[`{name}`]({name}.md)", cls.slot or "", cls.numerics, summary(cls)))
+        numerics = "" if cls.slot == "task" else f" ({cls.numerics})"
+        groups.setdefault(group, []).append(f"- [`{name}`]({name}.md){numerics} {summary(cls)}")
     text = []
     for group, rows in sorted(groups.items()):
-        about = inspect.cleandoc(importlib.import_module(f"fastloop_plugins.{group}").__doc__ or "").partition("\n")[0]
-        text += [f"## {group}\n", f"{about}\n", table("plugin|slot|numerics|summary", rows)]
+        text += [f"## {group}\n", *rows, ""]
     return "\n".join(text)
 
 
 def plugin_page(name: str, cls: type[Plugin]) -> str:
-    """The page of a plugin: its module's docstring, its declarations, its options."""
+    """The page of a plugin: its module's docstring, what it declares, its options."""
     module = inspect.getmodule(cls)
     assert module is not None
-    answered = [f"[`{hook}`](../loop.md#{hook})" for hook in hooks_of(cls) if hook in hooks()]
-    conditional = [requirement(item.need) for item in cls.requirements if isinstance(item, When)]
+    conditional = dict.fromkeys(requirement(item.need) for item in cls.requirements if isinstance(item, When))
     default = name in {point.name for point in importlib.metadata.entry_points(group=DEFAULTS)}
-    file = f"plugins/{module.__name__.replace('.', '/')}.py"
-    facts = [
-        ("slot", f"`{cls.slot}`" if cls.slot else ""),
-        ("numerics", f"{cls.numerics}" if cls.slot != "task" else ""),
-        ("in a run", cls.description),
-        ("on by default", "when it applies; `fastloop plan` shows the reason" if default else ""),
-        ("hooks", ", ".join(answered)),
-        ("requires", references(cls.requires)),
-        ("conflicts with", "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items())),
-        ("runs after", references(cls.runs_after)),
-        ("runs before", references(cls.runs_before)),
-        ("requirements", "; ".join(requirement(item) for item in cls.requirements if not isinstance(item, When))),
-        ("requirements of some options", "; ".join(dict.fromkeys(conditional))),
-        ("adds metrics", ", ".join(f"`{metric}`" for metric in cls.adds_metrics)),
-        ("source", f"`{file}`"),
-    ]
-    text = [WHOLE.format(file), f"# {name}\n", inspect.cleandoc(module.__doc__ or ""), ""]
-    text.append(table("|", [(key, value) for key, value in facts if value]))
+    facts = {
+        "slot": f"`{cls.slot}`" if cls.slot else "",
+        "numerics": cls.numerics if cls.slot != "task" else "",
+        "on by default": "when it applies" if default else "",
+        "requires": references(cls.requires),
+        "conflicts with": "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items()),
+        "runs after": references(cls.runs_after),
+        "runs before": references(cls.runs_before),
+        "needs": "; ".join(requirement(item) for item in cls.requirements if not isinstance(item, When)),
+        "some options need": "; ".join(conditional),
+        "adds metrics": ", ".join(f"`{metric}`" for metric in cls.adds_metrics),
+    }
     options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
-    text += ["## Options\n", option_table(options) if options else "None.\n"]
-    for section, keys in cls.sections.items():
-        names = ", ".join(f"`{row.name}`" for row in describe(keys))
-        text += [f"## The section `{section}`\n", f"Keys, [explained with recipes](../recipe.md#{section}): {names}.\n"]
-    return "\n".join(text)
+    sections = " and ".join(f"[`{section}`](../recipe.md#{section})" for section in cls.sections)
+    return "\n".join(
+        [
+            WHOLE.format(f"plugins/{module.__name__.replace('.', '/')}.py"),
+            f"# {name}\n",
+            f"{inspect.cleandoc(module.__doc__ or '')}\n",
+            *(f"- {key}: {text}" for key, text in facts.items() if text),
+            *(["\n## Options\n", option_list(options).rstrip()] if options else []),
+            *([f"\nKeys of the recipe: {sections}."] if sections else []),
+            "",
+        ]
+    )
 
 
 def references(names: tuple[str, ...]) -> str:
@@ -194,12 +196,12 @@ def recipe_keys() -> str:
         text.append(f"## `{name}`\n")
         text.append((section.get("description") or made["$defs"][name]["description"]) + "\n")
         if name == "train":
-            text.append(option_table(describe(Train)))
+            text.append(option_list(describe(Train)))
         readers: dict[tuple[str, ...], list[OptionInfo]] = {}
         for row, tasks in keys_of_tasks(name):
             readers.setdefault(tuple(tasks), []).append(row)
         for tasks, rows in readers.items():
-            text += [f"For {', '.join(f'[`{task}`](plugins/{task}.md)' for task in tasks)}:\n", option_table(rows)]
+            text += [f"For {', '.join(f'[`{task}`](plugins/{task}.md)' for task in tasks)}:\n", option_list(rows)]
     return "\n".join(text)
 
 
@@ -223,7 +225,7 @@ def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any
             yield f"{name} {word}", command
 
 
-MANY = 4
+MANY = 3
 """Commands that share an entry, from which on the page describes it once."""
 
 
@@ -242,7 +244,7 @@ def described(parameter: Any) -> str:
 
 
 def commands() -> str:
-    """Every command with its arguments and options. Entries of many commands come first, and only once."""
+    """The first sentence of every command, and its arguments and options. Those of many commands come first, once."""
     counts = Counter(described(parameter) for _, command in leaves() for parameter in command.params)
     shared = [entry for entry, count in counts.items() if count >= MANY]
     text = ["Arguments and options of several commands, with a default in brackets:\n", *shared, ""]
@@ -251,12 +253,12 @@ def commands() -> str:
         usage = [argument(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
         text += [
             f"## {name}\n",
-            f"    {' '.join([name, '[OPTIONS]', *usage])}\n",
-            f"{inspect.cleandoc(command.help or '')}\n",
+            f"    {' '.join([name, *usage])}\n",
+            " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split()) + "\n",
         ]
-        also = ["`" + entry.split("`")[1] + "`" for entry in entries if entry in shared]
+        also = [code for entry in entries if entry in shared and (code := entry.split("`")[1]) not in usage]
         text += [entry for entry in entries if entry not in shared]
-        text += [f"- as above: {', '.join(also)}"] * bool(also) + [""]
+        text += [f"- as above: {', '.join(f'`{code}`' for code in also)}"] * bool(also) + [""]
     return "\n".join(text)
 
 
@@ -267,8 +269,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "recipe": recipe_keys,
     "commands": commands,
     "formats": lambda: table("files|a row is|values|compressed|row group of a stream", [*describe_formats()]),
-    "conditions": lambda: option_table(describe(Condition)),
-    "sources": lambda: option_table(describe(Source)),
+    "conditions": lambda: option_list(describe(Condition)),
+    "sources": lambda: option_list(describe(Source)),
     "api": api_reference,
 }
 

@@ -5,28 +5,22 @@
     python benchmarks/architectures.py --only llama bert      # these types of models, for all tasks; writes no page
     python benchmarks/architectures.py --again                # forget the results of an interrupted run
 
-The models are those of transformers' Auto classes, with random weights that make attention matter. Each has two layers
-and 64 features, or little more. They train for three steps on texts of 1 to 22 words, or on images of 64 pixels, on a
-CPU and without dropout. A sliding window has 8 tokens. Tokenizers pad on the side on which the architecture's own
-tokenizer pads. A cell of the table is ``ok`` if every check was equal. Otherwise it names the checks that were refused
-with a reason, and those with another outcome. ``no``: the task does not accept the architecture. These are the checks:
+The models are those of transformers' Auto classes, with random weights that make attention matter, two layers and 64
+features. They train for three steps on texts of 1 to 22 words, or on images of 64 pixels, on a CPU and without dropout.
+A line names the checks that were refused with a reason, and those with another outcome, and the architectures that it
+holds for. All other checks were equal:
 
 - *hand-written loop*: losses and weights of a run without plugins equal those of a loop in plain PyTorch;
-- *micro-batches*: micro-batches of one sample give the result of a whole batch;
-- a plugin: a run with it alone gives the result of the run without it. `attention` chooses its implementation itself,
-  and *eager* is its option. `length-bucketing` gets batches of all samples, and `cpu-attention` is compared with `amp`
-  alone;
-- `amp` in bf16 has the losses of plain PyTorch under autocast;
-- *auto*: the run trains, and its last validation loss is within 3% of the run without plugins, or of one with `amp`
-  alone. *auto, dropout* trains with dropout of 0.1. Its validation loss is within 3% of plain PyTorch's with the same
-  weights under autocast;
+- *micro-batches* of one sample give the result of a whole batch;
+- a plugin: a run with it alone gives the result of the run without it;
+- `amp` in bf16 has the losses of plain PyTorch under autocast; `cpu-attention` is compared with it;
+- *auto*: the last validation loss is within 3% of the run without plugins; *auto, dropout*: of plain PyTorch's;
 - *resume*: a run that is stopped after two steps and resumed has the weights of one that is not, bit for bit;
 - *predict*: predictions in batches equal those of plain PyTorch for one sample at a time.
 
-Losses may differ by 1e-4 and weights by 1% of their change in training. In bf16, a loss may differ by 10%. Few
-models differ more: those that draw random numbers in training, such as PhiMoE, and those in which rounding grows fast,
-such as MobileNet. For them the limit is four times the difference of two plain loops, with two seeds, and with weights
-that differ by 1e-6 (relative).
+Losses may differ by 1e-4 (in bf16 by 10%) and weights by 1% of their change. Models that draw random numbers, such as
+PhiMoE, or in which rounding grows fast, such as MobileNet, may differ more: by four times the difference of two plain
+loops, with two seeds and with weights that differ by 1e-6 (relative).
 """
 
 from __future__ import annotations
@@ -55,6 +49,7 @@ RESULTS = ROOT / "build" / "architectures.jsonl"
 PATIENCE = 180.0
 """Seconds for one check. Most take less than one; the first of a worker imports its libraries."""
 BAD = ("WRONG", "ERROR")
+EQUAL = "all equal"
 SAMPLE = (
     ("text-classification", "distilbert"),
     ("text-classification", "gpt2"),
@@ -186,8 +181,7 @@ def page(found: dict[Pair, list[Result]]) -> str:
         "",
         __doc__.partition("interrupted run\n")[2].strip(),
         "",
-        *table(found, accepted),
-        "",
+        *(line for task in TASKS for line in outcomes_of(task, accepted)),
         "## Refused or warned",
         "",
         "The reason of the most architectures, with one of them as example. A run shows its own.",
@@ -203,26 +197,24 @@ def page(found: dict[Pair, list[Result]]) -> str:
     return "\n".join(text) + "\n"
 
 
-def table(found: dict[Pair, list[Result]], accepted: dict[Pair, list[Result]]) -> list[str]:
-    """A row for each architecture, a column for each task."""
-    lines = [f"| {' | '.join(['architecture', *TASKS])} |", f"|{'---|' * (1 + len(TASKS))}"]
-    for kind in sorted({kind for _, kind in found}):
-        cells = [
-            cell(accepted[task, kind]) if (task, kind) in accepted else "no" if (task, kind) in found else ""
-            for task in TASKS
-        ]
-        lines.append(f"| {' | '.join([kind, *cells])} |")
-    return lines
+def outcomes_of(task: str, accepted: dict[Pair, list[Result]]) -> list[str]:
+    """The section of a task: the architectures for each set of checks that were not equal."""
+    groups: dict[str, list[str]] = {}
+    for (name, kind), results in sorted(accepted.items()):
+        if name == task:
+            groups.setdefault(not_equal(results), []).append(kind)
+    ordered = sorted(groups.items(), key=lambda group: (group[0] != EQUAL, -len(group[1])))
+    return [f"## {task}", "", *(f"- {checks}: {', '.join(kinds)}" for checks, kinds in ordered), ""]
 
 
-def cell(results: Iterable[Result]) -> str:
-    """The checks that were not equal, or ``ok``."""
+def not_equal(results: Iterable[Result]) -> str:
+    """The checks that were not equal, or ``EQUAL``."""
     names = [
         result["check"] + f" ({result['outcome']})" * (result["outcome"] != "refused")
         for result in results
         if result["outcome"] != "ok"
     ]
-    return ", ".join(names) or "ok"
+    return ", ".join(names) or EQUAL
 
 
 def reasons(accepted: dict[Pair, list[Result]]) -> list[str]:
@@ -232,26 +224,26 @@ def reasons(accepted: dict[Pair, list[Result]]) -> list[str]:
         for result in results:
             if result["outcome"] != "ok":
                 outcomes.setdefault((result["check"], result["outcome"]), []).append(reason_of(result))
-    lines = ["| check | outcome | pairs | reason |", "|---|---|---|---|"]
+    lines = []
     for (check, outcome), texts in sorted(outcomes.items()):
         kinds = Counter(map(without_names, texts))
         common = next(text for text in texts if without_names(text) == kinds.most_common(1)[0][0])
-        lines.append(f"| {check} | {outcome} | {len(texts)} | {shortened(common)} |")
+        lines.append(f"- *{check}* {outcome}, {len(texts)} pairs: {shortened(common)}")
     return lines
 
 
 def refusals(results: dict[Pair, Result]) -> list[str]:
-    """A row for each reason, with the pairs that it holds for. The reason is that of the first pair."""
+    """An entry for each reason, with the pairs that it holds for. The reason is that of the first pair."""
     groups: dict[str, list[Pair]] = {}
     for pair, result in results.items():
         groups.setdefault(without_names(result["detail"]), []).append(pair)
-    lines = ["| reason | pairs |", "|---|---|"]
+    lines = []
     for pairs in groups.values():
         tasks: dict[str, list[str]] = {}
         for task, kind in pairs:
             tasks.setdefault(task, []).append(kind)
         named = "; ".join(f"{task}: {', '.join(kinds)}" for task, kinds in tasks.items())
-        lines.append(f"| {shortened(results[pairs[0]]['detail'])} | {named} |")
+        lines.append(f"- {named}: {shortened(results[pairs[0]]['detail'])}")
     return lines
 
 
@@ -269,13 +261,8 @@ def without_names(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first 130 characters of a reason, up to the end of a word, for a cell of a table."""
-    return escape(textwrap.shorten(text, 130, placeholder=" ..."))
-
-
-def escape(text: str) -> str:
-    """Text for a cell of a table."""
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    """The first 130 characters of a reason, up to the end of a word."""
+    return textwrap.shorten(text, 130, placeholder=" ...").replace("<", "&lt;")
 
 
 def main() -> None:

@@ -40,21 +40,22 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_page_has_every_architecture(script: Any) -> None:
-    """Tables, and the list of architectures that a task does not accept."""
+    """A list for each task, and the list of architectures that a task does not accept."""
     text = script.TABLE.read_text(encoding="utf-8")
-    head, *rows = [line.split(" | ") for line in text.partition("| architecture ")[2].partition("\n\n")[0].splitlines()]
-    cells = {
-        (task, row[0].removeprefix("| ")): cell.strip(" |")
-        for row in rows[1:]
-        for task, cell in zip(script.TASKS, row[1:], strict=True)
-    }
-    assert [name.strip(" |") for name in head] == [*script.TASKS]
-    assert [pair for pair in script.every_pair() if not cells.get(pair)] == [], "run `make architectures`"
-    accepted = [cell for cell in cells.values() if cell not in ("", "no")]
+    lists, _, refused = text.partition("## Not accepted")
+    accepted, named = [], 0
+    for task in script.TASKS:
+        part = lists.partition(f"\n## {task}\n")[2].partition("\n## ")[0]
+        for checks, kinds in (line[2:].rpartition(": ")[::2] for line in part.splitlines() if line):
+            accepted += [(task, kind) for kind in kinds.split(", ")]
+            equal = checks == script.EQUAL
+            named += 0 if equal else (kinds.count(", ") + 1) * (checks.count(", ") + 1 - checks.count("auto, dropout"))
+    groups = re.findall(r"([\w-]+): ([\w-]+(?:, [\w-]+)*)(?=[;:])", refused)
+    rest = [(task, kind) for task, kinds in groups if task in script.TASKS for kind in kinds.split(", ")]
+    assert sorted([*accepted, *rest]) == sorted(script.every_pair()), "run `make architectures`"
     assert f"**{len(accepted)} pairs of a task and an architecture" in text
-    named = sum(cell.count(", ") + 1 - cell.count("auto, dropout") for cell in accepted if cell != "ok")
-    counted = re.findall(r"(?m)^\| [^|]+ \| (?:refused|warned) \| (\d+) \|", text)
-    assert named == sum(map(int, counted)), "the second table counts the checks that the first one names"
+    counted = re.findall(r"(?m)^- \*[^*]+\* (?:refused|warned), (\d+) pairs", text)
+    assert named == sum(map(int, counted)), "the reasons count the checks that the lists name"
 
 
 @pytest.mark.slow
@@ -110,15 +111,10 @@ def test_results_become_a_page(script: Any) -> None:
         ("seq2seq", "led"): results(**{"hand-written loop": "refused"}),
     }
     lines = script.page(found).splitlines()
-    assert (
-        "| architecture | text-classification | token-classification | causal-lm | seq2seq | image-classification |"
-        in lines
-    )
-    assert "| llama |  |  | packing |  |  |" in lines
-    assert "| bloom |  |  | auto (WRONG) |  |  |" in lines
-    assert "| led |  |  |  | no |  |" in lines
-    assert "| packing | refused | 1 | packing: because |" in lines
-    assert lines[-1] == "| recipe: plugins.hand-written loop: because | seq2seq: led |"
+    part = lines[lines.index("## causal-lm") :][:5]
+    assert part == ["## causal-lm", "", "- auto (WRONG): bloom", "- packing: llama", ""]
+    assert "- *packing* refused, 1 pairs: packing: because" in lines
+    assert lines[-1] == "- seq2seq: led: recipe: plugins.hand-written loop: because"
     assert any(
         line.startswith("**2 pairs of a task and an architecture: 1 train with `auto`, and 1 pass every check.**")
         for line in lines

@@ -18,9 +18,9 @@ holds for. All other checks were equal:
 - *resume*: a run that is stopped after two steps and resumed has the weights of one that is not, bit for bit;
 - *predict*: predictions in batches equal those of plain PyTorch for one sample at a time.
 
-Losses may differ by 1e-4 (in bf16 by 10%) and weights by 1% of their change. Models that draw random numbers, such as
-PhiMoE, or in which rounding grows fast, such as MobileNet, may differ more: by four times the difference of two plain
-loops, with two seeds and with weights that differ by 1e-6 (relative).
+Losses may differ by 1e-4 (in bf16 by 10%) and weights by 1% of their change. Models that draw random numbers (PhiMoE)
+or in which rounding grows fast (MobileNet) may differ more. Their limit is four times the difference of two plain loops,
+with two seeds and with weights that differ by 1e-6 (relative).
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def outcomes_of(task: str, accepted: dict[Pair, list[Result]]) -> list[str]:
         if name == task:
             groups.setdefault(not_equal(results), []).append(kind)
     ordered = sorted(groups.items(), key=lambda group: (group[0] != EQUAL, -len(group[1])))
-    return [f"## {task}", "", *(f"- {checks}: {', '.join(kinds)}" for checks, kinds in ordered), ""]
+    return [f"## {task}", "", *(f"- {checks}: `{', '.join(kinds)}`" for checks, kinds in ordered), ""]
 
 
 def not_equal(results: Iterable[Result]) -> str:

@@ -166,13 +166,13 @@ def entry(row: Row) -> str:
     """A test as an entry of the list: fault, promise and, in brackets, what there is to note."""
     cases = "" if len(row.skipped) == row.cases else f" {len(row.skipped)} of {row.cases} cases"
     notes = [
-        row.figures,
         f"skipped{cases}: {'; '.join(dict.fromkeys(row.skipped))}" if row.skipped else "",
         f"{row.tried:,}" if row.tried > 1 else "",
         f"**{row.lost} lost**" if row.lost else "",
     ]
     shown = "; ".join(note for note in notes if note)
-    return f"- {row.fault}: {row.promise}" + f" ({shown})" * bool(shown)
+    figures = f". Measured: {row.figures}" if row.figures else ""
+    return f"- {row.fault}: {row.promise}" + f" ({shown})" * bool(shown) + figures
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ def test_the_page_has_every_architecture(script: Any) -> None:
     accepted, named = [], 0
     for task in script.TASKS:
         part = lists.partition(f"\n## {task}\n")[2].partition("\n## ")[0]
-        for checks, kinds in (line[2:].rpartition(": ")[::2] for line in part.splitlines() if line):
+        for checks, kinds in (line[2:-1].split(": `") for line in part.splitlines() if line):
             accepted += [(task, kind) for kind in kinds.split(", ")]
             equal = checks == script.EQUAL
             named += 0 if equal else (kinds.count(", ") + 1) * (checks.count(", ") + 1 - checks.count("auto, dropout"))
@@ -112,7 +112,7 @@ def test_results_become_a_page(script: Any) -> None:
     }
     lines = script.page(found).splitlines()
     part = lines[lines.index("## causal-lm") :][:5]
-    assert part == ["## causal-lm", "", "- auto (WRONG): bloom", "- packing: llama", ""]
+    assert part == ["## causal-lm", "", "- auto (WRONG): `bloom`", "- packing: `llama`", ""]
     assert "- *packing* refused, 1 pairs: packing: because" in lines
     assert lines[-1] == "- seq2seq: led: recipe: plugins.hand-written loop: because"
     assert any(

@@ -56,7 +56,9 @@ def test_every_test_has_an_entry_and_every_entry_a_test(page: Any) -> None:
         expected = docstrings(page.suite / f"{file}.py").values()
         assert f"`{file}.py`: {len(expected)} tests, " in part
         for words in (words for words in expected if not words.startswith("control: ")):
-            matches = [entry for entry in entries if entry == words or entry.startswith(f"{words} (")]
+            matches = [
+                entry for entry in entries if entry == words or entry.startswith((f"{words} (", f"{words}. Measured: "))
+            ]
             assert len(matches) == 1, f"{words}: write {page.table.name} again"
             entries.remove(matches[0])
             assert "lost**" not in matches[0]

@@ -89,7 +89,7 @@ class Kills(Plugin):
 # torch's handler may raise within a finaliser: found later
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, record_property):
-    """a worker killed at any moment: an error that names the worker, its signal and what to do; never a hang"""
+    """a worker killed at any moment: an error names the worker, its signal and what to do"""
     draw = random.Random(0)
     for number in range(TIMES):
         moment = ("before a step", "in a step", "in an evaluation")[number % 3]
@@ -149,8 +149,7 @@ def test_raising_row_stops_run_with_its_error(tiny_run, plugins):
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
 def test_raising_rows_are_skipped_and_counted(tiny_run, plugins, caplog, record_property):
-    """corrupt rows with skip-unreadable: each is left out of its batch, the count is in the summary, all others come
-    once"""
+    """corrupt rows with skip-unreadable: they are left out and counted in the summary"""
     bad, seen = (3, 17, 40), []
 
     class Sees(Plugin):
@@ -236,7 +235,7 @@ BROKEN: list[Any] = [
 
 @pytest.mark.parametrize("row", BROKEN, ids=["no JSON", "no text", "no label", "a list"])
 def test_a_corrupt_row_of_a_file_is_named_before_training(row):
-    """a corrupt row in a file: refused with file and row before training, or left out and counted by choice"""
+    """a corrupt row in a file: refused with file and row, or left out and counted"""
     jsonl("train.jsonl", [*good()[:4], row, *good()[4:]])
     with pytest.raises(RecipeError, match=r"train.jsonl, (row|line) 5: "):
         text_run(train="train.jsonl")
@@ -246,7 +245,7 @@ def test_a_corrupt_row_of_a_file_is_named_before_training(row):
 
 
 def test_corrupt_rows_of_a_csv_are_left_out_by_choice_too(tmp_path, caplog):
-    """rows of a csv with a cell too many: refused, or left out and counted; known again from the cache"""
+    """rows of a csv with a cell too many: refused, or left out and counted"""
     lines = [f'"{row["text"]}",{row["label"]}' for row in good()]
     Path("train.csv").write_text("\n".join(["text,label", *lines[:9], "a,b,c", *lines[9:], "d,e,f,g", ""]))
     with pytest.raises(RecipeError, match=r"train.csv, line 11: found 3 cells, expected 2"):
@@ -434,8 +433,7 @@ def test_empty_text_is_trained_and_logged(caplog):
 
 
 def test_dataset_of_another_size_is_rejected_or_logged_at_resume(tiny_run, tmp_path, caplog):
-    """rows added since the checkpoint: --resume fails with an error that shows the change, and continues if the recipe
-    allows it"""
+    """rows added since the checkpoint: --resume shows the change, and continues if the recipe permits it"""
     folder = tmp_path / "run"
     tiny_run([], data=Rows(), max_steps=5, output=folder)
     with pytest.raises(

@@ -265,7 +265,7 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_recipes(beside, record_property):
-    """a recipe with anything in it: taken, and the same when saved and read again, or refused by one message"""
+    """a recipe with anything in it: accepted, and the same when saved and read again, or refused"""
 
     @fuzz()
     @given(recipes())
@@ -394,7 +394,7 @@ def read_data(path: str) -> Any:
 
 
 def test_rows_of_a_dataset(record_property):
-    """rows of any types, columns and lengths: read as they are, or refused by a message that names file and row"""
+    """rows of any types, columns and lengths: read unchanged, or refused with file and row"""
 
     @fuzz()
     @given(rows)

@@ -105,8 +105,7 @@ def summary(output: str) -> dict[str, Any]:
 
 
 def test_a_step_that_does_not_fit_is_done_again_in_halves():
-    """an allocation fails in a training step: halved micro-batches, the same global batch, the same numbers, a note in
-    the summary"""
+    """an allocation fails in a training step: halved micro-batches, and the same numbers"""
     plain = train("plain")
     assert plain.returncode == 0, plain.stderr
     key = "data.arguments={api_key: 'k7-very-secret'}"
@@ -140,8 +139,7 @@ def test_without_the_plugin_the_run_is_lost():
 
 
 def test_an_evaluation_that_does_not_fit_leaves_the_training_batch_alone():
-    """an allocation fails in an evaluation: its own batches are halved, training's are not, and the metrics are the
-    same"""
+    """an allocation fails in an evaluation: only its batches are halved, and the metrics are the same"""
     assert train("plain", "train.eval_batch_size=64").returncode == 0
     done = train("run", "train.eval_batch_size=64", EVALUATE="250")
     assert done.returncode == 0, done.stderr
@@ -172,8 +170,7 @@ def test_sample_above_memory_limit_raises():
 
 
 def test_processes_agree_at_the_next_start():
-    """an allocation fails on one of two processes: all end, the next start takes the smaller batch on both, and the
-    numbers are the same"""
+    """an allocation fails on one of two processes: all end, and the next start takes the smaller batch on both"""
     two = ["--nproc", "2", "--with", "ddp"]
     assert train("plain", *two).returncode == 0
     failed = train("run", *two, TRAIN1="60")
@@ -270,7 +267,7 @@ def group():
 
 @pytest.mark.parametrize("who", ["worker", "rank"])
 def test_worker_above_the_limit_of_its_control_group(who, group):
-    """a data worker or a rank that allocates more than the limit of its control group: the kernel kills it, and the error names the limit and what to do"""  # noqa: E501
+    """a worker or a rank exceeds the limit of its control group: the error names the limit and the remedy"""
     write_hungry("allocate" if who == "worker" else "allocate itself")
     more = {
         "worker": ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=1"],
@@ -290,8 +287,7 @@ def test_worker_above_the_limit_of_its_control_group(who, group):
 
 @pytest.mark.parametrize("who", ["worker", "rank"])
 def test_kill_that_a_control_group_counts(who):
-    """a data worker or a rank that ends by SIGKILL while oom_kill of its control group increases (the test writes the
-    group's files): the error reports that memory ran out, and names the limit"""
+    """a worker or a rank is killed while its control group counts an oom_kill: the error names the limit"""
     mount = with_tmpfs("/sys/fs/cgroup", "1m")
 
     def limit() -> None:

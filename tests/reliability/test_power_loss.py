@@ -271,7 +271,8 @@ def find_number(state: Path, marks: tuple[str, ...]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_power_loss_during_a_save(name, saves, record_property):
-    """power is lost at any moment of a save, a second save of the same step, a rotation, or a save after a resume from an earlier step: the newest reported checkpoint is found, or the one that was being written, bit for bit"""  # noqa: E501
+    """power is lost at any moment of saves and rotations: the newest reported checkpoint, or the one being written,
+    is found"""
     record_property("faults", replay(load(name, saves), find_number))
 
 
@@ -289,8 +290,7 @@ def test_power_loss_during_a_summary(saves, record_property):
 
 @pytest.mark.slow
 def test_power_loss_during_an_export(saves, record_property):
-    """power is lost while fastloop export replaces a folder: the old or the new files are there, complete, and after
-    the export the new"""
+    """power is lost while fastloop export replaces a folder: the old or the new files are complete"""
 
     def check(state: Path, marks: tuple[str, ...]) -> None:
         folder, old = (state / "runs" / "run" / name for name in ("model", ".model.old.partial"))
@@ -335,7 +335,8 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 def test_power_loss_during_a_save_of_two_processes(library, folder, record_property):
-    """power is lost while two processes save the shards of a model: the newest reported checkpoint is found, or the one that was being written, bit for bit"""  # noqa: E501
+    """power is lost while two processes save shards: the newest reported checkpoint, or the one being written, is
+    found"""
     root = folder / "shards"
     root.mkdir()
     (folder / "shards.py").write_text(SHARDS)
@@ -415,7 +416,8 @@ def content(folder: Path) -> dict[str, bytes | None]:
 
 @pytest.mark.slow
 def test_power_loss_during_a_run(run, record_property, request):
-    """power is lost at any moment of a run: the newest reported checkpoint is found with its log, summary.json is never in part, and with a summary of a complete run its log and its exported model are complete"""  # noqa: E501
+    """power is lost at any moment of a run: checkpoint, log, summary.json and exported model are complete as
+    reported"""
     saved: dict[int, list[dict[str, bytes | None]]] = {}  # a step may be saved twice
     for change in run.changes:
         for _, name, node in change.sets:
@@ -451,8 +453,7 @@ def test_power_loss_during_a_run(run, record_property, request):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", ["plain", "async"], indirect=True)
 def test_run_resumes_after_a_power_loss(run, record_property):
-    """power is lost at a random moment of a run: it is started again with --resume, and ends as if nothing had
-    happened"""
+    """power is lost at a random moment of a run: with --resume it ends as if undisturbed"""
     write_run()
     chance, count = random.Random(times(1)), times(3)
     crashes = list(run.crashes(2, seed=times(1)))

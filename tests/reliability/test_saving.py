@@ -179,8 +179,7 @@ print(survived)
     ],
 )
 def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
-    """a process is killed at a random moment of a save: the checkpoint before it, or the new one, is found and is
-    whole"""
+    """a process is killed at a random moment of a save: the checkpoint before it, or the new one, is found"""
     count = times(short)
     Path("kills.py").write_text(KILLS)
     command = ["kills.py", str(count), str(processes), how, str(random.randrange(10**6))]
@@ -192,8 +191,7 @@ def test_killed_at_any_moment_of_a_save(processes, how, short, record_property):
 
 
 def test_kill_between_two_renames_keeps_newest_checkpoint():
-    """a kill between the renames that put a step's checkpoint in its own place: that step is found, and not one before
-    it"""
+    """a kill between the renames of a step's checkpoint: that step is found"""
     save(1)
     newest = save(2)
     newest.rename(newest.with_name(f".{newest.name}.old.partial"))
@@ -206,8 +204,8 @@ def test_kill_between_two_renames_keeps_newest_checkpoint():
 
 
 def test_full_disk_keeps_previous_checkpoint(disk):
-    """a full disk: the save logs the error and leaves no files, and the checkpoint before it is complete; with free
-    space, saving continues"""
+    """a full disk: the save logs the error, and the checkpoint before it is complete; with free space, saving
+    continues"""
     run = str(disk / "run")
     save(1, run)
     for room in (0, 1, 50_000, 100_000, 165_000, 169_000):  # it is full at the first byte, and in each of the files
@@ -232,8 +230,7 @@ def same(left: Any, right: Any) -> bool:
 
 @pytest.mark.parametrize("plugins", [[], ["async-save"]], ids=["plain", "async"])
 def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, caplog):
-    """a disk that is full for a while, on_save_error=continue: said at each save, and the run ends as one on an empty
-    disk"""
+    """a disk that is full for a while: logged at each save, and the run ends as on an empty disk"""
     arguments: dict[str, Any] = {"save_every": 2, "evaluate_every": 3, "log_every": 1}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
     run = tiny_run(
@@ -300,7 +297,7 @@ class Locks(Plugin):
 
 
 def test_read_only_folder_is_logged_and_training_continues(tmp_path, tiny_run, caplog):
-    """a folder that is read-only for a while: said at each save, and the run ends as one that could write"""
+    """a folder that is read-only for a while: logged at each save, and the run ends unchanged"""
     arguments: dict[str, Any] = {"save_every": 2}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
     tiny_run(["checkpoint-best"], epochs=1, output="run", save_every=9)
@@ -321,8 +318,7 @@ QUOTA = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFIN
 @pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("choice", ["continue", "stop"])
 def test_a_quota_error_counts_on_all_processes(choice, count):
-    """a limit on the size of files on the process that writes: all processes continue, or all stop, as on_save_error
-    sets"""
+    """a limit on file sizes on the process that writes: all processes continue, or all stop"""
     write_recipe(train={"on_save_error": choice}, model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
     strategy = ["--with", "ddp"] if count > 1 else []
     assert [each.wait() for each in together("output=whole", *strategy, count=count)] == [0] * count
@@ -345,8 +341,7 @@ def test_a_quota_error_counts_on_all_processes(choice, count):
 
 
 def test_flipped_bits_are_detected(record_property):
-    """a bit flips, or a file is truncated, anywhere in a checkpoint: found (or without effect); the run logs it and
-    uses the checkpoint before"""
+    """a flipped bit or a truncated file in a checkpoint: logged, and the checkpoint before is used"""
     save(1)
     original, count, chance = save(2), times(30), random.Random(times(30))
     survived = 0
@@ -393,8 +388,7 @@ def test_resume_fails_if_all_checkpoints_are_corrupt():
 
 @pytest.mark.slow
 def test_rotation_keeps_the_last_and_the_best_of_every_checkpoint_that_is_kept():
-    """the newest checkpoint is corrupt, and the best has changed since the one before: the best of then is still
-    there"""
+    """the newest checkpoint is corrupt, after a new best: the best of the one before exists"""
     write_recipe(train={"keep_checkpoints": 3, "evaluate_every": 2})
     assert train("output=whole") == 0
     assert train("output=run", environment={"FAULT": "step 23 0 me('SIGKILL')"}) == -signal.SIGKILL
@@ -443,8 +437,7 @@ def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
 
 @pytest.mark.slow
 def test_the_best_is_found_when_the_run_folder_moved():
-    """a run folder that is moved between a kill and the resume: the best path is relative to it, and the run ends as if
-    it had stayed"""
+    """a run folder that is moved between a kill and the resume: the best checkpoint is found"""
     write_recipe()
     assert train("output=whole") == 0
     assert train("output=run", environment={"FAULT": "step 22 0 me('SIGKILL')"}) == -signal.SIGKILL
@@ -461,8 +454,7 @@ def test_the_best_is_found_when_the_run_folder_moved():
 @pytest.mark.slow
 @pytest.mark.parametrize("resume", [[], ["--resume"]], ids=["anew", "resume"])
 def test_a_second_run_in_the_same_folder_is_refused(resume):
-    """a second run is started in the folder of one that is under way: exit code 2 before data is read; the first is not
-    disturbed"""
+    """a second run in the folder of a running one: exit code 2 before data is read"""
     write_recipe()
     assert train("output=whole") == 0
     first = Forked("output=run", environment={"FAULT": "step 15 0 while not Path('go').exists(): time.sleep(0.01)"})
@@ -491,8 +483,7 @@ def test_a_killed_run_leaves_no_lock():
 
 
 def test_without_file_locks_the_process_is_checked(monkeypatch):
-    """a file system without locks: refused while the process lives that the file names; stale when it is dead on this
-    host"""
+    """a file system without locks: refused while the process in the lock file lives on this host"""
 
     def no_locks(*arguments: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -600,8 +591,8 @@ class FailsLate(Plugin):
 
 @pytest.mark.slow
 def test_background_failure_found_at_next_save_is_reported(tiny_run):
-    """a save in the background that fails so late that the next one waits for it: each failure is counted, the first
-    one stops the run"""
+    """a background save that fails while the next one waits for it: each failure is counted, the first one stops the
+    run"""
     assert tiny_run([FailsLate()], epochs=1, save_every=4).summary["save_errors"] == 3  # after 4, 8 and 9 steps
     with pytest.raises(SaveError, match="step-00000004 was not saved"):
         tiny_run([FailsLate()], epochs=1, save_every=4, on_save_error="stop")

@@ -86,8 +86,7 @@ SLOW = [
 @pytest.mark.parametrize(("moment", "name"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
 @pytest.mark.usefixtures("whole")
 def test_a_signal_saves_and_stops(moment, name):
-    """a signal in a step, an evaluation or a save: saved at the step's end, exit code 75 or 130, and resumed to the
-    same numbers"""
+    """a signal in a step, an evaluation or a save: saved, exit code 75 or 130, and resumed to the same numbers"""
     place, step, evaluates = MOMENTS[moment]
     assert train("output=run", environment={"FAULT": f"{place} 0 me('{name}')"}) == code(name), said()
     found = summary()
@@ -134,8 +133,7 @@ def test_a_signal_in_compilation():
 
 @pytest.mark.slow
 def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
-    """SIGTERM to the whole process group, as init systems and SLURM send it: data workers do not die of it, and the run
-    is saved"""
+    """SIGTERM to the whole process group: data workers survive it, and the run is saved"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.002}})
     options = ["--with", "dataloader-workers", "plugins.dataloader-workers.num_workers=2"]
     assert train("output=whole", *options) == 0
@@ -153,7 +151,7 @@ def test_a_signal_to_a_whole_group_of_processes_spares_data_workers():
 
 @pytest.mark.slow
 def test_failed_save_at_stop_is_reported():
-    """a signal, and a disk quota that is used up: exit code 75, and the log names the newest checkpoint"""
+    """a signal, and a full disk quota: exit code 75, and the log names the newest checkpoint"""
     write_recipe(model={"module": "code.py:Net", "arguments": {"hidden": 4000}})
     quota = "resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY)); me('SIGTERM')"
     assert train("output=run", environment={"FAULT": f"step 7 0 {quota}"}) == STOPPED
@@ -169,7 +167,7 @@ def test_failed_save_at_stop_is_reported():
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGINT"])
 @pytest.mark.usefixtures("whole")
 def test_second_signal_stops_at_once(name):
-    """a step that hangs, and the same signal twice: the run ends at once, and resumes from the checkpoint before"""
+    """a step that hangs, and the same signal twice: the run ends at once, and resumes"""
     run = Forked("output=run", environment={"FAULT": f"step 14 0 me('{name}'); time.sleep(600)"})
     until(lambda: "once more to stop at once" in said())
     run.send(getattr(signal, name))
@@ -198,7 +196,7 @@ def test_ctrl_c_of_a_job_in_the_foreground():
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole")
 def test_unresponsive_process_is_killed_after_timeout():
-    """a step that hangs, and one signal: the run ends at its time limit, and resumes from the checkpoint before"""
+    """a step that hangs, and one signal: the run ends at its time limit, and resumes"""
 
     def hurry() -> None:
         signals.STOP_TIMEOUT = 1.5
@@ -254,8 +252,7 @@ RUN = ["recipe.yaml", "output=run", "--with", "ddp"]
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["step 14", "evaluation 12"])
 def test_a_signal_to_one_process_of_two_stops_both(pair, place):
-    """SIGTERM on rank 1 alone, in a step or an evaluation: both save and stop; resumed, they end with the same
-    numbers"""
+    """SIGTERM on rank 1 alone: both save and stop; resumed, they end with the same numbers"""
     codes = [
         each.wait()
         for each in together("output=run", "--with", "ddp", environment={"FAULT": f"{place} 1 me('SIGTERM')"})
@@ -272,8 +269,7 @@ LAUNCHED = [("ours", "rank 1"), ("torchrun", "the launcher"), ("ours", "the laun
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "whom"), LAUNCHED[: 2 * times(1)])
 def test_a_signal_under_a_launcher(pair, launcher, whom):
-    """SIGTERM on rank 1 alone, or on the launcher: the run is saved by both processes and stops, with the code of the
-    launcher's own"""
+    """SIGTERM on rank 1 alone, or on the launcher: both processes save, and the run stops"""
     options = ["--nproc", "2"] if launcher == "ours" else []
     fault = {
         "FAULT": "step 14 1 me('SIGTERM')"
@@ -328,8 +324,7 @@ def killed_until_done(folder: str, kills: int, chance: random.Random, count: int
 @pytest.mark.parametrize(("count", "short"), [(1, 3), (2, 1)])
 @pytest.mark.parametrize("options", [[], ["--with", "async-save"]], ids=["plain", "async"])
 def test_resume_in_a_loop_completes_after_random_kills(count, short, options, record_property):
-    """a run is killed at random moments, from its start on, and restarted with --resume: it ends with the bits of an
-    undisturbed run"""
+    """a run is killed at random moments, and resumed: it ends with the bits of an undisturbed run"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}}, train={"epochs": 8})
     strategy = [*options, *(["--with", "ddp"] if count > 1 else [])]
     if count > 1 and options:
@@ -348,8 +343,7 @@ def test_resume_in_a_loop_completes_after_random_kills(count, short, options, re
 
 @pytest.mark.slow
 def test_resume_begins_where_the_runs_own_folder_holds_no_checkpoint_yet():
-    """--resume on a folder that does not exist, or whose run was killed before its first save: the run begins, and logs
-    that"""
+    """--resume without a folder, or before the first save: the run begins, and logs that"""
     write_recipe()
     assert train("output=whole") == 0
     assert train("output=run", "--resume", environment={"FAULT": "step 3 0 me('SIGKILL')"}) == -signal.SIGKILL
@@ -378,7 +372,7 @@ def test_resume_of_complete_run_trains_nothing():
 
 
 def test_resume_keeps_unrelated_files():
-    """--resume on a folder that holds other files than a run's: exit code 2, and they stay where they are"""
+    """--resume on a folder with files of others: exit code 2, and they stay"""
     write_recipe()
     Path("run").mkdir()
     Path("run/thesis.tex").write_text("years of work")

@@ -149,8 +149,7 @@ def assert_same_bits(run: Path, other: Path) -> None:
 
 
 def test_slow_link_that_is_cut(nodes, undisturbed):
-    """a link that delays packets by 5 ms, loses one in a hundred, and is cut for 10 seconds: the run waits, and ends
-    with the same bits"""
+    """a slow link that loses packets and is cut for 10 seconds: the run waits, and ends with the same bits"""
     nodes.set_link(delay=0.005, loss=0.01)
     commands = fastloop(nodes, PATIENT)
     wait_for_checkpoint(commands, 8)
@@ -166,8 +165,7 @@ def test_slow_link_that_is_cut(nodes, undisturbed):
 
 @pytest.mark.parametrize("lost", [0, 1][: times(1)])
 def test_lost_machine(nodes, undisturbed, lost):
-    """a machine is lost without a packet: the other ends by the watchdog's timeout and names it; --resume ends with the
-    same bits"""
+    """a machine is lost: the other names it and ends; --resume ends with the same bits"""
     commands = fastloop(nodes)
     wait_for_checkpoint(commands, 8)
     nodes.lose(lost)
@@ -199,7 +197,8 @@ def test_torchrun_restarts_both_machines(nodes, undisturbed):
 
 
 def test_torchrun_continues_with_other_machines(nodes, undisturbed):
-    """a machine joins an elastic run under torchrun, and is lost later: the run resumes with two processes, then with one, at the same global batch and with the same losses"""  # noqa: E501
+    """a machine joins an elastic run under torchrun, and is lost later: the run resumes each time with the same
+    losses"""
     first = torchrun(nodes, 0, "1:2", **ELASTIC)
     wait_for_checkpoint([first], 4)
     # less than the watchdog's timeout for a step, and the run does not end before the other machine is there

@@ -42,8 +42,7 @@ CLAIMS: dict[str, list[str]] = {
 
 @pytest.mark.parametrize("names", CLAIMS.values(), ids=CLAIMS.keys())
 def test_a_package_that_claims_our_names_does_not_weaken_auto_silently(names, install, cli):
-    """a package installs plugins with names of ours, so that auto leaves ours out: a warning names the package and the
-    plugin"""
+    """a package installs plugins with names of ours: a warning names the package and the plugin"""
     ours = set(own_plugins())
     install("evil-pack", "raise SystemExit('imported')", **dict.fromkeys(names, "evil_pack:It"))
     code, out, err = cli("plan", "quickstart", "--with", "auto")
@@ -89,8 +88,7 @@ INSPECTIONS: dict[str, list[str]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", INSPECTIONS.values(), ids=INSPECTIONS.keys())
 def test_a_command_that_inspects_runs_no_device_backend(arguments, install):
-    """a package declares a torch.backends entry point, which torch runs when it is imported: commands that only inspect
-    do not run it"""
+    """a package declares a torch.backends entry point: commands that only inspect do not run it"""
     install("evil-backend", BACKEND, group="torch.backends", evil="evil_backend:load")
     done = fastloop(*arguments, path=Path("site").absolute())
     assert "Traceback" not in done.stderr
@@ -170,8 +168,7 @@ def in_make_test(item: tuple[str, str]) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("redirection", [*map(in_make_test, STREAMS.items())])
 def test_a_run_outlives_its_standard_streams(redirection):
-    """the standard output or error of a training is closed, full or without a reader: the run completes, and no file
-    gets its messages"""
+    """the standard output or error of a training is closed, full or without a reader: the run completes"""
     done = shell(ONE_STEP, redirection)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -189,8 +186,7 @@ def test_two_processes_outlive_their_standard_streams():
 
 @pytest.mark.slow
 def test_a_listing_ends_well_when_its_reader_leaves():
-    """the reader of a listing leaves (`fastloop plugins | head -1`), or its standard output is closed: it ends without
-    an error"""
+    """the reader of a listing leaves (`fastloop plugins | head -1`): it ends without an error"""
     done = shell("plugins", "| head -1")
     assert (done.returncode, len(done.stdout.splitlines()), done.stderr) == (0, 1, "")
     done = shell("plugins", ">&-")

@@ -125,8 +125,7 @@ ATTACKS: dict[str, tuple[Callable[[Path], None], str, tuple[tuple[str, ...], ...
 
 @pytest.mark.parametrize(("plant", "place", "commands"), ATTACKS.values(), ids=ATTACKS.keys())
 def test_a_strangers_run_folder_writes_nowhere_else(plant, place, commands, victim, cli):
-    """a link, pipe or device in a run folder from others: refused in one line before the command begins; nothing else
-    changes"""
+    """a link, pipe or device in a run folder from others: refused before the command begins"""
     try:
         plant(victim)
     except PermissionError:
@@ -145,7 +144,7 @@ def test_a_strangers_run_folder_writes_nowhere_else(plant, place, commands, vict
 
 
 def test_a_new_run_does_not_follow_the_lock_of_a_folder(victim, cli):
-    """a link as the lock of a run folder that a new run would move aside: refused in one line, nothing written"""
+    """a link as the lock of a run folder that a new run would move: refused, nothing written"""
     link(".lock")(victim)
     before = state(victim)
     code, _, err = cli("train", "recipe.yaml")
@@ -185,7 +184,7 @@ def test_a_strangers_results_are_no_place_to_write(place, command, target, victi
 
 @pytest.mark.parametrize("place", ["sample-audit", "sample-audit/rank-1.jsonl"])
 def test_a_run_that_resumes_elsewhere_copies_nothing_through_links(place, tiny_run, tmp_path):
-    """a link among the records of a run that is resumed in another folder: refused with its name, nothing read"""
+    """a link among the records of a run that is resumed in another folder: refused, nothing read"""
     tiny_run(["sample-audit"], epochs=1, output=tmp_path / "run")
     (tmp_path / "victim").mkdir()
     (tmp_path / "victim/rank-0.jsonl").write_text(SECRET)
@@ -200,7 +199,7 @@ def test_a_run_that_resumes_elsewhere_copies_nothing_through_links(place, tiny_r
     "place", ["log.txt", "metrics.jsonl", "bad_batches.jsonl", "watchdog/rank-0.txt", "sample-audit/rank-0.jsonl"]
 )
 def test_a_link_that_is_planted_later_is_not_followed(place, tiny_run, tmp_path):
-    """a link that appears after the check, at the name of a file that grows: refused with its name, not followed"""
+    """a link that appears after the check, at the name of a growing file: refused"""
 
     class Stranger(Plugin):
         name = "stranger"

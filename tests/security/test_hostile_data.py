@@ -145,8 +145,8 @@ LINES: dict[str, tuple[Callable[[], str], str, str | None]] = {
     ],
 )
 def test_file_of_lines_that_takes_gigabytes(attack, streaming):
-    """a small csv, jsonl, json or txt file that stands for gigabytes, also compressed, or is nested 200,000 deep:
-    refused with its line or size, and the option that allows more"""
+    """a small text file that stands for gigabytes, or is nested 200,000 deep: refused with its line and the option
+    that permits more"""
     write, memory, stream = LINES[attack]
     path = write()
     found = refused(classify(path, streaming))
@@ -247,8 +247,7 @@ TARS: dict[str, tuple[list[tuple[Any, bytes]], str]] = {
 
 @pytest.mark.parametrize("attack", TARS)
 def test_archive_that_takes_gigabytes(attack):
-    """a tar archive of some kilobytes with holes of gigabytes, sizes that are not true, or nested JSON: refused with
-    the member's name"""
+    """a small tar archive with holes of gigabytes, untrue sizes or nested JSON: refused with the member's name"""
     members, message = TARS[attack]
     label = "label" if "lists" in attack else "cls"
     start = [] if label == "label" else GOOD_TAR
@@ -321,8 +320,7 @@ def prefixed(path: str, size: int, count: int) -> str:
 @pytest.mark.parametrize("streaming", [False, True], ids=["memory", "stream"])
 @pytest.mark.parametrize("attack", PARQUET)
 def test_parquet_file_that_takes_gigabytes(attack, streaming):
-    """a small Parquet file whose dictionary, prefixes, pages or metadata stand for gigabytes, or claim to: refused with
-    what it claims"""
+    """a small Parquet file whose parts stand for gigabytes, or claim to: refused with what it claims"""
     write, message = PARQUET[attack]
     path = write()
     found = refused(classify(path, streaming))
@@ -382,8 +380,7 @@ def images(**data: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("attack", IMAGES)
 def test_image_that_takes_gigabytes(attack):
-    """a small image with billions of pixels, as it is or resized: refused before it is decoded, with data.max_pixels,
-    which allows more"""
+    """a small image with billions of pixels, original or resized: refused before it is decoded"""
     write, message = IMAGES[attack]
     recipe = images(image_size=16, crop_fraction=0.25)
     path = Path("images/train/red/00.png")
@@ -513,8 +510,8 @@ ESCAPES = {
 
 @pytest.mark.parametrize("attack", ESCAPES)
 def test_chat_template_that_escapes(attack):
-    """a chat template that reaches for Python's objects, files, a changed conversation, a huge range or a text
-    larger than memory: refused by the sandbox or by the system, and nothing of it was run"""
+    """a chat template that reaches for Python's objects, files, or more than memory: refused, and nothing of it was
+    run"""
     recipe = chats(ESCAPES[attack])
     found = refused(recipe)
     assert "chat template" in found
@@ -569,8 +566,7 @@ def test_chat_template_that_is_good():
 @pytest.mark.parametrize("depth", [200_000, 900, 400, 20])
 @pytest.mark.parametrize("where", ["tools", "arguments", "text of arguments", "content"])
 def test_conversation_that_is_nested(where, depth):
-    """a conversation whose tools, arguments or content are nested up to 200,000 deep: refused with its row; 20 deep is
-    read"""
+    """a conversation that is nested up to 200,000 deep: refused with its row; 20 deep is read"""
     recipe = chats("{{ tools | tojson }}{% for message in messages %}{{ message | tojson }}\n{% endfor %}")
     # training a tokenizer on one long word takes minutes
     depth = min(depth, 2000) if where == "text of arguments" else depth

@@ -114,7 +114,7 @@ def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
 
 @pytest.mark.slow
 def test_listing_imports_nothing_by_the_audit_of_python(site, hostile):
-    """a listing under Python's audit hook for imports: no code of the recipe, of a plugin or of torch is imported"""
+    """a listing under Python's audit hook: no code of the recipe, a plugin or torch is imported"""
     install(site, "warm-pack", hostile, "evil = warm_pack:Evil")
     name = recipe(
         data={"module": "torch.nn.functional:cross_entropy"},
@@ -252,7 +252,7 @@ def filled(tree: Any, value: str) -> Any:
     ids=["file", "folder on the path", "standard library", "taken from it"],
 )
 def test_import_of_code_that_is_not_installed_is_refused(reference, said, cli, site, hostile):
-    """every key that imports, with a local file, a folder on the path or the standard library: refused, with the key"""
+    """every key that imports, with a local file or the standard library: refused, with the key"""
     Path("evil.py").write_text(hostile)
     (site / "loose.py").write_text(hostile)
     install(site, "other-pack", "from subprocess import run\n")
@@ -450,8 +450,7 @@ def test_listing_cannot_be_hidden_by_terminal_sequences(cli, hostile):
 
 
 def test_recipe_cannot_blank_the_list_by_declaring_its_text_secret(cli, monkeypatch):
-    """a recipe whose keys are called like secrets: their values stay in the list, and those of the environment are
-    hidden"""
+    """a recipe whose keys are called like secrets: their values stay in the list"""
     monkeypatch.setenv("HUB_TOKEN", "yellow-bird")
     blanks = {
         "token": "os:system",
@@ -518,7 +517,7 @@ def test_recipe_made_in_python_has_no_file():
 
 
 def test_processes_of_the_launcher_do_not_import_from_the_current_folder():
-    """a file in the current folder with the name of an installed module: processes of --nproc do not import it"""
+    """a file in the current folder named like an installed module: processes of --nproc do not import it"""
     Path("typer.py").write_text("raise SystemExit('the local typer')\n")
     code = (
         "from pathlib import Path; from fastloop.cli.launch import launch; exit(launch(['recipes'], 1, 1, 0, "

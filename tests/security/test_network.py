@@ -143,8 +143,7 @@ STRATEGIES: dict[str, list[Any]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("plugins", STRATEGIES.values(), ids=STRATEGIES.keys())
 def test_no_other_machine_reaches_the_processes_of_one_machine(plugins):
-    """another machine connects to the processes of a run on one machine, whose store takes values from anyone: it
-    reaches none of them"""
+    """another machine connects to the processes of a run on one machine: it reaches none of them"""
     if "deepspeed" in str(plugins) and importlib.util.find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
     with two_processes(*plugins) as listeners:
@@ -211,8 +210,7 @@ REQUESTS: dict[str, Callable[[str], tuple[str, str]]] = {
 
 @pytest.mark.parametrize("request_of", REQUESTS.values(), ids=REQUESTS.keys())
 def test_only_who_knows_the_address_reads_the_page_of_a_run(server, request_of):
-    """another user of the machine, or a web site, requests the page of report --watch: refused, without a value of the
-    run"""
+    """another user or a web site requests the page of report --watch: refused"""
     status, content = get(server, *request_of(server.token))
     assert status in (403, 404)
     assert "loss" not in content

@@ -49,7 +49,7 @@ def kinds() -> dict[str, int]:
 
 @pytest.mark.parametrize("command", OPTIONS.values(), ids=OPTIONS.keys())
 def test_devices_pipes_sockets_and_folders_are_refused(command, places, cli):
-    """a device, pipe, socket or folder as the file of an option: refused before the command begins, and it stays"""
+    """a device, pipe, socket or folder as the file of an option: refused before the command begins"""
     before = kinds()
     outside = {
         "/dev/stdout": "a device",

@@ -628,8 +628,7 @@ class FileTracker(GeneralTracker):
 
 @pytest.mark.parametrize("fail", [False, True], ids=["completed", "failed"])
 def test_secrets_reach_no_file_no_tracker_and_no_console(fail, monkeypatch, capfd):
-    """tokens in the environment and the recipe, logged, raised and summed up by a plugin: in nothing that a run writes,
-    sends or shows"""
+    """tokens in the environment and the recipe: in nothing that a run writes, sends or shows"""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "wandb", FileTracker)
     Path("site").mkdir()
@@ -663,7 +662,7 @@ def test_secrets_reach_no_file_no_tracker_and_no_console(fail, monkeypatch, capf
 
 
 def test_saved_recipe_needs_secrets_again_on_resume(monkeypatch, capfd):
-    """a saved recipe without its secrets: the error names the variable to set, and the run resumes when it is set"""
+    """a saved recipe without its secrets: the error names the variable to set"""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     name = secret_recipe()
     assert command(monkeypatch, "train", name, "train.max_steps=2") == 0
@@ -926,8 +925,7 @@ def mutations(tree: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[An
 
 @pytest.mark.parametrize("file", RECORDS)
 def test_a_malformed_record_is_no_traceback(file, tmp_path):
-    """a record of a sweep, an ablation, a profile or a run with a wrong or missing value: a page, or a message that
-    names the file"""
+    """a record with a wrong or missing value: a page, or a message that names the file"""
     from fastloop_tools.report.page import render
     from fastloop_tools.report.read import read
 

@@ -104,8 +104,7 @@ def test_a_cache_of_two_users(public, fastloop):
 
 
 def test_another_users_run_folder(public, fastloop):
-    """the run folder and the cache of another user, and a user without a home folder: one line of error, and no file
-    changes"""
+    """the run folder and cache of another user, and a user without a home folder: one line of error"""
     without = ("--without", "token-cache")
     assert fastloop(*TRAIN, *without).returncode == 0
     before = contents(public)
@@ -120,8 +119,7 @@ def test_another_users_run_folder(public, fastloop):
 
 @pytest.mark.parametrize("umask", [0o077, 0o000, 0o777])
 def test_a_umask(umask, public, fastloop):
-    """a umask that hides files from others, or opens them, or hides them even from the user: the run resumes, or one
-    line of error"""
+    """any umask: the run resumes, or one line of error"""
     done = fastloop(*TRAIN, "--without", "token-cache", user=OTHER, umask=umask)
     if umask == 0o777:
         assert "cannot be saved" in error(done)

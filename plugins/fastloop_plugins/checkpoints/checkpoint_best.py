@@ -39,7 +39,7 @@ class CheckpointBest(Plugin):
 
         monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
         mode: Annotated[
-            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto tells by the name.")
+            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: by its name.")
         ] = "auto"
         keep_checkpoints: Annotated[int, option("Best checkpoints kept.", ge=1)] = 1
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from _tables import table
-
 from fastloop.checkpoint.saver import CheckpointSaver
 from fastloop.data import Loaders
 from fastloop.distributed.processes import Processes
@@ -44,8 +42,8 @@ RULES: dict[type, dict[str, str]] = {
         "settings": "return changes in `configure`",
         "state": "the fields that [State](#state) marks",
         "to_device()": CORE,
-        "accumulate_gradients()": "call it in `train_step`",
-        "apply_gradients()": "call it in `train_step`",
+        "accumulate_gradients()": "in `train_step`",
+        "apply_gradients()": "in `train_step`",
     },
     State: {
         "": "no",
@@ -115,11 +113,8 @@ def api_reference() -> str:
         attributes = [member for member in found if not member.name.endswith("()")]
         methods = [member for member in found if member.name.endswith("()") and not is_internal(cls, member.name)]
         text += [f"## {cls.__name__}\n", f"`from {importable(cls)} import {cls.__name__}`. {introduction(cls)}\n"]
-        for kind, verb, default, found in (
-            ("attribute|type", "change", rules[""], attributes),
-            ("method|signature", "call", "yes", methods),
-        ):
-            text += rows_of(cls, kind, verb, [(member, rules.get(member.name, default)) for member in found])
+        for verb, default, found in (("change", rules[""], attributes), ("call", "yes", methods)):
+            text += entries_of(cls, verb, [(member, rules.get(member.name, default)) for member in found])
     return "\n".join(text)
 
 
@@ -128,17 +123,17 @@ def is_internal(cls: type, member: str) -> bool:
     return RULES.get(cls, {}).get(member) == CORE
 
 
-def rows_of(cls: type, kind: str, verb: str, found: list[tuple[Member, str]]) -> list[str]:
-    """A table of members, and above it the most common rule. The other rules stand in the rows that they are for."""
+def entries_of(cls: type, verb: str, found: list[tuple[Member, str]]) -> list[str]:
+    """A list of members, and above it the most common rule. The other rules stand in their entries."""
     if not found:
         return []
     common = Counter(rule for _, rule in found).most_common(1)[0][0]
-    rows = [row(cls, member, "" if rule == common else f" A plugin may {verb} it: {rule}.") for member, rule in found]
-    return [f"A plugin may {verb} these: {common}.\n", table(f"{kind}|meaning", rows)]
+    made = [entry(cls, member, "" if rule == common else f" {verb.capitalize()}: {rule}.") for member, rule in found]
+    return [f"May a plugin {verb} these? {common[0].upper()}{common[1:]}.\n", *made, ""]
 
 
-def row(cls: type, member: Member, rule: str) -> tuple[str, ...]:
-    """A row of a table."""
+def entry(cls: type, member: Member, rule: str) -> str:
+    """A member as an entry of a list, with the first sentence of its meaning, and the rule that differs from others."""
     if not member.meaning:
         sys.exit(
             f"docs/_api.py: {cls.__module__}.{cls.__name__}.{member.name} has no meaning. Describe it in the class's "
@@ -146,7 +141,9 @@ def row(cls: type, member: Member, rule: str) -> tuple[str, ...]:
         )
     since = SINCE.get(f"{cls.__name__}.{member.name}")
     added = f" Since {since}." if since else ""
-    return f"`{member.name}`", f"`{member.type}`", member.meaning + added + rule
+    shown = f"{member.name.removesuffix('()')}{'' if member.name.endswith('()') else ': '}{member.type}"
+    everywhere = " Every process must call it." * ("Every process must call it." in member.meaning)
+    return f"- `{shown}` {re.split(r'(?<=[.]) (?=[A-Z`])', member.meaning)[0]}{everywhere}{added}{rule}"
 
 
 def importable(cls: type) -> str:

@@ -100,44 +100,39 @@ def simulated() -> list[dict[str, Any]]:
 
 def report(found: dict[str, list[dict[str, Any]]]) -> str:
     """The results in markdown."""
-    lines = ["Written by `make scale`: gloo on a CPU, fp32, the 6.8M parameters of [strategies.md](strategies.md)."]
-    lines += ["Sizes are MiB of a process.", ""]
-    lines += [
-        "| strategy | processes | held, estimated | held, measured | ratio | wire, estimated | wire, measured | ratio |"
+    runs = {(row["arm"], row["processes"]): row for row in found["processes"]}
+    counts = sorted({count for _, count in runs})
+    lines = [
+        "Written by `make scale`: gloo on a CPU, fp32, the 6.8M parameters of [strategies.md](strategies.md).",
+        "Sizes are MiB of a process, estimated/measured, by the number of processes.",
+        "",
+        f"| strategy | {' | '.join([*(f'held, {n}' for n in counts), *(f'wire, {n}' for n in counts if n > 1)])} |",
+        f"|---|{'---:|' * (2 * len(counts) - 1)}",
     ]
-    lines += ["|---|---:|---:|---:|---:|---:|---:|---:|"]
-    for row in found["processes"]:
-        cells = [row["arm"], str(row["processes"]), *_cells(row["estimated"], row["stepping"])]
-        cells += _cells(row["estimated_wire"], row["wire"]) if row["processes"] > 1 else ["0", "", ""]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Bytes saved for backward, in MiB:", ""]
-    lines += [
-        "| model | precision | activation checkpointing | estimated | measured | ratio |",
-        "|---|---|---|---:|---:|---:|",
-    ]
+    for arm in dict.fromkeys(arm for arm, _ in runs):
+        rows = [runs[arm, count] for count in counts]
+        held = [_cell(row["estimated"], row["stepping"]) for row in rows]
+        wire = [_cell(row["estimated_wire"], row["wire"]) for row in rows if row["processes"] > 1]
+        lines.append(f"| {' | '.join([arm, *held, *wire])} |")
+    lines += ["", "Saved for backward, without and with activation checkpointing:", "", "| model | without | with |"]
+    lines += ["|---|---:|---:|"]
+    saved: dict[str, dict[bool, str]] = {}
     for row in found["activations"]:
-        cells = [
-            row["model"],
-            row["precision"],
-            "yes" if row["checkpointing"] else "no",
-            *_cells(row["estimated"], row["measured"]),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += [
-        "",
-        "`fsdp`, simulated: the plugin's code in one process, on torch's process group `fake`. Sizes in MiB:",
-        "",
-    ]
-    lines += ["| processes | part | estimated | of torch | ratio |", "|---:|---|---:|---:|---:|"]
+        cells = saved.setdefault(f"{row['model']}, {row['precision']}", {})
+        cells[row["checkpointing"]] = _cell(row["estimated"], row["measured"])
+    lines += [f"| {model} | {cells[False]} | {cells[True]} |" for model, cells in saved.items()]
+    lines += ["", "`fsdp`, simulated: the plugin's code in one process, on torch's process group `fake`:", ""]
+    parts: dict[int, dict[str, str]] = {}
     for row in found["simulated"]:
-        lines.append(
-            f"| {' | '.join([str(row['processes']), row['part'], *_cells(row['estimated'], row['measured'])])} |"
-        )
+        parts.setdefault(row["processes"], {})[row["part"]] = _cell(row["estimated"], row["measured"])
+    head = list(next(iter(parts.values())))
+    lines += [f"| processes | {' | '.join(head)} |", f"|{'---:|' * (1 + len(head))}"]
+    lines += [f"| {count} | {' | '.join(cells.values())} |" for count, cells in parts.items()]
     return "\n".join(lines)
 
 
-def _cells(estimated: float, measured: float) -> list[str]:
-    return [f"{estimated / MIB:.2f}", f"{measured / MIB:.2f}", f"{estimated / measured:.3f}"]
+def _cell(estimated: float, measured: float) -> str:
+    return f"{estimated / MIB:.2f}/{measured / MIB:.2f}"
 
 
 def main() -> None:

@@ -3,22 +3,17 @@
     plugins:
       - auto
 
-Each plugin of fastloop has a rule, its method ``recommend``. It decides by device, dtypes, number of processes, task
-and type of the model whether the plugin speeds up a recipe on this machine. The rules measure nothing. `fastloop tune`
-measures the assumed effects.
+Each plugin of fastloop has a rule, its method ``recommend``, which decides by device, dtypes, number of processes, task
+and type of the model. The rules measure nothing; `fastloop tune` does. The run's own ``recipe.yaml`` lists the selected
+plugins instead of ``auto``, and `fastloop plan` shows the reasons. Listed plugins stay unchanged, and plugins that the
+recipe turns off (``packing: false``, ``--without packing``) stay off.
 
-The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``, and `fastloop plan` shows the reasons.
-``auto`` leaves the listed plugins unchanged, and plugins that the recipe turns off (``packing: false``,
-``--without packing``) stay off. ``--without auto`` trains without the selection.
+The selected plugins are tried on the model while the run is built. If one fails, or the loss or gradients of two
+samples fail with it, the run is built again without it, and a warning gives the reason. With a strategy that shards
+weights, gradients are not tried.
 
-The selected plugins are tried on the model while the run is built. If one refuses the model or fails, or if the loss
-and the gradients of two samples fail with it, the run is built again without it, and a warning gives the reason. So a
-recipe that trains without ``auto`` trains with it. A trial of gradients needs whole weights: with a strategy that
-shards them, only refusals and errors of plugins are found.
-
-``numerics`` is the largest effect on the numbers that a selected plugin may have. With the default,
-``reduced-precision``, batches and schedule do not change. ``changes-training`` also allows plugins that group samples
-by length.
+``numerics`` is the largest effect on the numbers that a selected plugin may have. ``changes-training`` also permits
+plugins that group samples by length.
 """
 
 from __future__ import annotations

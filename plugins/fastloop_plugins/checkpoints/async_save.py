@@ -4,14 +4,11 @@
       - async-save
 
 A save copies the weights and the optimizer state to host memory, and a thread writes the copy. The files are the same
-as without the plugin, and as safe; the next step waits only for the copy. Each save waits for the previous one, and the
-end of the run waits for the last one. If a write fails, fastloop reports it at the end of the current step, and
-``train.on_save_error`` decides what happens.
+as without the plugin. Each save waits for the previous one, and the end of the run for the last one. If a write fails,
+``train.on_save_error`` decides at the end of the current step.
 
-The copy needs as much host memory as the checkpoint has bytes, for the rest of the run: later saves use the same
-memory. On an accelerator that memory is page-locked, and the host does not wait for the copy: the thread does. With
-sharded weights (``fsdp``, ``deepspeed``, ``tensor-parallel``), each process copies and writes its own shards, so each
-needs the memory of its part.
+The copy needs as much host memory as the checkpoint has bytes, for the rest of the run; on an accelerator it is
+page-locked. With sharded weights, each process copies and writes its own shards.
 """
 
 from __future__ import annotations

@@ -4,21 +4,16 @@
       - remote-output: {url: "s3://bucket/experiments"}
     output: runs/first
 
-The run writes to ``runs/first`` as without the plugin. A thread of the main process copies it to
-``s3://bucket/experiments/first``: logs, the newest complete checkpoint, best checkpoints, and at the end the exported
-model. A checkpoint's manifest is uploaded after its other files, and a checkpoint without a manifest is not complete.
-So after a kill, the newest complete one is still there. As many of them stay as ``train.keep_checkpoints``. If a run
-saves faster than it uploads, some checkpoints are skipped.
+A thread of the main process copies ``runs/first`` to ``s3://bucket/experiments/first``: logs, the newest complete
+checkpoint, best checkpoints, and the exported model. A checkpoint's manifest comes last, so after a kill, the newest
+complete one is still there. If a run saves faster than it uploads, some checkpoints are skipped.
 
-With ``--resume``, a newer complete checkpoint at the URL is first downloaded and verified, with its logs. So the same
-command continues the run on a new machine. A new run refuses a URL that holds a run. Runs of a sweep or search get
-``SWEEP/RUN`` as ``folder``: the names of its output folder and of their own. So sweeps with one URL and different
-output folders stay apart.
+With ``--resume``, a newer complete checkpoint at the URL is first downloaded and verified, so the same command
+continues the run on a new machine. A new run refuses a URL that holds a run. Runs of a sweep or search get
+``SWEEP/RUN`` as ``folder``.
 
-A failed upload is repeated, then logged, and training continues. The end of the run waits for the last upload; if that
-fails, the run folder is complete, and the command fails. ``s3://`` needs ``pip install 'fastloop-train[s3]'``, other
-protocols the package that fsspec names. That package finds credentials and the endpoint, for S3 in
-``AWS_ACCESS_KEY_ID`` and ``AWS_ENDPOINT_URL`` or the files of AWS.
+A failed upload is repeated, then logged, and training continues. If the last upload fails, the command fails. ``s3://``
+needs ``pip install 'fastloop-train[s3]'``, other protocols the package that fsspec names; it finds the credentials.
 """
 
 from __future__ import annotations

@@ -3,16 +3,11 @@
     plugins:
       - device-prefetch
 
-Copies go from page-locked memory to the GPU on a separate CUDA stream. Later batches use the same page-locked memory,
-as soon as the copy from it is complete.
+Copies go from page-locked memory to the GPU on a separate CUDA stream. A thread reads and collates the next batches if
+that draws no random numbers, such as token ids in memory. Other data is read ahead with ``dataloader-workers``.
 
-A thread reads and collates the next batches if that draws no random numbers, such as token ids in memory, also with
-``packing`` and ``length-bucketing``. The training process waits less for a thread than for worker processes, whose
-batches it must unpack. Other data is read ahead with ``dataloader-workers``: without it, a dataset would draw random
-numbers in the training process too early.
-
-If a batch of your own dataset and collator follows from the ids of its samples, set ``deterministic = True`` on both.
-A task of your own also declares it, so that ``auto`` adds no workers.
+If a batch of your own dataset and collator follows from the ids of its samples, set ``deterministic = True`` on both. A
+task of your own also declares it, so that ``auto`` adds no workers.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@
     plugins:
       - folds: {number: 0, of: 5}
 
-The samples of the recipe's ``train`` and ``validation`` splits are divided into folds of equal size. Each sample is in
-one fold. The ``test`` split stays as it is. If every sample has a class, each fold has an equal share of each class;
-numbers differ by one at most. The plugin finds classes in an integer attribute ``labels`` or ``targets`` of the
-datasets, or in the last tensor of a ``TensorDataset``. ``train.seed`` shuffles the samples, so runs with the same seed
-have the same folds. ``class_weights: balanced`` of a task counts the classes of the recipe's ``train`` split.
-`fastloop evaluate` refuses these two splits of such a run; its summary has the fold's metrics.
+The samples of ``train`` and ``validation`` are divided into folds of equal size, with an equal share of each class if
+every sample has one: an integer attribute ``labels`` or ``targets`` of the datasets, or the last tensor of a
+``TensorDataset``. The ``test`` split stays as it is. Runs with the same ``train.seed`` have the same folds. `fastloop
+evaluate` refuses these two splits of such a run; its summary has the fold's metrics.
 """
 
 from __future__ import annotations

@@ -3,17 +3,15 @@
     plugins:
       - packing
 
-Samples, batches and order stay the same; only the shape changes, from (samples, longest) to (1, all tokens). Positions
-restart with each sequence, attention is computed within each, and a classifier reads the first token of each. With
-``length-bucketing``, little padding is left to remove. For transformers models with selectable attention (BERT,
-DistilBERT, RoBERTa, GPT-2, Llama and similar). Before training, the plugin computes two sequences both ways, and raises
-an error if the results differ, as with a sliding window that is shorter than a sequence.
+Samples, batches and order stay the same; only the shape changes, from (samples, longest) to (1, all tokens). For
+transformers models with selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). Before training,
+the plugin computes two sequences both ways, and refuses a model whose results differ, as with a sliding window that is
+shorter than a sequence.
 
-On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or that of the
-package flash-attn where ``attention`` chose it. Rows are padded to few different numbers of tokens, so ``compile``
-makes no break and few graphs, and CUDA graphs (``mode: reduce-overhead``) are recorded once a number. Elsewhere the
-attention that the model has is called once a sequence, and under ``compile`` a graph ends at each call.
-``data.pad_to_multiple_of`` sets the multiple that rows are padded to.
+On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or flash-attn where
+``attention`` chose it. Rows are padded to few different numbers of tokens, multiples of ``data.pad_to_multiple_of``, so
+``compile`` makes few graphs. Elsewhere attention is called once a sequence, and under ``compile`` a graph ends at each
+call.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     plugins:
       - sample-audit: {on_violation: error}
 
-``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R. It has ``step`` and
-``epoch`` (both from 0), and for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample
-``ids``. These are indices of samples, row numbers in a stream, or positions in another iterable dataset. The main
+``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R: ``step`` and ``epoch``
+(both from 0), and for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``. The main
 process checks them at an epoch's end. Machines share the folder.
 """
 

@@ -3,11 +3,10 @@
     plugins:
       - token-cache: {folder: auto}
 
-The cache holds the token ids of text tasks under a hash of the texts, the tokenizer's files and the options. Later
-runs, and other processes of the same run, map them into memory. If ``data.files`` and a pretrained tokenizer are
-unchanged, a run reads no text at all. ``auto`` is the folder ``fastloop/tokens`` in the user's cache. You can delete it
-at any time. The name of an entry follows from its content, so
-nothing must be invalidated. If others may write to the folder, each user has a part of it, ``user-ID``.
+The cache holds token ids under a hash of the texts, the tokenizer's files and the options. Later runs, and other
+processes of the same run, map them into memory. If ``data.files`` and a pretrained tokenizer are unchanged, a run reads
+no text at all. ``auto`` is the folder ``fastloop/tokens`` in the user's cache, which you can delete at any time. If
+others may write to the folder, each user has a part of it, ``user-ID``.
 """
 
 from __future__ import annotations

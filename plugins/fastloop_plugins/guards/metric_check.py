@@ -3,10 +3,9 @@
     plugins:
       - metric-check
 
-Before the first step, every metric is updated once with the first batch of each evaluated split, and reset. The model
-is in eval mode and runs uncompiled; random states are restored. Iterable datasets are left out, because some can be
-read only once. An error names the metric, the split, and the shapes and dtypes of the metric's arguments. A metric that
-fails later, in an evaluation, gets the same message.
+Before the first step, every metric is updated once with the first batch of each evaluated split, and reset. Iterable
+datasets are left out. An error names the metric, the split, and the shapes and dtypes of the metric's arguments. A
+metric that fails later gets the same message.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
     plugins:
       - nan-guard: {action: rollback, limit: 3}
 
-``stop`` ends the run. ``skip`` leaves weights and optimizer unchanged, as if the step did not exist. ``rollback`` loads
-the newest checkpoint, which is known to be good, and resumes from there without the bad batch. ``bad_batches.jsonl`` in
-the run folder lists the samples of each such step, and of each step whose loss is a spike. An overflow in fp16 is not a
-failure: loss scaling skips the step, and the summary's ``nan-guard`` counts it.
+``stop`` ends the run. ``skip`` leaves weights and optimizer unchanged. ``rollback`` loads the newest checkpoint and
+resumes from there without the bad batch. ``bad_batches.jsonl`` in the run folder lists the samples of each such step,
+and of each step whose loss is a spike. An overflow in fp16 is not a failure: loss scaling skips the step.
 
 On a CPU, each step is checked before its weights change. On other devices, steps are checked together, so that the host
-does not wait for the device at each: every ``every`` steps, at the end of an epoch and before each checkpoint. Training
-continues until then. The device itself decides about ``skip`` if the optimizer supports it (fused Adam, AdamW, SGD);
-with another optimizer, the host waits at each step.
+does not wait at each: every ``every`` steps, at the end of an epoch and before each checkpoint. The device itself
+decides about ``skip`` if the optimizer supports it (fused Adam, AdamW, SGD); with another one, the host waits at each
+step.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@ On by default.
     plugins:
       - optimizer-check
 
-If a plugin replaces weights after the optimizer was built, the optimizer keeps the old ones, and the new ones silently
-never train. The plugin compares the model's parameters with the optimizer's, by identity. A difference after
-``build_optimizer`` may be intended and is logged as a warning. A difference that ``prepare`` or ``after_prepare``
-introduces is an error. So is a ``before_fit`` that replaces ``run.model``, ``run.optimizer`` or a parameter. The first
-optimizer steps are examined until every parameter has changed; parameters that do not change are logged as one warning.
-Later steps cost nothing.
+If a plugin replaces weights after the optimizer was built, the new ones silently never train. The plugin compares the
+model's parameters with the optimizer's, by identity: a difference after ``build_optimizer`` is a warning, and one that
+``prepare``, ``after_prepare`` or ``before_fit`` introduces an error. Parameters that the first steps do not change are
+one warning. Later steps cost nothing.
 """
 
 from __future__ import annotations

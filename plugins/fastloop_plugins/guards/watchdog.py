@@ -3,13 +3,11 @@
     plugins:
       - watchdog: {timeout: 600}
 
-A process makes progress when it begins or ends a step, a micro-step or an evaluation batch. If a process makes none for
-``timeout`` seconds, every process writes the stacks of its threads to ``watchdog/rank-R.txt`` in the run folder and
-exits with code 1. The error names the process that is behind the others. A warning appears after half of that time.
-Processes exchange their progress through files in the same folder, so several machines must share the run folder.
-Without this plugin, a process that hangs in native code is noticed only by torch, after 30 minutes.
-
-Set ``timeout`` above the duration of the longest save, the first batch and a compilation.
+If a process makes no progress for ``timeout`` seconds, every process writes the stacks of its threads to
+``watchdog/rank-R.txt`` in the run folder and exits with code 1. The error names the process that is behind the others.
+A warning appears after half of that time. Several machines must share the run folder. Set ``timeout`` above the
+duration of the longest save, the first batch and a compilation. Without this plugin, torch notices a hang after 30
+minutes.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     plugins:
       - cls-last-layer
 
-BERT-like models classify a text by the last layer's output at the first token. In that layer, keys and values need
-every token; queries, the output projection, the feed-forward part and the norms need only the first. With six layers,
-this saves a seventh of all computation. The loss and its gradient are the same, and a trial on the model before
-training verifies it. For tasks that declare ``output-per-text``, such as ``text-classification``, with architectures
-like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA, CamemBERT, ...).
+In the last layer, keys and values need every token; queries, the output projection, the feed-forward part and the norms
+need only the first. With six layers, this saves a seventh of all computation. A trial on the model before training
+verifies the loss and its gradient. For tasks that declare ``output-per-text``, such as ``text-classification``, with
+architectures like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA, CamemBERT, ...).
 """
 
 from __future__ import annotations

@@ -4,16 +4,12 @@
       - compile: {mode: default}
 
 Lengths are padded to ``data.pad_to_multiple_of``, by default 64, so that the compiler meets few shapes. Compiled code
-is cached between runs. A model that cannot be compiled runs eagerly, and one warning gives the reason. Weights keep the
-names that they have uncompiled. The summary's ``compile`` counts graphs, graph breaks and recompilations;
-``compile_seconds`` is the compile time inside training steps.
+is cached between runs. A model that cannot be compiled runs eagerly, with one warning. Weights keep their names. The
+summary's ``compile`` counts graphs, graph breaks and recompilations.
 
-``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, so one launch starts a step instead
-of one launch per kernel. They speed up small models with few shapes: ``data.pad_to_multiple_of``, or
-``data.padding: max_length``, and whole batches.
-
-``print`` in the forward does not break a graph: its output appears when the graph has run. ``.item()`` does, unless
-``capture_scalars`` is set.
+``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with
+few shapes: ``data.padding: max_length``, and whole batches. ``print`` in the forward does not break a graph.
+``.item()`` does, unless ``capture_scalars`` is set.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
 
 On a CPU, torch draws the numbers of a mask one by one, and dropout in attention disables its fast attention kernel.
 This plugin uses a generator that is twenty times as fast, and computes attention with dropout by matrix products. Rate,
-scale and independence match ``nn.Dropout``; the random numbers differ, as with another seed. Evaluation does not
-change. On other devices, where dropout is cheap, the plugin does nothing. ``compile`` breaks its graph at each mask, so
-the two plugins together gain little.
+scale and independence match ``nn.Dropout``; the random numbers differ. On other devices the plugin does nothing.
+``compile`` breaks its graph at each mask.
 """
 
 from __future__ import annotations

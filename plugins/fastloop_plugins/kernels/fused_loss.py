@@ -3,15 +3,13 @@
     plugins:
       - fused-loss
 
-With the 50,257 tokens of GPT-2, a batch of 16 x 1,024 tokens has 3.3 GB of float32 logits, and cross entropy keeps and
-copies several times that. With this plugin, only the logits of ``chunk_tokens`` tokens exist at a time, and their
-gradients are computed with the loss. Loss and gradients differ only by rounding. For tasks that declare
-``next-token-loss``, such as ``causal-lm``, conversations included.
+With the 50,257 tokens of GPT-2, a batch of 16 x 1,024 tokens has 3.3 GB of float32 logits, and cross entropy keeps
+several times that. With this plugin, only the logits of ``chunk_tokens`` tokens exist at a time. Loss and gradients
+differ only by rounding. For tasks that declare ``next-token-loss``, such as ``causal-lm``.
 
 On CUDA, liger-kernel computes it, if it is installed: ``pip install 'fastloop-train[liger]'``. Elsewhere, and with
-``model.pad_vocab_to``, torch computes each chunk; the plugin `compile` includes this in its graph. Before training, the
-plugin computes the loss of a few tokens both ways. It refuses a model that changes its logits after the head, such as
-one with soft-capped or scaled logits.
+``model.pad_vocab_to``, torch computes each chunk. A model that changes its logits after the head, such as by a soft
+cap, is refused.
 """
 
 from __future__ import annotations

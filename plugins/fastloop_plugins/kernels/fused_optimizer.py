@@ -4,13 +4,9 @@
       - fused-optimizer: {implementation: fused}
 
 ``fused`` updates weights and moments in one kernel (CUDA, CPU and others). ``foreach`` runs each operation in one call
-for all weights; use it for optimizers without a fused kernel. Torch's default is ``foreach`` on CUDA and a loop over
-the weights on a CPU.
-
-``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, with bitsandbytes: a quarter of the memory, at lower
-precision. Weights with fewer than 4096 elements keep 32-bit moments. Needs the extra:
-``pip install 'fastloop-train[optim8bit]'``. Method: Dettmers et al., "8-bit Optimizers via Block-wise Quantization",
-2021.
+for all weights, for optimizers without a fused kernel. ``8bit`` keeps the moments of Adam, AdamW and others in 8 bits,
+with bitsandbytes: a quarter of the memory, at lower precision. Weights with fewer than 4096 elements keep 32-bit
+moments. Method: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     plugins:
       - liger
 
-For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Needs the extra:
-``pip install 'fastloop-train[liger]'``. Head and loss are fused only if the model computes the loss from ``labels`` in
-the batch, as it does under transformers' ``Trainer``. For ``causal-lm`` and other tasks that declare
+For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Head and loss are
+fused only if the model computes the loss from ``labels`` in the batch. For ``causal-lm`` and other tasks that declare
 ``next-token-loss``, add `fused-loss`. Liger patches some functions of transformers for the entire process.
 """
 

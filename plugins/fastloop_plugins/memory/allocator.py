@@ -3,17 +3,12 @@
     plugins:
       - allocator
 
-On Linux, the C allocator returns a freed tensor's memory to the system, and the next step page-faults and zeroes each
-page again. ``fastloop train`` therefore restarts itself with tcmalloc if that is installed (Debian:
-libtcmalloc-minimal4), else with glibc's malloc configured to keep freed memory. From Python, where nothing is
-restarted, a warning shows the environment variables to set.
+On Linux, ``fastloop train`` restarts itself with tcmalloc if that is installed (Debian: libtcmalloc-minimal4), else
+with glibc's malloc configured to keep freed memory. From Python, a warning shows the environment variables to set.
 
-On CUDA, the plugin sets ``expandable_segments:True``, so that segments grow instead of fragmenting when lengths vary.
-``fastloop train`` restarts itself with that in ``PYTORCH_ALLOC_CONF``. In a running Python process, or if the user has
-set that variable or ``PYTORCH_CUDA_ALLOC_CONF``, the plugin adds it to the settings of torch's allocator. A user's own
-value of ``expandable_segments`` and a backend other than ``native`` are kept.
-
-The summary's ``allocator`` counts page faults in a step, and CUDA's allocation retries.
+On CUDA, the plugin sets ``expandable_segments:True``, so that segments grow instead of fragmenting when lengths vary. A
+user's own value and a backend other than ``native`` are kept. The summary's ``allocator`` counts page faults in a step,
+and CUDA's allocation retries.
 """
 
 from __future__ import annotations

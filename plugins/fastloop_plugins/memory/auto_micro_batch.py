@@ -3,17 +3,13 @@
     plugins:
       - auto-micro-batch
 
-A step keeps its samples and gets more micro-steps, so results differ only by the order of sums. If an evaluation does
-not fit, only its own batches are halved. The summary and ``micro_batch.json`` in the run folder hold the sizes. A run
-of the same recipe in that folder, resumed or new, starts with them. ``out_of_memory/`` holds the contents of the memory
-(CUDA: for pytorch.org/memory_viz).
+A step keeps its samples and gets more micro-steps, so results differ only by the order of sums. An evaluation halves
+only its own batches. ``micro_batch.json`` in the run folder holds the sizes, with which later runs of the recipe start.
+``out_of_memory/`` holds the contents of the memory (CUDA: for pytorch.org/memory_viz).
 
-A single process continues immediately. Several processes cannot agree on a size while some of them wait for the
-gradients of the failed one, so the run ends. When it is started again with ``--resume``, all processes use the smaller
-batch. torchrun's ``--max-restarts`` starts it again automatically.
-
-On a CPU, the system kills a process that uses too much memory. With ``limit_gib`` the allocation fails instead, and the
-plugin can recover.
+A single process continues immediately. With several processes the run ends, since some wait for the gradients of the
+failed one; started again with ``--resume`` or by torchrun's ``--max-restarts``, all use the smaller batch. On a CPU,
+the system kills a process that uses too much memory. With ``limit_gib`` the allocation fails instead.
 """
 
 from __future__ import annotations

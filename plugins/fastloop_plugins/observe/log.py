@@ -4,12 +4,10 @@
       - log
     train: {log_every: 10}
 
-The core computes the values: ``core/fastloop/log_points.py``. A log point has the step, the epoch from 1 and, over the
-steps since the last one, the mean ``loss``, ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the
-total 2-norm of its own step's gradients before clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes``
-what the device holds, read once a second. Values of ``run.log()`` follow under their own names. An evaluation is an
-object with its ``split``. A resumed run continues the same files. ``summary.json`` gets the ``versions`` of Python,
-fastloop, torch and accelerate.
+A log point has the step, the epoch from 1 and, over the steps since the last one, the mean ``loss``,
+``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients before
+clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. Values of ``run.log()``
+follow under their own names. An evaluation is an object with its ``split``. A resumed run continues the same files.
 """
 
 from __future__ import annotations

@@ -5,12 +5,9 @@
 
 Each process writes two files to the run folder. ``profile/rank0.*.pt.trace.json.gz`` is a trace for ui.perfetto.dev,
 chrome://tracing and TensorBoard; ``profile/rank0.operations.txt`` lists the operations that took longest. Both show the
-loop's regions (``fastloop/data``, ``fastloop/loss``, ...; see ``fastloop.runtime.regions``) and plugins' hooks by name
-(``fastloop/ema.after_step``). With ``memory`` on CUDA, the plugin also writes a history of allocations, for
-pytorch.org/memory_viz.
-
-Profiled steps are slower: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks
-and memory. Large traces also take long to write. The plugin therefore profiles few steps; the others run at full speed.
+loop's regions (``fastloop/data``, ``fastloop/loss``, ...) and plugins' hooks by name (``fastloop/ema.after_step``).
+With ``memory`` on CUDA, the plugin also writes a history of allocations, for pytorch.org/memory_viz. Profiled steps are
+slower: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks and memory.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ On by default.
     plugins:
       - speed-check
 
-It times 20 steps after the first five, counts padding and page faults, and measures the load of other programs. The
-plugins' ``estimate_speedup`` gets the figures. Matrix products are estimated from the size of the model and the peak of
-the device, so that no profiler is needed: `fastloop profile` measures. Plugins that change which samples a step trains
-on are left out, and so are runs that end within a minute. Later steps cost nothing. One more line follows if saves take
-so much of the time that training would be 1.3 times as fast without them.
+It times 20 steps after the first five, counts padding and page faults, and measures the load of other programs, for the
+plugins' ``estimate_speedup``. It needs no profiler: `fastloop profile` measures. Plugins that change which samples a
+step trains on are left out, and so are runs that end within a minute. One more line follows if saves take that much of
+the time.
 """
 
 from __future__ import annotations

@@ -3,15 +3,11 @@
     plugins:
       - trackers: {trackers: [mlflow, wandb], project: reviews}
 
-Each tracker is a package of its own, such as ``pip install wandb``. ``pip install 'fastloop-train[trackers]'`` installs
-W&B and MLflow's client. A tracker reads its settings from the environment: ``MLFLOW_TRACKING_URI``,
-``WANDB_MODE=offline``, and so on. If the tracker supports names, the run has the name of the output folder. The
-recipe's keys are parameters, without its secrets. Numbers of the summary are logged as ``summary/...`` at the last
-step. A resumed run is a new run of the tracker. For TensorBoard, use the plugin ``tensorboard``, which continues the
-curves of a resumed run.
-
-fastloop's tests read the files that MLflow and offline W&B write. For the others, see Accelerate:
-``accelerate.tracking``.
+Each tracker is a package of its own; ``pip install 'fastloop-train[trackers]'`` installs W&B and MLflow's client. A
+tracker reads its settings from the environment: ``MLFLOW_TRACKING_URI``, ``WANDB_MODE=offline``, and so on. The
+recipe's keys are parameters, without its secrets. Numbers of the summary are logged as ``summary/...``. A resumed run
+is a new run of the tracker. For TensorBoard, use the plugin ``tensorboard``, which continues the curves. fastloop's
+tests read the files of MLflow and offline W&B only.
 """
 
 from __future__ import annotations

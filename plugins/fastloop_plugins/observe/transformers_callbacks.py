@@ -8,23 +8,19 @@
             - my_callbacks.py:Mine
           arguments: {metric_for_best_model: accuracy}
 
-A callback receives ``TrainingArguments`` made from the recipe, a ``TrainerState``, and a ``TrainerControl`` that it may
-set. ``should_training_stop``, ``should_save`` and ``should_evaluate`` work. ``should_log`` is ignored with a warning,
-and ``should_epoch_stop`` is an error. ``arguments`` adds fields that callbacks read; they do not change the run. The
-metric for the best model is the ``monitor`` of ``checkpoint-best`` or ``early-stopping``, else ``loss``. A resumed run
-restores callbacks that are an ``ExportableState``.
+A callback receives ``TrainingArguments`` made from the recipe, a ``TrainerState``, and a ``TrainerControl`` whose
+``should_training_stop``, ``should_save`` and ``should_evaluate`` work. ``should_log`` is ignored with a warning, and
+``should_epoch_stop`` is an error. ``arguments`` adds fields that callbacks read; they do not change the run. A resumed
+run restores callbacks that are an ``ExportableState``.
 
 The events have the order of the HF Trainer, except for these:
 
 * ``on_log`` with the values of a log point is called on the main process only.
 * Gradients are already cleared in ``on_optimizer_step``.
-* After a stop within an epoch, ``on_epoch_end`` follows the last evaluation.
-* With ``evaluate_every`` in steps, a last evaluation that is no multiple follows ``on_epoch_end``. With ``save_every``
-  in steps, the last save always follows it.
+* ``on_epoch_end`` follows the last evaluation after a stop, and precedes a last evaluation or save that is no multiple
+  of steps.
 * ``on_save`` follows the write of a checkpoint, or its start with ``async-save``. Its folder is ``checkpoints/step-*``.
 * ``on_predict`` is the evaluation of the test split. ``on_push_begin`` does not occur.
-
-``total_flos`` is not counted, and loaders have no length, so ``ProgressCallback`` shows no bar of an evaluation.
 """
 
 from __future__ import annotations

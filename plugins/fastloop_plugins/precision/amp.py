@@ -4,9 +4,8 @@
       - amp: {dtype: auto}
 
 ``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients
-overflow. A skipped step counts as a step and its samples count as trained, but the learning rate schedule does not
-advance. For fp8, list ``torchao-fp8`` in addition to ``amp: {dtype: bf16}``. fastloop applies autocast under every
-strategy. If one applies the precision itself, as DeepSpeed does, and leaves it out, the first step ends with an error.
+overflow. A skipped step and its samples count, but the learning rate schedule does not advance. For fp8, list
+``torchao-fp8`` in addition to ``amp: {dtype: bf16}``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Multiplies the matrices of large linear layers in fp8, in forward and backward, with torchao.
 
-Weights and optimizer stay in fp32.
-
     plugins:
       - amp: {dtype: bf16}
       - torchao-fp8: {recipe: tensorwise}
       - compile
 
-For CUDA devices with fp8 matrix units (H100 and newer). It pays off for layers with thousands of features, together
-with ``compile``, which fuses the casts into neighbouring operations. ``amp: {dtype: bf16}`` covers the rest of the
-forward pass. ``rowwise`` scales each row separately, which is more accurate and slower. Needs the extra:
-``pip install 'fastloop-train[fp8]'``.
+Weights and optimizer stay in fp32. For CUDA devices with fp8 matrix units (H100 and newer). It pays off for layers with
+thousands of features, together with ``compile``, which fuses the casts. ``amp: {dtype: bf16}`` covers the rest of the
+forward pass. ``rowwise`` scales each row separately, which is more accurate and slower.
 """
 
 from __future__ import annotations

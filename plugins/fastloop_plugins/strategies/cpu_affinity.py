@@ -3,16 +3,13 @@
     plugins:
       - cpu-affinity: {denormals: false}
 
-The processes of a machine (``fastloop train --nproc``, torchrun) divide its cores evenly. Each process is pinned to its
-share and computes with one thread for each core. A single process uses all cores that it may run on. In a container
-with a quota of processor time, threads are as many as the quota allows. Numbers below 1e-38 become zero, since some
-processors compute with them a hundred times slower. The plugin restores all settings at the end of the run.
+The processes of a machine divide its cores evenly, with one thread for each core, or as many as a container's quota
+permits. Numbers below 1e-38 become zero, since some processors compute with them a hundred times slower. The plugin
+restores all settings at the end of the run.
 
-OpenMP's threads spin while they wait for each other. That is fastest on an idle machine. But if another program uses a
-core, a spinning thread takes the time that the thread it waits for needs. So if other programs use half a core or more
-at the start, waiting threads sleep. `fastloop train` sets the variable before torch starts. `wait: passive` is for
-machines whose load comes later. MiniLM on two cores, with one of them busy: 1.3 samples a second with spinning threads,
-5.5 with sleeping ones. Without other load: 10.2 and 8.8.
+OpenMP's threads spin while they wait, which is fastest on an idle machine. If other programs use half a core or more at
+the start, waiting threads sleep; ``wait: passive`` is for machines whose load comes later. MiniLM on two cores, with
+one of them busy: 1.3 samples a second with spinning threads, 5.5 with sleeping ones. Without other load: 10.2 and 8.8.
 """
 
 from __future__ import annotations

@@ -3,16 +3,14 @@
     plugins:
       - deepspeed: {stage: 2}
 
-Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights; stage 0 shards nothing. Start
-one process for each device, for example ``fastloop train recipe.yaml --nproc 4``. With ``amp`` in bf16, the weights
-stay in fp32 and the forward pass runs in bf16. A JSON file of your own with ``"bf16": {"enabled": true}`` keeps the
-weights in bf16 with a sharded copy in fp32, as fp16 always does. Processes may use different layers in a step, such as
-those that a router chooses. A weight that no process used keeps its value. All processes write their shards of a
-checkpoint. It resumes on any number of processes, under another stage, another strategy, or none. ``config`` names a
-JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a contradiction is an
-error. Under ``accelerate launch``, the recipe takes over the settings of ``deepspeed_config`` that it leaves open, and
-is saved with them: ``zero_stage``, ``gradient_clipping`` (``train.max_grad_norm``), the devices of offload, and
-``deepspeed_config_file``. Others are refused. Every process builds the full model on its CPU first, under stage 3 too.
+Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights. With ``amp`` in bf16, the
+weights stay in fp32. Every process builds the full model on its CPU first. A checkpoint of shards resumes on any number
+of processes, under another stage, another strategy, or none.
+
+``config`` names a JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a
+contradiction is an error. ``"bf16": {"enabled": true}`` in it keeps the weights in bf16 with a sharded copy in fp32, as
+fp16 always does. Under ``accelerate launch``, the recipe takes over the settings of ``deepspeed_config`` that it leaves
+open: ``zero_stage``, ``gradient_clipping``, the devices of offload, and ``deepspeed_config_file``. Others are refused.
 """
 
 from __future__ import annotations

@@ -3,23 +3,18 @@
     plugins:
       - fsdp
 
-Each block's weights are gathered just before they are used. With ``amp`` in bf16, weights are gathered in bf16 and
-gradients are reduced in fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16, so the
-model must not mix in tensors of another dtype, such as fp32 buffers. The weights that the optimizer steps stay in fp32.
-``shard_within: 8`` shards within groups of 8 consecutive processes, such as those of a machine, and keeps a copy of the
-model in each group (hybrid sharding). Weights are then gathered within a group only, and groups average their gradients
-once a step. With several micro-steps, each reduces its gradients to shards. ``hold_gradients`` reduces them once a
-step, and keeps full gradients until then. ``reshard_after_forward: false`` gathers weights once for forward and
-backward, and keeps them in between. ``cpu_offload`` needs a GPU.
+With ``amp`` in bf16, weights are gathered in bf16 and gradients are reduced in fp32. ``param_dtype: bf16`` without
+``amp`` computes all of the forward pass in bf16, so the model must not mix in tensors of another dtype. The weights
+that the optimizer steps stay in fp32. ``shard_within: 8`` shards within groups of 8 consecutive processes, such as
+those of a machine, and keeps a copy of the model in each group (hybrid sharding). ``hold_gradients`` reduces gradients
+once a step instead of in each micro-step, and keeps full gradients until then. ``cpu_offload`` needs a GPU.
 
-Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open, and is saved
-with them: ``reshard_after_forward``, ``offload_params``, the classes to wrap, and sharding strategies of FSDP 1. Others
-are refused, and ``activation_checkpointing`` needs the plugin of that name. Parameters without dimensions, and
-optimizers with an operation that torch lacks for shards (Adafactor, Rprop), are refused. Processes may use different
-layers in a step, such as those that a router chooses. A weight that no process used keeps its value.
+Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open; others are
+refused. Parameters without dimensions, and optimizers with an operation that torch lacks for shards (Adafactor, Rprop),
+are refused. A weight that no process used in a step keeps its value.
 
-All processes write their shards of a checkpoint; any number of processes can read it, with or without this plugin.
-``model/`` holds the full weights. With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
+Any number of processes can read the sharded checkpoint, with or without this plugin; ``model/`` holds the full weights.
+With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
 """
 
 from __future__ import annotations

@@ -3,16 +3,14 @@
     plugins:
       - tensor-parallel
 
-The model must have a plan: the layers to divide by columns and by rows (``tp_plan``). Llama, Qwen, Mistral and other
-language models of transformers have one. Layers without a rule, tied weights, and a vocabulary that the processes
-cannot divide evenly stay whole on each process. The processes exchange activations in each layer, so they need a fast
-connection, such as the one between devices of one machine. Experts and fused layers are refused. The plugin is not
-tested with ``compile``, and not on a GPU.
+The model must have a plan: the layers to divide by columns and by rows (``tp_plan``), as Llama, Qwen and Mistral have.
+Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole. Experts and
+fused layers are refused. The processes exchange activations in each layer, so they need a fast connection. The plugin
+is not tested with ``compile``, and not on a GPU.
 
-All processes together form one copy of the model, and ``train.batch_size`` is not divided. Processes draw the same
-random numbers, so dropout of the attention weights repeats between the shares of the heads. All processes write their
-shards of a checkpoint; any number of processes can read it, with or without this plugin. ``model/`` holds the full
-weights. With one process, the plugin does nothing. Method: Shoeybi et al., "Megatron-LM", 2019.
+All processes together form one copy of the model, and ``train.batch_size`` is not divided. They draw the same random
+numbers, so dropout of the attention weights repeats between the shares of the heads. Any number of processes can read
+the sharded checkpoint. With one process, the plugin does nothing. Method: Shoeybi et al., "Megatron-LM", 2019.
 """
 
 from __future__ import annotations

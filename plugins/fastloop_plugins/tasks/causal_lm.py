@@ -7,26 +7,18 @@ On by default if ``data`` names no ``label``, ``target`` or ``tags``.
     plugins:
       - causal-lm
 
-Texts are concatenated and cut into blocks of ``max_length`` tokens, so only the last block has padding. With
-``messages``, each row is a conversation, and only the assistant's answers have a loss. `docs/tasks/chat.md` lists the
-forms of rows:
+Texts are concatenated and cut into blocks of ``max_length`` tokens. With ``messages``, each row is a conversation, and
+only the assistant's answers have a loss; see `docs/tasks/chat.md`:
 
     data:  {files: {train: "chats.jsonl"}, messages: messages, chat_template: chatml, max_length: 1024}
 
 If the model's configuration has ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss
-of the router, with the model's own weight and without padding. Its value is that of each micro-batch, weighted by
-target tokens. Evaluation does not add it.
-
-``model.pad_vocab_to: 64`` pads the vocabulary while training: matrix products are faster with 50,304 rows than with
-GPT-2's 50,257. Losses are those of a run without padding, up to rounding: the added rows stay zeros, because the loss
-leaves out their logits. Checkpoints have these rows, and the exported model does not.
+of the router, weighted by target tokens. ``model.pad_vocab_to: 64`` pads the vocabulary while training, for faster
+matrix products: losses change by rounding only, and the exported model is not padded.
 
 For texts, evaluation reports ``bits_per_character``: the mean loss of a token in bits, times the tokens of the split,
-divided by its characters. End tokens are no characters. It compares models with different tokenizers. Conversations,
-completions and ``folds`` have none. The recipe ``char_lm`` trains on the characters of one text.
-
-`fastloop predict` continues texts. By default, it takes the most probable token (greedy). With a ``temperature``, it
-draws tokens:
+divided by its characters. It compares models with different tokenizers. `fastloop predict` continues texts, greedily or
+with a ``temperature``:
 
     fastloop predict runs/gpt prompts.txt plugins.causal-lm.temperature=0.8 plugins.causal-lm.top_p=0.95
 """

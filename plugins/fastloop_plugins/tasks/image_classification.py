@@ -1,6 +1,6 @@
 """Trains an image classifier of transformers, torchvision or timm on a folder of images.
 
-On by default if ``data.images`` is set.
+On by default if ``data.images`` is set. `docs/tasks/image-classification.md` has an example.
 
     model: {name: microsoft/resnet-18}
     data:  {images: photos, image_size: 224}
@@ -8,23 +8,20 @@ On by default if ``data.images`` is set.
       - image-classification
       - dataloader-workers        # decode and augment images in worker processes
 
-The folder has ``train``, ``validation`` and ``test``, each with a folder of images for each class. Without these, its
-folders are the classes, and ``data.validation_fraction`` of the images of each class is held out. The sorted names of
-the folders in train are the classes. If a transformers checkpoint has classes with the same names, the run keeps its
-ids and its head; otherwise the head is initialized at random.
+The folder has ``train``, ``validation`` and ``test``, each with a folder of images for each class, or only folders of
+classes. The sorted names of the folders in train are the classes. If a checkpoint has classes with the same names, the
+run keeps its ids and its head.
 
-Training images are cropped and flipped at random, which ``data.augment: {crop: false, flip: 0}`` turns off. The random
-changes of an image depend on ``train.seed``, the epoch and the image only. So neither workers, processes nor a resume
-change them. Images are resized and normalized as the pretrained model expects, else to 224 pixels with ImageNet's mean
-and standard deviation.
+Training images are cropped and flipped at random, which ``data.augment: {crop: false, flip: 0}`` turns off. The changes
+depend on ``train.seed``, the epoch and the image only. Images are resized and normalized as the pretrained model
+expects.
 
     plugins:
       - image-classification:
           loss: {name: cross_entropy, class_weights: balanced, label_smoothing: 0.1}     # or {name: focal, gamma: 2}
           metrics: {recall: {type: MulticlassRecall}}   # beside accuracy, f1, and top5_accuracy if over 5 classes
 
-An unreadable image ends the run with an error that names the file. Before training, up to 4096 images of 64 MiB in
-total are decoded to find one; others fail when they are read. The plugin ``skip-unreadable`` leaves them out instead.
+An unreadable image ends the run with an error that names the file, or ``skip-unreadable`` leaves it out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Trains an encoder-decoder, such as T5 or BART, pretrained or from scratch.
 
-On by default if ``data`` names a ``target`` column.
+On by default if ``data`` names a ``target`` column. `docs/tasks/seq2seq.md` has an example.
 
     model: {name: google-t5/t5-small}
     data:  {files: {train: news.csv}, text: article, target: summary, prefix: "summarize: ",
@@ -10,8 +10,7 @@ On by default if ``data`` names a ``target`` column.
 
 The loss is the mean cross entropy of the target tokens. Evaluation also reports ``perplexity`` and ``token_accuracy``,
 both with the target's earlier tokens as the decoder's input. ``generate: true`` also generates texts, for
-``exact_match``, ``bleu`` and ``chrf``. `fastloop predict` generates texts. By default, it takes the most probable token
-(greedy):
+``exact_match``, ``bleu`` and ``chrf``. `fastloop predict` generates texts, by default greedily:
 
     fastloop predict runs/news articles.csv plugins.seq2seq.num_beams=4 plugins.seq2seq.max_new_tokens=100
 """

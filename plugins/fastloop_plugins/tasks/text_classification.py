@@ -1,6 +1,6 @@
 """Trains a text classifier on a transformer, pretrained or from scratch.
 
-On by default if ``data`` names a ``label`` column.
+On by default if ``data`` names a ``label`` column. `docs/tasks/text-classification.md` explains data and metrics.
 
     model: {name: distilbert-base-uncased}
     data:  {files: {train: train.csv, validation: validation.csv, test: test.csv},
@@ -8,9 +8,8 @@ On by default if ``data`` names a ``label`` column.
     plugins:
       - text-classification
 
-With ``data.text: [premise, hypothesis]``, a row is a pair of texts. More columns are joined with the tokenizer's
-separator token. Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has
-classes with the same names, the run keeps its ids and its head. Otherwise the head is reinitialized, with a warning.
+Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the
+same names, the run keeps its ids and its head.
 
     plugins:
       - text-classification:
@@ -25,12 +24,8 @@ Labels may also be numbers (regression), or any number of classes for each text:
     data:  {label: tags, label_type: classes}  # lists of names: those with a probability above threshold, default 0.5
 
 ``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training
-labels. Micro-batches, packed rows and processes give the weighted loss of one big batch. Evaluation computes the same
-loss.
-
-The task sets the metrics' ``num_classes``, ``task`` and ``threshold``, and gives ``Binary...`` metrics the probability
-of class 1. ``f1`` follows scikit-learn: with two classes it is the F1 score of class 1 (``average="binary"``), else the
-mean over the classes (``average="macro"``).
+labels. Evaluation computes the same loss. ``f1`` follows scikit-learn: of class 1 with two classes, else the mean over
+the classes.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """Trains a token classifier: a tag for each word, as in named entity recognition.
 
-On by default if ``data`` names ``tags`` or CoNLL files.
+On by default if ``data`` names ``tags`` or CoNLL files. `docs/tasks/token-classification.md` explains the formats.
 
     model: {name: distilbert-base-cased}
     data:  {files: {train: train.conll, validation: validation.conll, test: test.conll}, max_length: 256}
     plugins:
       - token-classification
 
-A CoNLL file has one word a line. The first column is the word and the last one its tag. ``words`` and ``tags`` name
-other columns, by number: from 0, or from the end (-1). Blank lines separate sentences, and lines with ``-DOCSTART-``
-and comments are skipped. With ``format: conll``, ``.txt`` and ``.tsv`` files are CoNLL files, too. In other sources,
-both columns hold lists:
+In other sources than CoNLL files, columns hold lists of words and tags:
 
     data:  {files: {train: train.jsonl}, words: tokens, tags: ner_tags}
 
@@ -24,10 +21,8 @@ tags, the run keeps its ids and its head.
           loss: {name: cross_entropy, class_weights: balanced}   # or {name: focal, gamma: 2}
           metrics: {f1_tags: {type: MulticlassF1Score}}          # beside accuracy, precision, recall and f1
 
-The loss is the mean over the labelled tokens of a step, over all micro-batches and processes. ``precision``, ``recall``
-and ``f1`` are over entities, counted as seqeval counts them; ``accuracy`` is over words. Tags without prefixes, such as
-parts of speech, have only ``accuracy``. A sentence that does not fit into ``max_length`` is divided between words. No
-word is left out, in training, evaluation or prediction.
+The loss is the mean over the labelled tokens of a step. ``precision``, ``recall`` and ``f1`` count entities as seqeval
+does; ``accuracy`` is over words. A sentence that does not fit into ``max_length`` is divided between words.
 """
 
 from __future__ import annotations

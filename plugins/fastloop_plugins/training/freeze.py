@@ -3,12 +3,9 @@
     plugins:
       - freeze: {match: ["*.embeddings.*", "*.layer.0.*"]}
 
-``match`` is one pattern of parameter names, or a list: ``*`` stands for any characters, dots included. Names are those
-of the model as built, also with ``lora``: a pattern of a layer then freezes the layer's adapters, and one of the head
-freezes the head. Every pattern must match a parameter, and some parameter must stay trained.
-
-Frozen parameters get no gradient and no optimizer state. Dropout stays active in frozen modules, and batch norm updates
-its statistics.
+``match`` is one pattern of parameter names of the model as built, or a list: ``*`` stands for any characters, dots
+included. With ``lora``, a pattern of a layer freezes its adapters. Every pattern must match a parameter, and some
+parameter must stay trained. Dropout stays active in frozen modules, and batch norm updates its statistics.
 """
 
 from __future__ import annotations

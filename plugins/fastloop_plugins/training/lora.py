@@ -4,8 +4,7 @@
       - lora: {r: 8, alpha: 16}
 
 The exported model has the adapters merged in, and loads like any other. With ``merge: false``, only the adapters are
-written. Needs the extra: ``pip install 'fastloop-train[lora]'``. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large
-Language Models", 2021.
+written. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 
 ``quantize: nf4`` (QLoRA) keeps the frozen linear layers of a pretrained model in 4 bits, an eighth of float32:
 
@@ -14,11 +13,8 @@ Language Models", 2021.
       - lora: {r: 8, quantize: nf4, target_modules: all-linear}
 
 Adapters, embeddings, norms and the head stay in float32, and so do layers whose number of inputs is not a multiple of
-64. The layers are quantized one by one, after the model is loaded. So the host needs memory for the model in float32 in
-  each process. It needs it again for
-the export, which merges the adapters into dequantized weights in float32. A checkpoint holds the 4-bit weights. On
-several processes, use ``ddp``. Needs the extra: ``pip install 'fastloop-train[qlora]'``. Method: Dettmers et al.,
-"QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
+64. Each process loads the model in float32 before it is quantized, and again for the export. On several processes, use
+``ddp``. Method: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
 """
 
 from __future__ import annotations

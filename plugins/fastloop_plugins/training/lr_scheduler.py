@@ -15,9 +15,8 @@ Other schedules are a class of ``torch.optim.lr_scheduler``, a name of transform
       - lr-scheduler: {schedule: warmup_stable_decay, warmup: 0.05, arguments: {num_decay_steps: 100}}
 
 The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and, from ``warmup``, ``num_warmup_steps``,
-unless ``arguments`` does. All schedules step once an optimizer step, so ``step_size`` and ``milestones`` count steps,
-not epochs. A run with ``CosineAnnealingLR`` or ``OneCycleLR`` does not resume with another number of steps, because
-torch keeps the old one.
+unless ``arguments`` does. Schedules step once an optimizer step, so ``step_size`` and ``milestones`` count steps. A run
+with ``CosineAnnealingLR`` or ``OneCycleLR`` does not resume with another number of steps.
 """
 
 from __future__ import annotations

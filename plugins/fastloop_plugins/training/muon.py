@@ -4,12 +4,10 @@
     plugins:
       - muon-optimizer: {adamw: ["head.*"]}      # optional: 2-D weights that AdamW steps
 
-Muon orthogonalizes the update of a 2-D weight. Torch's Muon refuses all other weights. Embeddings and the output layer
-of a language model are 2-D, too, but AdamW steps them, as the method prescribes. For a classifier's output layer, set
-``adamw``. Both optimizers use ``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn: match_rms_adamw``
-scales Muon's updates to the size of AdamW's. The arguments in ``train.optimizer`` are Muon's. Weights of one shape are
-orthogonalized together: the numbers are torch's up to rounding. Several processes need ``ddp``: sharded weights are
-refused.
+AdamW also steps embeddings and the output layer of a language model, as the method prescribes; for a classifier's
+output layer, set ``adamw``. Both use ``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn:
+match_rms_adamw`` scales Muon's updates to the size of AdamW's. The arguments in ``train.optimizer`` are Muon's. Several
+processes need ``ddp``: sharded weights are refused.
 
 Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable
 for LLM Training", 2025.

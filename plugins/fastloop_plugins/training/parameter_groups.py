@@ -12,15 +12,14 @@ On by default if the recipe has one of its keys.
     plugins:
       - parameter-groups                             # needs no entry
 
-``match`` is one pattern of parameter names, or a list: ``*`` stands for any characters, dots included. Names are those
-of the model as built. The other keys are arguments of the optimizer. If several entries match a parameter, the later
-one sets the value. Layers do not decay an ``lr`` of an entry. Schedules multiply the rate of each group.
+``match`` is one pattern of parameter names of the model as built, or a list: ``*`` stands for any characters, dots
+included. The other keys are arguments of the optimizer. If several entries match a parameter, the later one sets the
+value. Schedules multiply the rate of each group.
 
-``layer_lr_decay`` counts layers from the output. With ``n`` blocks, block ``i`` (from 0) learns with
-``lr * decay ** (n - i)``. Parameters before the first block learn with ``lr * decay ** (n + 1)``, and those after the
-last block with ``lr``. Method: Clark et al., "ELECTRA", 2020.
-
-Norms are modules whose class name contains ``Norm``. Biases are parameters named ``bias``.
+With ``n`` blocks, block ``i`` (from 0) learns with ``lr * layer_lr_decay ** (n - i)``, parameters before the first
+block with exponent ``n + 1``, and those after the last block with ``lr``. An ``lr`` of an entry does not decay. Method:
+Clark et al., "ELECTRA", 2020. Norms are modules whose class name contains ``Norm``. Biases are parameters named
+``bias``.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from fastloop_plugins.text.sources import Source
 DOCS = Path(__file__).parent
 SCHEMA = STUB.parents[2] / "recipes" / "recipe.schema.json"
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
-WHOLE = "<!-- made by `make docs-sources` from {} -->\n"
+WHOLE = "<!-- made from {} -->\n"
 """First line of a page that is written whole."""
 
 
@@ -116,7 +116,7 @@ def all_hooks() -> str:
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
             f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
-            f"Kind: {kind(name, spec)}. Ours that implement it: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
+            f"Kind: {kind(name, spec)}. Ours: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
         ]
     return "\n".join(text)
 
@@ -137,10 +137,12 @@ def plugin_tables() -> str:
     for name, cls in ours().items():
         group = cls.__module__.split(".")[1]
         numerics = "" if cls.slot == "task" else f" ({cls.numerics})"
-        groups.setdefault(group, []).append(f"- [`{name}`]({name}.md){numerics} {summary(cls)}")
+        first = re.split(r": |, so that |\. ", summary(cls).rstrip("."))[0]
+        groups.setdefault(group, []).append(f"- [`{name}`]({name}.md){numerics} {first}.")
     text = []
     for group, rows in sorted(groups.items()):
         text += [f"## {group}\n", *rows, ""]
+    text += ["Plugins that only observe also have this option:\n", option_list(describe(Observer))]
     return "\n".join(text)
 
 
@@ -153,6 +155,7 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     facts = {
         "slot": f"`{cls.slot}`" if cls.slot else "",
         "numerics": cls.numerics if cls.slot != "task" else "",
+        "only observes": "it has the option [`on_error`](index.md)" if cls.read_only else "",
         "on by default": "when it applies" if default else "",
         "requires": references(cls.requires),
         "conflicts with": "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items()),
@@ -162,7 +165,7 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
         "some options need": "; ".join(conditional),
         "adds metrics": ", ".join(f"`{metric}`" for metric in cls.adds_metrics),
     }
-    options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
+    options = describe(cls.Config)
     sections = " and ".join(f"[`{section}`](../recipe.md#{section})" for section in cls.sections)
     return "\n".join(
         [

@@ -5,15 +5,12 @@
 
 Each plugin of fastloop has a rule, its method ``recommend``, which decides by device, dtypes, number of processes, task
 and type of the model. The rules measure nothing; `fastloop tune` does. The run's own ``recipe.yaml`` lists the selected
-plugins instead of ``auto``, and `fastloop plan` shows the reasons. Listed plugins stay unchanged, and plugins that the
-recipe turns off (``packing: false``, ``--without packing``) stay off.
+plugins instead of ``auto``, and `fastloop plan` shows the reasons. Plugins that the recipe turns off (``packing:
+false``, ``--without packing``) stay off.
 
-The selected plugins are tried on the model while the run is built. If one fails, or the loss or gradients of two
-samples fail with it, the run is built again without it, and a warning gives the reason. With a strategy that shards
-weights, gradients are not tried.
-
-``numerics`` is the largest effect on the numbers that a selected plugin may have. ``changes-training`` also permits
-plugins that group samples by length.
+The selected plugins are tried on the model while the run is built. One that fails, or with which the loss or gradients
+of two samples fail, is left out with a warning. ``numerics`` is the largest effect on the numbers that a selected
+plugin may have. ``changes-training`` also permits plugins that group samples by length.
 """
 
 from __future__ import annotations

@@ -3,13 +3,10 @@
     plugins:
       - dataloader-workers: {num_workers: 4}
 
-The batches do not depend on the number of workers. ``auto`` uses all but one of the process's CPU cores, and at most 8.
-In a container, its quota of processor time limits that number. A dataset's random numbers are seeded for each batch, so
-they are the same for any number of workers from 1. Workers send batches through shared memory. ``/dev/shm`` needs room
-for ``num_workers`` x ``prefetch_factor`` batches of each process; Docker gives it 64 MiB (``--shm-size``).
-
-The training process must unpack each batch of a worker, which takes longer than to collate token ids. On CUDA, ``auto``
-therefore leaves token ids in memory to the thread of ``device-prefetch``.
+The batches, and a dataset's random numbers, are the same for any number of workers from 1. ``auto`` uses all but one of
+the process's CPU cores, and at most 8; on CUDA, it leaves token ids in memory to the thread of ``device-prefetch``,
+because the training process must unpack each batch of a worker. ``/dev/shm`` needs room for ``num_workers`` x
+``prefetch_factor`` batches of each process; Docker gives it 64 MiB (``--shm-size``).
 """
 
 from __future__ import annotations

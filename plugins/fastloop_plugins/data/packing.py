@@ -8,10 +8,9 @@ transformers models with selectable attention (BERT, DistilBERT, RoBERTa, GPT-2,
 the plugin computes two sequences both ways, and refuses a model whose results differ, as with a sliding window that is
 shorter than a sequence.
 
-On CUDA in half precision one kernel computes the attention of a whole row: torch's FlashAttention, or flash-attn where
-``attention`` chose it. Rows are padded to few different numbers of tokens, multiples of ``data.pad_to_multiple_of``, so
-``compile`` makes few graphs. Elsewhere attention is called once a sequence, and under ``compile`` a graph ends at each
-call.
+On CUDA in half precision one kernel computes a whole row, padded to a multiple of ``data.pad_to_multiple_of`` tokens,
+so ``compile`` makes few graphs. Elsewhere attention is called once a sequence, and under ``compile`` a graph ends at
+each call.
 """
 
 from __future__ import annotations

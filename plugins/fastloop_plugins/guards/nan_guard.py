@@ -7,10 +7,9 @@
 resumes from there without the bad batch. ``bad_batches.jsonl`` in the run folder lists the samples of each such step,
 and of each step whose loss is a spike. An overflow in fp16 is not a failure: loss scaling skips the step.
 
-On a CPU, each step is checked before its weights change. On other devices, steps are checked together, so that the host
-does not wait at each: every ``every`` steps, at the end of an epoch and before each checkpoint. The device itself
-decides about ``skip`` if the optimizer supports it (fused Adam, AdamW, SGD); with another one, the host waits at each
-step.
+On a CPU, each step is checked before its weights change; on other devices, every ``every`` steps, at the end of an
+epoch and before each checkpoint. There, ``skip`` costs a wait of the host at each step, unless the optimizer is a fused
+Adam, AdamW or SGD.
 """
 
 from __future__ import annotations

@@ -8,11 +8,9 @@ Model, datasets, loss and metrics come from a Python file next to the recipe, or
       - module: {loss: cross_entropy, metrics: {accuracy: {type: MulticlassAccuracy, num_classes: 10}}}
 
 A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1}``, ``{name: focal, gamma: 2}``.
-``class_weights`` of ``cross_entropy`` and ``focal`` are a list, or ``balanced``: from the targets of the training
-split. ``data.module`` is a function that returns ``{"train": dataset, "validation": dataset, "test": dataset}``; the
-last two are optional. The loss of a sample ``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping
-is ``model(**batch).loss``. Micro-batches and processes give the loss of one big batch: over targets that are not -100
-for ``cross_entropy`` and transformers models, else over samples.
+``class_weights`` are a list, or ``balanced``: from the targets of the training split. ``data.module`` returns
+``{"train": dataset, "validation": dataset, "test": dataset}``; the last two are optional. The loss of a sample
+``(inputs, target)`` is ``loss(model(inputs), target)``; that of a mapping is ``model(**batch).loss``.
 """
 
 from __future__ import annotations

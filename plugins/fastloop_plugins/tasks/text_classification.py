@@ -8,8 +8,14 @@ On by default if ``data`` names a ``label`` column. `docs/tasks/text-classificat
     plugins:
       - text-classification
 
-Labels are text, or whole numbers from 0; the training split defines the classes. If a checkpoint has classes with the
-same names, the run keeps its ids and its head.
+Labels are text, or whole numbers from 0; the training split defines the classes. They may also be numbers (regression),
+or any number of classes for each text:
+
+    data:  {label: score, label_type: number}  # mean squared error, mse, mae, pearson, spearman
+    data:  {label: [toxic, insult]}            # 0 and 1: binary cross entropy, f1_micro, f1_macro, subset_accuracy
+    data:  {label: tags, label_type: classes}  # lists of names: those with a probability above threshold, default 0.5
+
+Options of loss and metrics:
 
     plugins:
       - text-classification:
@@ -17,15 +23,8 @@ same names, the run keeps its ids and its head.
           metrics: {auroc: {type: BinaryAUROC}, recall: {type: MulticlassRecall}}         # beside accuracy and f1
           threshold: 0.3                                                                 # above it, predict class 1
 
-Labels may also be numbers (regression), or any number of classes for each text:
-
-    data:  {label: score, label_type: number}  # mean squared error, mse, mae, pearson, spearman
-    data:  {label: [toxic, insult]}            # 0 and 1: binary cross entropy, f1_micro, f1_macro, subset_accuracy
-    data:  {label: tags, label_type: classes}  # lists of names: those with a probability above threshold, default 0.5
-
 ``class_weights`` are a list, a mapping of the classes' names, or ``balanced``: ``N / (C * count)`` of the training
-labels. Evaluation computes the same loss. ``f1`` follows scikit-learn: of class 1 with two classes, else the mean over
-the classes.
+labels. ``f1`` follows scikit-learn: of class 1 with two classes, else the mean over the classes.
 """
 
 from __future__ import annotations

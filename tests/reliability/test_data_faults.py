@@ -108,7 +108,7 @@ def test_a_killed_worker_is_named_with_its_signal_and_what_to_do(tiny_run, recor
 
 @pytest.mark.slow
 def test_resume_after_killed_worker_is_bitwise(tiny_run, tmp_path):
-    """a worker killed, then --resume: the run ends bit for bit as the undisturbed one"""
+    """a worker killed, then --resume: the bits of the undisturbed run"""
     whole = tiny_run([WORKERS], data=Rows(), save_every=4)
     with pytest.raises(DataError):
         tiny_run(
@@ -128,8 +128,7 @@ class Stuck(Rows):
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
-    """a worker that hangs in native code: an error after dataloader-workers.timeout, and the worker does not keep the
-    process"""
+    """a worker that hangs in native code: an error after the timeout"""
     with pytest.raises(DataError, match=r"no batch in 1 seconds: a worker that reads data hangs"):
         tiny_run([{"dataloader-workers": {"num_workers": 1, "timeout": 1.0}}], data=Stuck())
     for worker in multiprocessing.active_children():
@@ -139,7 +138,7 @@ def test_a_worker_that_hangs_ends_with_its_run(tiny_run):
 
 @pytest.mark.parametrize("plugins", [[], [WORKERS]], ids=["alone", "workers"])
 def test_raising_row_stops_run_with_its_error(tiny_run, plugins):
-    """a corrupt row: the run stops with the dataset's own words, also out of a worker"""
+    """a corrupt row: the run stops with the dataset's error"""
     with pytest.raises(DataError, match="reading a batch failed: ValueError: row 17 is spoilt"):
         tiny_run(plugins, data=Rows((17,)))
 
@@ -168,7 +167,7 @@ def test_raising_rows_are_skipped_and_counted(tiny_run, plugins, caplog, record_
 
 
 def test_skipped_micro_batches_have_zero_weight(tiny_run):
-    """a micro-batch, or a whole step, of corrupt rows: the others make the step; nothing becomes NaN"""
+    """a micro-batch or a step of corrupt rows: the others make the step"""
     order = torch.randperm(67, generator=torch.Generator().manual_seed(123)).tolist()
     one = tiny_run([SKIP], data=Rows(tuple(order[8:10])), micro_batch_size=2, epochs=1)
     assert one.summary["samples"] == 65
@@ -185,7 +184,7 @@ def test_without_corrupt_rows_nothing_changes(tiny_run):
 
 
 def test_skipping_resumes_at_its_position(tiny_run, tmp_path):
-    """corrupt rows, and a stop in the middle of an epoch: position and count continue"""
+    """corrupt rows, and a stop within an epoch: position and count continue"""
     whole = tiny_run([SKIP], data=Rows((3, 17, 40)))
     tiny_run([SKIP], data=Rows((3, 17, 40)), max_steps=5, output=tmp_path / "run")
     ran = tiny_run([SKIP], data=Rows((3, 17, 40)), output=tmp_path / "run", resume=True)
@@ -194,8 +193,7 @@ def test_skipping_resumes_at_its_position(tiny_run, tmp_path):
 
 
 def test_leaving_out_is_bounded(tiny_run):
-    """more corrupt rows than plugins.skip-unreadable.limit, or only corrupt rows: the run ends with an error that
-    states it"""
+    """too many corrupt rows for plugins.skip-unreadable.limit: the run ends with an error"""
     with pytest.raises(DataError, match=r"samples could not be read; plugins.skip-unreadable.limit is 5"):
         tiny_run([{"skip-unreadable": {"limit": 5}}], data=Rows(tuple(range(0, 67, 3))))
     with pytest.raises(DataError, match=r"none of 100 samples from \d+ on can be read: ValueError: row \d+ is spoilt"):
@@ -257,7 +255,7 @@ def test_corrupt_rows_of_a_csv_are_left_out_by_choice_too(tmp_path, caplog):
 
 
 def test_a_truncated_parquet_is_refused_wherever_it_is_cut(record_property):
-    """a parquet file cut at any byte: refused with its name before training"""
+    """a parquet file cut at any byte: refused by name"""
     import pyarrow
     from pyarrow import parquet
 
@@ -273,7 +271,7 @@ def test_a_truncated_parquet_is_refused_wherever_it_is_cut(record_property):
 
 @pytest.mark.slow
 def test_parquet_file_whose_footer_is_malformed(record_property):
-    """a bit of a parquet footer inverted: read, or refused by name; never the end of the process"""
+    """a flipped bit of a parquet footer: read, or refused by name"""
     import pyarrow
     from pyarrow import parquet
 
@@ -294,7 +292,7 @@ def test_parquet_file_whose_footer_is_malformed(record_property):
 
 @pytest.mark.slow
 def test_parquet_file_whose_pages_are_malformed(record_property):
-    """a bit of a parquet page inverted: read, or refused by name; never the end of the process"""
+    """a flipped bit of a parquet page: read, or refused by name"""
     import pyarrow
     from pyarrow import parquet
 
@@ -315,7 +313,7 @@ def test_parquet_file_whose_pages_are_malformed(record_property):
 
 @pytest.mark.slow
 def test_parquet_statistics_that_do_not_fit_their_column():
-    """size statistics of a parquet column with a wrong number of levels, or for a number: refused by name"""
+    """wrong size statistics of a parquet column: refused by name"""
     import pyarrow
     from pyarrow import parquet
 
@@ -368,7 +366,7 @@ def read_in_a_child(content: bytes) -> bool:
 
 @pytest.mark.parametrize("name", ["train.jsonl", "train.csv", "train.txt"])
 def test_a_wrong_encoding_is_refused_with_the_line_and_what_to_do(name):
-    """a file that is not UTF-8: refused with its name and what to do"""
+    """a file that is not UTF-8: refused with the remedy"""
     rows = [b'{"text": "fine", "label": 0}', '{"text": "café", "label": 1}'.encode("latin1")]
     if name.endswith("csv"):
         rows = [b"text,label", b"fine,0", "café,1".encode("latin1")]
@@ -384,7 +382,7 @@ def test_a_wrong_encoding_is_refused_with_the_line_and_what_to_do(name):
 
 
 def test_a_parquet_whose_text_is_not_utf8_is_refused():
-    """a parquet file whose text is not UTF-8, which its reader does not check: refused with file and column"""
+    """a parquet file whose text is not UTF-8: refused with its column"""
     import pyarrow
     from pyarrow import parquet
 
@@ -401,7 +399,7 @@ def test_a_parquet_whose_text_is_not_utf8_is_refused():
 
 @pytest.mark.slow
 def test_a_huge_text_is_cut_before_it_is_tokenised():
-    """a text of 4 million characters among others: the same tokens as read whole, from its first words alone"""
+    """a text of 4 million characters: its tokens come from its first words alone"""
     from fastloop_plugins.text import tokens as _text_tokens
 
     long = " ".join(f"word{i % 977}" for i in range(500_000))
@@ -465,7 +463,7 @@ def test_dataset_fingerprint_method_is_used(tiny_run, tmp_path):
 
 @pytest.mark.parametrize("change", [{"text": "dull movie number 8"}, {"label": 1}], ids=["one word", "one label"])
 def test_file_with_one_changed_word_is_detected(change):
-    """one word or label of a file changed since the checkpoint: refused at --resume"""
+    """one changed word or label of a file: refused at --resume"""
     rows = good()
     jsonl("train.jsonl", rows)
     run = text_run(train="train.jsonl")

@@ -411,7 +411,7 @@ def test_rows_of_a_dataset(record_property):
 
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt"])
 def test_corrupt_data_files(suffix, record_property):
-    """data files with bytes changed, lost or added: read, or refused by a message that names the file"""
+    """data files with bytes changed, lost or added: read, or refused by name"""
     good = [{"text": f"film {i}, fine\nand long", "label": ("good", "bad")[i % 2]} for i in range(12)]
     path = Path(f"train{suffix}")
     if suffix in (".csv", ".tsv", ".parquet"):
@@ -485,7 +485,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def test_corrupt_checkpoints(tiny_run, tmp_path, record_property):
-    """any file of a checkpoint with bytes changed, lost or added: found on load, or without any effect"""
+    """any checkpoint file with bytes changed, lost or added: found, or without effect"""
     tiny_run(["ema", {"lr-scheduler": {"warmup": 0.1}}], max_steps=3, output=tmp_path / "run")
     (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
@@ -510,7 +510,7 @@ def test_corrupt_checkpoints(tiny_run, tmp_path, record_property):
 
 
 def test_corrupt_checkpoints_with_valid_checksums(tiny_run, tmp_path, record_property):
-    """a checkpoint whose damage its checksums do not show: read, or refused by one message"""
+    """damage that checksums do not show: read, or refused by one message"""
     tiny_run([], max_steps=3, output=tmp_path / "run")
     (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     files = {name: (folder / name).read_bytes() for name in ("model.safetensors", "state.safetensors", "state.json")}

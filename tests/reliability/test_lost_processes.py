@@ -157,7 +157,7 @@ def test_a_process_that_is_stopped_is_named_and_all_end():
 
 
 def test_one_process_alone_is_watched_too():
-    """a run of one process that hangs: it ends with exit code 1 and writes its stack"""
+    """a single process that hangs: exit code 1, with its stack"""
     done = do(*FASTLOOP, "--without", "ddp", fault="sleep", rank=0)
     assert done.returncode == 1
     assert any("process 0 of 1 has made no progress" in line for line in errors(done.stderr)), done.stderr
@@ -165,7 +165,7 @@ def test_one_process_alone_is_watched_too():
 
 
 def test_native_code_that_holds_the_interpreter_is_ended_too():
-    """a hang inside of native code, where no Python thread can run: the process ends with its stack"""
+    """a hang in native code that holds the interpreter: it ends with its stack"""
     done = do(*FASTLOOP, "--without", "ddp", fault="native", rank=0)
     assert done.returncode == 1
     assert "Timeout" in done.stderr
@@ -173,7 +173,7 @@ def test_native_code_that_holds_the_interpreter_is_ended_too():
 
 
 def test_slow_process_is_named_and_run_continues():
-    """a rank that is late, but comes: a warning names it, and the run ends well"""
+    """a rank that is late: a warning names it, and the run continues"""
     done = do(*FASTLOOP, "plugins.watchdog.timeout=32", "--nproc", "2", fault="late", rank=1)
     assert done.returncode == 0, done.stderr
     assert "watchdog: process 1 of 2 has made no progress for" in done.stdout
@@ -230,7 +230,7 @@ def test_torchrun_restart_resumes_run(fault, undisturbed):
 
 
 def test_killed_before_the_first_checkpoint_torchrun_starts_anew():
-    """a rank that dies before the first checkpoint under torchrun: the run begins again, and ends"""
+    """a rank dies before the first checkpoint under torchrun: the run begins again"""
     torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--max-restarts", "1", "--standalone"]
     short = ["train.save_every=epoch", "train.epochs=1", PATIENT]
     done = do(*torchrun, "-m", "fastloop", "train", "recipe.yaml", *short, fault="kill", once="done")

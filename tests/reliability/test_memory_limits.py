@@ -153,7 +153,7 @@ def test_an_evaluation_that_does_not_fit_leaves_the_training_batch_alone():
 
 
 def test_a_limit_of_its_own_makes_a_kill_into_an_error_that_is_recovered_from():
-    """a batch that takes more than limit_gib: the process limits itself, and continues with halved batches"""
+    """a batch above limit_gib: the run continues with halved batches"""
     Path("held.py").write_text("print(int(open('/proc/self/status').read().split('VmData:')[1].split()[0]) / 2**20)")
     base = float(forked.run("held.py").stdout)
     done = train("run", f"plugins.auto-micro-batch.limit_gib={base + 0.2}")
@@ -162,7 +162,7 @@ def test_a_limit_of_its_own_makes_a_kill_into_an_error_that_is_recovered_from():
 
 
 def test_sample_above_memory_limit_raises():
-    """a single sample that does not fit: the error is the allocation's own, in bounded time"""
+    """a single sample that does not fit: the allocation's own error"""
     done = train("run", TRAIN0="3")
     assert done.returncode == 1
     assert "can't allocate memory" in done.stderr
@@ -188,7 +188,7 @@ def test_processes_agree_at_the_next_start():
 
 
 def test_micro_batches_that_a_plugin_makes_are_cut_too():
-    """micro-batches made by a token budget do not fit: each is cut into pieces"""
+    """micro-batches of a token budget do not fit: each is cut"""
     from fastloop.data import StepSampler
 
     def split(ids: list[int], processes: int) -> list[list[int]]:

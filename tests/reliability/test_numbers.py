@@ -117,7 +117,7 @@ def test_nan_loss_stops_before_weights_change(tiny_run, tmp_path, value):
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_nan_gradient_stops_run(tiny_run, clip):
-    """an infinite gradient under a finite loss: found with and without clipping, before the optimizer steps"""
+    """an infinite gradient under a finite loss: found before the optimizer steps"""
     model = tiny_model()
     with pytest.raises(NotFinite, match=r"step 6: the loss is \d.*the gradients' norm inf"):
         tiny_run(["nan-guard", BadGradient(5)], model=model, max_grad_norm=clip)
@@ -144,7 +144,7 @@ def test_it_changes_nothing_while_all_is_finite(tiny_run, clip):
 @pytest.mark.parametrize("fused", [False, True], ids=["decided on the host", "decided on the device"])
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD"])
 def test_a_skipped_step_leaves_everything_as_it_was(tiny_run, tmp_path, fused, optimizer):
-    """NaN with action skip: weights, optimizer and batch norm are as before the step, and training ends well"""
+    """NaN with action skip: weights, optimizer and batch norm stay"""
     before: list[dict[str, torch.Tensor]] = []
 
     class Watches(Plugin):
@@ -177,7 +177,7 @@ def test_a_skipped_step_leaves_everything_as_it_was(tiny_run, tmp_path, fused, o
 
 
 def test_skipping_is_bounded(tiny_run):
-    """NaN again and again with action skip: the run ends after plugins.nan-guard.limit of them"""
+    """NaN beyond plugins.nan-guard.limit with action skip: the run ends"""
     bad = tuple(order()[::8])
     with pytest.raises(NotFinite, match=r"has skipped a step 3 times; plugins.nan-guard.limit is 3"):
         tiny_run([{"nan-guard": {"action": "skip", "limit": 3}}], data=Rows(bad))
@@ -218,8 +218,7 @@ def test_rollback_continues_without_the_batch(tiny_run, tmp_path, saving):
 
 
 def test_second_rollback_skips_both_batches_and_is_bounded(tiny_run, tmp_path):
-    """NaN in several batches with action rollback: each is left out, and the run ends after plugins.nan-guard.limit of
-    them"""
+    """NaN in several batches with action rollback: each is left out, up to the limit"""
     bad = BadBatch((1, 16), (1, 32), (2, 0))
     ran = tiny_run([{"nan-guard": {"action": "rollback", "limit": 3}}, bad], output=tmp_path / "run", epochs=3)
     assert finite(ran.weights)
@@ -242,14 +241,14 @@ def test_resumed_run_after_rollback_skips_the_batch(tiny_run, tmp_path):
 
 
 def test_rollback_without_checkpoint_is_reported(tiny_run, caplog):
-    """NaN before the first checkpoint with action rollback: the run stops, and reports why it cannot roll back"""
+    """NaN before the first checkpoint with action rollback: the run stops with the reason"""
     with pytest.raises(NotFinite, match="step 3"):
         tiny_run([{"nan-guard": {"action": "rollback"}}], data=Rows((order()[20],)))
     assert "there is nothing to roll back to" in caplog.text
 
 
 def test_a_sample_audit_of_a_run_that_may_go_back_is_refused(tiny_run):
-    """rollback, and a sample audit that would count repeated steps: refused before anything is written"""
+    """rollback beside a sample audit: refused before anything is written"""
     with pytest.raises(PluginError, match="'sample-audit' would count the samples of repeated steps twice"):
         tiny_run([{"nan-guard": {"action": "rollback"}}, "sample-audit"])
 
@@ -267,7 +266,7 @@ def test_an_overflow_of_fp16_is_loss_scaling_and_no_failure(tiny_run, tmp_path, 
 
 
 def test_a_loss_that_is_no_number_is_a_failure_under_loss_scaling_too(tiny_run):
-    """NaN in a sample under loss scaling: no scale helps, so the run stops; with action skip it continues"""
+    """NaN in a sample under loss scaling: the run stops, or skips it"""
     data = Rows((order()[20],))
     with pytest.raises(NotFinite, match="step 3: the loss is nan"):
         tiny_run(["nan-guard", Scaler()], data=data)
@@ -276,7 +275,7 @@ def test_a_loss_that_is_no_number_is_a_failure_under_loss_scaling_too(tiny_run):
 
 @pytest.mark.parametrize("stopped_at", [2, 5, 6, 11])
 def test_the_scale_and_its_growth_tracker_are_identical_after_resume(tiny_run, tmp_path, stopped_at):
-    """stopped after any step: GradScaler's scale and growth tracker continue as in an undisturbed run"""
+    """a stop after any step: loss scaling continues as if undisturbed"""
 
     class Keeps(Plugin):
         name = "keeps"
@@ -304,7 +303,7 @@ def test_the_scale_and_its_growth_tracker_are_identical_after_resume(tiny_run, t
 
 
 def test_spike_is_recorded_and_run_continues(tiny_run, tmp_path):
-    """a loss far above the others: recorded with its samples, and training continues"""
+    """a loss far above the others: recorded with its samples"""
     bad = order(2)[20]
     ran = tiny_run(["nan-guard"], data=Rows((bad,), 300.0), epochs=3, output=tmp_path / "run", lr=1e-4)
     assert ran.summary["status"] == "completed"
@@ -315,7 +314,7 @@ def test_spike_is_recorded_and_run_continues(tiny_run, tmp_path):
 
 
 def test_a_spike_does_not_hide_the_next():
-    """eleven spikes in a row: the last is still one, and usual noise is none"""
+    """eleven spikes in a row: the last is still one"""
     spikes, noise = Spikes(50, 8.0), torch.randn(200, generator=torch.Generator().manual_seed(0)).tolist()
     assert all(spikes.add(1 + 0.1 * value) is None for value in noise)
     assert all(spikes.add(9.0) is not None for _ in range(11))

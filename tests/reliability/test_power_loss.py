@@ -278,7 +278,7 @@ def test_power_loss_during_a_save(name, saves, record_property):
 
 @pytest.mark.slow
 def test_power_loss_during_a_summary(saves, record_property):
-    """power is lost while summary.json is written: it is complete, and not older than the one that was reported"""
+    """power is lost while summary.json is written: it is complete"""
 
     def check(state: Path, marks: tuple[str, ...]) -> None:
         path = state / "runs" / "run" / "summary.json"

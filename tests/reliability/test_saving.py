@@ -251,7 +251,7 @@ def test_full_disk_is_logged_and_training_continues(disk, tiny_run, plugins, cap
 
 
 def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
-    """a full disk, on_save_error=stop: the run fails at once, and with free space resumes to the same numbers"""
+    """a full disk, on_save_error=stop: the run fails, and later resumes to the same numbers"""
     arguments: dict[str, Any] = {"save_every": 4, "on_save_error": "stop"}
     undisturbed = tiny_run(["checkpoint-best"], **arguments)
     with pytest.raises(
@@ -268,7 +268,7 @@ def test_full_disk_stops_run_with_on_failure_stop(disk, tiny_run):
 
 @pytest.mark.slow
 def test_full_disk_at_the_end_fails_run_and_keeps_checkpoint(disk):
-    """a full disk when the model is exported: exit code 1, and with room again --resume does the rest"""
+    """a full disk at the export: exit code 1, and --resume exports"""
     write_recipe()
     assert train("output=whole") == 0
     shutil.copytree("whole", disk / "run")
@@ -371,7 +371,7 @@ def test_flipped_bits_are_detected(record_property):
 
 
 def test_resume_fails_if_all_checkpoints_are_corrupt():
-    """every checkpoint is corrupt: exit code 2, each is named, nothing is touched, and no step is trained"""
+    """every checkpoint is corrupt: exit code 2, and no step is trained"""
     write_recipe(train={"keep_checkpoints": 3})
     assert train("output=run", environment={"FAULT": "step 14 0 me('SIGKILL')"}) == -signal.SIGKILL
     for folder in Path("run/checkpoints").glob("step-*"):
@@ -422,7 +422,7 @@ class Scores(Plugin):
 )
 @pytest.mark.parametrize("mode", ["min", "max"])
 def test_nan_metric_is_never_best(bad, mode, tiny_run, caplog):
-    """a metric that is missing, NaN or infinite: never the best, and it does not stop the run; said"""
+    """a metric that is missing, NaN or infinite: logged, and never the best"""
     best = {"checkpoint-best": {"monitor": "score", "mode": mode}}
     stops = {
         "early-stopping": {"monitor": "score", "mode": mode, "patience": 9, "threshold": 0.0 if mode == "min" else 9.0}
@@ -473,7 +473,7 @@ def test_a_second_run_in_the_same_folder_is_refused(resume):
 
 @pytest.mark.slow
 def test_a_killed_run_leaves_no_lock():
-    """a run is killed while its data workers live on: the folder is free at once"""
+    """a run is killed while its workers live: the folder is free at once"""
     write_recipe(data={"module": "code.py:rows", "arguments": {"slow": 0.001}})
     first = Forked("output=run", "--with", "dataloader-workers", environment={"FAULT": "step 15 0 me('SIGKILL')"})
     assert first.wait() == -signal.SIGKILL
@@ -555,7 +555,7 @@ def test_background_save_equals_foreground_save(tiny_run):
 
 @pytest.mark.slow
 def test_killed_while_saving_in_the_background_and_resumed(record_property):
-    """a run that saves in the background is killed at random moments: resumed, it ends with the same numbers"""
+    """a run that saves in the background is killed: resumed, it ends with the same numbers"""
     write_recipe()
     assert train("output=whole") == 0
     count, chance = times(4), random.Random(5)
@@ -570,7 +570,7 @@ def test_killed_while_saving_in_the_background_and_resumed(record_property):
 
 
 def test_a_failure_in_the_background_stops_the_run_when_that_is_chosen(disk, tiny_run):
-    """a disk that is full when the background thread writes: the run fails at the end of that step"""
+    """a full disk while the background thread writes: the run fails at the step's end"""
     with pytest.raises(SaveError, match="step-00000004 was not saved"):
         tiny_run(["async-save", Fills(disk, 3, 99)], output=disk / "run", save_every=4, on_save_error="stop")
 

@@ -104,7 +104,7 @@ def test_a_signal_saves_and_stops(moment, name):
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole")
 def test_a_signal_in_the_background_of_a_save():
-    """a signal while a checkpoint is written in the background: the run waits for it and saves once more"""
+    """a signal during a background save: the run waits for it and saves again"""
     assert train("output=run", "--with", "async-save", environment={"FAULT": "step 13 0 me('SIGTERM')"}) == STOPPED
     assert steps() == [13]
     assert train("output=run", "--with", "async-save", "--resume") == 0
@@ -112,7 +112,7 @@ def test_a_signal_in_the_background_of_a_save():
 
 
 def test_a_signal_before_training():
-    """a signal while data is loaded: exit code 75, nothing is written; --resume then begins at the beginning"""
+    """a signal while data is loaded: exit code 75, and nothing is written"""
     write_recipe()
     assert train("output=run", "--resume", environment={"FAULT": "data 1 0 me('SIGTERM')"}) == STOPPED
     assert "stopped by SIGTERM, at once" in said()
@@ -123,7 +123,7 @@ def test_a_signal_before_training():
 @pytest.mark.slow
 @pytest.mark.usefixtures("whole")
 def test_a_signal_in_compilation():
-    """a signal while the model is compiled: saved after the step that compiles, and resumed to the end"""
+    """a signal while the model is compiled: saved after that step"""
     compiled = ["--with", "compile", "plugins.compile.backend=aot_eager"]
     assert train("output=run", *compiled, environment={"FAULT": "step 1 0 me('SIGTERM')"}) == STOPPED
     assert summary()["steps"] == 1
@@ -180,14 +180,14 @@ def test_second_signal_stops_at_once(name):
 
 @pytest.mark.usefixtures("whole")
 def test_two_different_signals_are_one_request():
-    """SLURM's warning, and then SIGTERM while the step is done: the run is saved all the same"""
+    """SLURM's warning, and then SIGTERM: the run is saved"""
     assert train("output=run", environment={"FAULT": "step 14 0 me('SIGUSR1', 'SIGTERM')"}) == STOPPED
     assert steps() == [14]
 
 
 @pytest.mark.usefixtures("whole")
 def test_ctrl_c_of_a_job_in_the_foreground():
-    """Ctrl-C while the run is a script's background job, which its shell has ignore it: the run trains on"""
+    """Ctrl-C while the run is a script's background job: it continues"""
     ignored = {"first": lambda: signal.signal(signal.SIGINT, signal.SIG_IGN)}
     assert train("output=run", environment={"FAULT": "step 14 0 me('SIGINT')"}, **ignored) == 0
     assert record() == record("whole")
@@ -288,7 +288,7 @@ def test_a_signal_under_a_launcher(pair, launcher, whom):
 
 @pytest.mark.slow
 def test_a_process_that_hangs_does_not_keep_the_launcher(whole):
-    """rank 1 hangs, and SIGTERM comes twice to the launcher: all end within its patience"""
+    """rank 1 hangs, and SIGTERM comes twice: all end in time"""
     hang = "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]); Path('hangs').touch(); time.sleep(600)"
     with command(*FASTLOOP, *RUN, "--nproc", "2", environment={"FAULT": f"step 14 1 {hang}"}) as run:
         until(Path("hangs").exists)
@@ -362,7 +362,7 @@ def test_resume_refuses_another_folder_without_a_checkpoint():
 
 
 def test_resume_of_complete_run_trains_nothing():
-    """--resume on a complete run that kept no checkpoint: exit code 2, and the run does not change"""
+    """--resume on a complete run without a checkpoint: exit code 2"""
     write_recipe(train={"save_every": None})
     assert train("output=run") == 0
     before: dict[str, Any] = record()

@@ -183,8 +183,7 @@ def test_lost_machine(nodes, undisturbed, lost):
 
 
 def test_torchrun_restarts_both_machines(nodes, undisturbed):
-    """a process dies under torchrun --nnodes 2 --max-restarts: both machines start again, resume, and end with the same
-    bits"""
+    """a process dies under torchrun --max-restarts: both machines resume to the same bits"""
     commands = [torchrun(nodes, node, "2", PATIENT) for node in (0, 1)]
     wait_for_checkpoint(commands, 8)
     first = int(Path("pid1").read_text())

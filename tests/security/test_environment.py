@@ -121,7 +121,7 @@ MALFORMED: dict[str, tuple[str, bytes, bool]] = {
 
 @pytest.mark.parametrize(("file", "content", "always"), MALFORMED.values(), ids=MALFORMED.keys())
 def test_malformed_metadata_of_a_package_is_no_traceback(file, content, always, install, cli):
-    """the metadata of an installed package is malformed: commands name its folder and the remedy in one line"""
+    """malformed metadata of an installed package: one line names its folder"""
     install("pack", "", warmth="pack:Warmth")
     (folder,) = Path("site").glob("*.dist-info")
     (folder / file).write_bytes(content)

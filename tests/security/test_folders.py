@@ -170,7 +170,7 @@ FOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {
 @pytest.mark.parametrize(("place", "command"), FOLDERS.values(), ids=FOLDERS.keys())
 @pytest.mark.parametrize("target", ["text", "new", "."], ids=["a file", "a missing file", "a folder"])
 def test_a_strangers_results_are_no_place_to_write(place, command, target, victim, cli):
-    """a link where another command than train writes its results: refused in one line, and nothing else changes"""
+    """a link where a command writes its results: refused"""
     if place == "runs/lr-1":
         Path("runs").mkdir()
         Path("runs/sweep.json").write_text("{}")
@@ -224,8 +224,7 @@ def test_a_link_that_is_planted_later_is_not_followed(place, tiny_run, tmp_path)
 
 @pytest.mark.parametrize("name", ["recipe.yaml", "summary.json"])
 def test_no_name_of_an_unfinished_file_can_be_guessed(name, monkeypatch):
-    """links at every name that earlier versions used for unfinished files: not followed; two writes use different
-    names"""
+    """links at names of unfinished files: not followed"""
     Path("victim").write_text(SECRET)
     for rank in range(4):
         Path(f".{name}.{rank}.partial").symlink_to("victim")
@@ -240,7 +239,7 @@ def test_no_name_of_an_unfinished_file_can_be_guessed(name, monkeypatch):
 
 
 def test_a_failed_write_leaves_no_file():
-    """a file that cannot be replaced: an error, and no unfinished file stays"""
+    """a file that cannot be replaced: an error, and no unfinished file"""
     Path("target/inside").mkdir(parents=True)
     with pytest.raises(OSError):
         files.write(Path("target"), "text")

@@ -468,8 +468,7 @@ def pretrained(folder: Path, config: dict[str, Any], causal: bool = False) -> di
 
 @pytest.mark.parametrize("attack", MODELS)
 def test_model_folder_that_takes_gigabytes(attack):
-    """a small model folder whose weights, configuration or tokenizer claim terabytes or are nested 200,000 deep:
-    refused with model.name"""
+    """a small model folder whose files claim terabytes or are nested: refused with model.name"""
     recipe = pretrained(Path("model"), TINY)
     MODELS[attack](Path("model"))
     assert re.match(r"error: r\.yaml: model\.name: ", refused(recipe))
@@ -477,7 +476,7 @@ def test_model_folder_that_takes_gigabytes(attack):
 
 @pytest.mark.parametrize("attack", [name for name in MODELS if name.startswith("weights")])
 def test_initial_weights_that_take_gigabytes(attack):
-    """a small safetensors file for model.weights whose header claims terabytes: refused with its name"""
+    """a safetensors file whose header claims terabytes: refused by name"""
     MODELS[attack](Path())
     recipe = classify(written("a.jsonl", lines()), False)
     recipe["model"]["weights"] = "model.safetensors"
@@ -548,7 +547,7 @@ LONG = {
 
 @pytest.mark.parametrize("template", LONG.values(), ids=LONG.keys())
 def test_chat_template_that_loops_for_hours(template, monkeypatch, cli):
-    """a chat template whose loops take years: refused after the limit, with the row"""
+    """a chat template that loops for years: refused after the limit, with the row"""
     monkeypatch.setattr(_time_limit, "SECONDS", 0.5)
     tree = {"train": {"max_steps": 1, "batch_size": 2, "device": "cpu"}, "output": "run", **chats(template)}
     Path("r.yaml").write_text(yaml.safe_dump(tree))

@@ -79,7 +79,7 @@ def listed(out: str) -> dict[str, dict[str, Any]]:
 
 
 def test_installed_code_is_listed_and_not_imported(cli, site, hostile):
-    """a recipe that names installed code: listed with its package and effects, and not imported"""
+    """a recipe that names installed code: listed, and not imported"""
     install(site, "warm-pack", f"import subprocess\n{hostile}", "evil = warm_pack:Evil", "fastloop-train>=0.1")
     name = recipe(
         data={
@@ -168,7 +168,7 @@ def test_function_that_is_not_written_for_fastloop_is_marked(cli):
 
 
 def test_addresses_and_files_are_listed(cli):
-    """a recipe that reads addresses and files and writes elsewhere: the list shows them"""
+    """a recipe that reads addresses and files: the list shows them"""
     Path("rows.csv").write_text("text\nyes\n")
     name = recipe(
         model={"name": "owner/model", "revision": "abc", "weights": "start.pt"},
@@ -308,7 +308,7 @@ def test_hostile_code_of_these_tests_is_hostile(cli, hostile, pwned):
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
 def test_other_code_that_is_not_installed_is_refused(sections, said, cli, site, hostile, monkeypatch, tmp_path):
-    """code from the hub, of a missing or shadowed package, in a pickle or in DeepSpeed's JSON: refused"""
+    """code of the hub, a missing package, a pickle or DeepSpeed's JSON: refused"""
     Path("evil.py").write_text(hostile)
     Path("ds.json").write_text(json.dumps({"torch_autocast": {"lower_precision_safe_modules": ["evil_classes.Layer"]}}))
     install(site, "gone-pack", "", "gone = gone_pack.there:Evil")
@@ -326,7 +326,7 @@ def test_other_code_that_is_not_installed_is_refused(sections, said, cli, site, 
     ("switch", "safe"), [("weights_only", True), ("allow_pickle", False), ("trust_remote_code", False)]
 )
 def test_switch_that_is_not_the_safe_boolean_is_refused(switch, safe, cli, record_property):
-    """a safety switch with a value that libraries take for the unsafe one, such as an empty list: refused"""
+    """a safety switch with a value that libraries take for unsafe: refused"""
     values: list[Any] = [[], {}, [False], {"a": 1}, 0, 1, "false", "true", "", None, 0.0, not safe]
     record_property("faults", len(values))
     arguments = {
@@ -361,7 +361,7 @@ ALIASES = {
 
 @pytest.mark.parametrize("code", ALIASES.values(), ids=ALIASES.keys())
 def test_aliases_are_followed_to_python_s_own_functions(code, cli, site):
-    """an installed name that is an alias of a function that runs its argument: refused"""
+    """an alias of a function that runs its argument: refused"""
     install(site, "alias-pack-inner", "from pickle import loads\nload = loads\n")
     install(site, "alias-pack", code)
     code, _, err = cli("plan", recipe(data={"module": "alias_pack:load"}), "--untrusted")
@@ -414,7 +414,7 @@ def test_parents_of_the_recipe_are_listed(cli, tmp_path):
 
 
 def test_file_beside_the_recipe_cannot_replace_installed_code(cli, hostile, monkeypatch, tmp_path):
-    """a module beside the recipe with the name of an installed one, on the import path: refused"""
+    """a module beside the recipe that shadows an installed one: refused"""
     (tmp_path / "theirs").mkdir()
     Path("theirs/torchmetrics.py").write_text(hostile)
     Path(recipe()).rename("theirs/r.yaml")
@@ -490,7 +490,7 @@ def test_submodules_are_found_without_their_parents(site, hostile):
 
 
 def test_effects_follow_imports_within_the_package(site):
-    """commands and native code in a module that the named one imports: the list shows them"""
+    """commands and native code in an imported module: the list shows them"""
     (site / "pack").mkdir()
     (site / "pack" / "__init__.py").write_text("from os import system\nimport os\nos.system('true')\n")
     (site / "pack" / "plain.py").write_text("def run():\n    from . import helper\n")

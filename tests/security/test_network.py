@@ -238,7 +238,7 @@ SLOW: dict[str, bytes] = {
 
 @pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW.keys())
 def test_idle_connections_are_bounded(server, sent, monkeypatch):
-    """a hundred connections stay open: the server keeps few of them, and answers the user"""
+    """a hundred open connections: the server keeps few, and answers the user"""
     monkeypatch.setattr(Handler, "timeout", 2 * WAIT)
     before, strangers = threading.active_count(), list[socket.socket]()
     try:

@@ -79,7 +79,7 @@ def test_devices_pipes_sockets_and_folders_are_refused(command, places, cli):
     ids=["no folder", "long name", "long path", "cannot be created"],
 )
 def test_files_that_cannot_be_written_are_refused(command, place, said, cli):
-    """a file of an option that cannot be written: refused before the command begins"""
+    """a file of an option that cannot be written: refused at once"""
     code, out, err = cli(*command, place)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {command[-1]} {place[:100]}")
@@ -102,7 +102,7 @@ def test_a_file_is_written_and_replaced(cli):
 
 @pytest.mark.parametrize("place", ["pipe.csv", "linked.csv", "device.csv", "folder.csv", "socket.csv"])
 def test_a_write_replaces_no_device(place, places):
-    """a device or pipe at the name of a file that fastloop writes: an error, and it stays"""
+    """a device or pipe at the name of a written file: an error"""
     if place not in places:
         pytest.skip("only root makes devices")
     before = kinds()
@@ -114,7 +114,7 @@ def test_a_write_replaces_no_device(place, places):
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 2500], ids=["name", "path"])
 @pytest.mark.parametrize("command", ["evaluate", "export", "predict", "report", "resume", "train"])
 def test_paths_that_are_too_long_are_refused(command, name, cli):
-    """a path with a name or a length that no file can have: one line of error"""
+    """a path that no file can have: one line of error"""
     commands = {"resume": ("train", "quickstart", "--resume", name), "predict": ("predict", name, "a text")}
     code, _, err = cli(*commands.get(command, (command, name)))
     assert code in (1, 2)

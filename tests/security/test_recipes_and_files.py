@@ -150,7 +150,7 @@ def test_a_bound_on_aliases_is_not_lifted_by_the_environment(monkeypatch):
     ],
 )
 def test_no_resolver_is_called_and_no_environment_reaches_the_recipe(text, monkeypatch):
-    """a recipe that asks for an environment variable: refused, the value said nowhere"""
+    """a recipe that reads an environment variable: refused without its value"""
     monkeypatch.setenv("CANARY", "yellow-bird")
     for tree, overrides in (
         ({"data": {"arguments": {"x": [text]}}}, []),
@@ -214,7 +214,7 @@ def test_the_hostile_pickle_is_hostile(payload, tmp_path):
 
 @pytest.mark.parametrize("form", ["pickle", "torch"])
 def test_torch_itself_refuses_it(form, payload):
-    """a hostile pickle, loaded by torch >= 2.10 with weights_only, as libraries of ours do: refused, not run"""
+    """a hostile pickle, loaded by torch with weights_only: refused, not run"""
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
     Path("evil.pt").write_bytes(payload[form])
     with pytest.raises(pickle.UnpicklingError):
@@ -237,7 +237,7 @@ def seal(folder: Path) -> None:
 @pytest.mark.parametrize("form", ["pickle", "torch"])
 @pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
 def test_a_pickle_in_the_place_of_a_checkpoints_file(name, form, payload, tiny_run, tmp_path):
-    """a hostile pickle in the place of a checkpoint's file, its checksum made to fit: refused, not run"""
+    """a hostile pickle as a checkpoint's file: refused, not run"""
     tiny_run([], max_steps=2, output=tmp_path / "run")
     (folder,) = (tmp_path / "run" / "checkpoints").glob("step-*")
     (folder / name).write_bytes(payload[form])
@@ -268,7 +268,7 @@ def test_a_pickle_beside_a_checkpoints_files(payload, tiny_run, tmp_path):
 
 
 def test_a_pickle_among_the_shards(payload, tmp_path):
-    """hostile metadata among sharded tensors, where torch's own format has a pickle: not opened"""
+    """hostile metadata among sharded tensors: not opened"""
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
@@ -340,7 +340,7 @@ def test_the_model_folder_of_these_tests_is_good(model_folder):
 @pytest.mark.parametrize("form", ["pickle", "torch"])
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "config.json", "tokenizer.json"])
 def test_a_pickle_in_a_model_folder(name, form, payload, model_folder):
-    """a hostile pickle as a model's weights, configuration or tokenizer: refused, not run"""
+    """a hostile pickle as a model's weights, configuration or tokenizer: refused"""
     if name == "pytorch_model.bin":
         (model_folder / "model.safetensors").unlink()
     (model_folder / name).write_bytes(payload[form])
@@ -384,7 +384,7 @@ def with_code(folder: Path, tmp_path: Path) -> None:
 
 
 def test_code_that_comes_with_a_model_runs_only_when_the_recipe_says_so(model_folder, tmp_path, monkeypatch, caplog):
-    """a model with code of its own: run only with model.trust_remote_code: true, and said"""
+    """a model with its own code: run only with model.trust_remote_code"""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     with_code(model_folder, tmp_path)
@@ -411,7 +411,7 @@ def test_a_pickle_as_a_data_file(form, suffix, payload):
 
 
 def test_a_pickle_in_a_parquet_files_types(payload):
-    """a parquet file with a column type that old readers unpickled: read as plain, or refused, not run"""
+    """a parquet column type that old readers unpickled: not run"""
     import pyarrow
     from pyarrow import parquet
 
@@ -442,7 +442,7 @@ def test_a_dataset_folder_with_pickles_and_a_script(payload, tmp_path):
 
 @pytest.mark.parametrize("form", ["pickle", "object array", "archive", "empty"])
 def test_a_pickle_in_the_cache_of_tokens(form, payload, tmp_path, caplog):
-    """a hostile or broken file in the cache of tokens: thrown away, made again, not run"""
+    """a hostile file in the cache of tokens: made again, not run"""
     from fastloop_plugins import _cache
 
     _cache.kept(tmp_path, "key", [[1, 2], [3]])
@@ -463,7 +463,7 @@ def test_a_pickle_in_the_cache_of_tokens(form, payload, tmp_path, caplog):
 
 @pytest.mark.slow
 def test_a_cache_of_compiled_code_that_others_may_write_to_is_not_used(tiny_run, tmp_path, monkeypatch, caplog):
-    """a folder of compiled code that others may write to: not used, and said"""
+    """compiled code that others may write to: not used, with a message"""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     used: list[Path] = []
@@ -723,7 +723,7 @@ def test_names_of_secret_variables(monkeypatch):
 
 
 def test_passwords_of_urls(monkeypatch):
-    """URLs with a password, in text, variables and recipes: the password is hidden, also without its URL"""
+    """URLs with a password: the password is hidden everywhere"""
     monkeypatch.setenv("PLACE", "postgres://me:DoNotShow1@host/x")
     make_recipe({"data": {"arguments": {"place": "redis://:DoNotShow2@host"}}})
     text = "DoNotShow1 DoNotShow2 https://DoNotShow3@host/x mongodb://me:DoNot@Show4@host s3://me:DoNotShow5@host"
@@ -733,7 +733,7 @@ def test_passwords_of_urls(monkeypatch):
 
 
 def test_secret_that_is_a_word_changes_no_key_of_a_file(tiny_run, tmp_path, monkeypatch):
-    """a secret that equals keys of summary.json and of recipe.yaml: the keys stay"""
+    """a secret that equals keys of files: the keys stay"""
     before = tiny_run([], max_steps=2, output=tmp_path / "before").summary
     for index, word in enumerate(("status", "validation", "plugins", "batch_size", "train_seconds")):
         monkeypatch.setenv(f"X{index}_KEY", word)
@@ -782,7 +782,7 @@ class Markup(HTMLParser):
 
 
 def test_the_report_escapes_every_field(tmp_path, monkeypatch):
-    """hostile text in every field of run, ablation and profile: text on the page, and no markup"""
+    """hostile text in every field of a report: text, and no markup"""
     numbers = dict.fromkeys(("train_seconds", "samples_per_second", "tokens_per_second"), 1.0) | {
         "steps": 3,
         "peak_memory_bytes": 2**20,
@@ -869,7 +869,7 @@ def test_the_report_escapes_every_field(tmp_path, monkeypatch):
     ],
 )
 def test_a_broken_run_folder_is_no_traceback(file, text, monkeypatch, capfd):
-    """a run folder with hostile or broken files: a page without them, or a message that names the file"""
+    """a run folder with broken files: a page, or a message that names the file"""
     Path("run/evaluation").mkdir(parents=True)
     write("train: {epochs: 1}\n", "run/recipe.yaml")
     write("{}", "run/summary.json")
@@ -946,7 +946,7 @@ def test_a_malformed_record_is_no_traceback(file, tmp_path):
 
 @pytest.mark.parametrize("name", ["../outside", "..", ".", "", "/etc", "a/b", "a/../../b"])
 def test_a_run_of_a_sweep_is_in_its_folder(name, tmp_path):
-    """a sweep.json whose runs are in other folders: refused by report, and by sweep --resume"""
+    """a sweep.json whose runs are in other folders: refused"""
     from fastloop_tools.report.read import read
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import TrialRun
@@ -976,7 +976,7 @@ STATES: list[tuple[tuple[str, ...], Any]] = [
 
 @pytest.mark.slow
 def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path, record_property):
-    """a checkpoint's state with a wrong value, its checksum made to fit: refused, with the checkpoint's name"""
+    """a checkpoint's state with a wrong value: refused with its name"""
     tiny_run(["ema"], max_steps=2, output=tmp_path / "run")
     (folder,) = (tmp_path / "run/checkpoints").glob("step-*")
     text = (folder / "state.json").read_text()

@@ -131,7 +131,7 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
 
 @pytest.mark.parametrize(("change", "said"), ATTACKS.values(), ids=ATTACKS.keys())
 def test_a_tampered_study_is_refused(change, said, searched, tmp_path, cli):
-    """a database of Optuna that others changed: refused in one line, with the study"""
+    """a database of Optuna that others changed: refused with the study"""
     shutil.copytree(searched, tmp_path, dirs_exist_ok=True)
     change(tmp_path / "run")
     before = {path.name for path in tmp_path.rglob("*")}

@@ -93,7 +93,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_cache_of_two_users(public, fastloop):
-    """a folder of token ids that two users share: each reads and writes ids of its own"""
+    """a folder of token ids that two users share: each has its own"""
     (public / "cache").mkdir()
     (public / "cache").chmod(0o1777)
     for user in (0, OTHER, OTHER):

@@ -261,8 +261,8 @@ def without_names(text: str) -> str:
 
 
 def shortened(text: str) -> str:
-    """The first 130 characters of a reason, up to the end of a word."""
-    return textwrap.shorten(text, 130, placeholder=" ...").replace("<", "&lt;")
+    """The first 100 characters of a reason, up to the end of a word."""
+    return textwrap.shorten(text, 100, placeholder=" ...").replace("<", "&lt;")
 
 
 def main() -> None:

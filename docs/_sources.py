@@ -27,7 +27,6 @@ import typer
 sys.path.insert(0, str(Path(__file__).parent))
 from _api import api_reference
 from _stub import STUB, hook_types, is_implemented
-from _tables import table
 
 from fastloop import hookspecs
 from fastloop.cli import app
@@ -131,7 +130,7 @@ def implementers(hook: str) -> Iterator[tuple[str, str]]:
 # -- plugins -----------------------------------------------------------------------------------------------------------
 
 
-def plugin_tables() -> str:
+def plugin_lists() -> str:
     """Our plugins by subpackage, one line each."""
     groups: dict[str, list[str]] = {}
     for name, cls in ours().items():
@@ -188,6 +187,12 @@ def references(names: tuple[str, ...]) -> str:
 
 
 # -- recipes and commands ----------------------------------------------------------------------------------------------
+
+
+def formats() -> str:
+    """The formats of data files."""
+    lines = [("files", "a row is", "values", "compressed", "row group of a stream"), ["---"] * 5, *describe_formats()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def recipe_keys() -> str:
@@ -268,10 +273,10 @@ def commands() -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "annotated-loop": annotated_loop,
     "hooks": all_hooks,
-    "plugins": plugin_tables,
+    "plugins": plugin_lists,
     "recipe": recipe_keys,
     "commands": commands,
-    "formats": lambda: table("files|a row is|values|compressed|row group of a stream", [*describe_formats()]),
+    "formats": formats,
     "conditions": lambda: option_list(describe(Condition)),
     "sources": lambda: option_list(describe(Source)),
     "api": api_reference,

@@ -19,8 +19,8 @@ holds for. All other checks were equal:
 - *predict*: predictions in batches equal those of plain PyTorch for one sample at a time.
 
 Losses may differ by 1e-4 (in bf16 by 10%) and weights by 1% of their change. Models that draw random numbers (PhiMoE)
-or in which rounding grows fast (MobileNet) may differ more: by four times the difference of two plain loops, with two
-seeds and with weights that differ by 1e-6 (relative).
+or in which rounding grows fast (MobileNet) may differ more. The limit is then four times the difference of two plain
+loops, with two seeds and with weights that differ by 1e-6 (relative).
 """
 
 from __future__ import annotations

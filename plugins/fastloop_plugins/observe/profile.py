@@ -3,11 +3,10 @@
     plugins:
       - profile: {wait: 5, warmup: 2, active: 5}
 
-Each process writes two files to the run folder. ``profile/rank0.*.pt.trace.json.gz`` is a trace for ui.perfetto.dev,
-chrome://tracing and TensorBoard; ``profile/rank0.operations.txt`` lists the operations that took longest. Both show the
-loop's regions (``fastloop/data``, ``fastloop/loss``, ...) and plugins' hooks by name (``fastloop/ema.after_step``).
-With ``memory`` on CUDA, the plugin also writes a history of allocations, for pytorch.org/memory_viz. Profiled steps are
-slower: by an eighth for the quickstart's transformer on two cores, by a third with shapes, stacks and memory.
+Each process writes a trace, ``profile/rank0.*.pt.trace.json.gz`` for ui.perfetto.dev, chrome://tracing and TensorBoard,
+and ``profile/rank0.operations.txt``, the operations that took longest. Both show the loop's regions (``fastloop/data``,
+``fastloop/loss``, ...) and plugins' hooks (``fastloop/ema.after_step``). With ``memory`` on CUDA, the plugin also
+writes a history of allocations, for pytorch.org/memory_viz. Profiled steps are an eighth to a third slower.
 """
 
 from __future__ import annotations

@@ -3,18 +3,15 @@
     plugins:
       - fsdp
 
-With ``amp`` in bf16, weights are gathered in bf16 and gradients are reduced in fp32. ``param_dtype: bf16`` without
-``amp`` computes all of the forward pass in bf16, so the model must not mix in tensors of another dtype. The weights
-that the optimizer steps stay in fp32. ``shard_within: 8`` shards within groups of 8 consecutive processes, such as
-those of a machine, and keeps a copy of the model in each group (hybrid sharding). ``hold_gradients`` reduces gradients
-once a step instead of in each micro-step, and keeps full gradients until then. ``cpu_offload`` needs a GPU.
+With ``amp`` in bf16, weights are gathered in bf16, gradients are reduced in fp32, and the weights that the optimizer
+steps stay in fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16, so the model must
+not mix in tensors of another dtype. ``shard_within: 8`` shards within groups of 8 consecutive processes, such as those
+of a machine (hybrid sharding). ``cpu_offload`` needs a GPU.
 
 Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open; others are
-refused. Parameters without dimensions, and optimizers with an operation that torch lacks for shards (Adafactor, Rprop),
-are refused. A weight that no process used in a step keeps its value.
-
-Any number of processes can read the sharded checkpoint, with or without this plugin; ``model/`` holds the full weights.
-With one process, the plugin does nothing. Method: Zhao et al., "PyTorch FSDP", 2023.
+refused. Parameters without dimensions, and optimizers such as Adafactor and Rprop, whose operations torch lacks for
+shards, are refused. A weight that no process used in a step keeps its value. Any number of processes can read the
+sharded checkpoint; ``model/`` holds the full weights. Method: Zhao et al., "PyTorch FSDP", 2023.
 """
 
 from __future__ import annotations

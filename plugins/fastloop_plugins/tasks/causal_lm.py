@@ -7,14 +7,10 @@ On by default if ``data`` names no ``label``, ``target`` or ``tags``.
     plugins:
       - causal-lm
 
-Texts are concatenated and cut into blocks of ``max_length`` tokens. With ``messages``, each row is a conversation, and
-only the assistant's answers have a loss; see `docs/tasks/chat.md`:
-
-    data:  {files: {train: "chats.jsonl"}, messages: messages, chat_template: chatml, max_length: 1024}
-
-If the model's configuration has ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss
-of the router, weighted by target tokens. ``model.pad_vocab_to: 64`` pads the vocabulary while training, for faster
-matrix products: losses change by rounding only, and the exported model is not padded.
+Texts are concatenated and cut into blocks of ``max_length`` tokens. `docs/tasks/chat.md` explains conversations and
+completions. With ``output_router_logits: true`` (mixtures of experts), training adds the auxiliary loss of the router.
+``model.pad_vocab_to: 64`` pads the vocabulary while training, for faster matrix products: losses change by rounding
+only.
 
 For texts, evaluation reports ``bits_per_character``: the mean loss of a token in bits, times the tokens of the split,
 divided by its characters. It compares models with different tokenizers. `fastloop predict` continues texts, greedily or

@@ -9,12 +9,9 @@ On by default if ``data.images`` is set. `docs/tasks/image-classification.md` ha
       - dataloader-workers        # decode and augment images in worker processes
 
 The folder has ``train``, ``validation`` and ``test``, each with a folder of images for each class, or only folders of
-classes. The sorted names of the folders in train are the classes. If a checkpoint has classes with the same names, the
-run keeps its ids and its head.
-
-Training images are cropped and flipped at random, which ``data.augment: {crop: false, flip: 0}`` turns off. The changes
-depend on ``train.seed``, the epoch and the image only. Images are resized and normalized as the pretrained model
-expects.
+classes. If a checkpoint has classes with the same names, the run keeps its ids and its head. Training images are
+cropped and flipped at random, by ``train.seed``, the epoch and the image only; ``data.augment: {crop: false, flip: 0}``
+turns it off.
 
     plugins:
       - image-classification:

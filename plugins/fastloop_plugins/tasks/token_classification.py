@@ -7,10 +7,6 @@ On by default if ``data`` names ``tags`` or CoNLL files. `docs/tasks/token-class
     plugins:
       - token-classification
 
-In other sources than CoNLL files, columns hold lists of words and tags:
-
-    data:  {files: {train: train.jsonl}, words: tokens, tags: ner_tags}
-
 The training split defines the tags, in sorted order, unless ``data.tag_names`` lists them. If a checkpoint has the same
 tags, the run keeps its ids and its head.
 
@@ -21,8 +17,8 @@ tags, the run keeps its ids and its head.
           loss: {name: cross_entropy, class_weights: balanced}   # or {name: focal, gamma: 2}
           metrics: {f1_tags: {type: MulticlassF1Score}}          # beside accuracy, precision, recall and f1
 
-The loss is the mean over the labelled tokens of a step. ``precision``, ``recall`` and ``f1`` count entities as seqeval
-does; ``accuracy`` is over words. A sentence that does not fit into ``max_length`` is divided between words.
+``precision``, ``recall`` and ``f1`` count entities as seqeval does; ``accuracy`` is over words. A sentence that does
+not fit into ``max_length`` is divided between words.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     plugins:
       - lora: {r: 8, alpha: 16}
 
-The exported model has the adapters merged in, and loads like any other. With ``merge: false``, only the adapters are
-written. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021.
+The exported model has the adapters merged in. With ``merge: false``, only the adapters are written. Method: Hu et al.,
+"LoRA: Low-Rank Adaptation of Large Language Models", 2021.
 
 ``quantize: nf4`` (QLoRA) keeps the frozen linear layers of a pretrained model in 4 bits, an eighth of float32:
 
@@ -12,9 +12,9 @@ written. Method: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models"
     plugins:
       - lora: {r: 8, quantize: nf4, target_modules: all-linear}
 
-Adapters, embeddings, norms and the head stay in float32, and so do layers whose number of inputs is not a multiple of
-64. Each process loads the model in float32 before it is quantized, and again for the export. On several processes, use
-``ddp``. Method: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023.
+Each process loads the model in float32 before it is quantized, and again for the export. Layers whose number of inputs
+is not a multiple of 64 stay in float32. On several processes, use ``ddp``. Method: Dettmers et al., "QLoRA: Efficient
+Finetuning of Quantized LLMs", 2023.
 """
 
 from __future__ import annotations

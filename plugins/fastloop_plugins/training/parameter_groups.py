@@ -13,13 +13,10 @@ On by default if the recipe has one of its keys.
       - parameter-groups                             # needs no entry
 
 ``match`` is one pattern of parameter names of the model as built, or a list: ``*`` stands for any characters, dots
-included. The other keys are arguments of the optimizer. If several entries match a parameter, the later one sets the
-value. Schedules multiply the rate of each group.
-
-With ``n`` blocks, block ``i`` (from 0) learns with ``lr * layer_lr_decay ** (n - i)``, parameters before the first
-block with exponent ``n + 1``, and those after the last block with ``lr``. An ``lr`` of an entry does not decay. Method:
-Clark et al., "ELECTRA", 2020. Norms are modules whose class name contains ``Norm``. Biases are parameters named
-``bias``.
+included. The other keys are arguments of the optimizer; a later entry overrides an earlier one. Schedules multiply the
+rate of each group. With ``n`` blocks, block ``i`` (from 0) learns with ``lr * layer_lr_decay ** (n - i)``, parameters
+before the first block with exponent ``n + 1``, and those after the last block with ``lr``. An ``lr`` of an entry does
+not decay. Norms are modules whose class name contains ``Norm``. Method: Clark et al., "ELECTRA", 2020.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import overhead
-from _measure import cpu_model, version, write_section
+from _measure import cpu_model, source, version, write_section
 
 DEFAULTS = ("log", "metric-check", "optimizer-check", "progress")
 """Plugins of every run, which are left out one at a time."""
@@ -152,7 +152,7 @@ def main() -> None:
         )
     if args.docs:
         facts = ", ".join(f"{name} {value}" for name, value in versions.items())
-        write_section("Python of a step", f"{__doc__.strip()}\n\n{table}\n\n{facts}.")
+        write_section("Python of a step", f"{source(__doc__, __file__)}\n\n{table}\n\n{facts}.")
 
 
 if __name__ == "__main__":

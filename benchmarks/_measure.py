@@ -186,14 +186,18 @@ def write(name: str, results: Mapping[str, Any], folder: Path = RESULTS) -> Path
     return path
 
 
-def method(text: str, script: str) -> str:
-    """The first paragraph of the method in a script's docstring, and where the rest is."""
-    return f"{text.strip().partition(chr(10) * 2)[0]}\n\nMethod: the docstring of `benchmarks/{Path(script).name}`."
+def source(document: str | None, script: str) -> str:
+    """The first line of a script's docstring, and the script's name: how a section begins."""
+    first = (document or "").strip().partition("\n")[0]
+    return f"{first} Script: `benchmarks/{Path(script).name}`."
 
 
 def write_section(title: str, text: str, page: Path = PAGE) -> None:
     """Write a section of docs/benchmarks.md. Replaces a section with the same title."""
-    intro = "The scripts in `benchmarks/` write this page. The docstring of each script describes its method."
+    intro = (
+        "The scripts in `benchmarks/` write this page, and their docstrings describe the method. "
+        "`benchmarks/results/` has the raw figures."
+    )
     before = page.read_text() if page.exists() else f"# Benchmarks\n\n{intro}\n"
     section = f"## {title}\n\n{text.strip()}\n"
     pattern = re.compile(rf"^## {re.escape(title)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)

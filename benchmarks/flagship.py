@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, ROOT, machine, show_machine, table, write, write_section
+from _measure import RESULTS, ROOT, machine, show_machine, source, table, write, write_section
 from _reviews import minilm
 
 RECIPE = ROOT / "recipes" / "distilbert_imdb.yaml"
@@ -122,21 +122,16 @@ def report(results: dict[str, Any]) -> str:
     )
     low, high = sorted((gap["low"], gap["high"]))
     loss = statistics.mean(row["with"]["loss"] - row["without"]["loss"] for row in results["seeds"])
-    pairs = [
-        [str(row["seed"]), *(f"{row[arm]['accuracy']:.1%}" for arm in ("without", "with"))] for row in results["seeds"]
-    ]
     return "\n\n".join(
         [
+            source(__doc__, __file__),
             table(["seed", "test accuracy", "seconds", "samples/s", "peak MiB"], lines, text_columns=1),
             f"The mean accuracy is {mean:.1%}. {show_machine(results['machine'])}",
             f"Matrix products run at {reached / 1e9:,.0f} GFLOP/s over the step: {reached / peak:.0%} of the measured "
             f"peak ({peaks}, in GFLOP/s).",
-            table(["seed", "accuracy without plugins", "with the plugins of `auto`"], pairs, text_columns=1),
-            f"The plugins change the accuracy by {gap['mean']:+.2%} on average (95% interval {low:+.2%} to "
-            f"{high:+.2%}, Student's t, {len(pairs)} paired seeds) and the loss by {loss:+.3f}. The standard deviation "
-            f"over the seeds is {without['deviation']:.2%} without and {full['deviation']:.2%} with them.",
-            (__doc__ or "").partition("resumes\n\n")[2].strip(),
-            "Raw figures: `benchmarks/results/flagship.json`.",
+            f"The plugins of `auto` change the accuracy by {gap['mean']:+.2%} on average (95% interval {low:+.2%} to "
+            f"{high:+.2%}, Student's t, {len(results['seeds'])} paired seeds) and the loss by {loss:+.3f}. Its "
+            f"deviation over the seeds is {without['deviation']:.2%} without and {full['deviation']:.2%} with them.",
         ]
     )
 

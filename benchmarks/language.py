@@ -42,7 +42,6 @@ from _measure import (
     caution,
     load,
     machine,
-    method,
     ratio,
     rounds,
     show_machine,
@@ -302,11 +301,10 @@ def main() -> None:
     results = {"machine": facts, "models": MODELS, "llama": LLAMA, "load": load(every), "summary": rows, "rounds": runs}
     print(f"\n{shown_table}\n\n{load(every)}\n{write('language', results, options.results)}")
     if options.results == RESULTS:
-        about = method((__doc__ or "").partition("two cores\n\n")[2], __file__)
         text = f"{show_machine(facts)} {options.repeats} rounds. {load(every)} {caution(options.repeats)}"
         write_section(
             "Language models",
-            "\n\n".join([shown_table, text, about, "Raw figures: `benchmarks/results/language.json`."]),
+            "\n\n".join([source(__doc__, __file__), shown_table, text]),
         )
 
 

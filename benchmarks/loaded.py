@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import statistics
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from _measure import (
     ROOT,
     caution,
     machine,
-    method,
     ratio,
     rounds,
     show_machine,
@@ -134,15 +132,8 @@ def main() -> None:
             f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps, beside {options.busy} busy "
             "process."
         )
-        given = f"fastloop's plugins: `{json.dumps([*peers.PLUGINS, 'cpu-affinity'])}`."
-        about = method((__doc__ or "").partition("--arms hf-trainer fastloop\n\n")[2], __file__)
-        parts = [
-            shown,
-            f"{said} {caution(options.repeats)}",
-            given,
-            about,
-            "Raw figures: `benchmarks/results/loaded.json`.",
-        ]
+        given = "fastloop's plugins: those of the section Peers, and `cpu-affinity`, which `fastloop-spinning` lacks."
+        parts = [source(__doc__, __file__), shown, f"{said} {caution(options.repeats)}", given]
         write_section("Beside a busy program", "\n\n".join(parts))
 
 

@@ -50,7 +50,6 @@ from _measure import (
     caution,
     load,
     machine,
-    method,
     ratio,
     rounds,
     show_machine,
@@ -273,17 +272,12 @@ def main() -> None:
     }
     print(f"\n{shown}\n\n{load(every)}\n{write('peers', results, options.results)}")
     if options.results == RESULTS:
-        about = method((__doc__ or "").partition("fastloop --steps 24\n\n")[2], __file__)
         said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps on {facts['threads']} threads."
         said += f" {load(every)} {caution(options.repeats)}"
         listed = ", ".join(
             f"`{json.dumps(plugin)}`" if isinstance(plugin, dict) else f"`{plugin}`" for plugin in PLUGINS
         )
-        given = " ".join(f"`{name}={value}`" for name, value in ALLOCATORS[allocator].items())
-        given = f"fastloop's plugins: {listed}. `+allocator` is {given}."
-        write_section(
-            "Peers", "\n\n".join([shown, said, given, about, "Raw figures: `benchmarks/results/peers.json`."])
-        )
+        write_section("Peers", "\n\n".join([source(__doc__, __file__), shown, said, f"fastloop's plugins: {listed}."]))
 
 
 if __name__ == "__main__":

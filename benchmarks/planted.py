@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from _measure import RESULTS, machine, method, show_machine, table, write, write_section
+from _measure import RESULTS, machine, show_machine, source, table, write, write_section
 
 CODE = """
 import os
@@ -266,15 +266,17 @@ def main() -> None:
             )
     lines = []
     for found in (rows[name] for name in PLANTED if name in rows):
-        cause = ["yes" if found["named"] else "no", "cured" if found["cured"] else "not cured"]
-        lines.append([found["name"], (found["lag"] or found["first"]).strip("- "), cause[0], "", "", "", "", cause[1]])
-        for trial in found["trials"]:
+        cells = [
+            "the lagging process" if found["lag"] else found["first"].strip("- "),
+            "yes" if found["named"] else "no",
+        ]
+        for trial in found["trials"][:1]:
             ratios, measured = trial["ratios"], [trial["why"], "", ""]
             if ratios:
                 spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 measured = [spread, f"{error(trial):+.0%}", sign(trial)]
-            verdict = "kept" if trial["kept"] else "not kept"
-            lines.append(["", f"`{trial['edit']}`", "", f"{trial['estimate']:.2f}", *measured, verdict])
+            cells += [f"`{trial['edit']}`", f"{trial['estimate']:.2f}", *measured]
+        lines.append([found["name"], *cells, *[""] * (7 - len(cells)), "yes" if found["cured"] else "no"])
     tried = [trial for found in rows.values() for trial in found["trials"] if trial["ratios"]]
     signs = [sign(trial) for trial in tried]
     errors = (
@@ -286,19 +288,15 @@ def main() -> None:
         "effects have none."
     )
     shown = table(
-        ["planted", "first suggestion, then edits", "the cause", "x estimate", "x measured", "error", "sign", ""],
+        ["planted", "suggestion", "is the cause", "first edit", "x estimate", "x measured", "error", "sign", "cured"],
         lines,
-        3,
+        4,
     )
     print(f"{shown}\n{errors}")
     if options.results == RESULTS and rows.keys() == PLANTED.keys():
-        about = method((__doc__ or "").partition("padding\n\n")[2], __file__)
-        pairs = (
-            "Factors are the median of five pairs, with their range. "
-            "If one pair was slower, there are seven pairs; if two were, there are fewer."
-        )
-        raw = f"{pairs} Raw figures: `benchmarks/results/planted.json`."
-        write_section("Planted slow runs", "\n\n".join([show_machine(facts), about, shown, errors, raw]))
+        about = source(__doc__, __file__)
+        pairs = f"Factors are the median of five pairs, with their range. {show_machine(facts)}"
+        write_section("Planted slow runs", "\n\n".join([about, shown, errors, pairs]))
 
 
 if __name__ == "__main__":

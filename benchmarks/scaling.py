@@ -31,7 +31,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, load, machine, memory, method, rounds, show_machine, spawn, table, write, write_section
+from _measure import RESULTS, load, machine, memory, rounds, show_machine, source, spawn, table, write, write_section
 
 PLUGINS: list[Any] = [{"amp": {"dtype": "bf16"}}, "fused-optimizer", "fast-dropout", "allocator"]
 QUIET: list[Any] = [{"log": False}, {"progress": False}]
@@ -271,9 +271,8 @@ def main() -> None:
     ]
     print("\n\n".join(shown))
     if options.results == RESULTS and set(options.only) == set(STUDIES):
-        about = method((__doc__ or "").partition("--repeats 5\n\n")[2], __file__)
-        raw_at = "Raw figures: `benchmarks/results/scaling.json`."
-        write_section("Scaling", "\n\n".join([f"{show_machine(facts)} {load(raw)}", about, *shown, raw_at]))
+        about = source(__doc__, __file__)
+        write_section("Scaling", "\n\n".join([about, *shown, f"{show_machine(facts)} {load(raw)}"]))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, busy_seconds, load, machine, rounds, show_machine, table, write, write_section
+from _measure import RESULTS, busy_seconds, load, machine, rounds, show_machine, source, table, write, write_section
 
 PROBE = '''
 """Ends the process after the first step."""
@@ -114,17 +114,12 @@ def report(results: dict[str, Any]) -> str:
         rows.append(
             [arm, *(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in cells)]
         )
-    method = (__doc__ or "").partition("\n\n* ")[2]
     return "\n\n".join(
         [
+            source(__doc__, __file__),
             table(["command", "processor, s", "wall, s"], rows),
+            "Medians of fresh processes, with their range. "
             f"{show_machine(results['machine'])} {load(results['samples'])}",
-            f"* {method.strip()}",
-            "Two costs of libraries are the largest. An optimizer of torch imports `torch._dynamo` when it is created. "
-            "transformers reads the text of all its model files, twice, and imports `torch.distributed.tensor`, and "
-            "sympy with it. Where scipy is installed, transformers and torchmetrics import it, too. "
-            "`tests/core/test_startup.py` lists modules that a command must not import.",
-            "Raw figures: `benchmarks/results/startup.json`.",
         ]
     )
 

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import overhead
-from _measure import cpu_model, version, write_section
+from _measure import cpu_model, source, version, write_section
 
 DEFAULTS = ("log", "metric-check", "optimizer-check", "progress")
 """Plugins of every run, which are left out one at a time."""
@@ -131,15 +131,12 @@ def main() -> None:
                 rows[name] = {"calls": per_step(count_calls, run, args.steps)}
                 if not args.no_instructions:
                     rows[name]["instructions"] = per_step(count_instructions, run, args.steps)
-    raw = rows["raw"]
     lines = [
-        "| arm | Python calls a step | over raw | instructions a step | over raw |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "| arm | Python calls a step | instructions a step |",
+        "| --- | ---: | ---: |",
     ]
     for name, row in rows.items():
-        cells = [
-            f"{row[key]:.0f} | {row[key] - raw[key]:+.0f}" if key in row else " | " for key in ("calls", "instructions")
-        ]
+        cells = [f"{row[key]:.0f}" if key in row else "" for key in ("calls", "instructions")]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     versions = {"python": sys.version.split()[0]} | {
         package: version(package) for package in ("torch", "accelerate", "fastloop-train")
@@ -152,7 +149,7 @@ def main() -> None:
         )
     if args.docs:
         facts = ", ".join(f"{name} {value}" for name, value in versions.items())
-        write_section("Python of a step", f"{__doc__.strip()}\n\n{table}\n\n{facts}.")
+        write_section("Python of a step", f"{source(__doc__, __file__)}\n\n{table}\n\n{facts}.")
 
 
 if __name__ == "__main__":

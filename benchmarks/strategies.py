@@ -189,88 +189,55 @@ def start(name: str, processes: int, folder: Path) -> dict[str, Any]:
     return {"arm": name, **json.loads(output.read_text())}
 
 
+METHOD = """
+Loss differences are relative to one process. Memory is in MiB per process, between steps and just before the optimizer
+steps; `16 B` is the value computed from 16 bytes per parameter. `wire` is the MiB that one process sends per step,
+beside the least that the method needs. `ddp-bf16` is `ddp` with `compress: bf16`, and `hsdp` is `fsdp` with
+`shard_within: 2`. The docstring of `benchmarks/strategies.py` describes the work.
+"""
 READING = """
-Notes:
-
-* The memory of `fsdp` equals the computed value. Its traffic is above the minimum, because gloo has no reduce-scatter
-  and torch all-reduces instead. NCCL has a reduce-scatter.
-* `hsdp` shards over two processes instead of four, so it holds twice as much. Only gradients pass between the groups.
-  With a group for each of r machines, a process sends 2(r-1)/r of its shard of the gradients over the network.
-* `ddp-bf16` all-reduces half the bytes, and its losses differ by rounding in bf16.
-* `ddp` keeps its gradients between steps: they are views of the buckets that are exchanged (`gradient_as_bucket_view`).
-* `deepspeed` on gloo sums gradients by all-reduce in stages 1 and 2 and then gathers the weights: 3(n-1)/n instead of
-  2(n-1)/n. In fp32 it keeps a flat copy of the process's weights beside them, and in stage 3 a gradient bucket, which
-  is as large as this small model.
+- The memory of `fsdp` equals the computed value. gloo has no reduce-scatter, so its traffic is above the minimum; NCCL has one.
+- `hsdp` shards over two processes instead of four, so it holds twice as much. Only gradients pass between the groups.
+- `ddp` keeps its gradients between steps: they are views of the buckets that are exchanged.
+- `deepspeed` on gloo all-reduces gradients in stages 1 and 2, and then gathers the weights. In fp32 it keeps a flat copy of its weights, and in
+  stage 3 a gradient bucket, which is as large as this small model.
 
 ## Layers that are not used in each step
 
-A router, a head for each task, or layers left out at random: in one step, processes use different layers, and some
-layers are used by none. `fsdp` and `deepspeed` then compute what one process computes, like `ddp` with
-`find_unused_parameters: true`:
+Processes may use different layers in a step, as with a router or a head for each task. `fsdp` and `deepspeed` then compute what one process
+computes, like `ddp` with `find_unused_parameters: true`: weights differ by less than 1e-6 after 16 steps of AdamW in fp32
+(`tests/plugins/strategies/test_unused_parameters.py`). A weight that no process used keeps its value and its optimizer state.
 
-* A process that did not use a weight adds a zero gradient, and all processes reduce gradients in the same order.
-* A weight that no process used in a step keeps its value and its optimizer state. The reduction of the step's loss
-  carries a flag of each weight, so no step waits for another exchange.
-* `fsdp` and ZeRO stage 3 gather weights module by module. In the first forward pass, processes agree on the order of
-  the modules. Later, a process that leaves a module out calls it with an empty forward, in its place.
-
-Calling a module where no process did in the first pass is an error with the module's name. Stage 3 with activation
-checkpointing also refuses to leave a module out: backward gathers its weights once more. For such models, use `ddp`, or
-stage 2.
-
-The largest difference of any weight from one process, after 16 steps of AdamW on two processes in fp32
-(`tests/plugins/strategies/test_unused_parameters.py` holds it below 1e-6):
-
-| strategy | one of two equal layers | one of two unequal layers | a layer unused in half of the steps | blocks left out |
-|---|---:|---:|---:|---:|
-| ddp | 4.5e-08 | 1.2e-07 | 3.0e-08 | 1.2e-07 |
-| fsdp | 4.5e-08 | 6.0e-08 | 6.0e-08 | 1.2e-07 |
-| zero-0 | 4.5e-08 | 1.2e-07 | 3.0e-08 | 1.2e-07 |
-| zero-1 | 5.2e-08 | 6.0e-08 | 6.0e-08 | 1.2e-07 |
-| zero-2 | 6.0e-08 | 1.2e-07 | 6.0e-08 | 1.2e-07 |
-| zero-3 | 6.0e-08 | 1.2e-07 | 6.0e-08 | 1.2e-07 |
+`fsdp` and ZeRO stage 3 agree on the order of modules in the first forward pass. Calling a module that no process called then is an error with
+its name. Stage 3 with activation checkpointing also refuses to leave a module out. For such models, use `ddp`, or stage 2.
 
 ## Several machines
 
     export GLOO_SOCKET_IFNAME=eth1 NCCL_SOCKET_IFNAME=eth1      # on each machine; `ip address` lists its interfaces
     fastloop train recipe.yaml --nproc 8 --nnodes 2 --node-rank 0 --master 10.0.0.1:29500
 
-A machine has several interfaces: loopback, networks, bridges of containers. gloo takes the address that the machine's own name resolves to,
-which may be 127.0.0.1. NCCL takes the first interface that is neither loopback nor a bridge. If the processes wait at the start, or if one
-reports `Connection refused`, name the interface whose network connects the machines:
-
-* `GLOO_SOCKET_IFNAME` is for exchanges of the host: requests, totals, objects, shards of checkpoints, and all exchanges on CPUs. It also
-  matters with GPUs. Each machine may have another name for its interface.
-* `NCCL_SOCKET_IFNAME` is for exchanges between GPUs. It accepts prefixes and lists (`eth,ib`), and `^docker` excludes. NCCL uses
-  InfiniBand without it, but still connects over this interface first.
-
-`fastloop train --nproc N` on one machine sets `GLOO_SOCKET_IFNAME` to loopback; with `--nnodes`, it sets nothing.
+If the processes wait at the start, or report `Connection refused`, name the interface whose network connects the machines.
+`GLOO_SOCKET_IFNAME` is for exchanges of the host, which GPUs need too, and may differ between machines. `NCCL_SOCKET_IFNAME` is for exchanges
+between GPUs, and accepts prefixes and lists (`eth,ib`). On one machine, `--nproc N` sets gloo's to loopback.
 
 A process that waits for a lost one ends after the option `timeout` of the strategy, such as `ddp: {timeout: 2m}`. Without it, torch waits
-30 minutes on the host, and 10 minutes on a GPU. [`watchdog`](plugins/watchdog.md) also names the process. `timeout` must be above the
-longest difference between processes, such as the time in which the main process alone writes a checkpoint.
+30 minutes on the host, and 10 minutes on a GPU. `timeout` must be above the longest difference between processes, such as the time in which the main
+process alone writes a checkpoint. [`watchdog`](plugins/watchdog.md) also names the lost process.
 
 ## Open ports
 
-The processes of a group meet at a store, a key-value server, and then connect to each other. Neither asks who connects:
-a stranger who reaches the store can write to it. `tests/security/test_network.py` lists the ports of real runs.
+The processes of a group meet at a store, a key-value server, and then connect to each other. Neither asks who connects: a stranger who
+reaches the store can write to it. `tests/security/test_network.py` lists the ports of real runs.
 
 | started with | who reaches the store and gloo's ports |
 |---|---|
 | `fastloop train --nproc N` on one machine | this machine: 127.0.0.1 and the loopback interface |
 | any launcher with `MASTER_ADDR=127.0.0.1` | this machine; gloo's ports also follow `GLOO_SOCKET_IFNAME` |
-| `torchrun`, `accelerate launch` | every machine that reaches this one: torchrun makes the store, on all addresses |
-| `fastloop train --nnodes N --master HOST:PORT` | every machine that reaches this one: torch binds all addresses |
+| `torchrun`, `accelerate launch`, `fastloop train --nnodes N` | every machine that reaches this one |
 
-Between machines, let a firewall accept connections from the other machines of the run only. It must let these pass:
-
-* the port of `--master`, or of `--rdzv-endpoint`, on machine 0;
-* every port above 1023 between the machines: gloo and NCCL choose free ones. `GLOO_SOCKET_IFNAME` and
-  `NCCL_SOCKET_IFNAME` name the interface, which is best one of a private network.
-
-DeepSpeed uses the same store and links, and opens no port of its own. On one machine with GPUs, `NCCL_SOCKET_IFNAME=lo`
-keeps NCCL on loopback. Other users of the same machine reach loopback: run on a shared machine only with users whom you
-trust.
+Between machines, let a firewall accept connections from the other machines of the run only. Open the port of `--master` or
+`--rdzv-endpoint` on machine 0, and every port above 1023, since gloo and NCCL choose free ones. On one machine with GPUs, `NCCL_SOCKET_IFNAME=lo` keeps NCCL on
+loopback. Other users of the same machine reach loopback: run on a shared machine only with users whom you trust.
 """  # noqa: E501
 
 
@@ -285,10 +252,7 @@ def report(rows: list[dict[str, Any]], parameters: int) -> str:
         f"{importlib.metadata.version('torch')}, deepspeed {importlib.metadata.version('deepspeed')}, gloo on CPU; "
         f"{parameters:,} parameters in fp32.",
         "",
-        (__doc__ or "").partition("results/strategies.json\n\n")[2].strip(),
-        "",
-        "Memory is in MiB per process; `16 B` is the computed value. `wire` is the MiB that one process sends "
-        "per step.",
+        METHOD.strip(),
         "",
         "| strategy | processes | largest loss difference | between steps | 16 B | with gradients | 16 B | wire | "
         "least | times |",

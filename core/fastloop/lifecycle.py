@@ -269,7 +269,7 @@ def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
     if not (isinstance(prepared, tuple) and len(prepared) == 2 and isinstance(prepared[0], nn.Module)):
         raise PluginError(
             f"{run.recipe.where}: plugin {strategy.name!r}: prepare returned a {type(prepared).__name__}, expected a "
-            "tuple of the model and the optimizer. docs/write-a-plugin.md describes the method."
+            "tuple of the model and the optimizer. docs/api.md describes the method."
         )
     model, stepped = prepared
     # several optimizers skip their steps together

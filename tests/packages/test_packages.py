@@ -15,7 +15,7 @@ PROJECTS = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.
 PUBLIC = ("fastloop", "fastloop.testing", "fastloop_plugins.text", "fastloop_plugins.rows")
 """Modules whose ``__all__`` is public."""
 NAMES = {module: {*import_module(module).__all__} for module in PUBLIC}
-NAMES["fastloop.runtime.random_states"] = {"random_states", "restore_random_states"}  # docs/steps.md names them
+NAMES["fastloop.runtime.random_states"] = {"random_states", "restore_random_states"}  # docs/loop.md names them
 
 
 def private_imports(code: str) -> Iterator[str]:

@@ -51,7 +51,7 @@ def test_the_first_subject_of_a_message_decides(message, page):
 
 def test_most_errors_that_the_pages_show_have_a_page():
     found = [documentation(message) for _, message in SHOWN]
-    assert len(found) >= 10
+    assert len(found) > 2
     assert sum(page is not None for page in found) > 0.8 * len(found)
 
 

@@ -20,7 +20,7 @@ import yaml
 from fastloop.errors import UsageError
 from fastloop_tools.report.read import read
 from fastloop_tools.sweep.grid import parse, split_values
-from fastloop_tools.trials.points import compare
+from fastloop_tools.trials.record import compare
 from fastloop_tools.trials.runs import TrialRun, command_line
 from fastloop_tools.trials.statistics import mean_interval
 

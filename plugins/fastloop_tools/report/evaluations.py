@@ -28,7 +28,7 @@ def shown_evaluations(run: Trained) -> list[dict[str, Any]]:
                 vars(row)
                 | {key: number(getattr(row, key)) for key in ("target_probability", "prediction_probability")}
                 | {"input": row.input or ""}
-                for row in found.worst
+                for row in found.worst or ()
             ],
         }
         for found in run.evaluations

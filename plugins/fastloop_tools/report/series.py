@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 Points = list[tuple[float, float]]
 """(step, value) of each point."""
 MOST = 10_000
 """Most points that a series keeps. A line on the page has far fewer."""
-
-
-def _no_points() -> np.ndarray:
-    return np.empty((0, 2))
 
 
 @dataclass(eq=False)
@@ -33,54 +27,46 @@ class Series:
     last: float = math.nan
     least: float = math.inf
     most: float = -math.inf
-    _means: np.ndarray = field(default_factory=_no_points)
-    _rest: np.ndarray = field(default_factory=_no_points)
+    _groups: list[tuple[float, float, int]] = field(default_factory=list)
+    """The last step, the sum and the number of neighbours; all but the last have ``_size``."""
     _size: int = 1
 
     def __bool__(self) -> bool:
-        return bool(len(self._means) or len(self._rest))
+        return bool(self._groups)
 
     @property
     def points(self) -> Points:
-        """The points to draw."""
-        shown = np.concatenate([self._means, _means(self._rest, len(self._rest))])
-        return [(step, value) for step, value in shown.tolist()]
+        """The points to draw: the mean of neighbours, at the step of the last one."""
+        return [(step, total / count) for step, total, count in self._groups]
 
-    def extend(self, points: Sequence[tuple[float, float]] | np.ndarray) -> Series:
+    def extend(self, points: Iterable[tuple[float, float]]) -> Series:
         """Add points, and return the series."""
-        added = np.asarray(points, dtype=np.float64).reshape(-1, 2)
-        added = added[np.isfinite(added[:, 1])]
-        if not len(added):
-            return self
-        if not self:
-            self.start, self.first = added[0].tolist()
-        values = added[:, 1]
-        self.last = float(values[-1])
-        self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
-        rest = np.concatenate([self._rest, added])
-        whole = len(rest) // self._size * self._size
-        self._means, self._rest = np.concatenate([self._means, _means(rest[:whole], self._size)]), rest[whole:]
-        while len(self._means) > MOST:
-            even = len(self._means) // 2 * 2  # the rest begins with a mean that has no neighbour yet
-            self._rest = np.concatenate([np.repeat(self._means[even:], self._size, axis=0), self._rest])
-            self._means, self._size = _means(self._means[:even], 2), 2 * self._size
+        for step, value in points:
+            if not math.isfinite(value):
+                continue
+            if not self._groups:
+                self.start, self.first = step, value
+            self.last, self.least, self.most = value, min(self.least, value), max(self.most, value)
+            if self._groups and self._groups[-1][2] < self._size:
+                self._groups[-1] = _joined([self._groups[-1], (step, value, 1)])
+            else:
+                self._groups.append((step, value, 1))
+            if len(self._groups) > MOST:
+                pairs = range(0, len(self._groups), 2)
+                self._groups, self._size = [_joined(self._groups[at : at + 2]) for at in pairs], 2 * self._size
         return self
 
     def scaled(self, factor: float) -> Series:
         """The series in another unit."""
-        means, rest = (part * (1.0, factor) for part in (self._means, self._rest))
+        groups = [(step, total * factor, count) for step, total, count in self._groups]
         first, last, least, most = (value * factor for value in (self.first, self.last, self.least, self.most))
-        return Series(self.start, first, last, least, most, means, rest, self._size)
+        return Series(self.start, first, last, least, most, groups, self._size)
+
+
+def _joined(groups: Sequence[tuple[float, float, int]]) -> tuple[float, float, int]:
+    return groups[-1][0], sum(total for _, total, _ in groups), sum(count for *_, count in groups)
 
 
 def mean(points: Points) -> tuple[float, float]:
     """The mean of neighbours, at the step of the last one."""
     return points[-1][0], sum(value for _, value in points) / len(points)
-
-
-def _means(points: np.ndarray, size: int) -> np.ndarray:
-    """The mean of each ``size`` neighbours, at the step of the last one. ``points`` are a multiple of them."""
-    if size <= 1:
-        return points
-    groups = points.reshape(-1, size, 2)
-    return np.stack([groups[:, -1, 0], groups[:, :, 1].mean(axis=1)], axis=1)

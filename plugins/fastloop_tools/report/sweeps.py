@@ -10,6 +10,7 @@ from typing import Any
 from fastloop_tools.report.charts import Chart, Line, Mean, path
 from fastloop_tools.report.frame import FULL, Frame, Limits, value_range
 from fastloop_tools.report.numbers import number
+from fastloop_tools.report.tables import Cell, Table
 
 SERIES = 6
 """Most lines in a plot. With more combinations of the other values, one line has the means over all of them."""
@@ -108,21 +109,16 @@ def shortened(text: str, most: int = 14) -> str:
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
-def table(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a sweep's table."""
+def table(record: Mapping[str, Any]) -> Table:
+    """The points of a sweep."""
     rows = []
     for point in record["points"]:
         over = point["difference"] or {}
         shown = {key: "" if over.get(key) is None else number(over[key]) for key in ("mean", "low", "high")}
-        rows.append(
-            {
-                "name": point["point"],
-                "runs": f"{point['finished']} of {len(point['runs'])}",
-                "mean": "" if point["mean"] is None else number(point["mean"]),
-                "deviation": "" if point["deviation"] is None else number(point["deviation"]),
-                "difference": shown["mean"],
-                "interval": f"{shown['low']} to {shown['high']}" if shown["low"] else "",
-                "best": point["point"] == record["best"],
-            }
-        )
-    return rows
+        mean, deviation = ("" if point[key] is None else number(point[key]) for key in ("mean", "deviation"))
+        interval = f"{shown['low']} to {shown['high']}" if shown["low"] else ""
+        texts = [f"{point['finished']} of {len(point['runs'])}", mean, deviation, shown["mean"], interval]
+        best = point["point"] == record["best"]
+        rows.append((point["point"], [Cell(text, best and at == 1) for at, text in enumerate(texts)]))
+    columns = ["runs", record["monitor"], "deviation", "minus best", "95% interval"]
+    return Table("point", columns, rows, numbers=True)

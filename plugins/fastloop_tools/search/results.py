@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.study import StudyDirection
 from optuna.trial import TrialState
 
 from fastloop.recipe import secrets
 from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, read_trials
-from fastloop_tools.trials.record import write_record
-from fastloop_tools.trials.runs import TrialRun
+from fastloop_tools.trials.runs import TrialRun, parse_runs
+from fastloop_tools.trials.tables import show_table
 
 STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
 """Optuna's states, in our words. A failed trial without an error is one whose worker was stopped or lost."""
@@ -38,40 +38,27 @@ def collect(study: optuna.Study) -> list[dict[str, Any]]:
                 "error": trial.user_attrs.get(ERROR),
             }
         )
-    minimise = study.direction == optuna.study.StudyDirection.MINIMIZE
-    return sorted(
-        rows,
-        key=lambda row: (
-            row["value"] is None,
-            0 if row["value"] is None else row["value"] if minimise else -row["value"],
-        ),
-    )
+    sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
+    return sorted(rows, key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
 
 
-def write_sweep(folder: Path, study: optuna.Study, origin: Mapping[str, Any], monitor: str) -> None:
-    """Write ``sweep.json`` in the form of `fastloop sweep`, with the runs of all workers. Several workers may write it
-    at once."""
-    found: dict[str, TrialRun] = {}
-    for trial in read_trials(study):
-        for run in trial.user_attrs.get(RUNS, ()):
-            found.setdefault(run["name"], TrialRun(**run))
-    minimise = study.direction == optuna.study.StudyDirection.MINIMIZE
-    write_record(folder, {**origin, "study": study.study_name}, list(found.values()), monitor, minimise)
+def read_runs(study: optuna.Study) -> list[TrialRun]:
+    """The runs of all workers. Trials of the same values share theirs."""
+    runs = [run for trial in read_trials(study) for run in parse_runs(trial.user_attrs.get(RUNS, []))]
+    return list({run.name: run for run in reversed(runs)}.values())[::-1]
 
 
 def show(rows: Sequence[Mapping[str, Any]], monitor: str) -> None:
     """Print the table of a search."""
-    import rich
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("trial", justify="right")
-    table.add_column(f"validation {monitor}", justify="right")
-    table.add_column("overrides", overflow="fold")
-    for row in rows:
-        value = row["status"] if row["value"] is None else f"{row['value']:.4f}"
-        table.add_row(str(row["trial"]), value, secrets.hide(" ".join(row["overrides"])))
-    rich.print(table)
+    cells = [
+        [
+            str(row["trial"]),
+            row["status"] if row["value"] is None else f"{row['value']:.4f}",
+            secrets.hide(" ".join(row["overrides"])),
+        ]
+        for row in rows
+    ]
+    show_table(["trial", f"validation {monitor}", "overrides"], cells, wraps=-1)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -20,19 +19,17 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
-from fastloop_tools.trials.runs import TrialRun
+from fastloop_tools.report.differences import flat
+from fastloop_tools.report.records import MALFORMED
+from fastloop_tools.trials.runs import parse_runs
 
 SQLITE_TIMEOUT = 60
 """Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
 ATTEMPTS = 5
 """Attempts to open the storage. Workers that create the tables at the same time fail once."""
-STATUS = ("pending", "running", "finished", "stopped", "failed")
-"""States of a run."""
 ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
 """User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it
 was not needed."""
-MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of reading a study whose database holds other values."""
 
 
 def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:
@@ -151,18 +148,9 @@ def _check(trial: FrozenTrial, axes: Mapping[str, Any]) -> None:
             state=trial.state, values=trial.values, params=trial.params, distributions=trial.distributions
         )
         right += [math.isfinite(trial.values[0])]
-    for record in trial.user_attrs.get(RUNS, []):
-        run = TrialRun(**record)
-        metrics = run.metrics or {}
-        right += [
-            re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None,
-            run.status in STATUS,
-            run.values.keys() <= axes.keys(),
-        ]
-        right += [text.isprintable() for text in (*run.values.values(), *metrics)]
-        right += [isinstance(run.seed, int | None), isinstance(run.reason, str | None), run.fold is None]
-        for value in metrics.values():
-            math.isfinite(value)  # raises for what is no number
+    for run in parse_runs(trial.user_attrs.get(RUNS, [])):
+        right += [re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None, run.values.keys() <= axes.keys()]
+        right += [text.isprintable() for text in (*run.values.values(), *(run.metrics or ()))]
     if not all(right):
         raise ValueError(f"trial {trial.number!r:.20} has values that no search writes")
 
@@ -173,24 +161,16 @@ def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
     Raises:
         UsageError: It belongs to another recipe or other ranges; shows both.
     """
-    old, new = _flat(there), _flat(json.loads(json.dumps(here)))
+    old, new = flat(there), flat(here)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if changed:
-        shown = "; ".join(
-            f"{key}: {old.get(key, '(none)')} in the study, {new.get(key, '(none)')} here" for key in changed[:5]
-        )
-        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+        parts = [f"{key}: {old.get(key, '(none)')} in the study, {new.get(key, '(none)')} here" for key in changed]
+        if len(parts) > 5:
+            parts[5:] = [f"and {len(parts) - 5} more"]
         raise UsageError(
-            f"--storage: the study {name!r} was made with other settings: {shown}{more}. Use the same settings, or set "
-            "another output or another storage for a new search."
+            f"--storage: the study {name!r} was made with other settings: {'; '.join(parts)}. Use the same settings, "
+            "or set another output or another storage for a new search."
         )
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted keys -> values, as text."""
-    if isinstance(tree, Mapping) and tree:
-        return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}{name}.").items()}
-    return {prefix.rstrip("."): str(tree)}
 
 
 def counts(trial: FrozenTrial) -> bool:

@@ -10,9 +10,9 @@ from typing import Any
 from fastloop.cli.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
 from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import with_only
-from fastloop_tools.trials.measure import LOUD, foreign_load, run_worker
+from fastloop_tools.trials.measure import LOUD, foreign_load
 from fastloop_tools.trials.results import Measurement, speed
-from fastloop_tools.trials.server import Servers
+from fastloop_tools.trials.server import Servers, run_worker
 from fastloop_tools.trials.worker import Spec
 
 

@@ -25,9 +25,9 @@ from torch import nn
 from fastloop.cli import main
 from fastloop.cli.numerics import largest_difference
 from fastloop.recipe import load_recipe
+from fastloop_tools.bench.ablation import check_numerics, variant_results
 from fastloop_tools.bench.plan import make_ablation
-from fastloop_tools.trials import numerics, pairs
-from fastloop_tools.trials.results import variant_results
+from fastloop_tools.trials import pairs
 from fastloop_tools.trials.statistics import break_even, interval, verdict
 from fastloop_tools.trials.worker import Spec, measure, switch_dropout_off
 
@@ -439,19 +439,9 @@ def test_numerics_bounds_of_each_class(recipe):
     found = make_ablation(loaded, loaded, (), (), leave_one_out=False)
     losses = {(): [1.0, 0.5], ("lies",): [1.0, 0.5 * (1 + 2e-6)]}
 
-    def work(spec: Spec, _: str) -> dict[str, Any]:
-        assert not spec.dropout
-        return {
-            "losses": losses[
-                tuple(
-                    name for name, options in spec.recipe["plugins"].items() if name == "lies" and options is not False
-                )
-            ]
-        }
-
     for promise, kept in (("bitwise", "broken"), ("reassociated", "holds"), ("changes-training", "not compared")):
         found.plugins["lies"].numerics = promise
-        (row,) = numerics.check(found, 2, work)
+        (row,) = check_numerics(found, lambda names: {"losses": losses[names]})
         assert row["verdict"] == kept, promise
 
 

@@ -22,8 +22,8 @@ from fastloop.recipe import make_recipe
 from fastloop_plugins.kernels._cpu_attention import unavailable
 from fastloop_plugins.observe._machine_speed import fault_seconds, peaks
 from fastloop_tools.profile import page
-from fastloop_tools.profile.host_timeline import build_host_timeline
 from fastloop_tools.profile.suggestions import suggest
+from fastloop_tools.profile.timeline import build_host_timeline
 
 CODE = """
 import os

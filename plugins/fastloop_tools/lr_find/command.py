@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +12,6 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 from fastloop.errors import UsageError
-from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -57,8 +54,7 @@ def lr_find(
         from fastloop_tools.trials.runs import option_words
 
         given = {"--with": names(with_), "--without": names(without), "--min": low, "--max": high, "--steps": steps}
-        words = option_words(given | {"--svg": svg, "--json": json_file})
-        command = ["lr-find", recipe, *(overrides or ()), *words]
+        command = ["lr-find", recipe, *(overrides or ()), *option_words(given | {"--svg": svg, "--json": json_file})]
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, picture))
     launch.end_with_launcher()
     if json_file == "-":
@@ -77,34 +73,15 @@ def lr_find(
 
 
 def range_test(recipe: Recipe, finder: LRFinder) -> Run:
-    """Train the steps of a range test. Its run folder is temporary.
-
-    Raises:
-        KeyboardInterrupt: A signal stopped it.
-    """
-    from fastloop.cli.quick_checks import without_publishers
-    from fastloop.cli.startup import start_run
-    from fastloop.lifecycle import execute
+    """Train the steps of a range test. Its run folder is temporary."""
     from fastloop.plugins.installed import defaults
-    from fastloop.plugins.resolve import load_listed, resolve
-    from fastloop.recipe import make_recipe
+    from fastloop.plugins.resolve import load_listed
+    from fastloop_tools.trials.worker import train_short
 
-    listed = [
-        name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only
-    ]
-    observers = [*listed, *(name for name, point in defaults().items() if point.load().read_only)]
-    tree = recipe.to_dict()
-    tree["train"] |= {"max_steps": finder.steps, "epochs": 10**6, "evaluate_every": None, "save_every": None}
-    tree["plugins"] = recipe.listed(
-        recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False) | without_publishers(recipe)
-    )
-    with tempfile.TemporaryDirectory(prefix="fastloop-lr-find-") as scratch:
-        short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
-        with start_run(resolve(short), [finder]) as run:
-            execute(run)
-    if run.interrupted is not None:
-        raise KeyboardInterrupt
-    return run
+    plugins = {name: load_listed(recipe, name) for name, options in recipe.plugins.items() if options is not False}
+    plugins |= {name: point.load() for name, point in defaults().items()}
+    observers = [name for name, plugin in plugins.items() if plugin.read_only]
+    return train_short(recipe, finder, [*observers, *LEFT_OUT], max_steps=finder.steps, evaluate_every=None)
 
 
 def describe(finder: LRFinder, recipe: str) -> dict[str, Any]:
@@ -126,30 +103,24 @@ def describe(finder: LRFinder, recipe: str) -> dict[str, Any]:
 
 def show(record: Mapping[str, Any], picture: Path, json_file: str) -> None:
     """Write the chart, and print the table and the suggestion; with ``json_file`` ``-``, print JSON only."""
-    import rich
-    from rich.table import Table
-
     from fastloop.runtime.files import write
-    from fastloop_tools.bench.ablation import json_safe
     from fastloop_tools.lr_find.chart import draw
+    from fastloop_tools.trials.tables import dump, show_table
 
     drawn = math.isfinite(record["smoothed"][0])
     if drawn:
         picture.parent.mkdir(parents=True, exist_ok=True)
         write(picture, draw(record))
-    text = json.dumps(secrets.hidden(json_safe(record)), indent=1) + "\n"
     if json_file == "-":
-        typer.echo(text, nl=False)
+        typer.echo(dump(record), nl=False)
         return
     if json_file:
-        write(Path(json_file), text, hidden=True)
-    table = Table("train.lr", "loss", "smoothed", box=None, pad_edge=False)
+        write(Path(json_file), dump(record), hidden=True)
     last = len(record["rates"]) - 1
-    for step in sorted({round(index * last / (ROWS - 1)) for index in range(ROWS)}):
-        table.add_row(
-            f"{record['rates'][step]:.1e}", f"{record['losses'][step]:.4g}", f"{record['smoothed'][step]:.4g}"
-        )
-    rich.print(table)
+    steps = sorted({round(index * last / (ROWS - 1)) for index in range(ROWS)})
+    columns = (("rates", ".1e"), ("losses", ".4g"), ("smoothed", ".4g"))
+    rows = [[f"{record[key][step]:{form}}" for key, form in columns] for step in steps]
+    show_table(["train.lr", "loss", "smoothed"], rows)
     for line in sentences(record):
         typer.echo(line)
     if drawn:

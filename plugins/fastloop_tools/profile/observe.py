@@ -21,8 +21,7 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
-from fastloop_tools.profile.host_timeline import OPERATION, build_host_timeline
-from fastloop_tools.profile.timeline import LAUNCH, DeviceTimeline, read_timeline
+from fastloop_tools.profile.timeline import LAUNCH, OPERATION, DeviceTimeline, build_host_timeline, read_timeline
 from fastloop_tools.trials.worker import Spec, StepMeter, WarningCollector
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Observer(StepMeter):
 
     def _end_window(self, run: Run) -> None:
         """Save the results of the timed window, and start the profiler."""
-        self.timed = self.read(run)
+        self.timed = super().result(run)
         faults = page_faults()
         padded, longest, real, before = self.first
         steps = self.timed["steps"]

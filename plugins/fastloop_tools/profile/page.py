@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.estimates import StepProfile
-from fastloop_tools.profile.host_timeline import OTHER
 from fastloop_tools.profile.suggestions import Suggestion
-from fastloop_tools.profile.timeline import LAUNCH
+from fastloop_tools.profile.timeline import LAUNCH, OTHER
 from fastloop_tools.trials.statistics import break_even
+from fastloop_tools.trials.tables import markdown_table
 
 OPERATIONS, HOOKS = 10, 5
 """Rows of the tables of operations and hooks."""
@@ -26,16 +26,6 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A markdown table whose first column is text."""
-    return [
-        f"| {' | '.join(head)} |",
-        "|---|" + "---:|" * (len(head) - 1),
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-    ]
-
-
 def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
     """The page."""
     lines = [f"# {name}: where a step spends its time", ""]
@@ -46,12 +36,12 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
         f", {profile.world_size} processes" if profile.world_size > 1 else ""
     )
     lines += [f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {profile.steps} steps).", ""]
-    lines += table(
+    lines += markdown_table(
         ["region", "a step", "share"],
         [[key, milliseconds(value), f"{value / profile.seconds:.0%}"] for key, value in ranked(profile.regions)],
     )
     if profile.hooks:
-        lines += table(
+        lines += markdown_table(
             ["hook", "a step", "share"],
             [
                 [key, milliseconds(value), f"{value / profile.seconds:.1%}"]
@@ -89,7 +79,7 @@ def operations(profile: StepProfile) -> list[str]:
         [name, milliseconds(value), f"{value / profile.seconds:.1%}", calls]
         for name, value, calls in (*found, ("not attributed", lost, ""))
     ]
-    lines = table(["operation", "a step", "share", "calls"], rows)
+    lines = markdown_table(["operation", "a step", "share", "calls"], rows)
     return [*lines, "Between operations, Python runs, or native code that torch's profiler does not record.", ""]
 
 
@@ -146,18 +136,9 @@ def facts(profile: StepProfile) -> list[str]:
 
 def record(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str]) -> dict[str, Any]:
     """The contents of ``profile.json``."""
-    return {
-        "profile": profile.to_dict(),
-        "suggestions": [
-            {
-                "plugin": suggestion.plugin,
-                "edit": suggestion.edit,
-                "seconds": suggestion.estimate.seconds,
-                "once": suggestion.estimate.once,
-                "why": suggestion.estimate.why,
-                "numerics": suggestion.numerics,
-            }
-            for suggestion in found
-        ],
-        "refused": dict(refused),
-    }
+    suggestions = [
+        {key: getattr(one, key) for key in ("plugin", "edit", "numerics")}
+        | {key: getattr(one.estimate, key) for key in ("seconds", "once", "why")}
+        for one in found
+    ]
+    return {"profile": profile.to_dict(), "suggestions": suggestions, "refused": dict(refused)}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,11 +83,12 @@ def search(
     from fastloop.recipe import secrets
     from fastloop.runtime import files
     from fastloop_plugins.training._monitor import Monitor
-    from fastloop_tools.search import results, space
-    from fastloop_tools.search.study import hide_password, open_study, storage_errors
+    from fastloop_tools.search import space
+    from fastloop_tools.search.study import collect, hide_password, open_study, read_runs, storage_errors
     from fastloop_tools.search.worker import Worker
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import Trials, monitored
+    from fastloop_tools.trials.tables import show_table
 
     axes, fixed = space.parse(values or ())
     if not axes:
@@ -120,16 +123,16 @@ def search(
     record.origin = {**record.origin, "study": study.study_name}
 
     def write() -> None:
-        record.runs = results.read_runs(study)
+        record.runs = read_runs(study)
         record.write()
 
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
-    redirect = results.stdout_to_stderr() if json_file == "-" else contextlib.nullcontext()
+    redirect = stdout_to_stderr() if json_file == "-" else contextlib.nullcontext()
     with storage_errors(url), signals.on_signals(signals.stop_now), redirect:
         write()
         Worker(study, axes, numbers, trials, shared, heartbeat, write).work()
         write()
-    rows = results.collect(study)
+    rows = collect(study)
     report: dict[str, Any] = {
         "study": study.study_name,
         "storage": hide_password(url),
@@ -141,7 +144,12 @@ def search(
     if json_file == "-":
         typer.echo(text, nl=False)
     else:
-        results.show(rows, monitor)
+        values = [row["status"] if row["value"] is None else f"{row['value']:.4f}" for row in rows]
+        cells = [
+            [str(row["trial"]), value, secrets.hide(" ".join(row["overrides"]))]
+            for row, value in zip(rows, values, strict=True)
+        ]
+        show_table(["trial", f"validation {monitor}", "overrides"], cells, wraps=-1)
         for row in rows:
             if row["error"]:
                 typer.echo(secrets.hide(f"trial {row['trial']} failed: {row['error']}"))
@@ -179,3 +187,15 @@ def check_folder(folder: Path) -> None:
         raise UsageError(
             f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search."
         )
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send everything that this process and its children print to stderr, so that stdout has only JSON."""
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

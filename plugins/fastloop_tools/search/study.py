@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,7 +22,7 @@ from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
 from fastloop_tools.report.differences import flat
 from fastloop_tools.report.records import MALFORMED
-from fastloop_tools.trials.runs import parse_runs
+from fastloop_tools.trials.runs import TrialRun, parse_runs
 
 SQLITE_TIMEOUT = 60
 """Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
@@ -30,6 +31,8 @@ ATTEMPTS = 5
 ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
 """User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it
 was not needed."""
+STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
+"""Optuna's states, in our words. A failed trial without an error is one whose worker was stopped or lost."""
 
 
 def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:
@@ -193,3 +196,31 @@ def fail_lost_trials(study: optuna.Study, heartbeat: int) -> None:
             and datetime.now() - started > timedelta(seconds=2 * heartbeat + 60)
         ):
             study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def collect(study: optuna.Study) -> list[dict[str, Any]]:
+    """The trials, best first, then those without a value."""
+    rows = []
+    for trial in read_trials(study):
+        if SURPLUS in trial.user_attrs:
+            continue
+        status = STATUS.get(trial.state, "failed" if ERROR in trial.user_attrs else "lost")
+        runs = trial.user_attrs.get(RUNS, [])
+        rows.append(
+            {
+                "trial": trial.number,
+                "status": status,
+                "value": trial.values[0] if trial.values else None,
+                "overrides": [f"{key}={value}" for key, value in (runs[0]["values"] if runs else trial.params).items()],
+                "runs": [run["name"] for run in runs],
+                "error": trial.user_attrs.get(ERROR),
+            }
+        )
+    sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
+    return sorted(rows, key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
+
+
+def read_runs(study: optuna.Study) -> list[TrialRun]:
+    """The runs of all workers. Trials of the same values share theirs."""
+    runs = [run for trial in read_trials(study) for run in parse_runs(trial.user_attrs.get(RUNS, []))]
+    return list({run.name: run for run in reversed(runs)}.values())[::-1]

@@ -1,8 +1,13 @@
-"""Tables in the terminal and in markdown: a head, and rows of text."""
+"""Results as text: tables in the terminal and in markdown, and JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fastloop.recipe import secrets
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, wraps: int = 0) -> None:
@@ -28,3 +33,19 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[s
     """The lines of a markdown table. Its first column is text."""
     lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
     return [*lines, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows), ""]
+
+
+def json_safe(value: Any) -> Any:
+    """The same value with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def dump(record: Mapping[str, Any]) -> str:
+    """A record as JSON, without secrets."""
+    return json.dumps(secrets.hidden(json_safe(record)), indent=1, allow_nan=False) + "\n"

@@ -11,8 +11,9 @@ import json
 import logging
 import os
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -28,7 +29,7 @@ from fastloop.runtime import files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from fastloop.plugins.resolve import ResolvedRecipe
+    from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.state import Batch
 
@@ -141,14 +142,6 @@ class StepMeter(Plugin):
         self.window_start = (run.state.step, run.state.samples, run.state.tokens, self.padded)
 
     def result(self, run: Run) -> dict[str, Any]:
-        """The result of a finished run.
-
-        Raises:
-            UsageError: No step was trained in the window.
-        """
-        return self.read(run)
-
-    def read(self, run: Run) -> dict[str, Any]:
         """The measurements since the start of the window.
 
         Raises:
@@ -205,6 +198,35 @@ def peak(run: Run) -> int:
     return peak_memory(run.device)
 
 
+def train_short(recipe: Recipe, observer: Plugin, off: Iterable[str], **train: Any) -> Run:
+    """Train a few steps in a temporary run folder, without plugins that publish results.
+
+    Args:
+        observer: Ends the run.
+        off: Further plugins to leave out.
+        train: Keys of the ``train`` section to set.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped the run.
+    """
+    from fastloop.cli.quick_checks import without_publishers
+    from fastloop.cli.startup import start_run
+    from fastloop.lifecycle import execute
+    from fastloop.plugins.resolve import resolve
+    from fastloop.recipe import make_recipe
+
+    tree = recipe.to_dict()
+    tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None} | train
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(off, False) | without_publishers(recipe))
+    with tempfile.TemporaryDirectory(prefix="fastloop-short-") as scratch:
+        short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
+        with start_run(resolve(short), [observer]) as run:
+            execute(run)
+    if run.interrupted is not None:
+        raise KeyboardInterrupt
+    return run
+
+
 def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     """Total steps of the recipe, of which a measurement trains only a few; None if unknown."""
     steps = run.train_loader.steps_per_epoch()
@@ -212,24 +234,14 @@ def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     return min(limits) if limits else None
 
 
-def make_meter(spec: Spec, warnings: WarningCollector) -> StepMeter:
-    """Create the plugin that measures."""
-    if not spec.profile_steps:
-        return StepMeter(spec, warnings)
-    from fastloop_tools.profile.observe import Observer
-
-    return Observer(spec, warnings)
-
-
-def measure(
-    spec: Spec, length: Mapping[str, Any], prepare: Callable[[ResolvedRecipe], None] | None = None
-) -> dict[str, Any]:
+def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -> dict[str, Any]:
     """Run one measurement. An error is returned as a result.
 
     Args:
         length: The recipe's own ``epochs`` and ``max_steps``.
-        prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as
-            they are.
+        forked: Whether a ``ForkServer`` started this process. If environment variables that the plugins need at the
+            start are not set, it measures nothing, and returns them as ``needs``. Another process starts again with
+            them. None: the variables stay as they are.
     """
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.cli.startup import start_run
@@ -242,9 +254,16 @@ def measure(
         recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
         recipe = dataclasses.replace(recipe, plugins=recipe.plugins | without_publishers(recipe))
         resolved = launch.resolve_early(recipe)
-        if prepare is not None:
-            prepare(resolved)
-        meter = make_meter(spec, warnings)
+        needs = {name: value for name, value in launch.environment(resolved).items() if name not in os.environ}
+        if forked and needs:
+            return {"needs": needs}
+        if forked is False:
+            launch.start_again(resolved)
+        meter = StepMeter(spec, warnings)
+        if spec.profile_steps:
+            from fastloop_tools.profile.observe import Observer
+
+            meter = Observer(spec, warnings)
         with start_run(resolved, [meter]) as run:
             from fastloop.lifecycle import execute  # only here: it imports torch, which must not happen twice
 
@@ -259,8 +278,6 @@ def measure(
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
         if "profile" in found:
             found["profile"]["total_steps"] = found["total_steps"]
-    except VariablesMissing as missing:
-        return {"needs": missing.values}
     except Exception as error:
         kinds = {UsageError: "usage", ProcessLost: "lost", FastloopError: "run", Exception: "crash"}
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
@@ -272,43 +289,17 @@ def measure(
     return found | {"warnings": warnings.lines}
 
 
-class VariablesMissing(Exception):
-    """Environment variables that the plugins of a recipe need when a process starts are not set.
-
-    Attributes:
-        values: Name -> value.
-    """
-
-    def __init__(self, values: dict[str, str]) -> None:
-        super().__init__(", ".join(values))
-        self.values = values
-
-
-def require_variables(resolved: ResolvedRecipe) -> None:
-    """Check the environment variables of a process that cannot restart itself.
-
-    Raises:
-        VariablesMissing: Some are not set.
-    """
-    missing = {name: value for name, value in launch.environment(resolved).items() if name not in os.environ}
-    if missing:
-        raise VariablesMissing(missing)
-
-
 def run_specification(source: Path, target: Path, forked: bool = False) -> None:
     """Read the specification in ``source``, run it, and write the result to ``target``.
 
     Args:
-        forked: Whether a ``ForkServer`` started this process, which therefore cannot restart itself. If environment
-            variables are missing, nothing is measured, and the result has them as ``needs``.
+        forked: See ``measure``.
     """
     launch.end_with_launcher()
     given = json.loads(source.read_text(encoding="utf-8"))
-    fields = {field.name for field in dataclasses.fields(Spec)}
-    spec = Spec(**{name: value for name, value in given.items() if name in fields})
+    length, spec = given.pop("length"), Spec(**given)
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
-    result = measure(spec, given["length"], require_variables if forked else launch.start_again)
-    files.write(target, json.dumps(result))
+    files.write(target, json.dumps(measure(spec, length, forked)))
     if ranks.world_size() > 1:
         launch.leave(0)
 

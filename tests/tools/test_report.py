@@ -13,6 +13,7 @@ from collections.abc import Callable
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -20,15 +21,13 @@ import pytest
 from fastloop.cli import main
 from fastloop.errors import UsageError
 from fastloop_tools.report.bars import Bar, scale
-from fastloop_tools.report.charts import line_chart, thinned
-from fastloop_tools.report.differences import differences, environment
-from fastloop_tools.report.frame import CHARACTER, FULL, SMALL
-from fastloop_tools.report.metrics import Metrics
+from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart
+from fastloop_tools.report.metrics import MOST, Metrics, Series
 from fastloop_tools.report.numbers import number, tick_labels, ticks
 from fastloop_tools.report.page import MANY
 from fastloop_tools.report.read import read
-from fastloop_tools.report.series import MOST, Series, mean
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
+from fastloop_tools.report.tables import differences, environment
 from fastloop_tools.trials.record import Record
 from fastloop_tools.trials.runs import TrialRun
 
@@ -480,14 +479,6 @@ def test_ticks_are_round_and_inside():
         assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in found)
 
 
-def test_long_lines_are_thinned_to_means():
-    points = [(float(step), float(step % 2)) for step in range(1000)]
-    shown = thinned(points)
-    assert len(shown) <= FULL.points
-    assert all(0.4 <= value <= 0.6 for _, value in shown[:-1])
-    assert thinned(points[:10]) == points[:10]
-
-
 @pytest.mark.parametrize("count", [1, MOST, MOST + 1, 2 * MOST + 3, 7 * MOST + 13])
 @pytest.mark.parametrize("part", [7, 997, 10 * MOST])
 def test_a_series_keeps_means_of_neighbours_and_exact_ends(count, part):
@@ -510,8 +501,8 @@ def test_a_series_keeps_means_of_neighbours_and_exact_ends(count, part):
     assert MOST // 2 <= len(kept) <= MOST + 1
     assert kept[-1][0] == count - 1
     size = int(kept[0][0]) + 1  # points in a group
-    expected = [mean(points[start : start + size]) for start in range(0, count, size)]
-    assert kept == [(step, pytest.approx(value)) for step, value in expected]
+    groups = [points[start : start + size] for start in range(0, count, size)]
+    assert kept == [(group[-1][0], pytest.approx(fmean(value for _, value in group))) for group in groups]
 
 
 def test_chart_omits_nan():

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from fastloop_tools.report.charts import line_chart
-from fastloop_tools.report.frame import Frame, Size, find_limits
-from fastloop_tools.report.series import Series
+from fastloop_tools.report.charts import Frame, Size, find_limits, line_chart
+from fastloop_tools.report.metrics import Series
 from fastloop_tools.report.svg import svg
 
-SIZE = Size(width=480, height=240, top=10, right=12, bottom=30, ticks=4, points=300)
+SIZE = Size(width=480, height=240, top=10, right=12, bottom=30, ticks=4)
 TITLE, FOOT = 34, 24
 """Pixels above and below the chart, for the title and the name of the axis."""
 STYLE = (

@@ -32,22 +32,13 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
     rate = f"{profile.samples / profile.seconds:,.1f} samples/s"
     if profile.tokens:
         rate += f", {profile.tokens / profile.seconds:,.0f} real tokens/s"
-    where = f"{profile.device}, {profile.precision}" + (
-        f", {profile.world_size} processes" if profile.world_size > 1 else ""
-    )
+    where = f"{profile.device}, {profile.precision}"
+    if profile.world_size > 1:
+        where += f", {profile.world_size} processes"
     lines += [f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {profile.steps} steps).", ""]
-    lines += markdown_table(
-        ["region", "a step", "share"],
-        [[key, milliseconds(value), f"{value / profile.seconds:.0%}"] for key, value in ranked(profile.regions)],
-    )
-    if profile.hooks:
-        lines += markdown_table(
-            ["hook", "a step", "share"],
-            [
-                [key, milliseconds(value), f"{value / profile.seconds:.1%}"]
-                for key, value in ranked(profile.hooks)[:HOOKS]
-            ],
-        )
+    for head, values, digits in (("region", ranked(profile.regions), 0), ("hook", ranked(profile.hooks)[:HOOKS], 1)):
+        rows = [[key, milliseconds(value), f"{value / profile.seconds:.{digits}%}"] for key, value in values]
+        lines += markdown_table([head, "a step", "share"], rows) if rows else []
     lines += [f"- {line}" for line in facts(profile)] + [""]
     lines += ["## Operations", "", *operations(profile)]
     lines += ["## Suggestions", ""]
@@ -66,11 +57,8 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
 def operations(profile: StepProfile) -> list[str]:
     """The table of operations, which adds up to the step."""
     found = [(f"`{name}`", value, f"{profile.counts.get(name, 0):,.0f}") for name, value in profile.operations.items()]
-    found += [
-        (f"{name}, between operations", value, "")
-        for name, value in profile.between_operations.items()
-        if name != OTHER
-    ]
+    between = {name: value for name, value in profile.between_operations.items() if name != OTHER}
+    found += [(f"{name}, between operations", value, "") for name, value in between.items()]
     found.sort(key=lambda row: -row[1])
     lost = max(0.0, profile.seconds - sum(value for _, value, _ in found))
     if rest := found[OPERATIONS:]:

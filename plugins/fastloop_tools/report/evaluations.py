@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from fastloop_tools.inference.picture import Matrix, draw_matrix
-from fastloop_tools.report.numbers import number
 from fastloop_tools.report.read import Trained
 from fastloop_tools.report.records import Evaluation
 from fastloop_tools.report.tables import Cell, Table
@@ -20,16 +19,9 @@ def shown_evaluations(run: Trained) -> list[dict[str, Any]]:
         {
             "name": run.name,
             "found": found,
-            "metrics": ", ".join(f"{name} {number(value)}" for name, value in found.metrics.items()),
             "outdated": _outdated(run, found),
             "matrix": _matrix(found),
             "tables": _tables(found),
-            "worst": [
-                vars(row)
-                | {key: number(getattr(row, key)) for key in ("target_probability", "prediction_probability")}
-                | {"input": row.input or ""}
-                for row in found.worst or ()
-            ],
         }
         for found in run.evaluations
     ]
@@ -53,16 +45,11 @@ def _tables(found: Evaluation) -> list[tuple[str, str, Table]]:
     """Headings, keys and tables: the metrics of each class and, without a matrix, the most frequent confusions."""
     tables = []
     if found.classes:
-        rows = [
-            (
-                row.name,
-                [Cell(f"{value:.4f}") for value in (row.precision, row.recall, row.f1)] + [Cell(f"{row.samples:,}")],
-            )
-            for row in found.classes
-        ]
-        tables.append(
-            ("Classes", "classes", Table("class", ["precision", "recall", "f1", "samples"], rows, numbers=True))
-        )
+        columns, rows = ["precision", "recall", "f1", "samples"], []
+        for row in found.classes:
+            texts = [f"{value:.4f}" for value in (row.precision, row.recall, row.f1)] + [f"{row.samples:,}"]
+            rows.append((row.name, [Cell(text) for text in texts]))
+        tables.append(("Classes", "classes", Table("class", columns, rows, numbers=True)))
     if len(found.classes) > MOST_CLASSES:
         counts = [
             (count, target, prediction)

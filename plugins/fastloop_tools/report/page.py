@@ -5,17 +5,16 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.bars import ablation_bars, region_bars
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
-from fastloop_tools.report.differences import differences, environment
 from fastloop_tools.report.evaluations import shown_evaluations
+from fastloop_tools.report.metrics import Series
 from fastloop_tools.report.numbers import number
 from fastloop_tools.report.read import Found, Trained
-from fastloop_tools.report.series import Series
-from fastloop_tools.report.tables import Cell, Table
+from fastloop_tools.report.tables import Cell, Table, differences, environment
 
 if TYPE_CHECKING:
     import jinja2
@@ -61,15 +60,12 @@ def render(found: Found, title: str, live: Live | None = None, problem: str = ""
         title=title,
         live=live,
         problem=problem,
-        runs=[_facts(run) for run in found.runs],
+        runs=found.runs,
         charts=[chart for chart in drawn if isinstance(chart, Chart)],
         panels=[chart for chart in drawn if isinstance(chart, Panel)],
         tables=_tables(found.runs),
         evaluations=[shown for run in found.runs for shown in shown_evaluations(run)],
-        sweeps=[
-            {"name": name, "monitor": record["monitor"], "points": sweeps.table(record), "plots": sweeps.plots(record)}
-            for name, record in found.sweeps
-        ],
+        sweeps=[(name, sweeps.table(record), sweeps.plots(record)) for name, record in found.sweeps],
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
     )
@@ -86,25 +82,8 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    templates.filters["number"] = number
     return templates.get_template("page.html")
-
-
-def _facts(run: Trained) -> dict[str, Any]:
-    summary = run.summary or {}
-    seconds = {key: summary.get(f"{key}_seconds") for key in ("train", "evaluate", "save", "startup", "compile")}
-    return {
-        "name": run.name,
-        "folder": str(run.folder),
-        "status": (summary.get("status") or "not finished")
-        + (f": {summary['reason']}" if summary.get("reason") else ""),
-        "device": " x ".join(str(part) for part in (summary.get("world_size"), summary.get("device")) if part),
-        "steps": number(summary["steps"]) if summary.get("steps") is not None else "",
-        "speed": number(summary["samples_per_second"]) if summary.get("samples_per_second") else "",
-        "tokens": number(summary["tokens_per_second"]) if summary.get("tokens_per_second") else "",
-        "memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f}" if summary.get("peak_memory_bytes") else "",
-        "seconds": ", ".join(f"{key} {value:,.1f}" for key, value in seconds.items() if value),
-        "plugins": ", ".join(summary.get("plugins") or ()),
-    }
 
 
 def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:
@@ -160,10 +139,6 @@ def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
     title, unit, factor = TITLES.get(key, (key, key.removeprefix("validation "), 1.0))
     series = {run.name: run.lines.get(key, Series()).scaled(factor) for run in runs}
     if len(runs) > MANY:
-        return panel(
-            title,
-            {name: line for name, line in series.items() if line},
-            unit,
-            key == "loss" or key.startswith("validation "),
-        )
+        there = {name: line for name, line in series.items() if line}
+        return panel(title, there, unit, first=key == "loss" or key.startswith("validation "))
     return line_chart(title, {name: (index, line) for index, (name, line) in enumerate(series.items())}, unit)

@@ -11,9 +11,8 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml as plain
-from fastloop_tools.report.metrics import Metrics
+from fastloop_tools.report.metrics import Metrics, Series
 from fastloop_tools.report.records import MALFORMED, Evaluation, read_evaluation, read_json
-from fastloop_tools.report.series import Series
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
 """The file that a folder has instead of a run -> its part of ``Found``."""

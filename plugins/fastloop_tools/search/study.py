@@ -20,8 +20,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
-from fastloop_tools.report.differences import flat
 from fastloop_tools.report.records import MALFORMED
+from fastloop_tools.report.tables import flat
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 
 SQLITE_TIMEOUT = 60

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -97,6 +97,31 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
             plugins[name] = False
     tree["plugins"] = recipe.listed(plugins)
     return tree
+
+
+def edited(recipe: Recipe, values: Mapping[str, Any], plugins: Mapping[str, Any]) -> Recipe:
+    """The recipe with some values and plugins changed.
+
+    Args:
+        values: Dotted key -> value.
+        plugins: Plugin -> its options; None: not listed.
+
+    Raises:
+        UsageError: It cannot run.
+    """
+    tree = copy.deepcopy(recipe.to_dict())
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        section: Any = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    if plugins:
+        listed = {**copy.deepcopy(recipe.plugins), **plugins}
+        tree["plugins"] = recipe.listed({name: options for name, options in listed.items() if options is not None})
+    made = make_recipe(tree, recipe.source)
+    check(made)
+    return made
 
 
 def make_ablation(

@@ -14,8 +14,8 @@ Making many edits at once saves time: most measurements are then of a fast recip
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any, get_args
@@ -25,8 +25,8 @@ from fastloop.errors import FastloopError, UsageError
 from fastloop.estimates import StepProfile
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import load_listed, resolve
-from fastloop.recipe import Recipe, make_recipe
-from fastloop_tools.bench.plan import check
+from fastloop.recipe import Recipe
+from fastloop_tools.bench.plan import edited
 from fastloop_tools.profile.suggestions import Suggestion, suggest
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, Window, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, median, verdict
@@ -119,11 +119,6 @@ def decide(ratios: list[float], estimate: float = 0.0, pairs: int | None = None)
     if len(ratios) < PAIRS:
         return True if min(ratios) >= WORTH else None
     return median(ratios) >= LEAST
-
-
-def for_speed(plugin: type[Plugin]) -> bool:
-    """Whether a plugin makes runs faster, that is, whether it estimates a speedup."""
-    return plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__  # type: ignore[attr-defined]
 
 
 class Search:
@@ -235,36 +230,26 @@ class Search:
         # the smallest estimate of those that were added at once is the most doubtful
         for trial in reversed(self.trials):
             if trial.kept and not trial.ratios and not trial.why:
-                without = self.edited("plugins", {trial.plugin: self.given.plugins.get(trial.plugin)})
-                if without is not None:
-                    yield Proposal(trial, without, removes=True)
+                yield from self.possible(trial, {}, {trial.plugin: self.given.plugins.get(trial.plugin)}, removes=True)
         for name, options in self.given.plugins.items():
             if options is not False and self.best.plugins.get(name) not in (None, False):
                 plugin = load_listed(self.given, name)
-                without = self.edited("plugins", {name: False}) if plugin.slot != "task" and for_speed(plugin) else None
-                if without is not None:
-                    yield Proposal(Trial(f"--without {name}", name, plugin.numerics), without)
-        size = self.best.train.micro_batch_size or self.best.train.batch_size // seen.world_size
+                # which estimates a speedup, and so makes runs faster
+                if plugin.slot != "task" and plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__:  # type: ignore[attr-defined]
+                    yield from self.possible(Trial(f"--without {name}", name, plugin.numerics), {}, {name: False})
+        whole = self.best.train.batch_size // seen.world_size
+        size = self.best.train.micro_batch_size or whole
         for other in (size // 2, size * 2):
-            whole = self.best.train.batch_size // seen.world_size
             if 1 <= other <= whole and whole % other == 0:
-                recipe = self.edited("train", {"micro_batch_size": other})
-                if recipe is not None:
-                    yield Proposal(Trial(f"train.micro_batch_size={other}", "", "reassociated"), recipe)
+                edit = {"train.micro_batch_size": other}
+                yield from self.possible(Trial(f"train.micro_batch_size={other}", "", "reassociated"), edit, {})
 
-    def edited(self, section: str, change: Mapping[str, Any]) -> Recipe | None:
-        """The best recipe with some keys of a section set; None if it cannot run."""
-        tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
-        tree[section].update(change)
-        tree["plugins"] = self.best.listed(
-            {name: options for name, options in tree["plugins"].items() if options is not None}
-        )
-        try:
-            recipe = make_recipe(tree, self.best.source)
-            check(recipe)
-        except UsageError:
-            return None
-        return recipe
+    def possible(
+        self, trial: Trial, values: Mapping[str, Any], plugins: Mapping[str, Any], removes: bool = False
+    ) -> Iterator[Proposal]:
+        """Yield an edit of the best recipe; see ``edited``. Nothing, if the recipe cannot run then."""
+        with suppress(UsageError):
+            yield Proposal(trial, edited(self.best, values, plugins), removes)
 
     # -- trying --------------------------------------------------------------------------------------------------------
 

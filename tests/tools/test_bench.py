@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import forked
 import pytest
@@ -219,9 +218,6 @@ def test_bench_measures_each_variant_in_new_processes_and_writes_results(recipe)
     assert record["versions"]["planted"] == "1.0"
     assert variants(record)["+ early"]["results"]["over_before"]["pairs"] == 2
     assert "too few repeats to tell" in Path("ablation/bench.md").read_text()
-    chart = ElementTree.parse("ablation/bench.svg").getroot()
-    assert len(chart.findall("{*}rect")) == len(variants(record)) == 2
-    assert "+ early" in [text.text for text in chart.findall("{*}text")]
     assert json.loads(Path("copy.json").read_text()) == record
     (found,) = record["numerics"]
     assert (found["verdict"], found["difference"]) == ("holds", 0.0)

@@ -8,11 +8,11 @@ from typing import Any
 
 from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
 from fastloop.errors import FastloopError, UsageError
-from fastloop_tools.bench.plan import Ablation, closure, unresolvable, with_only
-from fastloop_tools.trials.pairs import Measurement, TrialRunner, Window, speed
+from fastloop_tools.bench.plan import Ablation, closure, unresolvable
+from fastloop_tools.trials.pairs import Measurement, TrialRunner, speed
 from fastloop_tools.trials.statistics import break_even, interval, median, verdict
 from fastloop_tools.trials.tables import json_safe
-from fastloop_tools.trials.worker import Spec
+from fastloop_tools.trials.worker import Window
 
 QUALITY_SEEDS = 3
 
@@ -104,9 +104,7 @@ class Bench:
                     continue
                 recipe = self.ablation.baseline if variant.at_baseline else self.ablation.recipe
                 cache = str(variants.index(variant))
-                found = self.runner.measure(
-                    recipe, self.settings, repeat, plugins=variant.plugins, name=cache, fresh=repeat == 0
-                )
+                found = self.runner.measure(recipe, self.settings, repeat, variant.plugins, cache, fresh=repeat == 0)
                 failed = "error" in found
                 self.measured[variant.key].append(None if failed else found)
                 if failed:
@@ -122,7 +120,7 @@ class Bench:
             self._refresh()
 
     def _losses(self, plugins: tuple[str, ...]) -> Measurement:
-        return self.runner.losses(self.ablation.recipe, self.settings.numerics_steps, plugins, name="numerics")
+        return self.runner.losses(self.ablation.recipe, self.settings.numerics_steps, plugins, "numerics")
 
     def _quality(self) -> None:
         """Train the first and the last variant to the end, with several seeds, and record their metrics."""
@@ -134,10 +132,11 @@ class Bench:
         for number in range(QUALITY_SEEDS):
             for arm, variant in arms.items():
                 recipe = ablation.baseline if variant.at_baseline else ablation.recipe
-                length = {} if steps is None else {"max_steps": steps, "epochs": 10**6}
-                tree = with_only(recipe, variant.plugins, seed=recipe.train.seed + number, save_every=None, **length)
-                spec = Spec(recipe=tree, source=None, evaluates=True)
-                found = self.runner.work(ablation.recipe, spec, "quality")
+                length: dict[str, Any] = {} if steps is None else {"max_steps": steps, "epochs": 10**6}
+                seed = recipe.train.seed + number
+                found = self.runner.train(
+                    recipe, variant.plugins, "quality", spec={"evaluates": True}, seed=seed, **length
+                )
                 if "error" in found:
                     errors.append(f"{arm}, seed {number + 1}: {found['error']}")
                     self.say(f"quality {errors[-1]}")
@@ -156,13 +155,10 @@ class Bench:
     def _refresh(self) -> None:
         """Update the record, and pass it to ``keep``."""
         rows: list[dict[str, Any]] = []
-        first: dict[Any, str] = {}
         for variant in self.ablation.variants:
-            row = asdict(variant) | {"error": None, "same_as": None, "measurements": []}
+            row = asdict(variant) | {"error": None, "measurements": []}
             if variant.why_not is None:
-                row |= {"error": self.errors.get(variant.key), "same_as": first.get(variant.key)}
-                first.setdefault(variant.key, variant.title)
-                row["measurements"] = self.measured[variant.key]
+                row |= {"error": self.errors.get(variant.key), "measurements": self.measured[variant.key]}
             rows.append(row)
         self.record["variants"] = variant_results(rows)
         self.record["foreign_load"] = {"before": self.runner.before, "worst": self.runner.worst}

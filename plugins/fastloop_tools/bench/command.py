@@ -106,10 +106,9 @@ def bench(
             raise
     typer.echo()
     report.show(ablation_run.record)
-    write(folder / "bench.svg", report.draw(ablation_run.record))
     if ablation_run.record["foreign_load"]["worst"] > LOUD:
         typer.echo("For results to publish, measure on an idle machine.")
-    typer.echo(f"\nwritten to {folder}")
+    typer.echo(f"\nwritten to {folder}; chart: fastloop report {folder}")
     raise typer.Exit(0 if complete else 1)
 
 

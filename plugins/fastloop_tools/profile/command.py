@@ -17,7 +17,7 @@ from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.trials.pairs import Window
+    from fastloop_tools.trials.worker import Window
 
 
 def profile(
@@ -41,8 +41,8 @@ def profile(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop_tools.trials.pairs import Window
     from fastloop_tools.trials.runs import option_words
+    from fastloop_tools.trials.worker import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import typer
@@ -16,24 +17,10 @@ from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import with_only
 from fastloop_tools.trials.measure import LOUD, foreign_load
 from fastloop_tools.trials.server import Servers, libraries, run_worker
-from fastloop_tools.trials.worker import Spec
+from fastloop_tools.trials.worker import Spec, Window
 
 Measurement = dict[str, Any]
 """The result of ``run_worker``."""
-
-
-@dataclass(kw_only=True)
-class Window:
-    """The measured part of a training; see ``Spec``."""
-
-    steps: int = 8
-    seconds: float = 5.0
-    warmup: int = 2
-    profile_steps: int = 0
-
-    def duration(self, step: float) -> float:
-        """Seconds of the warm-up and the window, for steps of ``step`` seconds."""
-        return max((self.warmup + self.steps) * step, self.warmup * step + self.seconds)
 
 
 class TrialRunner:
@@ -102,38 +89,41 @@ class TrialRunner:
         length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
         return run_worker(spec, length, environment, self.timeout, self.nproc, None if fresh else self.servers)
 
-    def measure(
-        self, recipe: Recipe, window: Window, number: int = 0, plugins: Collection[str] | None = None, **how: Any
+    def train(
+        self,
+        recipe: Recipe,
+        plugins: Collection[str] | None = None,
+        name: str | None = None,
+        fresh: bool = False,
+        *,
+        spec: Mapping[str, Any] = MappingProxyType({}),
+        **train: Any,
     ) -> Measurement:
-        """Measure a recipe; see ``work``. The result may hold an ``error``.
+        """Train a recipe; see ``work``. The result may hold an ``error``.
 
         Args:
-            number: The same number gives the same seed.
             plugins: The active plugins; None: those of the recipe.
-            how: Further arguments of ``work``.
+            spec: Further settings of ``Spec``.
+            train: Keys of the ``train`` section to set.
         """
-        # the worker ends the run
-        long: dict[str, Any] = {
-            "max_steps": 10**9,
-            "epochs": 10**6,
-            "save_every": None,
-            "seed": recipe.train.seed + number,
-        }
-        tree = with_only(recipe, recipe.plugins if plugins is None else plugins, **long)
-        size: dict[str, Any] = {"warmup": window.warmup, "steps": window.steps, "seconds": window.seconds}
-        spec = Spec(recipe=tree, source=None, **size, profile_steps=window.profile_steps)
-        found = self.work(recipe, spec, **how)
+        tree = with_only(recipe, recipe.plugins if plugins is None else plugins, save_every=None, **train)
+        return self.work(recipe, Spec(recipe=tree, source=None, **spec), name, fresh)
+
+    def measure(self, recipe: Recipe, window: Window, number: int = 0, *how: Any, fresh: bool = False) -> Measurement:
+        """Measure a recipe. The same ``number`` gives the same seed. Further arguments are those of ``train``."""
+        spec = {field.name: getattr(window, field.name) for field in dataclasses.fields(Window)}
+        train = {"max_steps": 10**9, "epochs": 10**6, "seed": recipe.train.seed + number}  # the worker ends the run
+        more: dict[str, Any] = {"spec": spec, "fresh": fresh, **train}
+        found = self.train(recipe, *how, **more)
         if found["foreign_load"] > LOUD >= self.before:  # on a machine that is always busy, a repeat does not help
             self.say(f"other processes used {found['foreign_load']:.0%} of the machine meanwhile: measured again")
-            found = min(found, self.work(recipe, spec, **how), key=lambda result: float(result["foreign_load"]))
+            found = min(found, self.train(recipe, *how, **more), key=lambda result: float(result["foreign_load"]))
         self.worst = max(self.worst, found["foreign_load"])
         return found
 
-    def losses(self, recipe: Recipe, steps: int, plugins: Collection[str] | None = None, **how: Any) -> Measurement:
-        """Train the first steps of a recipe without dropout, for their losses; see ``measure``."""
-        names = recipe.plugins if plugins is None else plugins
-        tree = with_only(recipe, names, max_steps=steps, epochs=10**6, save_every=None)
-        return self.work(recipe, Spec(recipe=tree, source=None, dropout=False), **how)
+    def losses(self, recipe: Recipe, steps: int, *how: Any) -> Measurement:
+        """Train the first steps of a recipe without dropout, for their losses; see ``train``."""
+        return self.train(recipe, *how, spec={"dropout": False}, max_steps=steps, epochs=10**6)
 
     def held(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
         """Compare an edited recipe's losses with a numerics class: ``verdict``, ``difference``, ``bound``, ``why``."""

@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import tempfile
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,27 +34,40 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Spec:
-    """The specification of a measurement.
+class Window:
+    """The measured part of a training.
 
     Attributes:
-        recipe: The recipe, in the form of ``Recipe.to_dict``.
-        source: The recipe's file, which its paths are relative to.
         warmup: Steps before the measured window.
         steps: Minimum steps of the window; None: the window ends with the recipe.
         seconds: Minimum duration of the window.
         profile_steps: Steps after the window under torch's profiler. Their ``profile`` is in the result
             (``fastloop_tools.profile``).
+    """
+
+    warmup: int = 0
+    steps: int | None = None
+    seconds: float = 0.0
+    profile_steps: int = 0
+
+    def duration(self, step: float) -> float:
+        """Seconds of the warm-up and the window, for steps of ``step`` seconds."""
+        return max((self.warmup + (self.steps or 0)) * step, self.warmup * step + self.seconds)
+
+
+@dataclass(kw_only=True)
+class Spec(Window):
+    """The specification of a measurement.
+
+    Attributes:
+        recipe: The recipe, in the form of ``Recipe.to_dict``.
+        source: The recipe's file, which its paths are relative to.
         dropout: Whether dropout is active.
         evaluates: Whether evaluations run.
     """
 
     recipe: dict[str, Any]
     source: str | None
-    warmup: int = 0
-    steps: int | None = None
-    seconds: float = 0.0
-    profile_steps: int = 0
     dropout: bool = True
     evaluates: bool = False
 
@@ -163,7 +175,6 @@ class StepMeter(Plugin):
             "tokens": run.state.tokens - tokens,
             "padded_tokens": self.padded - padded,
             "seconds_a_step": usual,
-            "first_step_seconds": max(0.0, spent[0] - usual),
             "warmup_extra_seconds": max(0.0, self.times[step] - self.times[0] - step * usual),
             "step_seconds": spent,
             "startup_seconds": run.clock.seconds["startup"],
@@ -283,7 +294,7 @@ def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
         text = str(error).strip()
         text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
-        return {"error": text.splitlines()[0], "kind": kind, "traceback": traceback.format_exc()}
+        return {"error": text.splitlines()[0], "kind": kind}
     finally:
         logger.removeHandler(warnings)
     return found | {"warnings": warnings.lines}

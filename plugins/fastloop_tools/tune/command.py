@@ -65,9 +65,10 @@ def tune(
     from fastloop.runtime.files import write
     from fastloop_plugins._time import parse_time
     from fastloop_tools.bench.plan import check
-    from fastloop_tools.trials.pairs import TrialRunner, Window
+    from fastloop_tools.trials.pairs import TrialRunner
     from fastloop_tools.trials.statistics import LEAST_PAIRS
     from fastloop_tools.trials.tables import dump
+    from fastloop_tools.trials.worker import Window
     from fastloop_tools.tune import write as writing
     from fastloop_tools.tune.search import Search
 

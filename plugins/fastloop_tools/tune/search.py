@@ -28,8 +28,9 @@ from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import edited
 from fastloop_tools.profile.suggestions import Suggestion, suggest
-from fastloop_tools.trials.pairs import Measurement, TrialRunner, Window, faster, speed
+from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, median, verdict
+from fastloop_tools.trials.worker import Window
 
 CLASSES = get_args(Numerics)
 """From the smallest to the largest effect on the numbers."""

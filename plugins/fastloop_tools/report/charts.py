@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fastloop_tools.report.metrics import Series
-from fastloop_tools.report.numbers import number, some_ticks, tick_labels
+from fastloop_tools.report.numbers import number, tick_labels, ticks
 
 FEW = 20
 """Lines of at most this many points show their points."""
@@ -60,7 +60,7 @@ class Frame:
 
     def __init__(self, limits: Limits, size: Size) -> None:
         self.limits, self.size = limits, size
-        self.values = some_ticks(limits.low, limits.high, size.ticks)
+        self.values = ticks(limits.low, limits.high, size.ticks)
         self.labels = tick_labels(self.values)
         self.left = round(10 + CHARACTER * max(map(len, self.labels), default=0), 1)
 
@@ -205,7 +205,7 @@ def line_chart(
         dots = [(*place, label) for place, label in zip(places, labels, strict=True)]
         lines.append(Line(name, colour, path(places), dots if size == FULL or len(dots) == 1 else [], len(dots) <= FEW))
         rows.append((name, *map(number, (line.first, line.last, line.least, line.most))))
-    steps = [value for value in some_ticks(limits.left, limits.right, size.ticks) if value == int(value)]
+    steps = [value for value in ticks(limits.left, limits.right, size.ticks) if value == int(value)]
     xs, columns = frame.horizontal(steps, tick_labels(steps)), ("run", "first", "last", "least", "most")
     return Chart(title, unit, "step", lines, xs, frame.vertical(), columns, rows, frame.left, size)
 

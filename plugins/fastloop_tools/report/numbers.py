@@ -23,7 +23,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers between two values."""
+    """Round numbers between two values, at least two of them if the values differ."""
     if high <= low:
         return [low]
     raw = (high - low) / count
@@ -34,14 +34,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     while first * step <= high + 1e-9 * step:
         found.append(first * step)
         first += 1
-    return found
-
-
-def some_ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers between two values, at least two of them."""
-    while len(found := ticks(low, high, count)) < 2 and high > low:
-        count += 1
-    return found
+    return found if len(found) > 1 else ticks(low, high, count + 1)
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
 from fastloop_tools.report.records import MALFORMED
-from fastloop_tools.report.tables import flat
+from fastloop_tools.report.tables import compare, flat
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 
 SQLITE_TIMEOUT = 60
@@ -164,10 +164,9 @@ def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
     Raises:
         UsageError: It belongs to another recipe or other ranges; shows both.
     """
-    old, new = flat(there), flat(here)
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = compare([flat(there), flat(here)])
     if changed:
-        parts = [f"{key}: {old.get(key, '(none)')} in the study, {new.get(key, '(none)')} here" for key in changed]
+        parts = [f"{key}: {old or '(none)'} in the study, {new or '(none)'} here" for key, (old, new) in changed]
         if len(parts) > 5:
             parts[5:] = [f"and {len(parts) - 5} more"]
         raise UsageError(

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fastloop.recipe import Recipe, Train, anchored
+from fastloop_tools.recipe_text import recipe_text
 from fastloop_tools.trials.statistics import interval, median
 from fastloop_tools.trials.tables import markdown_table
 from fastloop_tools.tune.search import ONCE, Search, Trial
@@ -78,29 +77,10 @@ def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
     Args:
         remarks: Plugin name, or ``train.KEY`` or ``data.KEY`` -> remark.
     """
-    lines = [*(f"# {line}".rstrip() for line in head), ""]
     usual = {field.name: field.default for field in dataclasses.fields(Train)}
     train = {key: value for key, value in dataclasses.asdict(recipe.train).items() if value != usual[key]}
-    for section, values in (("model", recipe.model), ("data", recipe.data), ("train", train)):
-        if values:
-            lines.append(f"{section}:")
-            lines += [
-                _remarked(f"  {key}: {_flow(value)}", remarks.get(f"{section}.{key}")) for key, value in values.items()
-            ]
-            lines.append("")
-    lines.append("plugins:" if recipe.plugins else "plugins: []")
-    for name, options in recipe.plugins.items():
-        reference = recipe.references.get(name, name)
-        entry = reference if options == {} else f"{reference}: {_flow(options)}"
-        lines.append(_remarked(f"  - {entry}", remarks.get(name)))
-    return "\n".join([*lines, "", f"output: {_flow(recipe.output)}"]) + "\n"
-
-
-def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
-    shown: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
-    return shown.strip().removesuffix("...").strip()
-
-
-def _remarked(line: str, remark: str | None) -> str:
-    return line if not remark else f"{line:<40}  # {remark}"
+    sections = {"model": recipe.model, "data": recipe.data, "train": train}
+    tree: dict[str, Any] = {name: values for name, values in sections.items() if values}
+    tree |= {"plugins": [{name: options} for name, options in recipe.listed(recipe.plugins).items()]}
+    remarks = {recipe.references.get(name, name): remark for name, remark in remarks.items()}
+    return recipe_text(tree | {"output": recipe.output}, head, remarks)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,7 +39,7 @@ def profile(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop_tools.trials.runs import option_words
+    from fastloop_tools.trials.runs import command_line, option_words
     from fastloop_tools.trials.worker import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
@@ -64,7 +62,9 @@ def profile(
     show_messages()
     launch.start_again(resolved := launch.resolve_early(loaded))
     if look(resolved.recipe, folder, window, names(without)):
-        typer.echo(f"to measure these edits: {tune_command(given)}")
+        nproc = ranks.world_size() if ranks.world_size() > 1 else None
+        tune = command_line("tune", given, {"--nproc": nproc, "--stop-after": "suggestions"})
+        typer.echo(f"to measure these edits: {tune}")
 
 
 def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool:
@@ -95,13 +95,3 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
     return bool(found)
-
-
-def tune_command(arguments: Sequence[str]) -> str:
-    """The command that measures every suggestion.
-
-    Args:
-        arguments: The recipe, its overrides, ``--with`` and ``--without``, as they were given.
-    """
-    nproc = ["--nproc", str(ranks.world_size())] if ranks.world_size() > 1 else []
-    return shlex.join(["fastloop", "tune", *arguments, *nproc, "--stop-after", "suggestions"])

@@ -11,15 +11,10 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return "-"
     size = abs(value)
-    if size >= 1e9:
-        return f"{value / 1e9:.3g}G"
-    if size >= 1e6:
-        return f"{value / 1e6:.4g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:.4g}k"
-    if size and size < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:.4g}"
+    for least, unit, digits, suffix in ((1e9, 1e9, 3, "G"), (1e6, 1e6, 4, "M"), (1e4, 1e3, 4, "k")):
+        if size >= least:
+            return f"{value / unit:.{digits}g}{suffix}"
+    return f"{value:.3g}" if size and size < 1e-3 else f"{value:.4g}"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from fastloop_tools.report import sweeps
@@ -36,23 +36,12 @@ LOWER = ("loss", "perplexity", "bits_per_character", "error", "mse", "mae")
 """Parts of names of metrics that improve when they fall."""
 
 
-@dataclass
-class Live:
-    """A page that is served, and follows its files.
-
-    Attributes:
-        version: Changes when a file changes.
-        nonce: Permits the page's own script.
-    """
-
-    version: str
-    nonce: str
-
-
-def render(found: Found, title: str, live: Live | None = None, problem: str = "") -> str:
+def render(found: Found, title: str, live: Mapping[str, str] | None = None, problem: str = "") -> str:
     """Render the HTML page.
 
     Args:
+        live: For a page that is served and follows its files: ``version``, which changes when a file changes, and
+            ``nonce``, which permits the page's own script.
         problem: An error to show.
     """
     drawn = charts(found.runs)

@@ -13,6 +13,8 @@ from fastloop_tools.report.tables import Cell, Table
 
 SERIES = 6
 """Most lines in a plot. With more combinations of the other values, one line has the means over all of them."""
+LABEL = 14
+"""Most characters of a label."""
 ALL = "all other values"
 DODGE = 6
 """Distance between lines at the same value, in units of the picture."""
@@ -78,7 +80,8 @@ def _plot(record: Mapping[str, Any], key: str, found: Results) -> Chart | None:
         line.path = path([(mean.x, mean.y) for mean in line.means]) if len(line.means) > 1 else ""
         lines.append(line)
     ordered = sorted(order, key=lambda text: places[text])
-    xs = frame.horizontal([places[text] for text in ordered], [shortened(text) for text in ordered])
+    labels = [text if len(text) <= LABEL else f"{text[: LABEL - 1]}…" for text in ordered]
+    xs = frame.horizontal([places[text] for text in ordered], labels)
     heads = (key.rpartition(".")[2], "runs", "mean", "deviation")
     return Chart(
         f"{record['monitor']} by {key}", record["monitor"], across, lines, xs, frame.vertical(), heads, rows, frame.left
@@ -101,11 +104,6 @@ def axis(texts: Sequence[str], key: str) -> tuple[dict[str, float], str]:
     if min(numbers.values()) > 0 and max(numbers.values()) >= 10 * min(numbers.values()):
         return {text: math.log10(value) for text, value in numbers.items()}, f"{key}, logarithmic"
     return numbers, key
-
-
-def shortened(text: str, most: int = 14) -> str:
-    """The beginning of a text."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 def table(record: Mapping[str, Any]) -> Table:

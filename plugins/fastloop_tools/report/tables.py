@@ -9,14 +9,10 @@ from typing import Any, NamedTuple
 
 Rows = list[tuple[str, list[str]]]
 """Key -> the value of each run."""
-ENVIRONMENT = {
-    "device": "device",
-    "world_size": "processes",
-    "plugins": "plugins",
-    "disabled": "disabled plugins",
-    "versions": "versions",
-}
-"""Keys of a summary that describe where and with what a run ran -> their names on the page."""
+ENVIRONMENT = ("device", "world_size", "plugins", "disabled", "versions")
+"""Keys of a summary that describe where and with what a run ran."""
+NAMES = {"world_size": "processes", "disabled": "disabled plugins"}
+"""Names of these keys on the page, if others."""
 
 
 class Cell(NamedTuple):
@@ -58,8 +54,8 @@ def environment(summaries: Sequence[Mapping[str, Any]]) -> Rows:
     found: list[dict[str, str]] = []
     for summary in summaries:
         facts: dict[str, str] = {}
-        for key, name in ENVIRONMENT.items():
-            value = summary.get(key)
+        for key in ENVIRONMENT:
+            name, value = NAMES.get(key, key), summary.get(key)
             if isinstance(value, Mapping):
                 facts |= {f"{name}: {part}": str(text) for part, text in value.items()}
             elif value is not None:
@@ -89,13 +85,11 @@ def flat(values: Any, where: str = "") -> dict[str, str]:
             for entry in values
             for name, options in (entry.items() if isinstance(entry, Mapping) else [(entry, {})])
         }
-        return {f"plugins.{name}": "off" if options is False else _options(options) for name, options in named.items()}
+        return {f"plugins.{name}": _options(options) for name, options in named.items()}
     return {where: json.dumps(values) if isinstance(values, list) else str(values)}
 
 
 def _options(options: Any) -> str:
-    return (
-        ", ".join(f"{key}: {value}" for key, value in options.items())
-        if isinstance(options, Mapping) and options
-        else "on"
-    )
+    if isinstance(options, Mapping) and options:
+        return ", ".join(f"{key}: {value}" for key, value in options.items())
+    return "off" if options is False else "on"

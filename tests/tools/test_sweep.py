@@ -255,7 +255,7 @@ def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
     assert [run.name for run in read([Path("run")]).runs] == ["width-4_seed-123", "width-4_seed-124"]
     shown = fastloop("report", "run")
     assert shown.returncode == 0, shown.stderr
-    assert "<th scope="row">model.arguments.width=4</th>" in Path("report.html").read_text()
+    assert '<th scope="row">model.arguments.width=4</th>' in Path("report.html").read_text()
 
 
 @pytest.mark.slow

@@ -84,8 +84,11 @@ class ForkServer:
     def close(self) -> None:
         """End the server, and the process that it runs."""
         self.process.terminate()
-        with suppress(BrokenPipeError):
-            self.process.communicate()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                with suppress(BrokenPipeError):
+                    stream.close()
+        self.process.wait()
 
 
 class Servers:

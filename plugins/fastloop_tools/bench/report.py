@@ -65,22 +65,26 @@ def ablation_table(record: dict[str, Any], short: bool = False) -> Table:
             line |= {
                 "samples/s": _with_interval(results["samples_per_second"], ",.1f"),
                 "real tokens/s": _with_interval(results["tokens_per_second"], ",.0f"),
-                f"{unit}/s, median": f"{results[f'{unit}_per_second']['median']:,.0f}",
                 "x before": _with_interval(results["over_before"], ".2f"),
                 "x baseline": _with_interval(base, ".2f"),
-                "x base": f"{base['median']:.2f}" if base else "",
                 "peak MiB": _mib(results),
                 "start-up s": f"{results['startup_seconds']:.1f}",
                 "first steps s": f"{results['first_steps_cold_seconds']:.1f}{again}",
                 "pays": pays,
             }
-            if short and pays:
-                line["verdict"] += f"; pays {pays}"
+            if short:
+                line |= {
+                    f"{unit}/s": f"{results[f'{unit}_per_second']['median']:,.0f}",
+                    "x before": line["x before"].replace(" to ", "-"),
+                    "x base": f"{base['median']:.2f}" if base else "",
+                    "MiB": line["peak MiB"],
+                    "verdict": "; ".join(filter(None, [line["verdict"], pays and f"pays {pays}"])),
+                }
         lines.append(line)
     header = ["variant", "samples/s", *(["real tokens/s"] if unit == "tokens" else []), "x before", "x baseline"]
     header += ["verdict", "peak MiB", "start-up s", "first steps s", "pays"]
     if short:
-        header = ["variant", f"{unit}/s, median", "x before", "x base", "peak MiB", "verdict"]
+        header = ["variant", f"{unit}/s", "x before", "x base", "MiB", "verdict"]
     return header, [[line.get(name, "") for name in header] for line in lines]
 
 

@@ -91,15 +91,11 @@ class Record:
         points, best = compare(self.runs, self.monitor, self.minimise)
         rows = []
         for row in points:
-            over, mean, deviation = row["difference"] or {}, row["mean"], row["deviation"]
-            rows.append([
-                row["point"],
-                f"{row['finished']}/{len(row['runs'])}",
-                "" if mean is None else f"{mean:.4f}",
-                "" if deviation is None else f"{deviation:.4f}",
-                "best" if row["point"] == best else f"{over['mean']:+.4g}" if over else "",
-                f"{over['low']:+.4g} to {over['high']:+.4g}" if over and over["low"] is not None else "",
-            ])  # fmt: skip
+            over, finished = row["difference"] or {}, f"{row['finished']}/{len(row['runs'])}"
+            mean, deviation = ("" if row[key] is None else f"{row[key]:.4f}" for key in ("mean", "deviation"))
+            minus = "best" if row["point"] == best else f"{over['mean']:+.4g}" if over else ""
+            interval = "" if over.get("low") is None else f"{over['low']:+.4g} to {over['high']:+.4g}"
+            rows.append([row["point"], finished, mean, deviation, minus, interval])
         show_table(["point", "runs", f"validation {self.monitor}", "deviation", "minus best", "95% interval"], rows)
 
 

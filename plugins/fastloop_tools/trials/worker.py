@@ -28,6 +28,7 @@ from fastloop.runtime import files
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.state import Batch
@@ -209,20 +210,32 @@ def peak(run: Run) -> int:
     return peak_memory(run.device)
 
 
+def run_recipe(resolved: ResolvedRecipe, observer: Plugin) -> tuple[Run, dict[str, Any]]:
+    """Run a recipe with a plugin; returns the run and its summary.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped the run.
+    """
+    from fastloop.cli.startup import start_run
+
+    with start_run(resolved, [observer]) as run:
+        from fastloop.lifecycle import execute  # only here: it imports torch, which must not happen twice
+
+        summary = execute(run)
+    if run.interrupted is not None:
+        raise KeyboardInterrupt
+    return run, summary
+
+
 def train_short(recipe: Recipe, observer: Plugin, off: Iterable[str], **train: Any) -> Run:
-    """Train a few steps in a temporary run folder, without plugins that publish results.
+    """Train a few steps in a temporary run folder, without plugins that publish results; see ``run_recipe``.
 
     Args:
         observer: Ends the run.
         off: Further plugins to leave out.
         train: Keys of the ``train`` section to set.
-
-    Raises:
-        KeyboardInterrupt: A signal stopped the run.
     """
     from fastloop.cli.quick_checks import without_publishers
-    from fastloop.cli.startup import start_run
-    from fastloop.lifecycle import execute
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
 
@@ -230,12 +243,7 @@ def train_short(recipe: Recipe, observer: Plugin, off: Iterable[str], **train: A
     tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None} | train
     tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(off, False) | without_publishers(recipe))
     with tempfile.TemporaryDirectory(prefix="fastloop-short-") as scratch:
-        short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
-        with start_run(resolve(short), [observer]) as run:
-            execute(run)
-    if run.interrupted is not None:
-        raise KeyboardInterrupt
-    return run
+        return run_recipe(resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)), observer)[0]
 
 
 def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
@@ -255,7 +263,6 @@ def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -
             them. None: the variables stay as they are.
     """
     from fastloop.cli.quick_checks import without_publishers
-    from fastloop.cli.startup import start_run
     from fastloop.recipe import make_recipe
 
     warnings, logger = WarningCollector(), logging.getLogger("fastloop")
@@ -275,17 +282,9 @@ def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -
             from fastloop_tools.profile.observe import Observer
 
             meter = Observer(spec, warnings)
-        with start_run(resolved, [meter]) as run:
-            from fastloop.lifecycle import execute  # only here: it imports torch, which must not happen twice
-
-            summary = execute(run)
-        if run.interrupted:
-            raise KeyboardInterrupt
-        found = (
-            meter.result(run)
-            if not spec.evaluates
-            else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
-        )
+        run, summary = run_recipe(resolved, meter)
+        whole = {"seconds": summary["train_seconds"], "steps": summary["steps"]}
+        found = whole if spec.evaluates else meter.result(run)
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
         if "profile" in found:
             found["profile"]["total_steps"] = found["total_steps"]

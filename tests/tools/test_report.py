@@ -20,11 +20,10 @@ import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop_tools.report.bars import Bar, scale
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart
 from fastloop_tools.report.metrics import MOST, Metrics, Series
 from fastloop_tools.report.numbers import number, tick_labels, ticks
-from fastloop_tools.report.page import MANY
+from fastloop_tools.report.page import MANY, Bar, scale
 from fastloop_tools.report.read import read
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
 from fastloop_tools.report.tables import differences, environment

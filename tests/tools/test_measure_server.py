@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -18,9 +18,8 @@ import yaml
 
 from fastloop.recipe import Recipe, load_recipe
 from fastloop.runtime.hardware import Machine
-from fastloop_tools.trials.measure import run_worker
 from fastloop_tools.trials.pairs import TrialRunner
-from fastloop_tools.trials.server import LIBRARIES, TRANSFORMERS, ForkServer, Servers, libraries
+from fastloop_tools.trials.server import LIBRARIES, TRANSFORMERS, ForkServer, Servers, libraries, run_worker
 from fastloop_tools.trials.worker import Spec
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks only on Linux")
@@ -121,25 +120,25 @@ def test_forked_processes_give_the_numbers_of_fresh_ones(recipe, runner):
     assert plain.process.returncode == 0
 
 
-def test_a_server_keeps_the_processors_time_of_its_processes_and_ends_with_them(monkeypatch):
+def test_a_server_serves_again_and_ends_with_its_user(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+    Path("made").mkdir()
+    Path("made/spec.json").write_text("not JSON")
     servers = Servers(())
     with closing(servers):
         server = servers.get(os.environ, {})
         assert servers.get(os.environ, {}) is server
-        Path("spec.json").write_text("not JSON")
-        Path("stderr.txt").touch()
-        process = server.start(os.environ, Path("spec.json").resolve(), Path.cwd())
-        assert process.wait(300) == 1
-        assert process.seconds > 0
-        assert "JSONDecodeError" in Path("stderr.txt").read_text()
+        found = server.run(folder=str(Path("made").resolve()), environment=dict(os.environ), timeout=None)
+        assert found["kind"] == "killed"
+        assert "JSONDecodeError" in found["error"]
+        assert found["process_seconds"] > 0
         first, second = (servers.get(os.environ, {"PLANTED": value}) for value in "12")
         assert list(servers.running.values()) == [first, second], "the oldest has ended"
-        assert server.process.returncode == 0
+        assert server.process.returncode is not None
         second.process.send_signal(signal.SIGKILL)
         second.process.wait()
         assert servers.get(os.environ, {"PLANTED": "2"}) is not second
-    assert first.process.returncode == 0
+    assert first.process.returncode is not None
 
 
 def test_a_server_that_cannot_start_is_an_error_of_the_measurement(monkeypatch, capfd):
@@ -151,19 +150,26 @@ def test_a_server_that_cannot_start_is_an_error_of_the_measurement(monkeypatch, 
 
 
 def test_a_measured_process_ends_with_its_server(recipe):
-    Path("slow.py").write_text(PLUGIN.replace('return {"PLANTED": "1"}', "__import__('time').sleep(600)"))
+    sleeps = "open('pid', 'w').write(str(os.getpid())), __import__('time').sleep(600)"
+    Path("slow.py").write_text(PLUGIN.replace('return {"PLANTED": "1"}', sleeps))
     slow = load_recipe("tiny.yaml", with_plugins=["slow.py"])
     Path("spec.json").write_text(json.dumps({"recipe": slow.to_dict(), "source": str(slow.source), "length": {}}))
-    Path("stderr.txt").touch()
-    server = ForkServer((), os.environ)
-    process = server.start(os.environ, Path("spec.json").resolve(), Path.cwd())
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(1.0)
-    server.close()
-    deadline = time.monotonic() + 300
-    while psutil.pid_exists(process.pid) and psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, "it outlives the server"
-        time.sleep(0.02)
+    for end in (ForkServer.close, lambda server: server.process.kill()):
+        server = ForkServer((), os.environ)
+        assert server.process.stdin is not None
+        request = {"folder": str(Path.cwd()), "environment": dict(os.environ), "timeout": None}
+        print(json.dumps(request), file=server.process.stdin, flush=True)
+        deadline = time.monotonic() + 300
+        while not Path("pid").exists() or not (pid := Path("pid").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        end(server)
+        while psutil.pid_exists(int(pid)) and psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, "it outlives the server"
+            time.sleep(0.02)
+        Path("pid").unlink()
+        shutil.rmtree("0")
+        server.close()
 
 
 def test_libraries_follow_the_model_and_the_device(recipe, monkeypatch):

@@ -13,24 +13,20 @@ from collections.abc import Callable
 from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop_tools.report import metrics
-from fastloop_tools.report.bars import bars
-from fastloop_tools.report.charts import line_chart, thinned
-from fastloop_tools.report.differences import differences, environment
-from fastloop_tools.report.frame import CHARACTER, FULL, SMALL
-from fastloop_tools.report.metrics import Metrics, read_columns
+from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart
+from fastloop_tools.report.metrics import MOST, Metrics, Series
 from fastloop_tools.report.numbers import number, tick_labels, ticks
-from fastloop_tools.report.page import MANY
+from fastloop_tools.report.page import MANY, Bar, scale
 from fastloop_tools.report.read import read
-from fastloop_tools.report.series import MOST, Series, mean
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
+from fastloop_tools.report.tables import differences, environment
 from fastloop_tools.trials.record import Record
 from fastloop_tools.trials.runs import TrialRun
 
@@ -250,35 +246,26 @@ def test_report_ignores_a_line_that_the_run_is_writing(folders):
     assert read([Path("plain")]).runs[0].lines["loss"].points[-1] == (99, 0.123456)
 
 
-def test_a_long_log_is_read_in_columns_with_the_same_values(tmp_path, monkeypatch):
-    lines: list[dict[str, Any]] = [
-        {"step": step, "epoch": 1, "loss": 1 / step, "grad_norm": None if step % 3 else 1.5 * step, "note": "text"}
-        for step in range(1, 2000)
-    ]
-    lines[50:50] = [{"step": 50, "epoch": 1, "split": "validation", "loss": 0.5, "accuracy": 1}]
-    lines[900]["late"] = 3
+def test_a_log_is_read_by_split_and_key_and_a_wrong_line_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    monkeypatch.setattr(metrics, "LARGE", 1)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 99')
-    assert read_columns(path.read_bytes().rpartition(b"\n")[0] + b"\n", len(lines))
-    ours = {key: vars(series) for key, series in Metrics(path).update().items()}
-    assert set(ours) == {
-        "epoch",
-        "loss",
-        "grad_norm",
-        "late",
-        "validation epoch",
-        "validation loss",
-        "validation accuracy",
+    lines: list[dict[str, Any]] = [
+        {"step": 1, "epoch": 1, "loss": 1.0, "grad_norm": None, "note": "text", "on": True},
+        {"step": 1, "epoch": 1, "split": "validation", "loss": 0.5, "accuracy": 1},
+        {"step": 2, "epoch": 1, "loss": 0.25, "late": 3},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_text(text + '{"step": 99')
+    assert {key: series.points for key, series in Metrics(path).update().items()} == {
+        "epoch": [(1, 1.0), (2, 1.0)],
+        "loss": [(1, 1.0), (2, 0.25)],
+        "validation epoch": [(1, 1.0)],
+        "validation loss": [(1, 0.5)],
+        "validation accuracy": [(1, 1.0)],
+        "late": [(2, 3.0)],
     }
-    monkeypatch.setattr(metrics, "LARGE", 10**9)
-    theirs = {key: vars(series) for key, series in Metrics(path).update().items()}
-    assert str(sorted(ours.items())) == str(sorted(theirs.items()))
-    assert all(np.array_equal(ours[key]["_means"], theirs[key]["_means"]) for key in ours)
-    monkeypatch.setattr(metrics, "LARGE", 1)
     for wrong in ('{"step": 1', '{"loss": 1}', "", "[1]", '{"step": null}'):
-        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *lines]) + f"{wrong}\n" + '{"step": 1}\n')
-        with pytest.raises(UsageError, match=f"line {2 * len(lines) + 1}: expected one JSON object with a step"):
+        path.write_text(f'{text}{wrong}\n{{"step": 1}}\n')
+        with pytest.raises(UsageError, match="line 4: expected one JSON object with a step"):
             Metrics(path).update()
 
 
@@ -368,7 +355,7 @@ def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("
                     metrics,
                 )
             )
-    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True, again="")
+    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True)
     Path("sweep").mkdir(exist_ok=True)
     record.write()
     found: dict[str, Any] = json.loads(Path("sweep/sweep.json").read_text())
@@ -445,7 +432,7 @@ def test_a_broken_sweep_is_named(monkeypatch, capsys, harm):
     record = sweep({("1",): [1.0]})
     Path("sweep/sweep.json").write_text(json.dumps(record | harm))
     assert report(monkeypatch, "sweep") == 2
-    assert "sweep/sweep.json: expected the runs and points" in capsys.readouterr().err
+    assert "sweep/sweep.json: expected the results that fastloop writes" in capsys.readouterr().err
 
 
 # -- charts ------------------------------------------------------------------------------------------------------------
@@ -491,14 +478,6 @@ def test_ticks_are_round_and_inside():
         assert all(low - 1e-12 <= value <= high * (1 + 1e-9) for value in found)
 
 
-def test_long_lines_are_thinned_to_means():
-    points = [(float(step), float(step % 2)) for step in range(1000)]
-    shown = thinned(points)
-    assert len(shown) <= FULL.points
-    assert all(0.4 <= value <= 0.6 for _, value in shown[:-1])
-    assert thinned(points[:10]) == points[:10]
-
-
 @pytest.mark.parametrize("count", [1, MOST, MOST + 1, 2 * MOST + 3, 7 * MOST + 13])
 @pytest.mark.parametrize("part", [7, 997, 10 * MOST])
 def test_a_series_keeps_means_of_neighbours_and_exact_ends(count, part):
@@ -521,8 +500,8 @@ def test_a_series_keeps_means_of_neighbours_and_exact_ends(count, part):
     assert MOST // 2 <= len(kept) <= MOST + 1
     assert kept[-1][0] == count - 1
     size = int(kept[0][0]) + 1  # points in a group
-    expected = [mean(points[start : start + size]) for start in range(0, count, size)]
-    assert kept == [(step, pytest.approx(value)) for step, value in expected]
+    groups = [points[start : start + size] for start in range(0, count, size)]
+    assert kept == [(group[-1][0], pytest.approx(fmean(value for _, value in group))) for group in groups]
 
 
 def test_chart_omits_nan():
@@ -547,9 +526,9 @@ def test_numbers_are_short():
 
 
 def test_bars_share_one_scale():
-    found = bars([("a", 1.0, "", (0.5, 2.0), ""), ("b", 1.5, "", None, "")])
+    found = scale([Bar("a", 1.0, "", 0.5, 2.0), Bar("b", 1.5, "")])
     assert [(bar.size, bar.low, bar.high) for bar in found] == [(0.5, 0.25, 1.0), (0.75, None, None)]
-    assert bars([("none", 0.0, "", None, "")])[0].size == 0
+    assert scale([Bar("none", 0.0, "")])[0].size == 0
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import yaml
 from fastloop.errors import UsageError
 from fastloop_tools.report.read import read
 from fastloop_tools.sweep.grid import parse, split_values
-from fastloop_tools.trials.points import compare
+from fastloop_tools.trials.record import compare
 from fastloop_tools.trials.runs import TrialRun, command_line
 from fastloop_tools.trials.statistics import mean_interval
 
@@ -255,7 +255,7 @@ def test_a_sweep_trains_the_grid_and_continues_after_a_failure():
     assert [run.name for run in read([Path("run")]).runs] == ["width-4_seed-123", "width-4_seed-124"]
     shown = fastloop("report", "run")
     assert shown.returncode == 0, shown.stderr
-    assert "<code>model.arguments.width=4</code>" in Path("report.html").read_text()
+    assert '<th scope="row">model.arguments.width=4</th>' in Path("report.html").read_text()
 
 
 @pytest.mark.slow

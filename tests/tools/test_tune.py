@@ -20,10 +20,8 @@ from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_plugins._time import parse_time
 from fastloop_tools.profile import observe
 from fastloop_tools.trials import pairs
-from fastloop_tools.trials.pairs import Window
-from fastloop_tools.trials.worker import Spec, measure
-from fastloop_tools.tune.search import Search
-from fastloop_tools.tune.trials import decide
+from fastloop_tools.trials.worker import Spec, Window, measure
+from fastloop_tools.tune.search import Search, decide
 from fastloop_tools.tune.write import text
 
 CODE = """
@@ -378,10 +376,11 @@ MEASURE = """
 import json, os
 from pathlib import Path
 from fastloop_tools.trials import pairs
+from fastloop_tools.trials.worker import Window
 from fastloop.recipe import load_recipe
 
 runner = pairs.TrialRunner(dict(os.environ), Path("cache").resolve(), print, nproc=2, timeout=120)
-window = pairs.Window(steps=4, seconds=0.2, warmup=1, profile_steps=2)
+window = Window(steps=4, seconds=0.2, warmup=1, profile_steps=2)
 print(json.dumps(runner.measure(load_recipe("tiny.yaml"), window)))
 """
 
@@ -489,24 +488,11 @@ class Clock:
         return {"seconds_a_step": step, "process_seconds": 5 * step, "samples": 1, "tokens": 0, "seconds": step}
 
 
-@pytest.mark.parametrize(("step", "measured"), [(2.0, [2.0]), (6.0, [10.0, 6.0])])
-def test_last_check_measures_the_given_recipe_again_only_if_it_is_not_far_slower(step, measured):
-    given, found = (make_recipe({"train": {"lr": seconds}}) for seconds in (10.0, step))
-    clock = Clock()
-    search = Search(given, {"bitwise"}, 1e6, clock, Window(), print)  # type: ignore[arg-type] # it only measures
-    search.first = search.measure(given)
-    search.measure(found)
-    search.best = found
-    search.last_check()
-    assert clock.steps[2:] == measured
-    assert search.check["ratios"] == pytest.approx([10 / step])
-
-
-@pytest.mark.parametrize(("step", "pairs", "expected"), [(5.0, None, 1), (9.0, None, 5), (5.0, 5, 5)])
+@pytest.mark.parametrize(("step", "pairs", "expected"), [(2.0, None, 1), (5.0, None, 1), (9.0, None, 5), (5.0, 5, 5)])
 def test_last_check_ends_after_one_clear_pair(step, pairs, expected):
     given, found = (make_recipe({"train": {"lr": seconds}}) for seconds in (10.0, step))
     clock = Clock()
-    search = Search(given, {"bitwise"}, 1e6, clock, Window(), print, pairs)  # type: ignore[arg-type] # it only measures
+    search = Search(given, {"bitwise"}, 1e6, clock, Window(steps=8, seconds=5.0, warmup=2), print, pairs)  # type: ignore[arg-type] # it only measures
     search.measure(given)
     search.measure(found)
     search.best = found

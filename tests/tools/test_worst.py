@@ -20,7 +20,7 @@ from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from text_helpers import TINY_GPT
 
 from fastloop_tools.inference.worst import describe, score
-from fastloop_tools.report.evaluations import MOST_CLASSES
+from fastloop_tools.report.page import MOST_CLASSES
 from fastloop_tools.report.records import read_evaluation
 
 CODE = """

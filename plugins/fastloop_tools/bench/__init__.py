@@ -5,6 +5,6 @@ run. The variants of a repeat share the seed and run close together, forwards an
 drifts. The compared value is the ratio inside a repeat; the reported one is the median with its bootstrap interval.
 Compilation is a cost and not a speed: each variant has an empty cache.
 
-``plan`` builds the list of variants, ``ablation`` measures them in order, ``report`` and ``chart`` show the results.
-The measured processes, the statistics and the numerics check are in ``fastloop_tools.trials``.
+``plan`` builds the list of variants, ``ablation`` measures them in order and checks their numerics, ``report`` shows
+them. The measured processes and the statistics are in ``fastloop_tools.trials``.
 """

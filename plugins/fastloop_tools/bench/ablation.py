@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from fastloop.cli.numerics import BROKEN, FAILED
+from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
 from fastloop.errors import FastloopError, UsageError
-from fastloop.recipe import secrets
-from fastloop_tools.bench.plan import Ablation, Variant, with_only
-from fastloop_tools.trials.numerics import check as check_numerics
-from fastloop_tools.trials.pairs import TrialRunner
-from fastloop_tools.trials.results import speed, variant_results
-from fastloop_tools.trials.worker import Spec
+from fastloop_tools.bench.plan import Ablation, closure, unresolvable
+from fastloop_tools.trials.pairs import Measurement, TrialRunner, speed
+from fastloop_tools.trials.statistics import break_even, interval, median, verdict
+from fastloop_tools.trials.tables import json_safe
+from fastloop_tools.trials.worker import Window
 
 QUALITY_SEEDS = 3
 
 
 @dataclass(kw_only=True)
-class Settings:
+class Settings(Window):
     """The size of the measurements.
 
     Attributes:
-        steps: Minimum steps of a window.
-        seconds: Minimum duration of a window.
-        warmup: Steps before the window.
         repeats: Measurements of each variant.
         numerics: Whether to check each plugin's numerics class.
         numerics_steps: Steps of that check.
@@ -35,9 +29,6 @@ class Settings:
         quality_steps: Steps of that training; None: the recipe's own length.
     """
 
-    steps: int = 30
-    seconds: float = 10.0
-    warmup: int = 5
     repeats: int = 5
     numerics: bool = True
     numerics_steps: int = 8
@@ -92,7 +83,7 @@ class Bench:
         try:
             self._speed()
             if self.settings.numerics:
-                for found in check_numerics(self.ablation, self.settings.numerics_steps, self._work):
+                for found in check_numerics(self.ablation, self._losses):
                     self.record["numerics"].append(found)
                     self.say(f"numerics  {found['plugin']}: {found['verdict']}")
                     self._refresh()
@@ -111,38 +102,25 @@ class Bench:
             for variant in variants if repeat % 2 == 0 else reversed(variants):
                 if variant.key in self.errors:
                     continue
-                found = self._measure(variant, repeat)
-                if "error" in found:
+                recipe = self.ablation.baseline if variant.at_baseline else self.ablation.recipe
+                cache = str(variants.index(variant))
+                found = self.runner.measure(recipe, self.settings, repeat, variant.plugins, cache, fresh=repeat == 0)
+                failed = "error" in found
+                self.measured[variant.key].append(None if failed else found)
+                if failed:
                     self.errors[variant.key] = found["error"]
-                    self.measured[variant.key].append(None)
-                    self.say(f"repeat {repeat + 1}/{self.settings.repeats}  {variant.title}: failed: {found['error']}")
-                    if variant is variants[0] and not any(self.measured[variant.key]):
-                        kind = UsageError if found["kind"] == "usage" else FastloopError
-                        raise kind(f"the baseline cannot be measured: {found['error']}")
+                    result = f"failed: {found['error']}"
                 else:
-                    self.measured[variant.key].append(found)
                     rate, unit = speed(found)
-                    took = f"{rate:,.1f} {unit}/s ({found['process_seconds']:.1f} s)"
-                    self.say(f"repeat {repeat + 1}/{self.settings.repeats}  {variant.title}: {took}")
+                    result = f"{rate:,.1f} {unit}/s ({found['process_seconds']:.1f} s)"
+                self.say(f"repeat {repeat + 1}/{self.settings.repeats}  {variant.title}: {result}")
+                if failed and variant is variants[0] and not any(self.measured[variant.key]):
+                    kind = UsageError if found["kind"] == "usage" else FastloopError
+                    raise kind(f"the baseline cannot be measured: {found['error']}")
             self._refresh()
 
-    def _measure(self, variant: Variant, repeat: int) -> dict[str, Any]:
-        recipe = self.ablation.baseline if variant.at_baseline else self.ablation.recipe
-        settings = self.settings
-        tree = with_only(
-            recipe,
-            variant.plugins,
-            max_steps=10**9,  # the worker ends the run
-            epochs=10**6,
-            save_every=None,
-            seed=recipe.train.seed + repeat,
-        )
-        name = str(list(self.measured).index(variant.key))
-        spec = Spec(recipe=tree, source=None, warmup=settings.warmup, steps=settings.steps, seconds=settings.seconds)
-        return self.runner.undisturbed(self.ablation.recipe, spec, name, fresh=repeat == 0)
-
-    def _work(self, spec: Spec, name: str) -> dict[str, Any]:
-        return self.runner.work(self.ablation.recipe, spec, name)
+    def _losses(self, plugins: tuple[str, ...]) -> Measurement:
+        return self.runner.losses(self.ablation.recipe, self.settings.numerics_steps, plugins, "numerics")
 
     def _quality(self) -> None:
         """Train the first and the last variant to the end, with several seeds, and record their metrics."""
@@ -154,9 +132,11 @@ class Bench:
         for number in range(QUALITY_SEEDS):
             for arm, variant in arms.items():
                 recipe = ablation.baseline if variant.at_baseline else ablation.recipe
-                length = {} if steps is None else {"max_steps": steps, "epochs": 10**6}
-                tree = with_only(recipe, variant.plugins, seed=recipe.train.seed + number, save_every=None, **length)
-                found = self._work(Spec(recipe=tree, source=None, evaluates=True), "quality")
+                length: dict[str, Any] = {} if steps is None else {"max_steps": steps, "epochs": 10**6}
+                seed = recipe.train.seed + number
+                found = self.runner.train(
+                    recipe, variant.plugins, "quality", spec={"evaluates": True}, seed=seed, **length
+                )
                 if "error" in found:
                     errors.append(f"{arm}, seed {number + 1}: {found['error']}")
                     self.say(f"quality {errors[-1]}")
@@ -168,43 +148,110 @@ class Bench:
                 }
                 for name, value in values.items():
                     metrics[arm].setdefault(name, []).append(value)
-                self.say(
-                    f"quality {arm}, seed {number + 1}: "
-                    + (", ".join(f"{name} {value:.4g}" for name, value in values.items()) or "-")
-                )
+                shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+                self.say(f"quality {arm}, seed {number + 1}: {shown or '-'}")
                 self._refresh()
 
     def _refresh(self) -> None:
         """Update the record, and pass it to ``keep``."""
         rows: list[dict[str, Any]] = []
-        first: dict[Any, str] = {}
         for variant in self.ablation.variants:
-            row = asdict(variant) | {
-                "error": self.errors.get(variant.key) if variant.why_not is None else None,
-                "same_as": None,
-                "measurements": [],
-            }
+            row = asdict(variant) | {"error": None, "measurements": []}
             if variant.why_not is None:
-                row["same_as"] = first.get(variant.key)
-                first.setdefault(variant.key, variant.title)
-                row["measurements"] = self.measured[variant.key]
+                row |= {"error": self.errors.get(variant.key), "measurements": self.measured[variant.key]}
             rows.append(row)
         self.record["variants"] = variant_results(rows)
         self.record["foreign_load"] = {"before": self.runner.before, "worst": self.runner.worst}
         self.keep(json_safe(self.record))
 
 
-def json_safe(value: Any) -> Any:
-    """The same value with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: json_safe(item) for key, item in value.items()}
-    if isinstance(value, Iterable) and not isinstance(value, str):
-        return [json_safe(item) for item in value]
-    return value
+def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measurement]) -> Iterator[dict[str, Any]]:
+    """Yield a finding for each tested plugin: compares losses with and without it.
+
+    The control is trained twice. If a device is not deterministic, the difference of both is the smallest one that can
+    be detected.
+
+    Args:
+        train: Trains with these plugins briefly and without dropout; see ``TrialRunner.losses``.
+    """
+    controls: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for name, plugin in ablation.plugins.items():
+        found = {"plugin": name, "class": plugin.numerics, "bound": BOUNDS.get(plugin.numerics), "difference": None}
+        needed = closure(ablation, name)
+        together = tuple(other for other in ablation.plugins if other == name or other in needed)
+        why = unresolvable(ablation, together) or unresolvable(ablation, needed)
+        if found["bound"] is None:
+            why = "its numerics class is changes-training"
+        if why:
+            yield found | {"verdict": NOT_COMPARED, "why": why}
+            continue
+        if needed not in controls:
+            controls[needed] = [train(needed), train(needed)]
+        control, again = controls[needed]
+        yield found | {"control": list(needed)} | compare(plugin.numerics, train(together), control, again)
 
 
-def dump(record: dict[str, Any]) -> str:
-    """The record as JSON."""
-    return json.dumps(secrets.hidden(record), indent=1, allow_nan=False) + "\n"
+def summary(values: Sequence[float]) -> dict[str, float]:
+    """Median and 95% interval."""
+    low, high = interval(values)
+    return {"median": median(values), "low": low, "high": high}
+
+
+def ratio(ours: Sequence[Measurement | None], theirs: Sequence[Measurement | None]) -> dict[str, Any] | None:
+    """The ratio of two variants' speeds, over the repeats that both have."""
+    ratios = [speed(a)[0] / speed(b)[0] for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
+    return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)} if ratios else None
+
+
+def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add ``results`` to each variant; None if nothing was measured.
+
+    A step is compared with the nearest measured variant before it. For a variant without one plugin, the factor is the
+    full set's speed over its own: the speedup of that plugin when all others are present.
+    """
+    reached: dict[str, Any] | None = None
+    for row in rows:
+        done = [found for found in row["measurements"] if found is not None]
+        row["results"] = None
+        if not done:
+            continue
+        if row["kind"] == "without":
+            full = next(other for other in rows if other["title"] == row["before"])
+            over = ratio(full["measurements"], row["measurements"])
+        else:
+            over = ratio(row["measurements"], reached["measurements"]) if reached else None
+            row["before"] = reached["title"] if reached else None
+        row["results"] = {
+            "unit": speed(done[0])[1],
+            "samples_per_second": summary([found["samples"] / found["seconds"] for found in done]),
+            "tokens_per_second": summary([found["tokens"] / found["seconds"] for found in done])
+            if done[0]["tokens"]
+            else None,
+            "padding": median([1 - found["tokens"] / found["padded_tokens"] for found in done])
+            if done[0]["padded_tokens"]
+            else None,
+            "seconds_a_step": median([found["seconds_a_step"] for found in done]),
+            "over_before": over,
+            "over_baseline": ratio(row["measurements"], rows[0]["measurements"]) if row is not rows[0] else None,
+            "peak_memory_bytes": done[0]["peak_memory_bytes"],
+            "startup_seconds": done[0]["startup_seconds"],
+            "first_steps_cold_seconds": done[0]["warmup_extra_seconds"],
+            "first_steps_warm_seconds": median([found["warmup_extra_seconds"] for found in done[1:]])
+            if done[1:]
+            else None,
+            "total_steps": done[0]["total_steps"],
+            "pays_after_steps": None,
+            "warnings": sorted({line for found in done for line in found["warnings"]}),
+        }
+        if row["kind"] != "without":
+            if reached is not None and over is not None and over["verdict"] == "faster":
+                row["results"]["pays_after_steps"] = pays_after(row["results"], reached["results"], over["median"])
+            reached = row
+    return rows
+
+
+def pays_after(ours: dict[str, Any], before: dict[str, Any], factor: float) -> int | None:
+    """Steps until the time saved exceeds the extra start-up and first steps compared to the variant before, with
+    nothing compiled yet."""
+    extra = sum(ours[name] - before[name] for name in ("startup_seconds", "first_steps_cold_seconds"))
+    return break_even(extra, before["seconds_a_step"] * (1 - 1 / factor))

@@ -52,20 +52,17 @@ def bench(
     code 1: a measurement failed or a plugin broke its numerics class; the other results are written.
     """
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
-    import tempfile
-    from contextlib import closing
-
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
-    from fastloop_tools.bench import chart, report
-    from fastloop_tools.bench.ablation import Bench, Settings, dump
+    from fastloop_tools.bench import report
+    from fastloop_tools.bench.ablation import Bench, Settings
     from fastloop_tools.bench.plan import make_ablation
     from fastloop_tools.trials.measure import LOUD
     from fastloop_tools.trials.pairs import TrialRunner
     from fastloop_tools.trials.runs import command_line
-    from fastloop_tools.trials.server import libraries
+    from fastloop_tools.trials.tables import dump
 
     if ranks.world_size() > 1:
         raise UsageError("bench measures one process. Start it without a launcher.")
@@ -82,40 +79,25 @@ def bench(
     options = {"--with": names(with_), "--without": names(without), "--variants": variants}
     lifts = [word for item in baseline or () for word in ("--baseline", item)]
     folder = make_folder(Path(output or f"runs/bench-{name}"))
-    facts = {
-        "name": name,
-        "command": command_line("bench", [recipe, *(overrides or ()), *lifts], options),
-        **this_place(plan.plugins, loaded),
-    }
-    count = len(plan.measured())
+    command = command_line("bench", [recipe, *(overrides or ()), *lifts], options)
+    facts = {"name": name, "command": command, **this_place(plan.plugins, loaded)}
     typer.echo(
-        f"{count} variants x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s each, into {folder}"
+        f"{len(plan.measured())} variants x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s "
+        f"each, into {folder}"
     )
     for variant in plan.variants:
         if variant.why_not:
             typer.echo(f"{variant.title}: {variant.why_not}")
-    settings = Settings(
-        steps=steps,
-        seconds=seconds,
-        warmup=warmup,
-        repeats=repeats,
-        numerics=numerics,
-        quality=quality or quality_steps is not None,
-        quality_steps=quality_steps,
-    )
+    quality = quality or quality_steps is not None
+    size: dict[str, Any] = {"steps": steps, "seconds": seconds, "warmup": warmup, "repeats": repeats}
+    settings = Settings(**size, numerics=numerics, quality=quality, quality_steps=quality_steps)
 
     def keep(record: dict[str, Any]) -> None:
-        write(folder / "bench.json", dump(record), hidden=True)
-        if json_file:
-            write(Path(json_file), dump(record), hidden=True)
+        for file in (folder / "bench.json", *([Path(json_file)] if json_file else [])):
+            write(file, dump(record), hidden=True)
         write(folder / "bench.md", report.markdown(record))
 
-    with (
-        tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache,
-        closing(
-            TrialRunner(environment, Path(cache), typer.echo, timeout=timeout, modules=libraries(loaded))
-        ) as runner,
-    ):
+    with TrialRunner.open("bench", environment, loaded, timeout=timeout) as runner:
         ablation_run = Bench(plan, settings, runner, facts, typer.echo, keep)
         try:
             complete = ablation_run.run()
@@ -124,10 +106,9 @@ def bench(
             raise
     typer.echo()
     report.show(ablation_run.record)
-    write(folder / "bench.svg", chart.draw(ablation_run.record))
     if ablation_run.record["foreign_load"]["worst"] > LOUD:
         typer.echo("For results to publish, measure on an idle machine.")
-    typer.echo(f"\nwritten to {folder}")
+    typer.echo(f"\nwritten to {folder}; chart: fastloop report {folder}")
     raise typer.Exit(0 if complete else 1)
 
 

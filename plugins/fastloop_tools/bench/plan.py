@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fastloop.errors import UsageError, did_you_mean
 from fastloop.plugins.installed import defaults
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.recipe import Recipe, make_recipe
-
-if TYPE_CHECKING:
-    from fastloop.runtime.hardware import Machine
 
 BASELINE = "baseline"
 
@@ -27,10 +24,11 @@ class Variant:
         title: Name in tables.
         plugins: The active plugins, besides the task.
         kind: A ``step`` is compared with the variant before. ``without`` is the full set without one plugin; the full
-            set is compared with
-        it. before: Title of the variant that it is compared with; None for the baseline. adds: Plugins that the variant
-        before does not have; for ``without``, the plugin that is removed. at_baseline: Whether the overrides for the
-        baseline apply. why_not: Why it is not measured; None if it is.
+            set is compared with it.
+        before: Title of the variant that it is compared with; None for the baseline.
+        adds: Plugins that the variant before does not have; for ``without``, the plugin that is removed.
+        at_baseline: Whether the overrides for the baseline apply.
+        why_not: Why it is not measured; None if it is.
     """
 
     title: str
@@ -101,6 +99,31 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
     return tree
 
 
+def edited(recipe: Recipe, values: Mapping[str, Any], plugins: Mapping[str, Any]) -> Recipe:
+    """The recipe with some values and plugins changed.
+
+    Args:
+        values: Dotted key -> value.
+        plugins: Plugin -> its options; None: not listed.
+
+    Raises:
+        UsageError: It cannot run.
+    """
+    tree = copy.deepcopy(recipe.to_dict())
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        section: Any = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    if plugins:
+        listed = {**copy.deepcopy(recipe.plugins), **plugins}
+        tree["plugins"] = recipe.listed({name: options for name, options in listed.items() if options is not None})
+    made = make_recipe(tree, recipe.source)
+    check(made)
+    return made
+
+
 def make_ablation(
     recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets: Sequence[Sequence[str]], leave_one_out: bool
 ) -> Ablation:
@@ -120,11 +143,11 @@ def make_ablation(
     tested = list(_tested(recipe))
     for name in tested:
         plugin = make(recipe, name)
-        why = _missing(plugin, machine)
+        why = next((missing for need in plugin.requirements if (missing := need.missing(plugin, machine))), None)
         if why is None:
             ablation.plugins[name] = plugin
         else:
-            ablation.absent[name] = why
+            ablation.absent[name] = f"not measurable here: {plugin.name} {why}"
     for wanted in (name for names in sets for name in names if name not in tested):
         raise UsageError(
             f"--variants: {wanted!r} is not a plugin that can be measured here.{did_you_mean(wanted, tested)}"
@@ -145,32 +168,17 @@ def make_ablation(
     have: tuple[str, ...] = ()
     for names in sets or [tested[: index + 1] for index in range(len(tested))]:
         here = tuple(name for name in tested if name in names)
-        before, added = ablation.full(), tuple(name for name in here if name not in have)
-        grows = set(have) <= set(here)
-        variant = Variant(
-            " ".join(f"+ {name}" for name in added) if grows and added else ", ".join(here) or "no plugins",
-            here,
-            adds=added,
-        )
+        added = tuple(name for name in here if name not in have)
+        adds = " ".join(f"+ {name}" for name in added) if set(have) <= set(here) else ""
+        # of the recipe's own plugins, later variants leave out those that cannot be measured
+        active = here if sets else tuple(name for name in here if name not in ablation.absent)
+        reasons = [ablation.absent[name] for name in (here if sets else added) if name in ablation.absent]
+        why_not = "; ".join(reasons) or unresolvable(ablation, active)
+        title = adds or ", ".join(here) or "no plugins"
+        if any(title == variant.title for variant in ablation.variants):
+            raise UsageError("--variants: the same set of plugins is listed twice in a row. Remove one.")
+        ablation.variants.append(Variant(title, active, before=ablation.full().title, adds=added, why_not=why_not))
         have = here
-        missing = (
-            [name for name in added if name in ablation.absent]
-            if not sets
-            else [name for name in here if name in ablation.absent]
-        )
-        if not sets:
-            variant.plugins = tuple(name for name in here if name not in ablation.absent)
-        variant.why_not = "; ".join(ablation.absent[name] for name in missing) or unresolvable(
-            ablation, variant.plugins
-        )
-        variant.before = before.title
-        ablation.variants.append(variant)
-    if any(
-        variant.title == other.title
-        for index, variant in enumerate(ablation.variants)
-        for other in ablation.variants[:index]
-    ):
-        raise UsageError("--variants: the same set of plugins is listed twice in a row. Remove one.")
     full = ablation.full()
     if leave_one_out and len(full.plugins) > 1:
         for name in full.plugins:
@@ -227,9 +235,3 @@ def _tested(recipe: Recipe) -> Iterator[str]:
         plugin = load_listed(recipe, name)
         if plugin.slot != "task" and not plugin.publishes:
             yield name
-
-
-def _missing(plugin: Plugin, machine: Machine) -> str | None:
-    """A requirement of the plugin that this machine does not meet; None if it meets all."""
-    found = next((missing for need in plugin.requirements if (missing := need.missing(plugin, machine))), None)
-    return None if found is None else f"not measurable here: {plugin.name} {found}"

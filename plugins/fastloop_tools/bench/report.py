@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from statistics import fmean
 from typing import Any
 
 from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop_tools.trials.measure import LOUD
+from fastloop_tools.trials.tables import markdown_table, show_table
 
 READING = (
     "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. "
@@ -23,10 +25,15 @@ def _with_interval(value: dict[str, float] | None, form: str) -> str:
     return f"{value['median']:{form}} ({value['low']:{form}} to {value['high']:{form}})"
 
 
-def _reason(row: dict[str, Any]) -> str:
-    if row["why_not"]:
-        return str(row["why_not"])
-    return f"failed: {row['error']}" if row["error"] else "not measured yet"
+def _verdict(row: dict[str, Any], over: dict[str, Any] | None) -> str:
+    if row["results"] is None:
+        return str(row["why_not"] or (f"failed: {row['error']}" if row["error"] else "not measured yet"))
+    failed = f"then failed: {row['error']}" if row["error"] else ""
+    return "; ".join(filter(None, [over["verdict"] if over else "", failed]))
+
+
+def _mib(results: dict[str, Any]) -> str:
+    return f"{results['peak_memory_bytes'] / 2**20:,.0f}"
 
 
 def _pays(results: dict[str, Any]) -> str:
@@ -40,140 +47,96 @@ def _pays(results: dict[str, Any]) -> str:
     return f"after {after:,} steps; this run has {total:,}" + (": not worth it" if after > total else "")
 
 
-def ablation_table(record: dict[str, Any]) -> Table:
-    """The variants in order, with all results."""
-    rows = [row for row in record["variants"] if row["kind"] != "without"]
-    tokens = any(row["results"] and row["results"]["tokens_per_second"] for row in rows)
-    header = ["variant", "samples/s", *(["real tokens/s"] if tokens else []), "x before", "x baseline", "verdict"]
-    header += ["peak MiB", "start-up s", "first steps s", "pays"]
-    lines = []
-    for row in rows:
-        results = row["results"]
-        if results is None:
-            lines.append([row["title"], *[""] * (header.index("verdict") - 1), _reason(row), "", "", "", ""])
-            continue
-        over, warm = results["over_before"], results["first_steps_warm_seconds"]
-        line = [row["title"], _with_interval(results["samples_per_second"], ",.1f")]
-        if tokens:
-            line.append(_with_interval(results["tokens_per_second"], ",.0f"))
-        line += [_with_interval(over, ".2f"), _with_interval(results["over_baseline"], ".2f")]
-        line += [
-            over["verdict"] if over else "",
-            f"{results['peak_memory_bytes'] / 2**20:,.0f}",
-            f"{results['startup_seconds']:.1f}",
-        ]
-        line += [
-            f"{results['first_steps_cold_seconds']:.1f}" + ("" if warm is None else f", again {warm:.1f}"),
-            _pays(results),
-        ]
-        if row["error"]:
-            line[header.index("verdict")] += f"; then failed: {row['error']}"
-        lines.append(line)
-    return header, lines
+def ablation_table(record: dict[str, Any], short: bool = False) -> Table:
+    """The variants in order.
 
-
-def short_table(record: dict[str, Any]) -> Table:
-    """The variants with fewer columns, for a terminal."""
+    Args:
+        short: Only the columns that fit into a terminal.
+    """
     rows = [row for row in record["variants"] if row["kind"] != "without"]
     unit = next((row["results"]["unit"] for row in rows if row["results"]), "samples")
     lines = []
     for row in rows:
         results = row["results"]
-        if results is None:
-            lines.append([row["title"], "", "", "", "", _reason(row)])
-            continue
-        over, base = results["over_before"], results["over_baseline"]
-        remarks = [
-            over["verdict"] if over else "",
-            _pays(results) and f"pays {_pays(results)}",
-            row["error"] and f"then failed: {row['error']}",
-        ]
-        lines.append(
-            [
-                row["title"],
-                f"{results[f'{unit}_per_second']['median']:,.0f}",
-                _with_interval(over, ".2f").replace(" to ", "-"),
-                f"{base['median']:.2f}" if base else "",
-                f"{results['peak_memory_bytes'] / 2**20:,.0f}",
-                "; ".join(filter(None, remarks)),
-            ]
-        )
-    return ["variant", f"{unit}/s", "x before", "x base", "MiB", "verdict"], lines
+        line = {"variant": row["title"], "verdict": _verdict(row, results and results["over_before"])}
+        if results is not None:
+            warm, base, pays = results["first_steps_warm_seconds"], results["over_baseline"], _pays(results)
+            again = "" if warm is None else f", again {warm:.1f}"
+            line |= {
+                "samples/s": _with_interval(results["samples_per_second"], ",.1f"),
+                "real tokens/s": _with_interval(results["tokens_per_second"], ",.0f"),
+                "x before": _with_interval(results["over_before"], ".2f"),
+                "x baseline": _with_interval(base, ".2f"),
+                "peak MiB": _mib(results),
+                "start-up s": f"{results['startup_seconds']:.1f}",
+                "first steps s": f"{results['first_steps_cold_seconds']:.1f}{again}",
+                "pays": pays,
+            }
+            if short:
+                line |= {
+                    f"{unit}/s": f"{results[f'{unit}_per_second']['median']:,.0f}",
+                    "x before": line["x before"].replace(" to ", "-"),
+                    "x base": f"{base['median']:.2f}" if base else "",
+                    "MiB": line["peak MiB"],
+                    "verdict": "; ".join(filter(None, [line["verdict"], pays and f"pays {pays}"])),
+                }
+        lines.append(line)
+    header = ["variant", "samples/s", *(["real tokens/s"] if unit == "tokens" else []), "x before", "x baseline"]
+    header += ["verdict", "peak MiB", "start-up s", "first steps s", "pays"]
+    if short:
+        header = ["variant", f"{unit}/s", "x before", "x base", "MiB", "verdict"]
+    return header, [[line.get(name, "") for name in header] for line in lines]
 
 
-def without_table(record: dict[str, Any]) -> Table | None:
+def without_table(record: dict[str, Any]) -> Table:
     """The speedup of each plugin when all others are present."""
-    rows = [row for row in record["variants"] if row["kind"] == "without"]
-    if not rows:
-        return None
     lines = []
-    for row in rows:
-        over = row["results"] and row["results"]["over_before"]
-        more = row["results"] and over and f"{row['results']['peak_memory_bytes'] / 2**20:,.0f}"
+    for row in (row for row in record["variants"] if row["kind"] == "without"):
+        results = row["results"]
+        over = results and results["over_before"]
         lines.append(
-            [row["adds"][0], _with_interval(over, ".2f"), more or "", over["verdict"] if over else _reason(row)]
+            [row["adds"][0], _with_interval(over, ".2f"), _mib(results) if results else "", _verdict(row, over)]
         )
     return ["plugin", "x full set without it", "MiB without it", "verdict"], lines
 
 
-def numerics_table(record: dict[str, Any]) -> Table | None:
+def numerics_table(record: dict[str, Any]) -> Table:
     """Results of the numerics check."""
-    if not record["numerics"]:
-        return None
     lines = []
     for found in record["numerics"]:
         difference = "" if found["difference"] is None else f"{found['difference']:.1e}"
         noise = f"; two runs of the same recipe differ by {found['noise']:.1e}" if found.get("noise") else ""
         bound = "" if found["bound"] is None else f"{found['bound']:.0e}" if found["bound"] else "0"
         verdict = found["verdict"].upper() if found["verdict"] in (BROKEN, FAILED) else found["verdict"]
-        lines.append(
-            [
-                found["plugin"],
-                found["class"],
-                difference,
-                bound,
-                verdict + (f": {found['why']}" if found["why"] else "") + noise,
-            ]
-        )
+        why = f": {found['why']}" if found["why"] else ""
+        lines.append([found["plugin"], found["class"], difference, bound, verdict + why + noise])
     return ["plugin", "numerics class", "largest difference", "allowed", "verdict"], lines
 
 
-def quality_table(record: dict[str, Any]) -> Table | None:
+def quality_table(record: dict[str, Any]) -> Table:
     """Final metrics of the first and the last variant, over seeds."""
-    if not record["quality"]:
-        return None
-    base, full = record["quality"]["metrics"]["baseline"], record["quality"]["metrics"]["full"]
+    base, full = (record["quality"] or {"metrics": {"baseline": {}, "full": {}}})["metrics"].values()
     lines = []
     for name in base:
-        ours, theirs = (
-            [value for value in full.get(name, []) if value is not None],
-            [value for value in base[name] if value is not None],
-        )
+        theirs, ours = ([value for value in arm.get(name, []) if value is not None] for arm in (base, full))
         if not ours or not theirs:
             continue
-        difference = sum(ours) / len(ours) - sum(theirs) / len(theirs)
-        spread = max(max(values) - min(values) for values in (ours, theirs))
+        difference, spread = fmean(ours) - fmean(theirs), max(max(values) - min(values) for values in (ours, theirs))
         within = "within the seeds' spread" if abs(difference) <= spread else "more than the seeds' spread"
-        lines.append(
-            [
-                name,
-                *(f"{sum(v) / len(v):.4f} ({min(v):.4f} to {max(v):.4f})" for v in (theirs, ours)),
-                f"{difference:+.4f}",
-                within,
-            ]
-        )
+        arms = [f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})" for values in (theirs, ours)]
+        lines.append([name, *arms, f"{difference:+.4f}", within])
     return ["metric", "baseline", "full set", "difference", "verdict"], lines
 
 
-def tables(record: dict[str, Any]) -> list[tuple[str, Table]]:
+def tables(record: dict[str, Any], short: bool = False) -> list[tuple[str, Table]]:
     """Title and table of each part of the record."""
-    found: list[tuple[str, Table | None]] = [
-        ("The ablation", ablation_table(record)),
+    found = [
+        ("The ablation", ablation_table(record, short)),
         ("Each plugin with all others present", without_table(record)),
         ("Numerics", numerics_table(record)),
         ("Quality", quality_table(record)),
     ]
-    return [(title, table) for title, table in found if table is not None]
+    return [(title, (header, rows)) for title, (header, rows) in found if rows]
 
 
 def notes(record: dict[str, Any]) -> list[str]:
@@ -187,8 +150,7 @@ def notes(record: dict[str, Any]) -> list[str]:
         )
     for row in record["variants"]:
         lines += [f"{row['title']}: {line}" for line in (row["results"] or {}).get("warnings", [])]
-    for error in (record["quality"] or {}).get("errors", []):
-        lines.append(f"quality: {error}")
+    lines += [f"quality: {error}" for error in (record["quality"] or {}).get("errors", [])]
     if not record["complete"]:
         lines.append("Not complete: the ablation ended before all variants were measured.")
     return list(dict.fromkeys(lines))
@@ -196,16 +158,11 @@ def notes(record: dict[str, Any]) -> list[str]:
 
 def markdown(record: dict[str, Any]) -> str:
     """The contents of ``bench.md``."""
-    settings = record["settings"]
+    settings, place = record["settings"], {**record["machine"], **record["versions"]}
     lines = [f"# {record['name']}: speedup of each plugin", "", f"`{record['command']}`", ""]
-    lines += [
-        ", ".join(f"{name} {value}" for name, value in {**record["machine"], **record["versions"]}.items()) + ".",
-        "",
-    ]
+    lines += [", ".join(f"{name} {value}" for name, value in place.items()) + ".", ""]
     for title, (header, rows) in tables(record):
-        lines += [f"## {title}", "", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-        lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-        lines.append("")
+        lines += [f"## {title}", "", *markdown_table(header, rows)]
     lines += [f"- {note}" for note in notes(record)]
     window = (
         f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} steps"
@@ -218,15 +175,9 @@ def show(record: dict[str, Any]) -> None:
     """Print the tables to the terminal."""
     import rich
     from rich.markup import escape
-    from rich.table import Table as RichTable
 
-    for title, (header, rows) in [("The ablation", short_table(record)), *tables(record)[1:]]:
-        table = RichTable(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-        for number, name in enumerate(header, start=1):
-            table.add_column(name, no_wrap=number < len(header))  # the last column may wrap
-        for row in rows:
-            table.add_row(*map(escape, row))
-        rich.print(table)
+    for title, (header, rows) in tables(record, short=True):
+        show_table(header, rows, title, wraps=-1)
         rich.print()
     for note in notes(record):
         rich.print(escape(note))

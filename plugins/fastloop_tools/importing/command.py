@@ -30,7 +30,8 @@ def import_config(
     from fastloop.recipe import make_recipe
     from fastloop.runtime.files import write
     from fastloop_tools.importing.convert import convert
-    from fastloop_tools.importing.read import read_config, recipe_text
+    from fastloop_tools.importing.read import read_config
+    from fastloop_tools.recipe_text import recipe_text
 
     config, kind = read_config(file, format)
     try:
@@ -39,7 +40,10 @@ def import_config(
         why = " ".join(str(error).split())
         raise UsageError(f"{file}: a value has another form than in configs of {kind}: {why}.") from error
     make_recipe(recipe)  # checks its values
-    text = recipe_text(recipe, notes, file, kind)
+    head = [f"Made by `fastloop import` from {' '.join(file.name.split())} ({kind})."]
+    if notes:
+        head += ["Keys without an equal counterpart:", *(f"  {key}: {reason}" for key, reason in notes.items())]
+    text = recipe_text(recipe, head)
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -1,9 +1,8 @@
-"""Read the config of another library, find its format, and write a recipe with comments."""
+"""Reads the config of another library, and finds its format."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,31 +38,3 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
             raise UsageError(f"{file}: no key of a known format. Expected one such as {known}, or give --format.")
         format = found
     return config, format
-
-
-def recipe_text(recipe: Mapping[str, Any], notes: Mapping[str, str], file: Path, format: str) -> str:
-    """The recipe as YAML. Comments list the keys without a counterpart."""
-    lines = [f"# Made by `fastloop import` from {' '.join(file.name.split())} ({format})."]
-    if notes:
-        lines += ["# Keys without an equal counterpart:", *(f"#   {key}: {reason}" for key, reason in notes.items())]
-    for section, value in recipe.items():
-        if isinstance(value, Mapping):
-            lines += ["", f"{section}:", *(f"  {key}: {inline(item)}" for key, item in value.items())]
-        elif isinstance(value, list):
-            entries = [item if isinstance(item, str) else entry(item) for item in value]
-            lines += ["", f"{section}:", *(f"  - {text}" for text in entries)]
-        else:
-            lines += ["", f"{section}: {inline(value)}"]
-    return "\n".join(lines) + "\n"
-
-
-def entry(plugin: Mapping[str, Any]) -> str:
-    """A plugin with its options, as a list of a recipe has it."""
-    ((name, options),) = plugin.items()
-    return f"{name}: {inline(options)}"
-
-
-def inline(value: Any) -> str:
-    """A value as YAML in one line."""
-    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True)
-    return text.removesuffix("\n").removesuffix("\n...")

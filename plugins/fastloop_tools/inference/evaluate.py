@@ -126,6 +126,7 @@ def show(record: dict[str, Any], json_file: str) -> None:
     from rich.table import Table
 
     from fastloop.runtime.files import write
+    from fastloop_tools.trials.tables import show_table
 
     text = json.dumps(secrets.hidden(record), indent=2) + "\n"
     if json_file == "-":
@@ -135,17 +136,14 @@ def show(record: dict[str, Any], json_file: str) -> None:
     for name, value in record["metrics"].items():
         table.add_row(f"{record['file'] or record['split']} {name}", f"{value:.4f}")
     rich.print(table)
+    columns = ("precision", "recall", "f1")
     for key, title in (("entities", "entity"), ("classes", "class")):
-        if not record.get(key):
-            continue
-        table = Table(box=None, pad_edge=False)
-        table.add_column(title)
-        for column in ("precision", "recall", "f1", "samples"):
-            table.add_column(column, justify="right")
-        for row in record[key]:
-            scores = [f"{row[column]:.4f}" for column in ("precision", "recall", "f1")]
-            table.add_row(row["name"], *scores, str(row["samples"]))
-        rich.print(table)
+        rows = [
+            [row["name"], *(f"{row[column]:.4f}" for column in columns), str(row["samples"])]
+            for row in record.get(key) or ()
+        ]
+        if rows:
+            show_table([title, *columns, "samples"], rows)
     if "worst" in record:
         show_worst(record["worst"])
     if json_file:
@@ -165,20 +163,13 @@ def show(record: dict[str, Any], json_file: str) -> None:
 
 def show_worst(rows: list[dict[str, Any]]) -> None:
     """Print the samples that the model got most wrong."""
-    import rich
-    from rich.table import Table
-    from rich.text import Text
+    from fastloop_tools.trials.tables import show_table
 
     if not rows:
         typer.echo("--worst: the task gives no score for each class, so there is no order of its samples.")
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column("sample", justify="right")
-    for column in ("target", "probability", "prediction", "probability", "input"):
-        table.add_column(column, justify="right" if column == "probability" else "left")
+    cells = []
     for row in rows:
-        shares = [f"{row[f'{key}_probability']:.4f}" for key in ("target", "prediction")]
-        table.add_row(
-            str(row["index"]), row["target"], shares[0], row["prediction"], shares[1], Text(row["input"] or "")
-        )
-    rich.print(table)
+        target, prediction = (f"{row[f'{key}_probability']:.4f}" for key in ("target", "prediction"))
+        cells.append([str(row["index"]), row["target"], target, row["prediction"], prediction, row["input"] or ""])
+    show_table(["sample", "target", "probability", "prediction", "probability", "input"], cells, wraps=-1)

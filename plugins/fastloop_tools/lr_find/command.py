@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-import tempfile
 from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,9 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 from fastloop.errors import UsageError
-from fastloop.recipe import secrets
+from fastloop_tools.report.charts import Frame, Size, find_limits, line_chart
+from fastloop_tools.report.charts import svg as document
+from fastloop_tools.report.metrics import Series
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -26,6 +27,13 @@ ROWS = 12
 LEFT_OUT = ("checkpoint-best", "early-stopping", "nan-guard")
 """Plugins that have no part in a range test, beside those that only observe: two need an evaluation, and one ends a run
 that diverges."""
+SIZE = Size(width=480, height=240, top=10, right=12, bottom=30, ticks=4)
+TITLE, FOOT = 34, 24
+"""Pixels above and below the chart, for the title and the name of the axis."""
+STYLE = (
+    ".axis { stroke: #c4cad4; } .line { fill: none; stroke-width: 2; } .loss { stroke: #8a8f98; stroke-width: 1; } "
+    ".smoothed { stroke: #2f6db5; } .chosen { stroke: #2a7f62; stroke-width: 2; stroke-dasharray: 4 3; }"
+)
 
 
 def lr_find(
@@ -57,8 +65,7 @@ def lr_find(
         from fastloop_tools.trials.runs import option_words
 
         given = {"--with": names(with_), "--without": names(without), "--min": low, "--max": high, "--steps": steps}
-        words = option_words(given | {"--svg": svg, "--json": json_file})
-        command = ["lr-find", recipe, *(overrides or ()), *words]
+        command = ["lr-find", recipe, *(overrides or ()), *option_words(given | {"--svg": svg, "--json": json_file})]
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, picture))
     launch.end_with_launcher()
     if json_file == "-":
@@ -77,34 +84,15 @@ def lr_find(
 
 
 def range_test(recipe: Recipe, finder: LRFinder) -> Run:
-    """Train the steps of a range test. Its run folder is temporary.
-
-    Raises:
-        KeyboardInterrupt: A signal stopped it.
-    """
-    from fastloop.cli.quick_checks import without_publishers
-    from fastloop.cli.startup import start_run
-    from fastloop.lifecycle import execute
+    """Train the steps of a range test. Its run folder is temporary."""
     from fastloop.plugins.installed import defaults
-    from fastloop.plugins.resolve import load_listed, resolve
-    from fastloop.recipe import make_recipe
+    from fastloop.plugins.resolve import load_listed
+    from fastloop_tools.trials.worker import train_short
 
-    listed = [
-        name for name, options in recipe.plugins.items() if options is not False and load_listed(recipe, name).read_only
-    ]
-    observers = [*listed, *(name for name, point in defaults().items() if point.load().read_only)]
-    tree = recipe.to_dict()
-    tree["train"] |= {"max_steps": finder.steps, "epochs": 10**6, "evaluate_every": None, "save_every": None}
-    tree["plugins"] = recipe.listed(
-        recipe.plugins | dict.fromkeys((*observers, *LEFT_OUT), False) | without_publishers(recipe)
-    )
-    with tempfile.TemporaryDirectory(prefix="fastloop-lr-find-") as scratch:
-        short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
-        with start_run(resolve(short), [finder]) as run:
-            execute(run)
-    if run.interrupted is not None:
-        raise KeyboardInterrupt
-    return run
+    plugins = {name: load_listed(recipe, name) for name, options in recipe.plugins.items() if options is not False}
+    plugins |= {name: point.load() for name, point in defaults().items()}
+    observers = [name for name, plugin in plugins.items() if plugin.read_only]
+    return train_short(recipe, finder, [*observers, *LEFT_OUT], max_steps=finder.steps, evaluate_every=None)
 
 
 def describe(finder: LRFinder, recipe: str) -> dict[str, Any]:
@@ -126,30 +114,23 @@ def describe(finder: LRFinder, recipe: str) -> dict[str, Any]:
 
 def show(record: Mapping[str, Any], picture: Path, json_file: str) -> None:
     """Write the chart, and print the table and the suggestion; with ``json_file`` ``-``, print JSON only."""
-    import rich
-    from rich.table import Table
-
     from fastloop.runtime.files import write
-    from fastloop_tools.bench.ablation import json_safe
-    from fastloop_tools.lr_find.chart import draw
+    from fastloop_tools.trials.tables import dump, show_table
 
     drawn = math.isfinite(record["smoothed"][0])
     if drawn:
         picture.parent.mkdir(parents=True, exist_ok=True)
         write(picture, draw(record))
-    text = json.dumps(secrets.hidden(json_safe(record)), indent=1) + "\n"
     if json_file == "-":
-        typer.echo(text, nl=False)
+        typer.echo(dump(record), nl=False)
         return
     if json_file:
-        write(Path(json_file), text, hidden=True)
-    table = Table("train.lr", "loss", "smoothed", box=None, pad_edge=False)
+        write(Path(json_file), dump(record), hidden=True)
     last = len(record["rates"]) - 1
-    for step in sorted({round(index * last / (ROWS - 1)) for index in range(ROWS)}):
-        table.add_row(
-            f"{record['rates'][step]:.1e}", f"{record['losses'][step]:.4g}", f"{record['smoothed'][step]:.4g}"
-        )
-    rich.print(table)
+    steps = sorted({round(index * last / (ROWS - 1)) for index in range(ROWS)})
+    columns = (("rates", ".1e"), ("losses", ".4g"), ("smoothed", ".4g"))
+    rows = [[f"{record[key][step]:{form}}" for key, form in columns] for step in steps]
+    show_table(["train.lr", "loss", "smoothed"], rows)
     for line in sentences(record):
         typer.echo(line)
     if drawn:
@@ -169,3 +150,48 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
     if found["at_end"]:
         lines.append("The last step has the lowest loss: a larger --max may suggest a higher rate.")
     return [*lines, f"Suggestion: train.lr={found['lr']:.1e}"]
+
+
+def draw(record: Mapping[str, Any]) -> str:
+    """The loss of each step and its average, over the logarithm of the rate. A dashed line shows the suggestion.
+
+    Args:
+        record: The contents of the ``--json`` file. Losses far above those before the divergence are left out.
+    """
+    logs, chosen = [math.log10(rate) for rate in record["rates"]], record["suggestion"]
+    finite = [value for value in record["smoothed"] if math.isfinite(value)]
+    lowest = min(range(len(finite)), key=finite.__getitem__)
+    most = 1.2 * max(finite[: lowest + 1])
+    series = {
+        name: (
+            number,
+            Series().extend([(x, value) for x, value in zip(logs, record[key], strict=True) if value <= most]),
+        )
+        for number, (name, key) in enumerate([("loss", "losses"), ("smoothed", "smoothed")])
+    }
+    limits = find_limits(line for _, line in series.values())
+    chart = line_chart(record["recipe"], series, limits=limits, size=SIZE)
+    assert chart is not None
+    assert limits is not None
+    left, right, bottom = chart.left, SIZE.width - SIZE.right, TITLE + SIZE.height - SIZE.bottom
+    title = f"{record['recipe']}: " + (f"suggested train.lr {chosen['lr']:.1e}" if chosen else "no suggestion")
+    lines = [f'<text x="12" y="24">{escape(title)}</text>']
+    for tick in chart.ys:
+        y = TITLE + tick.place
+        lines.append(f'<path class="axis" d="M{left} {y}H{right}"/>')
+        lines.append(f'<text x="{left - 6:g}" y="{y + 4}" text-anchor="end">{tick.label}</text>')
+    lines += [
+        f'<text x="{tick.text}" y="{bottom + 18}" text-anchor="middle">1e{tick.label}</text>'
+        for tick in chart.xs
+        if tick.label
+    ]
+    lines.append(
+        f'<text x="{(left + right) / 2:g}" y="{bottom + 38}" text-anchor="middle">train.lr; thin: each step, thick: '
+        "smoothed</text>"
+    )
+    if chosen and limits.left <= math.log10(chosen["lr"]) <= limits.right:
+        x, _ = Frame(limits, SIZE).place(math.log10(chosen["lr"]), limits.low)
+        lines.append(f'<path class="chosen" d="M{x:.1f} {TITLE + SIZE.top}V{bottom}"/>')
+    for line in chart.lines:
+        lines.append(f'<path class="line {line.name}" transform="translate(0 {TITLE})" d="{line.path}"/>')
+    return document(title, SIZE.width, TITLE + SIZE.height + FOOT, lines, STYLE)

@@ -1,5 +1,1 @@
-"""Find the bottlenecks of a run: ``observe`` profiles a few steps, ``suggestions`` collects plugins' speedup estimates.
-
-This file imports nothing: ``fastloop.plugins.plugin`` refers to ``StepProfile`` and ``SpeedupEstimate``, and must
-import fast.
-"""
+"""``fastloop profile``: finds the bottlenecks of a run, and the plugins that estimate a speedup for them."""

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,12 +11,11 @@ from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
 from fastloop.errors import UsageError
-from fastloop.recipe import secrets
 from fastloop.runtime.files import check_links
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.trials.pairs import Window
+    from fastloop_tools.trials.worker import Window
 
 
 def profile(
@@ -44,7 +39,8 @@ def profile(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop_tools.trials.pairs import Window
+    from fastloop_tools.trials.runs import command_line, option_words
+    from fastloop_tools.trials.worker import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=profile_steps)
@@ -54,29 +50,21 @@ def profile(
     except OSError as error:
         raise UsageError(f"--output {folder}: cannot be created: {error}.") from None
     check_links(folder)
-    plugins = {"--with": ",".join(names(with_)), "--without": ",".join(names(without))}
-    given = [recipe, *(overrides or ()), *_options(plugins)]
+    plugins = {"--with": names(with_), "--without": names(without)}
+    given = [recipe, *(overrides or ()), *option_words(plugins)]
     if nproc is not None:
-        windows = {
-            "--steps": steps,
-            "--seconds": seconds,
-            "--warmup": warmup,
-            "--profile-steps": profile_steps,
-            "--output": output,
-        }
-        if code := launch.launch(["profile", *given, *_options(windows)], nproc, 1, 0, None, folder):
+        words = option_words({f"--{key.replace('_', '-')}": value for key, value in vars(window).items()})
+        command = ["profile", *given, *words, *option_words({"--output": output})]
+        if code := launch.launch(command, nproc, 1, 0, None, folder):
             raise typer.Exit(code)
         return
     launch.end_with_launcher()
     show_messages()
     launch.start_again(resolved := launch.resolve_early(loaded))
     if look(resolved.recipe, folder, window, names(without)):
-        typer.echo(f"to measure these edits: {tune_command(given)}")
-
-
-def _options(given: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line, without the empty ones."""
-    return [word for key, value in given.items() if value != "" for word in (key, str(value))]
+        nproc = ranks.world_size() if ranks.world_size() > 1 else None
+        tune = command_line("tune", given, {"--nproc": nproc, "--stop-after": "suggestions"})
+        typer.echo(f"to measure these edits: {tune}")
 
 
 def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool:
@@ -84,31 +72,18 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     import rich
     from rich.markdown import Markdown
 
-    from fastloop.cli.quick_checks import without_publishers
     from fastloop.estimates import StepProfile
-    from fastloop.lifecycle import execute, open_run
-    from fastloop.plugins.resolve import resolve
-    from fastloop.recipe import make_recipe
     from fastloop.runtime.files import write
     from fastloop_tools.profile import page
     from fastloop_tools.profile.observe import Observer
     from fastloop_tools.profile.suggestions import suggest
-    from fastloop_tools.trials.worker import Spec, WarningCollector, whole_length
+    from fastloop_tools.trials.tables import dump
+    from fastloop_tools.trials.worker import Spec, WarningCollector, train_short, whole_length
 
-    tree = recipe.to_dict()
-    tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None}
-    tree["plugins"] = recipe.listed(
-        recipe.plugins | dict.fromkeys(("log", "progress", "speed-check"), False) | without_publishers(recipe)
-    )
     trace = folder / f"rank{ranks.rank()}.trace.json"
     observer = Observer(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
-    with tempfile.TemporaryDirectory(prefix="fastloop-profile-") as scratch:
-        short = make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)
-        with open_run(resolve(short), [observer]) as run:
-            execute(run)
-        run.processes.close()
-    if run.interrupted is not None:
-        raise KeyboardInterrupt
+    run = train_short(recipe, observer, ("log", "progress", "speed-check"))
+    run.processes.close()
     if not run.is_main:
         return False
     profile = StepProfile(**observer.result(run)["profile"])
@@ -116,21 +91,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     found, refused = suggest(profile, recipe, never)
     text = page.markdown(profile, found, refused, recipe.source.stem if recipe.source else "recipe")
     write(folder / "profile.md", text)
-    write(
-        folder / "profile.json",
-        json.dumps(secrets.hidden(page.record(profile, found, refused)), indent=1) + "\n",
-        hidden=True,
-    )
+    write(folder / "profile.json", dump(page.record(profile, found, refused)), hidden=True)
     rich.print(Markdown(text))
     typer.echo(f"written to {folder}")
     return bool(found)
-
-
-def tune_command(arguments: Sequence[str]) -> str:
-    """The command that measures every suggestion.
-
-    Args:
-        arguments: The recipe, its overrides, ``--with`` and ``--without``, as they were given.
-    """
-    nproc = ["--nproc", str(ranks.world_size())] if ranks.world_size() > 1 else []
-    return shlex.join(["fastloop", "tune", *arguments, *nproc, "--stop-after", "suggestions"])

@@ -21,8 +21,7 @@ from fastloop.runtime import platform_support
 from fastloop.runtime.platform_support import page_faults
 from fastloop_plugins.observe._hook_regions import hook_regions
 from fastloop_plugins.observe._machine_speed import DTYPES, fault_seconds, peaks
-from fastloop_tools.profile.host_timeline import OPERATION, build_host_timeline
-from fastloop_tools.profile.timeline import LAUNCH, DeviceTimeline, read_timeline
+from fastloop_tools.profile.timeline import LAUNCH, OPERATION, DeviceTimeline, build_host_timeline, read_timeline
 from fastloop_tools.trials.worker import Spec, StepMeter, WarningCollector
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Observer(StepMeter):
 
     def _end_window(self, run: Run) -> None:
         """Save the results of the timed window, and start the profiler."""
-        self.timed = self.read(run)
+        self.timed = super().result(run)
         faults = page_faults()
         padded, longest, real, before = self.first
         steps = self.timed["steps"]
@@ -150,14 +149,10 @@ class Observer(StepMeter):
             cores=platform_support.cores(),
             threads=torch.get_num_threads(),
             world_size=run.world_size,
-            steps=self.timed["steps"],
             seconds=self.timed["seconds_a_step"],
             samples=self.timed["samples"] / self.timed["steps"],
             tokens=self.timed["tokens"] / self.timed["steps"],
-            padded=self.timed["padded"],
-            longest=self.timed["longest"],
-            real=self.timed["real"],
-            reading=self.timed["reading"],
+            **{key: self.timed[key] for key in ("steps", "padded", "longest", "real", "reading", "page_faults")},
             regions=regions,
             hooks=hooks,
             operations=operations,
@@ -166,7 +161,6 @@ class Observer(StepMeter):
             flops=sum(event.flops or 0 for event in averages) / steps,
             peaks=peaks(run.device, ("fp32", "bf16") if run.device.type == "cpu" else tuple(DTYPES)),
             idle=None if timeline is None else timeline.idle_share,
-            page_faults=self.timed["page_faults"],
             fault_seconds=fault_seconds(),
             reserved=self.reserved,
             retries=torch.cuda.memory_stats()["num_alloc_retries"] if run.device.type == "cuda" else 0,

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.estimates import StepProfile
-from fastloop_tools.profile.host_timeline import OTHER
 from fastloop_tools.profile.suggestions import Suggestion
-from fastloop_tools.profile.timeline import LAUNCH
+from fastloop_tools.profile.timeline import LAUNCH, OTHER
 from fastloop_tools.trials.statistics import break_even
+from fastloop_tools.trials.tables import markdown_table
 
 OPERATIONS, HOOKS = 10, 5
 """Rows of the tables of operations and hooks."""
@@ -26,38 +26,19 @@ def milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:,.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A markdown table whose first column is text."""
-    return [
-        f"| {' | '.join(head)} |",
-        "|---|" + "---:|" * (len(head) - 1),
-        *(f"| {' | '.join(row)} |" for row in rows),
-        "",
-    ]
-
-
 def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str], name: str) -> str:
     """The page."""
     lines = [f"# {name}: where a step spends its time", ""]
     rate = f"{profile.samples / profile.seconds:,.1f} samples/s"
     if profile.tokens:
         rate += f", {profile.tokens / profile.seconds:,.0f} real tokens/s"
-    where = f"{profile.device}, {profile.precision}" + (
-        f", {profile.world_size} processes" if profile.world_size > 1 else ""
-    )
+    where = f"{profile.device}, {profile.precision}"
+    if profile.world_size > 1:
+        where += f", {profile.world_size} processes"
     lines += [f"A step takes {milliseconds(profile.seconds)}: {rate} ({where}; mean of {profile.steps} steps).", ""]
-    lines += table(
-        ["region", "a step", "share"],
-        [[key, milliseconds(value), f"{value / profile.seconds:.0%}"] for key, value in ranked(profile.regions)],
-    )
-    if profile.hooks:
-        lines += table(
-            ["hook", "a step", "share"],
-            [
-                [key, milliseconds(value), f"{value / profile.seconds:.1%}"]
-                for key, value in ranked(profile.hooks)[:HOOKS]
-            ],
-        )
+    for head, values, digits in (("region", ranked(profile.regions), 0), ("hook", ranked(profile.hooks)[:HOOKS], 1)):
+        rows = [[key, milliseconds(value), f"{value / profile.seconds:.{digits}%}"] for key, value in values]
+        lines += markdown_table([head, "a step", "share"], rows) if rows else []
     lines += [f"- {line}" for line in facts(profile)] + [""]
     lines += ["## Operations", "", *operations(profile)]
     lines += ["## Suggestions", ""]
@@ -76,11 +57,8 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
 def operations(profile: StepProfile) -> list[str]:
     """The table of operations, which adds up to the step."""
     found = [(f"`{name}`", value, f"{profile.counts.get(name, 0):,.0f}") for name, value in profile.operations.items()]
-    found += [
-        (f"{name}, between operations", value, "")
-        for name, value in profile.between_operations.items()
-        if name != OTHER
-    ]
+    between = {name: value for name, value in profile.between_operations.items() if name != OTHER}
+    found += [(f"{name}, between operations", value, "") for name, value in between.items()]
     found.sort(key=lambda row: -row[1])
     lost = max(0.0, profile.seconds - sum(value for _, value, _ in found))
     if rest := found[OPERATIONS:]:
@@ -89,7 +67,7 @@ def operations(profile: StepProfile) -> list[str]:
         [name, milliseconds(value), f"{value / profile.seconds:.1%}", calls]
         for name, value, calls in (*found, ("not attributed", lost, ""))
     ]
-    lines = table(["operation", "a step", "share", "calls"], rows)
+    lines = markdown_table(["operation", "a step", "share", "calls"], rows)
     return [*lines, "Between operations, Python runs, or native code that torch's profiler does not record.", ""]
 
 
@@ -146,18 +124,9 @@ def facts(profile: StepProfile) -> list[str]:
 
 def record(profile: StepProfile, found: list[Suggestion], refused: Mapping[str, str]) -> dict[str, Any]:
     """The contents of ``profile.json``."""
-    return {
-        "profile": profile.to_dict(),
-        "suggestions": [
-            {
-                "plugin": suggestion.plugin,
-                "edit": suggestion.edit,
-                "seconds": suggestion.estimate.seconds,
-                "once": suggestion.estimate.once,
-                "why": suggestion.estimate.why,
-                "numerics": suggestion.numerics,
-            }
-            for suggestion in found
-        ],
-        "refused": dict(refused),
-    }
+    suggestions = [
+        {key: getattr(one, key) for key in ("plugin", "edit", "numerics")}
+        | {key: getattr(one.estimate, key) for key in ("seconds", "once", "why")}
+        for one in found
+    ]
+    return {"profile": profile.to_dict(), "suggestions": suggestions, "refused": dict(refused)}

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.estimates import SpeedupEstimate, StepProfile
 from fastloop.plugins.installed import load
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import load_listed
-from fastloop.recipe import Recipe, make_recipe
+from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop_plugins._own_plugins import own_plugins
-from fastloop_tools.bench.plan import check
+from fastloop_tools.bench.plan import edited
 from fastloop_tools.trials.statistics import break_even
 
 WORTH = 0.03
@@ -66,13 +64,12 @@ def suggest(
             )
             continue
         try:
-            edited = edit(recipe, cls, estimate)
-            check(edited)
+            new = edit(recipe, cls, estimate)
         except UsageError as error:
             refused[cls.name] = str(error).removeprefix(f"{recipe.where}: ")
             continue
         numerics = "reassociated" if estimate.overrides else cls.numerics
-        found.append(Suggestion(cls.name, estimate, words(on, cls, estimate), edited, numerics))
+        found.append(Suggestion(cls.name, estimate, words(on, cls, estimate), new, numerics))
     return sorted(found, key=lambda suggestion: -suggestion.estimate.seconds), refused
 
 
@@ -89,26 +86,16 @@ def edit(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> Recipe
     """The recipe with a plugin added, its options changed, or keys set.
 
     Raises:
-        UsageError: The plugin cannot run on this machine.
+        UsageError: It cannot run, or the plugin cannot run on this machine.
     """
-    tree = copy.deepcopy(recipe.to_dict())
-    plugins: dict[str, Any] = dict(recipe.plugins)
     if estimate.overrides:
-        for key, value in estimate.overrides.items():
-            *parents, last = key.split(".")
-            section: Any = tree
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[last] = value
-    else:
-        plugin = cls(**{**(plugins.get(cls.name) or {}), **estimate.options})
-        machine = this_machine(recipe.train.device)
-        for need in cls.requirements:
-            if missing := need.missing(plugin, machine):
-                raise UsageError(missing)
-        plugins[cls.name] = {**(plugins.get(cls.name) or {}), **estimate.options}
-        tree["plugins"] = recipe.listed(plugins)
-    return make_recipe(tree, recipe.source)
+        return edited(recipe, estimate.overrides, {})
+    options = {**(recipe.plugins.get(cls.name) or {}), **estimate.options}
+    plugin, machine = cls(**options), this_machine(recipe.train.device)
+    for need in cls.requirements:
+        if missing := need.missing(plugin, machine):
+            raise UsageError(missing)
+    return edited(recipe, {}, {cls.name: options})
 
 
 def words(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> str:
@@ -117,8 +104,5 @@ def words(recipe: Recipe, cls: type[Plugin], estimate: SpeedupEstimate) -> str:
         return " ".join(f"{key}={value}" for key, value in estimate.overrides.items())
     if cls.name in recipe.plugins:
         return " ".join(f"plugins.{cls.name}.{key}={value}" for key, value in estimate.options.items())
-    return f"plugins: + {cls.name}" + (f": {{{_options(estimate.options)}}}" if estimate.options else "")
-
-
-def _options(options: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}: {value}" for key, value in options.items())
+    options = ", ".join(f"{key}: {value}" for key, value in estimate.options.items())
+    return f"plugins: + {cls.name}" + (f": {{{options}}}" if options else "")

@@ -5,16 +5,115 @@ They work on paper, in dark mode and in screen readers (each chart has a table o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import NamedTuple
 
-from fastloop_tools.report.frame import FULL, SMALL, Frame, Limits, Size, Tick, find_limits
-from fastloop_tools.report.numbers import number, some_ticks, tick_labels
-from fastloop_tools.report.series import Points, Series, mean
+from fastloop_tools.report.metrics import Series
+from fastloop_tools.report.numbers import number, tick_labels, ticks
 
+TEXT = (
+    "text { font: 13px system-ui, sans-serif; fill: #222; } @media (prefers-color-scheme: dark) { text { fill: "
+    "#ddd; } }"
+)
+"""The style of text in an SVG document."""
 FEW = 20
 """Lines of at most this many points show their points."""
+CHARACTER = 7.7
+"""Width of a digit of a label at 12px, in units of the picture, in the widest of common system fonts: DejaVu Sans."""
+
+
+class Size(NamedTuple):
+    """The size of a chart, its margins, and the number of ticks to aim at."""
+
+    width: int
+    height: int
+    top: int
+    right: int
+    bottom: int
+    ticks: int
+
+
+FULL = Size(340, 220, 28, 14, 38, 4)
+SMALL = Size(150, 96, 8, 10, 20, 2)
+"""A phone shows one full chart, or two small ones beside each other, at about this size. So text keeps its size."""
+
+
+class Limits(NamedTuple):
+    """The range that a chart shows: horizontally, then vertically."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+
+
+class Tick(NamedTuple):
+    """A tick: its place on the axis, its label, and the place of the label, which stays inside the picture."""
+
+    place: float
+    label: str
+    text: float
+
+
+class Frame:
+    """The axes of a chart. The left margin is as wide as the labels of the vertical axis.
+
+    Attributes:
+        left: The place of the vertical axis, in units of the picture.
+    """
+
+    def __init__(self, limits: Limits, size: Size) -> None:
+        self.limits, self.size = limits, size
+        self.values = ticks(limits.low, limits.high, size.ticks)
+        self.labels = tick_labels(self.values)
+        self.left = round(10 + CHARACTER * max(map(len, self.labels), default=0), 1)
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """A point in units of the picture."""
+        (left, right, low, high), size = self.limits, self.size
+        across = self.left + (x - left) / (right - left) * (size.width - self.left - size.right)
+        return round(across, 1), round(
+            size.height - size.bottom - (y - low) / (high - low) * (size.height - size.top - size.bottom), 1
+        )
+
+    def vertical(self) -> list[Tick]:
+        """The ticks of the vertical axis."""
+        places = [self.place(self.limits.left, value)[1] for value in self.values]
+        return [Tick(place, label, place + 4) for place, label in zip(places, self.labels, strict=True)]
+
+    def horizontal(self, values: Sequence[float], labels: Sequence[str]) -> list[Tick]:
+        """Ticks of the horizontal axis, in order. Labels that would overlap are left out."""
+        found: list[Tick] = []
+        end = -math.inf
+        for value, label in zip(values, labels, strict=True):
+            place, half = self.place(value, self.limits.low)[0], CHARACTER * len(label) / 2
+            text = round(max(min(place, self.size.width - half), half), 1)
+            fits = text - half >= end
+            found.append(Tick(place, label if fits else "", text))
+            end = text + half + CHARACTER if fits else end
+        return found
+
+
+def find_limits(lines: Iterable[Series]) -> Limits | None:
+    """The limits that show all values of several lines; None if there is none."""
+    every = [series for series in lines if series]
+    if not every:
+        return None
+    steps = [step for series in every for step in (series.start, *(step for step, _ in series.points))]
+    left, right = min(steps), max(steps)
+    if 0 <= left < 0.5 * right or left == right:  # nearly all lines begin at the first step
+        left, right = min(left, 0.0), max(right, 1.0)
+    return Limits(left, right, *value_range([value for series in every for value in (series.least, series.most)]))
+
+
+def value_range(values: Sequence[float]) -> tuple[float, float]:
+    """The ends of a vertical axis. It starts at zero unless the values vary little."""
+    low, high = min(values), max(values)
+    if low == high:
+        return low - (abs(low) or 1) * 0.05, high + (abs(high) or 1) * 0.05
+    return (0.0 if 0 <= low < 0.5 * high else low), high
 
 
 class Mean(NamedTuple):
@@ -81,17 +180,9 @@ class Panel:
     title: str
     unit: str
     charts: list[Chart]
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
     first: bool = True
-
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """The rows of the table."""
-        return [row for chart in self.charts for row in chart.rows]
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The heads of the table."""
-        return self.charts[0].columns
 
 
 def line_chart(
@@ -115,12 +206,12 @@ def line_chart(
     frame = Frame(limits, size)
     lines, rows = list[Line](), list[tuple[str, ...]]()
     for name, (colour, line) in drawn.items():
-        shown = thinned(line.points, size.points)
-        places = [frame.place(*point) for point in shown]
-        dots = [(*place, f"{name}, step {x:,.0f}: {number(y)}") for place, (x, y) in zip(places, shown, strict=True)]
+        places = [frame.place(*point) for point in line.points]
+        labels = [f"{name}, step {step:,.0f}: {number(value)}" for step, value in line.points]
+        dots = [(*place, label) for place, label in zip(places, labels, strict=True)]
         lines.append(Line(name, colour, path(places), dots if size == FULL or len(dots) == 1 else [], len(dots) <= FEW))
         rows.append((name, *map(number, (line.first, line.last, line.least, line.most))))
-    steps = [value for value in some_ticks(limits.left, limits.right, size.ticks) if value == int(value)]
+    steps = [value for value in ticks(limits.left, limits.right, size.ticks) if value == int(value)]
     xs, columns = frame.horizontal(steps, tick_labels(steps)), ("run", "first", "last", "least", "most")
     return Chart(title, unit, "step", lines, xs, frame.vertical(), columns, rows, frame.left, size)
 
@@ -131,8 +222,9 @@ def panel(title: str, series: Mapping[str, Series], unit: str = "", first: bool 
     limits = find_limits(series.values())
     if limits is None or all(len(line.points) < 2 for line in series.values()):
         return None
-    charts = [line_chart(name, {name: (0, line)}, unit, limits, SMALL) for name, line in series.items()]
-    return Panel(title, unit, [chart for chart in charts if chart is not None], first)
+    found = [line_chart(name, {name: (0, line)}, unit, limits, SMALL) for name, line in series.items()]
+    charts = [chart for chart in found if chart is not None]
+    return Panel(title, unit, charts, charts[0].columns, [row for chart in charts for row in chart.rows], first)
 
 
 def path(places: Sequence[tuple[float, float]]) -> str:
@@ -140,9 +232,17 @@ def path(places: Sequence[tuple[float, float]]) -> str:
     return "M" + "L".join(f"{x} {y}" for x, y in places)
 
 
-def thinned(points: Points, most: int = FULL.points) -> Points:
-    """Reduce points to at most ``most``, by averaging neighbours."""
-    size = math.ceil(len(points) / most)
-    if size <= 1:
-        return points
-    return [mean(points[start : start + size]) for start in range(0, len(points), size)]
+def svg(title: str, width: int, height: int, lines: Sequence[str], style: str) -> str:
+    """An SVG document of its own, for light and dark backgrounds.
+
+    Args:
+        lines: Its elements.
+        style: Rules for them, beside those of text.
+    """
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img">'
+    )
+    return (
+        "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{TEXT} {style}</style>", *lines, "</svg>"]) + "\n"
+    )

@@ -1,27 +1,84 @@
-"""Reads ``metrics.jsonl``, and later only the lines that were added."""
+"""Reads ``metrics.jsonl``, and later only the lines that were added, into series of bounded memory."""
 
 from __future__ import annotations
 
-import io
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fastloop.errors import UsageError
-from fastloop_tools.report.records import is_number
-from fastloop_tools.report.series import Points, Series
 
-if TYPE_CHECKING:
-    import numpy as np
-
-BLOCK = 2**23
-"""Bytes that are read at once."""
-LARGE = 2**20
-"""Bytes from which pyarrow reads lines, at about 5 times the speed of ``json``. Its import takes 0.1 s."""
+Points = list[tuple[float, float]]
+"""(step, value) of each point."""
+MOST = 300
+"""Most points that a series keeps: a line of about one point for each of its pixels on the page."""
 TAIL = 4096
 """Bytes before the end of what was read. If they have changed, the run has begun or resumed again, and the file is read
 from its start."""
+
+
+@dataclass(eq=False)
+class Series:
+    """A value over steps. Of more than ``MOST`` points it keeps means of neighbours. Ignores NaN and infinity.
+
+    Attributes:
+        start: The first step. This and the values below are exact.
+        first, last: The first value and the last one.
+        least, most: The smallest value and the largest one.
+    """
+
+    start: float = 0.0
+    first: float = math.nan
+    last: float = math.nan
+    least: float = math.inf
+    most: float = -math.inf
+    _groups: list[list[float]] = field(default_factory=list)
+    """The last step, the sum and the number of neighbours; all but the last have ``_size``."""
+    _size: int = 1
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    @property
+    def points(self) -> Points:
+        """The points to draw: the mean of neighbours, at the step of the last one."""
+        return [(step, total / count) for step, total, count in self._groups]
+
+    def add(self, step: float, value: float) -> None:
+        """Add a point."""
+        groups = self._groups
+        if not math.isfinite(value):
+            return
+        if not groups:
+            self.start, self.first = step, value
+        self.last = value
+        if value < self.least:
+            self.least = value
+        if value > self.most:
+            self.most = value
+        if groups and groups[-1][2] < self._size:
+            group = groups[-1]
+            group[0], group[1], group[2] = step, group[1] + value, group[2] + 1
+            return
+        groups.append([step, value, 1])
+        if len(groups) > MOST:
+            pairs = [groups[at : at + 2] for at in range(0, len(groups), 2)]
+            self._groups = [[pair[-1][0], sum(one[1] for one in pair), sum(one[2] for one in pair)] for pair in pairs]
+            self._size *= 2
+
+    def extend(self, points: Iterable[tuple[float, float]]) -> Series:
+        """Add points, and return the series."""
+        for step, value in points:
+            self.add(step, value)
+        return self
+
+    def scaled(self, factor: float) -> Series:
+        """The series in another unit."""
+        groups = [[step, total * factor, count] for step, total, count in self._groups]
+        first, last, least, most = (value * factor for value in (self.first, self.last, self.least, self.most))
+        return Series(self.start, first, last, least, most, groups, self._size)
 
 
 class Metrics:
@@ -49,81 +106,29 @@ class Metrics:
                 if file.read(len(self._tail)) != self._tail or not self._tail.endswith(b"\n"):
                     self._begin()
                     file.seek(0)
-                while data := file.read(BLOCK) + file.readline():
-                    whole = data.rfind(b"\n") + 1
-                    self._add(data[:whole])  # no copy of bytes that are complete
-                    if whole < len(data):
-                        self._add(data[whole:])
-                        break
+                for line in file:
+                    self._add(line)
         except OSError as error:
             raise UsageError(f"{self.path}: cannot be read: {error}.") from None
         return self.lines
 
-    def _add(self, data: bytes) -> None:
-        """Add the values of lines; nothing for a line that is not complete."""
-        count = data.count(b"\n")
-        columns = read_columns(data, count) if len(data) >= LARGE else None
-        found: Mapping[str, Points | np.ndarray] = self._parse(data) if columns is None else columns
-        for key, added in found.items():
-            self.lines.setdefault(key, Series()).extend(added)
-        if found or data.endswith(b"\n"):
-            self._offset += len(data)
-            self._number += count
-            self._tail = (self._tail + data)[-TAIL:]
-
-    def _parse(self, data: bytes) -> dict[str, Points]:
-        """The points of each value, line by line."""
-        points: dict[str, Points] = {}
-        for number, line in enumerate(io.BytesIO(data), start=self._number + 1):
-            try:
-                point = json.loads(line.decode())
-                step, split = int(point.pop("step")), point.pop("split", None)
-                values = [(key, float(value)) for key, value in point.items() if is_number(value)]
-            except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-                if not line.endswith(b"\n"):
-                    break
-                self._begin()
-                raise UsageError(
-                    f"{self.path}, line {number}: expected one JSON object with a step, and numbers."
-                ) from None
-            for key, value in values:
-                points.setdefault(f"{split} {key}" if split else key, []).append((step, value))
-        return points
-
-
-def read_columns(data: bytes, count: int) -> dict[str, np.ndarray] | None:
-    """The points of each value as arrays of shape (points, 2), by pyarrow's parser.
-
-    Args:
-        data: Complete lines, ``count`` of them.
-
-    Returns:
-        None if the lines are not as fastloop writes them: read them one by one, which names the line that is wrong.
-    """
-    import numpy as np
-    import pyarrow  # type: ignore[import-untyped]
-    from pyarrow import compute, json
-
-    schema = pyarrow.schema({"step": pyarrow.int64(), "split": pyarrow.string()})
-    try:
-        table = json.read_json(
-            pyarrow.BufferReader(data), json.ReadOptions(block_size=2**20), json.ParseOptions(explicit_schema=schema)
-        )
-    except (pyarrow.ArrowInvalid, UnicodeDecodeError):
-        return None
-    steps, splits = table["step"], table["split"]
-    if steps.null_count or len(table) != count:
-        return None
-    points: dict[str, np.ndarray] = {}
-    for split in compute.unique(splits).to_pylist():
-        rows = table.filter(compute.is_null(splits) if split is None else compute.equal(splits, split))
-        for key in rows.column_names:
-            if key in schema.names or rows[key].type not in (pyarrow.int64(), pyarrow.float64()):
-                continue
-            there = rows.select(["step", key])
-            if there[key].null_count:
-                there = there.drop_null()
-            if len(there):  # to_numpy would import pandas
-                pair = [np.from_dlpack(column.combine_chunks()) for column in there.columns]
-                points[f"{split} {key}" if split else key] = np.column_stack(pair).astype(np.float64, copy=False)
-    return points
+    def _add(self, line: bytes) -> None:
+        """Add the values of a line; nothing for one that is not complete."""
+        try:
+            point = json.loads(line.decode())
+            step, split = int(point.pop("step")), point.pop("split", None)
+            values = [(key, float(value)) for key, value in point.items() if type(value) in (int, float)]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            if not line.endswith(b"\n"):
+                return
+            number = self._number + 1
+            self._begin()
+            raise UsageError(
+                f"{self.path}, line {number}: expected one JSON object with a step, and numbers."
+            ) from None
+        for key, value in values:
+            name = f"{split} {key}" if split else key
+            if name not in self.lines:
+                self.lines[name] = Series()
+            self.lines[name].add(step, value)
+        self._offset, self._number, self._tail = self._offset + len(line), self._number + 1, (self._tail + line)[-TAIL:]

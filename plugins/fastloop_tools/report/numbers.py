@@ -11,19 +11,14 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return "-"
     size = abs(value)
-    if size >= 1e9:
-        return f"{value / 1e9:.3g}G"
-    if size >= 1e6:
-        return f"{value / 1e6:.4g}M"
-    if size >= 1e4:
-        return f"{value / 1e3:.4g}k"
-    if size and size < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:.4g}"
+    for least, unit, digits, suffix in ((1e9, 1e9, 3, "G"), (1e6, 1e6, 4, "M"), (1e4, 1e3, 4, "k")):
+        if size >= least:
+            return f"{value / unit:.{digits}g}{suffix}"
+    return f"{value:.3g}" if size and size < 1e-3 else f"{value:.4g}"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers between two values."""
+    """Round numbers between two values, at least two of them if the values differ."""
     if high <= low:
         return [low]
     raw = (high - low) / count
@@ -34,14 +29,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     while first * step <= high + 1e-9 * step:
         found.append(first * step)
         first += 1
-    return found
-
-
-def some_ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers between two values, at least two of them."""
-    while len(found := ticks(low, high, count)) < 2 and high > low:
-        count += 1
-    return found
+    return found if len(found) > 1 else ticks(low, high, count + 1)
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastloop_tools.inference.picture import Matrix, draw_matrix
 from fastloop_tools.report import sweeps
-from fastloop_tools.report.bars import ablation_bars, region_bars
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
-from fastloop_tools.report.differences import differences, environment
-from fastloop_tools.report.evaluations import shown_evaluations
+from fastloop_tools.report.metrics import Series
 from fastloop_tools.report.numbers import number
 from fastloop_tools.report.read import Found, Trained
-from fastloop_tools.report.series import Series
-from fastloop_tools.report.tables import Cell, Table
+from fastloop_tools.report.records import Evaluation
+from fastloop_tools.report.tables import Cell, Table, differences, environment
 
 if TYPE_CHECKING:
     import jinja2
@@ -35,25 +35,16 @@ come last."""
 ASIDE = ("epoch",)
 LOWER = ("loss", "perplexity", "bits_per_character", "error", "mse", "mae")
 """Parts of names of metrics that improve when they fall."""
+MOST_CLASSES, PAIRS = 60, 20
+"""Most classes of a matrix on the page. For more classes, a table has the most frequent confusions."""
 
 
-@dataclass
-class Live:
-    """A page that is served, and follows its files.
-
-    Attributes:
-        version: Changes when a file changes.
-        nonce: Permits the page's own script.
-    """
-
-    version: str
-    nonce: str
-
-
-def render(found: Found, title: str, live: Live | None = None, problem: str = "") -> str:
+def render(found: Found, title: str, live: Mapping[str, str] | None = None, problem: str = "") -> str:
     """Render the HTML page.
 
     Args:
+        live: For a page that is served and follows its files: ``version``, which changes when a file changes, and
+            ``nonce``, which permits the page's own script.
         problem: An error to show.
     """
     drawn = charts(found.runs)
@@ -61,15 +52,12 @@ def render(found: Found, title: str, live: Live | None = None, problem: str = ""
         title=title,
         live=live,
         problem=problem,
-        runs=[_facts(run) for run in found.runs],
+        runs=found.runs,
         charts=[chart for chart in drawn if isinstance(chart, Chart)],
         panels=[chart for chart in drawn if isinstance(chart, Panel)],
         tables=_tables(found.runs),
         evaluations=[shown for run in found.runs for shown in shown_evaluations(run)],
-        sweeps=[
-            {"name": name, "monitor": record["monitor"], "points": sweeps.table(record), "plots": sweeps.plots(record)}
-            for name, record in found.sweeps
-        ],
+        sweeps=[(name, sweeps.table(record), sweeps.plots(record)) for name, record in found.sweeps],
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
     )
@@ -86,25 +74,8 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
+    templates.filters["number"] = number
     return templates.get_template("page.html")
-
-
-def _facts(run: Trained) -> dict[str, Any]:
-    summary = run.summary or {}
-    seconds = {key: summary.get(f"{key}_seconds") for key in ("train", "evaluate", "save", "startup", "compile")}
-    return {
-        "name": run.name,
-        "folder": str(run.folder),
-        "status": (summary.get("status") or "not finished")
-        + (f": {summary['reason']}" if summary.get("reason") else ""),
-        "device": " x ".join(str(part) for part in (summary.get("world_size"), summary.get("device")) if part),
-        "steps": number(summary["steps"]) if summary.get("steps") is not None else "",
-        "speed": number(summary["samples_per_second"]) if summary.get("samples_per_second") else "",
-        "tokens": number(summary["tokens_per_second"]) if summary.get("tokens_per_second") else "",
-        "memory": f"{summary['peak_memory_bytes'] / 2**20:,.0f}" if summary.get("peak_memory_bytes") else "",
-        "seconds": ", ".join(f"{key} {value:,.1f}" for key, value in seconds.items() if value),
-        "plugins": ", ".join(summary.get("plugins") or ()),
-    }
 
 
 def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:
@@ -160,10 +131,114 @@ def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
     title, unit, factor = TITLES.get(key, (key, key.removeprefix("validation "), 1.0))
     series = {run.name: run.lines.get(key, Series()).scaled(factor) for run in runs}
     if len(runs) > MANY:
-        return panel(
-            title,
-            {name: line for name, line in series.items() if line},
-            unit,
-            key == "loss" or key.startswith("validation "),
-        )
+        there = {name: line for name, line in series.items() if line}
+        return panel(title, there, unit, first=key == "loss" or key.startswith("validation "))
     return line_chart(title, {name: (index, line) for index, (name, line) in enumerate(series.items())}, unit)
+
+
+# -- evaluations -------------------------------------------------------------------------------------------------------
+
+
+def shown_evaluations(run: Trained) -> list[dict[str, Any]]:
+    """The evaluations of a run, as the template shows them."""
+    return [
+        {
+            "name": run.name,
+            "found": found,
+            "outdated": _outdated(run, found),
+            "matrix": _matrix(found),
+            "tables": _evaluation_tables(found),
+        }
+        for found in run.evaluations
+    ]
+
+
+def _outdated(run: Trained, found: Evaluation) -> str:
+    """A remark if the run has trained on since its evaluation."""
+    steps = (run.summary or {}).get("steps")
+    if steps is None or found.steps is None or steps == found.steps:
+        return ""
+    return f"This is the model after {found.steps:,} steps. The run now has {steps:,}: evaluate it again."
+
+
+def _matrix(found: Evaluation) -> Matrix | None:
+    if not 0 < len(found.classes) <= MOST_CLASSES:
+        return None
+    return draw_matrix([row.name for row in found.classes], found.confusion)
+
+
+def _evaluation_tables(found: Evaluation) -> list[tuple[str, str, Table]]:
+    """Headings, keys and tables: the metrics of each class and, without a matrix, the most frequent confusions."""
+    tables = []
+    if found.classes:
+        columns, rows = ["precision", "recall", "f1", "samples"], []
+        for row in found.classes:
+            texts = [f"{value:.4f}" for value in (row.precision, row.recall, row.f1)] + [f"{row.samples:,}"]
+            rows.append((row.name, [Cell(text) for text in texts]))
+        tables.append(("Classes", "classes", Table("class", columns, rows, numbers=True)))
+    if len(found.classes) > MOST_CLASSES:
+        counts = [
+            (count, target, prediction)
+            for target, row in enumerate(found.confusion)
+            for prediction, count in enumerate(row)
+            if count and target != prediction
+        ]
+        counts.sort(key=lambda item: -item[0])
+        pairs = [
+            (found.classes[target].name, [Cell(found.classes[prediction].name), Cell(f"{count:,}")])
+            for count, target, prediction in counts[:PAIRS]
+        ]
+        tables.append(("Most frequent confusions", "confusions", Table("target", ["prediction", "samples"], pairs)))
+    return tables
+
+
+# -- bars: the variants of an ablation, and the regions of a step ------------------------------------------------------
+
+
+@dataclass
+class Bar:
+    """One bar, with the ends of its interval."""
+
+    name: str
+    size: float
+    label: str
+    low: float | None = None
+    high: float | None = None
+    note: str = ""
+
+
+def scale(bars: list[Bar]) -> list[Bar]:
+    """Set sizes and intervals to shares of the longest one; returns the bars."""
+    longest = max((max(bar.size, bar.high or 0.0) for bar in bars), default=0.0) or 1.0
+    for bar in bars:
+        bar.size /= longest
+        if bar.low is not None and bar.high is not None:
+            bar.low, bar.high = bar.low / longest, bar.high / longest
+    return bars
+
+
+def ablation_bars(record: Mapping[str, Any]) -> list[Bar]:
+    """The variants of an ablation by speed."""
+    bars = []
+    for variant in record.get("variants", []):
+        results = variant.get("results")
+        if variant.get("kind") == "without":
+            continue
+        if not results:
+            why = variant.get("why_not") or variant.get("error") or ""
+            bars.append(Bar(variant["title"], 0.0, "not measured", note=why))
+            continue
+        rate, over = results[f"{results['unit']}_per_second"], results.get("over_baseline")
+        label = f"{rate['median']:,.0f} {results['unit']}/s" + (f", x {over['median']:.2f}" if over else "")
+        verdict = (results.get("over_before") or {}).get("verdict", "")
+        memory = f"{results['peak_memory_bytes'] / 2**20:,.0f} MiB"
+        note = "; ".join(filter(None, [verdict, memory]))
+        bars.append(Bar(variant["title"], rate["median"], label, rate["low"], rate["high"], note))
+    return scale(bars)
+
+
+def region_bars(record: Mapping[str, Any]) -> list[Bar]:
+    """The regions of a step by seconds."""
+    regions, seconds = record["profile"]["regions"], record["profile"]["seconds"]
+    rows = sorted(regions.items(), key=lambda item: -item[1])
+    return scale([Bar(name, value, f"{1000 * value:,.1f} ms, {value / seconds:.0%}") for name, value in rows])

@@ -11,10 +11,11 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml as plain
-from fastloop_tools.report.metrics import Metrics
-from fastloop_tools.report.records import MALFORMED, Evaluation, check_summary, check_sweep, read_evaluation, read_json
-from fastloop_tools.report.series import Series
+from fastloop_tools.report.metrics import Metrics, Series
+from fastloop_tools.report.records import MALFORMED, Evaluation, read_evaluation, read_json
 
+RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
+"""The file that a folder has instead of a run -> its part of ``Found``."""
 EVALUATIONS = "evaluation"
 """The folder in a run folder with results of ``fastloop evaluate``."""
 
@@ -68,24 +69,21 @@ def read(folders: Iterable[Path], logs: dict[Path, Metrics] | None = None) -> Fo
         name = unique(folder)
         if _is_run(folder):
             found.runs.append(_run(folder, name, logs))
-        elif (folder / "sweep.json").is_file():
-            sweep = read_json(folder / "sweep.json")
-            check_sweep(sweep, folder / "sweep.json")
-            found.sweeps.append((name, sweep))
-            _check(Found(sweeps=found.sweeps[-1:]), folder / "sweep.json")
-            members = [folder / run["name"] for run in sweep["runs"]]
-            found.runs += [_run(member, unique(member), logs) for member in members if _is_run(member)]
-        elif (folder / "bench.json").is_file():
-            found.ablations.append((name, read_json(folder / "bench.json")))
-            _check(Found(ablations=found.ablations[-1:]), folder / "bench.json")
-        elif (folder / "profile.json").is_file():
-            found.profiles.append((name, read_json(folder / "profile.json")))
-            _check(Found(profiles=found.profiles[-1:]), folder / "profile.json")
-        else:
+            continue
+        file = next((file for file in RECORDS if (folder / file).is_file()), None)
+        if file is None:
             what = "contains no run, sweep, ablation or profile" if folder.is_dir() else "no such folder"
             raise UsageError(
                 f"{folder}: {what}. Expected an output folder of `fastloop train`, `sweep`, `bench` or `profile`."
             )
+        record = read_json(folder / file)
+        part = Found()
+        for place in (part, found):
+            getattr(place, RECORDS[file]).append((name, record))
+        _check(part, folder / file)
+        if file == "sweep.json":
+            members = [folder / run["name"] for run in record["runs"]]
+            found.runs += [_run(member, unique(member), logs) for member in members if _is_run(member)]
     return found
 
 
@@ -98,11 +96,14 @@ def _check(part: Found, path: Path) -> None:
     from jinja2 import TemplateError
 
     from fastloop_tools.report.page import render
+    from fastloop_tools.trials.runs import parse_runs
 
     try:
+        for _, sweep in part.sweeps:
+            parse_runs(sweep["runs"])
         render(part, "")
-    except (*MALFORMED, TemplateError, RecursionError) as error:
-        reason = f"{type(error).__name__}: {error!s:.200}"
+    except (*MALFORMED, TemplateError) as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         raise UsageError(
             f"{path}: expected the results that fastloop writes ({reason}). Repeat the command, or remove the file."
         ) from None
@@ -110,15 +111,7 @@ def _check(part: Found, path: Path) -> None:
 
 def files(folders: Iterable[Path]) -> Iterator[Path]:
     """The files that ``read`` reads, and those of the sweeps' runs."""
-    names = (
-        "recipe.yaml",
-        "metrics.jsonl",
-        "summary.json",
-        "sweep.json",
-        "bench.json",
-        "profile.json",
-        f"{EVALUATIONS}/*.json",
-    )
+    names = ("recipe.yaml", "metrics.jsonl", "summary.json", *RECORDS, f"{EVALUATIONS}/*.json")
     for folder in folders:
         for name in names:
             yield from folder.glob(name)
@@ -136,7 +129,6 @@ def _run(folder: Path, name: str, logs: dict[Path, Metrics]) -> Trained:
     run = Trained(folder, name)
     if (folder / "summary.json").is_file():
         run.summary = read_json(folder / "summary.json")
-        check_summary(run.summary, folder / "summary.json")
         _check(Found([run]), folder / "summary.json")
     try:
         recipe = plain.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))

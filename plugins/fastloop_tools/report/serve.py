@@ -22,7 +22,7 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop_tools.report.metrics import Metrics
-from fastloop_tools.report.page import Live, render
+from fastloop_tools.report.page import render
 from fastloop_tools.report.read import Found, files, read
 
 HOST = "127.0.0.1"
@@ -61,7 +61,10 @@ class LivePage:
                     found = read(self.folders, self._logs)
                 except UsageError as error:
                     problem = str(error)
-                self._rendered = (version, render(found, self.title, Live(version, self.nonce), problem))
+                self._rendered = (
+                    version,
+                    render(found, self.title, {"version": version, "nonce": self.nonce}, problem),
+                )
             return self._rendered[1]
 
 

@@ -7,12 +7,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from fastloop_tools.report.charts import Chart, Line, Mean, path
-from fastloop_tools.report.frame import FULL, Frame, Limits, value_range
+from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, path, value_range
 from fastloop_tools.report.numbers import number
+from fastloop_tools.report.tables import Cell, Table
 
 SERIES = 6
 """Most lines in a plot. With more combinations of the other values, one line has the means over all of them."""
+LABEL = 14
+"""Most characters of a label."""
 ALL = "all other values"
 DODGE = 6
 """Distance between lines at the same value, in units of the picture."""
@@ -78,7 +80,8 @@ def _plot(record: Mapping[str, Any], key: str, found: Results) -> Chart | None:
         line.path = path([(mean.x, mean.y) for mean in line.means]) if len(line.means) > 1 else ""
         lines.append(line)
     ordered = sorted(order, key=lambda text: places[text])
-    xs = frame.horizontal([places[text] for text in ordered], [shortened(text) for text in ordered])
+    labels = [text if len(text) <= LABEL else f"{text[: LABEL - 1]}…" for text in ordered]
+    xs = frame.horizontal([places[text] for text in ordered], labels)
     heads = (key.rpartition(".")[2], "runs", "mean", "deviation")
     return Chart(
         f"{record['monitor']} by {key}", record["monitor"], across, lines, xs, frame.vertical(), heads, rows, frame.left
@@ -103,26 +106,16 @@ def axis(texts: Sequence[str], key: str) -> tuple[dict[str, float], str]:
     return numbers, key
 
 
-def shortened(text: str, most: int = 14) -> str:
-    """The beginning of a text."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def table(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a sweep's table."""
+def table(record: Mapping[str, Any]) -> Table:
+    """The points of a sweep."""
     rows = []
     for point in record["points"]:
         over = point["difference"] or {}
         shown = {key: "" if over.get(key) is None else number(over[key]) for key in ("mean", "low", "high")}
-        rows.append(
-            {
-                "name": point["point"],
-                "runs": f"{point['finished']} of {len(point['runs'])}",
-                "mean": "" if point["mean"] is None else number(point["mean"]),
-                "deviation": "" if point["deviation"] is None else number(point["deviation"]),
-                "difference": shown["mean"],
-                "interval": f"{shown['low']} to {shown['high']}" if shown["low"] else "",
-                "best": point["point"] == record["best"],
-            }
-        )
-    return rows
+        mean, deviation = ("" if point[key] is None else number(point[key]) for key in ("mean", "deviation"))
+        interval = f"{shown['low']} to {shown['high']}" if shown["low"] else ""
+        texts = [f"{point['finished']} of {len(point['runs'])}", mean, deviation, shown["mean"], interval]
+        best = point["point"] == record["best"]
+        rows.append((point["point"], [Cell(text, best and at == 1) for at, text in enumerate(texts)]))
+    columns = ["runs", record["monitor"], "deviation", "minus best", "95% interval"]
+    return Table("point", columns, rows, numbers=True)

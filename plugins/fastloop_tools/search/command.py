@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shlex
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli import launch
 from fastloop.cli.arguments import RecipeName, With, Without, choice, names, output_file
 from fastloop.distributed import signals
 
@@ -78,13 +80,15 @@ def search(
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.plugins.resolve import resolve
-    from fastloop.recipe import load_recipe, secrets
+    from fastloop.recipe import secrets
     from fastloop.runtime import files
     from fastloop_plugins.training._monitor import Monitor
-    from fastloop_tools.search import results, space
-    from fastloop_tools.search.study import hide_password, open_study, storage_errors
+    from fastloop_tools.search import space
+    from fastloop_tools.search.study import collect, hide_password, open_study, read_runs, storage_errors
     from fastloop_tools.search.worker import Worker
-    from fastloop_tools.trials.runs import monitored, option_words, remote_folder
+    from fastloop_tools.trials.record import Record
+    from fastloop_tools.trials.runs import Trials, monitored
+    from fastloop_tools.trials.tables import show_table
 
     axes, fixed = space.parse(values or ())
     if not axes:
@@ -94,21 +98,19 @@ def search(
         )
     if seeds is not None and any(axis.key == "train.seed" for axis in axes):
         raise UsageError("train.seed is searched, and --seeds sets it, too. Leave one of the two out.")
-    base = load_recipe(recipe, fixed, names(with_), names(without))
+    shared = Trials(recipe, fixed, names(with_), names(without), monitor or "", nproc)
     for axis in axes:  # a key or value that is wrong ends the search before the first trial
-        if axis.key == "output":
-            raise UsageError(f"{axis.key}={axis.text}: expected one folder. Each run gets a folder of its own in it.")
+        others = [f"{other.key}={other.examples()[0]}" for other in axes if other is not axis]
         for value in axis.examples():
-            others = [f"{other.key}={other.examples()[0]}" for other in axes if other is not axis]
-            resolve(load_recipe(recipe, [*fixed, *others, f"{axis.key}={value}"], names(with_), names(without)))
-    kept, metric, direction = monitored(base)
+            resolve(shared.load([*others, f"{axis.key}={value}"]))
+    base, folder = shared.base, shared.folder
+    _, metric, direction = monitored(base)
     monitor, mode = (monitor or metric, direction if mode == "auto" and monitor in (None, metric) else mode)
+    shared = replace(shared, monitor=monitor)
     minimise = Monitor("search", monitor, mode).minimise
-    folder = Path(base.output)
     show_messages()
-    described = json.loads(json.dumps(secrets.hidden(base.to_dict()), default=str))
     origin = {
-        "recipe": {key: value for key, value in described.items() if key != "output"},
+        "recipe": {key: value for key, value in base.to_dict().items() if key != "output"},
         "search": {axis.key: axis.text for axis in axes},
         "seeds": seeds,
         "optimized": f"{'lowest' if minimise else 'highest'} {monitor}",
@@ -116,24 +118,21 @@ def search(
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     url = storage or f"sqlite:///{folder / 'study.db'}"
-    study = open_study(url, folder.name, minimise, origin, heartbeat)
-    command = [recipe, *fixed, *option_words({"--with": names(with_), "--without": names(without)})]
-
-    def train(overrides: list[str], output: Path) -> int:
-        own = [*overrides, f"output={output}", *remote_folder(base, output)]
-        return launch.launch(["train", *command, *own], nproc, 1, 0, None, output)
+    record = Record(folder, origin, [], monitor, minimise)
+    study = open_study(url, folder.name, minimise, record.origin, heartbeat)
+    record.origin = {**record.origin, "study": study.study_name}
 
     def write() -> None:
-        results.write_sweep(folder, study, origin, monitor)
+        record.runs = read_runs(study)
+        record.write()
 
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
-    worker = Worker(study, axes, numbers, trials, folder, monitor, kept == monitor, heartbeat, train, write)
-    redirect = results.stdout_to_stderr() if json_file == "-" else contextlib.nullcontext()
+    redirect = stdout_to_stderr() if json_file == "-" else contextlib.nullcontext()
     with storage_errors(url), signals.on_signals(signals.stop_now), redirect:
         write()
-        worker.work()
+        Worker(study, axes, numbers, trials, shared, heartbeat, write).work()
         write()
-    rows = results.collect(study)
+    rows = collect(study)
     report: dict[str, Any] = {
         "study": study.study_name,
         "storage": hide_password(url),
@@ -145,13 +144,18 @@ def search(
     if json_file == "-":
         typer.echo(text, nl=False)
     else:
-        results.show(rows, monitor)
+        values = [row["status"] if row["value"] is None else f"{row['value']:.4f}" for row in rows]
+        cells = [
+            [str(row["trial"]), value, secrets.hide(" ".join(row["overrides"]))]
+            for row, value in zip(rows, values, strict=True)
+        ]
+        show_table(["trial", f"validation {monitor}", "overrides"], cells, wraps=-1)
         for row in rows:
             if row["error"]:
                 typer.echo(secrets.hide(f"trial {row['trial']} failed: {row['error']}"))
         if rows and rows[0]["value"] is not None:
-            shared = [part for part in command if not part.startswith("output=")]
-            best = shlex.join(["fastloop", "train", *shared, *rows[0]["overrides"], f"output={folder}-best"])
+            words = [part for part in shared.words if not part.startswith("output=")]
+            best = shlex.join(["fastloop", "train", *words, *rows[0]["overrides"], f"output={folder}-best"])
             typer.echo(secrets.hide(f"best: {best}"))
         typer.echo(f"curves: fastloop report {folder}")
     if json_file not in ("", "-"):
@@ -183,3 +187,15 @@ def check_folder(folder: Path) -> None:
         raise UsageError(
             f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search."
         )
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Iterator[None]:
+    """Send everything that this process and its children print to stderr, so that stdout has only JSON."""
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

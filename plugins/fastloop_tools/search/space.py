@@ -85,6 +85,8 @@ def _parse_range(item: str) -> Axis | None:
         raise UsageError(
             f"{item}: not a range of numbers. Expected such as {key}=1e-5..1e-3, {key}=4..16 or {key}=log(1..1024)."
         )
+    if key == "output":
+        raise UsageError(f"{item}: expected one folder. Each run gets a folder of its own in it.")
     if low >= high:
         raise UsageError(f"{item}: found an empty range. Expected the lower end first, and two different ends.")
     if log and low <= 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -14,25 +13,26 @@ from typing import Any
 
 import optuna
 from optuna.exceptions import ExperimentalWarning, StorageInternalError
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
-from fastloop_tools.trials.runs import TrialRun
+from fastloop_tools.report.records import MALFORMED
+from fastloop_tools.report.tables import compare, flat
+from fastloop_tools.trials.runs import TrialRun, parse_runs
 
 SQLITE_TIMEOUT = 60
 """Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
 ATTEMPTS = 5
 """Attempts to open the storage. Workers that create the tables at the same time fail once."""
-STATUS = ("pending", "running", "finished", "stopped", "failed")
-"""States of a run."""
 ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
 """User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it
 was not needed."""
-MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of reading a study whose database holds other values."""
+STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
+"""Optuna's states, in our words. A failed trial without an error is one whose worker was stopped or lost."""
 
 
 def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:
@@ -151,18 +151,9 @@ def _check(trial: FrozenTrial, axes: Mapping[str, Any]) -> None:
             state=trial.state, values=trial.values, params=trial.params, distributions=trial.distributions
         )
         right += [math.isfinite(trial.values[0])]
-    for record in trial.user_attrs.get(RUNS, []):
-        run = TrialRun(**record)
-        metrics = run.metrics or {}
-        right += [
-            re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None,
-            run.status in STATUS,
-            run.values.keys() <= axes.keys(),
-        ]
-        right += [text.isprintable() for text in (*run.values.values(), *metrics)]
-        right += [isinstance(run.seed, int | None), isinstance(run.reason, str | None), run.fold is None]
-        for value in metrics.values():
-            math.isfinite(value)  # raises for what is no number
+    for run in parse_runs(trial.user_attrs.get(RUNS, [])):
+        right += [re.fullmatch(r"trial-\d{4,}(_seed-\d+)?", run.name) is not None, run.values.keys() <= axes.keys()]
+        right += [text.isprintable() for text in (*run.values.values(), *(run.metrics or ()))]
     if not all(right):
         raise ValueError(f"trial {trial.number!r:.20} has values that no search writes")
 
@@ -173,24 +164,15 @@ def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
     Raises:
         UsageError: It belongs to another recipe or other ranges; shows both.
     """
-    old, new = _flat(there), _flat(json.loads(json.dumps(here)))
-    changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    changed = compare([flat(there), flat(here)])
     if changed:
-        shown = "; ".join(
-            f"{key}: {old.get(key, '(none)')} in the study, {new.get(key, '(none)')} here" for key in changed[:5]
-        )
-        more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+        parts = [f"{key}: {old or '(none)'} in the study, {new or '(none)'} here" for key, (old, new) in changed]
+        if len(parts) > 5:
+            parts[5:] = [f"and {len(parts) - 5} more"]
         raise UsageError(
-            f"--storage: the study {name!r} was made with other settings: {shown}{more}. Use the same settings, or set "
-            "another output or another storage for a new search."
+            f"--storage: the study {name!r} was made with other settings: {'; '.join(parts)}. Use the same settings, "
+            "or set another output or another storage for a new search."
         )
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Dotted keys -> values, as text."""
-    if isinstance(tree, Mapping) and tree:
-        return {key: value for name, branch in tree.items() for key, value in _flat(branch, f"{prefix}{name}.").items()}
-    return {prefix.rstrip("."): str(tree)}
 
 
 def counts(trial: FrozenTrial) -> bool:
@@ -213,3 +195,31 @@ def fail_lost_trials(study: optuna.Study, heartbeat: int) -> None:
             and datetime.now() - started > timedelta(seconds=2 * heartbeat + 60)
         ):
             study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+
+
+def collect(study: optuna.Study) -> list[dict[str, Any]]:
+    """The trials, best first, then those without a value."""
+    rows = []
+    for trial in read_trials(study):
+        if SURPLUS in trial.user_attrs:
+            continue
+        status = STATUS.get(trial.state, "failed" if ERROR in trial.user_attrs else "lost")
+        runs = trial.user_attrs.get(RUNS, [])
+        rows.append(
+            {
+                "trial": trial.number,
+                "status": status,
+                "value": trial.values[0] if trial.values else None,
+                "overrides": [f"{key}={value}" for key, value in (runs[0]["values"] if runs else trial.params).items()],
+                "runs": [run["name"] for run in runs],
+                "error": trial.user_attrs.get(ERROR),
+            }
+        )
+    sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
+    return sorted(rows, key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
+
+
+def read_runs(study: optuna.Study) -> list[TrialRun]:
+    """The runs of all workers. Trials of the same values share theirs."""
+    runs = [run for trial in read_trials(study) for run in parse_runs(trial.user_attrs.get(RUNS, []))]
+    return list({run.name: run for run in reversed(runs)}.values())[::-1]

@@ -8,7 +8,6 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import optuna
 import typer
@@ -16,7 +15,7 @@ from optuna.trial import TrialState
 
 from fastloop_tools.search.space import Axis
 from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, WORKER, counts, fail_lost_trials, read_trials
-from fastloop_tools.trials.runs import TrialRun, check_metric, end_run, stop
+from fastloop_tools.trials.runs import TrialRun, Trials, stop
 
 POLL_SECONDS = 1.0
 """Seconds between two looks at the trials of other workers, at the end of a search."""
@@ -36,25 +35,17 @@ class Worker:
 
     Args:
         axes: The search space.
-        seeds: Seeds that each trial trains with; ``[None]``: the recipe's.
-        trials: Trials of the search, over all workers.
-        folder: Folder of the run folders.
-        monitor: A metric of the validation split. A trial's value is its mean over the seeds.
-        kept_best: Whether the exported model is the best one by this metric, so that its value counts, and not the last
-            one.
-        train: Trains with these overrides into this folder. Returns the exit code.
+        seeds: Seeds that each trial trains with; ``[None]``: the recipe's. A trial's value is its mean over them.
+        count: Trials of the search, over all workers.
         after_trial: Called when a trial has ended.
     """
 
     study: optuna.Study
     axes: Sequence[Axis]
     seeds: Sequence[int | None]
-    trials: int
-    folder: Path
-    monitor: str
-    kept_best: bool
+    count: int
+    trials: Trials
     heartbeat: int
-    train: Callable[[list[str], Path], int]
     after_trial: Callable[[], None]
 
     def work(self) -> None:
@@ -70,7 +61,7 @@ class Worker:
             fail_lost_trials(self.study, self.heartbeat)
             counted = [trial for trial in read_trials(self.study) if counts(trial)]
             running = sum(trial.state == TrialState.RUNNING for trial in counted)
-            if len(counted) < self.trials:
+            if len(counted) < self.count:
                 waits = False
                 self.study.optimize(self.run_trial, n_trials=1, catch=(TrialFailed, Surplus))
                 self.after_trial()
@@ -85,13 +76,13 @@ class Worker:
     def run_trial(self, trial: optuna.Trial) -> float:
         """Train a trial with all seeds. Returns its value."""
         earlier = read_trials(self.study)
-        if sum(other.number < trial.number and counts(other) for other in earlier) >= self.trials:
+        if sum(other.number < trial.number and counts(other) for other in earlier) >= self.count:
             trial.set_user_attr(SURPLUS, True)
             raise Surplus
         trial.set_user_attr(WORKER, f"{socket.gethostname()}, process {os.getpid()}")
         values = {axis.key: axis.suggest(trial) for axis in self.axes}
         typer.echo(
-            f"trial {trial.number} of {self.trials}: {' '.join(f'{key}={value}' for key, value in values.items())}"
+            f"trial {trial.number} of {self.count}: {' '.join(f'{key}={value}' for key, value in values.items())}"
         )
         for other in earlier:
             if other.state == TrialState.COMPLETE and other.params == trial.params:
@@ -102,16 +93,14 @@ class Worker:
         runs = [TrialRun(name if seed is None else f"{name}_seed-{seed}", values, seed) for seed in self.seeds]
         for run in runs:
             self._run(trial, run, runs)
-        found = [run.metrics[self.monitor] for run in runs if run.metrics]
+        found = [run.metrics[self.trials.monitor] for run in runs if run.metrics]
         return sum(found) / len(found)
 
     def _run(self, trial: optuna.Trial, run: TrialRun, runs: list[TrialRun]) -> None:
-        folder = self.folder / run.name
-        code = self.train(run.overrides, folder)
-        end_run(run, code, folder, self.monitor, self.kept_best)
-        check_metric(run, self.monitor)
-        if run.metrics and not math.isfinite(run.metrics[self.monitor]):
-            run.status, run.reason = "failed", f"validation {self.monitor} is {run.metrics[self.monitor]}"
+        code = self.trials.train(run)
+        self.trials.check_metric(run)
+        if run.metrics and not math.isfinite(run.metrics[self.trials.monitor]):
+            run.status, run.reason = "failed", f"validation {self.trials.monitor} is {run.metrics[self.trials.monitor]}"
         trial.set_user_attr(RUNS, [dataclasses.asdict(run) for run in runs])
         if run.status == "stopped":
             typer.echo(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli import launch
 from fastloop.cli.arguments import RecipeName, With, Without, choice, names
 from fastloop.distributed import signals
 
@@ -54,21 +52,10 @@ def sweep(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
-    from fastloop.recipe import load_recipe
-    from fastloop.runtime.step_folders import checkpoints
     from fastloop_plugins.training._monitor import Monitor
     from fastloop_tools.sweep import grid
-    from fastloop_tools.trials import points
     from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import (
-        check_metric,
-        command_line,
-        end_run,
-        monitored,
-        option_words,
-        remote_folder,
-        stop,
-    )
+    from fastloop_tools.trials.runs import Trials, command_line, stop
 
     parsed, added = grid.parse(values or ()), names(with_)
     options: dict[str, Any] = {"--with": added, "--without": names(without), "--seeds": seeds, "--folds": folds}
@@ -79,7 +66,8 @@ def sweep(
             raise UsageError(f"{key}: --folds sets the options of the plugin 'folds', too. Leave one of the two out.")
         parsed.fixed.append(f"plugins.folds.of={folds}")
         added = [*added, "folds"]
-    base = load_recipe(recipe, parsed.fixed, added, names(without))
+    trials = Trials(recipe, parsed.fixed, added, names(without), monitor, nproc)
+    base, folder = trials.base, trials.folder
     if not parsed.axes and seeds is None and folds is None:
         raise UsageError(
             "there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, "
@@ -89,41 +77,27 @@ def sweep(
         raise UsageError("train.seed has several values, and --seeds sets it, too. Leave one of the two out.")
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
     runs = parsed.runs(numbers, range(folds) if folds is not None else (None,))
-    kept = []  # for each run: the metric of its checkpoint-best
     for run in runs:  # a value that is wrong ends the sweep before the first run
-        kept.append(monitored(load_recipe(recipe, [*parsed.fixed, *run.overrides], added, names(without)))[0])
+        trials.load(run.overrides)
     show_messages()
-    folder = Path(base.output)
-    record = Record(
-        folder,
-        {"recipe": str(base.source), "base": base.to_dict()},
-        runs,
-        monitor,
-        Monitor("sweep", monitor, mode).minimise,
-        again,
-    )
-    record.start(resume)
-    command = [recipe, *parsed.fixed, *option_words({"--with": added, "--without": names(without)})]
+    origin = {"recipe": str(base.source), "base": base.to_dict()}
+    record = Record(folder, origin, runs, monitor, Monitor("sweep", monitor, mode).minimise)
+    record.start(resume, again)
     with signals.on_signals(signals.stop_now):
         for number, run in enumerate(runs, start=1):
-            if run.status == "finished":
-                continue
-            typer.echo(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
-            run.status, run.reason = "running", None
-            record.write()
-            output = folder / run.name
-            own = [*run.overrides, f"output={output}", *remote_folder(base, output)]
-            arguments = ["train", *command, *own, *(["--resume="] if checkpoints(output) else [])]
-            code = launch.launch(arguments, nproc, 1, 0, None, output)
-            end_run(run, code, output, monitor, kept[number - 1] == monitor)
-            record.write()
-            if run.status == "stopped":
-                typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Continue it with: {again}")
-                raise stop(code)
-            check_metric(run, monitor)
-    points.show(*points.compare(runs, monitor, record.minimise), monitor)
-    for run in runs:
-        if run.status == "failed":
-            typer.echo(f"failed: {run.name}: {run.reason}")
-    typer.echo(f"written to {folder / 'sweep.json'}; curves: fastloop report {folder}")
-    raise typer.Exit(int(any(run.status == "failed" for run in runs)))
+            if run.status != "finished":
+                typer.echo(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
+                run.status, run.reason = "running", None
+                record.write()
+                code = trials.train(run)
+                record.write()
+                if run.status == "stopped":
+                    typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Continue it with: {again}")
+                    raise stop(code)
+            trials.check_metric(run)
+    record.show()
+    failed = [run for run in runs if run.status == "failed"]
+    for run in failed:
+        typer.echo(f"failed: {run.name}: {run.reason}")
+    typer.echo(f"written to {record.file}; curves: fastloop report {folder}")
+    raise typer.Exit(int(bool(failed)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop_tools.trials.runs import TrialRun
@@ -91,18 +90,11 @@ def split_values(text: str) -> list[str]:
 def folder_name(point: Mapping[str, str], seed: int | None, short: Mapping[str, str], fold: int | None = None) -> str:
     """A readable name such as ``lr-1e-5_seed-123``. A value that a file name cannot hold is shortened, and its hash is
     added."""
-    return "_".join(_name_parts(point, seed, short, fold)) or "run"
-
-
-def _name_parts(
-    point: Mapping[str, Any], seed: int | None, short: Mapping[str, str], fold: int | None
-) -> Iterator[str]:
+    parts = []
     for key, value in point.items():
         readable = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-.")[:LONGEST_VALUE]
         if readable != value:
             readable += f"-{hashlib.sha256(value.encode()).hexdigest()[:4]}"
-        yield f"{short[key]}-{readable}"
-    if seed is not None:
-        yield f"seed-{seed}"
-    if fold is not None:
-        yield f"fold-{fold}"
+        parts.append(f"{short[key]}-{readable}")
+    parts += [f"{name}-{number}" for name, number in (("seed", seed), ("fold", fold)) if number is not None]
+    return "_".join(parts) or "run"

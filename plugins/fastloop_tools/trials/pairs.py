@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import dataclasses
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Self
+
+import typer
 
 from fastloop.cli.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
 from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import with_only
-from fastloop_tools.trials.measure import LOUD, foreign_load, run_worker
-from fastloop_tools.trials.results import Measurement, speed
-from fastloop_tools.trials.server import Servers
-from fastloop_tools.trials.worker import Spec
+from fastloop_tools.trials.measure import LOUD, foreign_load
+from fastloop_tools.trials.server import Servers, libraries, run_worker
+from fastloop_tools.trials.worker import Spec, Window
 
-
-@dataclass(kw_only=True)
-class Window:
-    """The measured part of a training; see ``Spec``."""
-
-    steps: int = 8
-    seconds: float = 5.0
-    warmup: int = 2
-    profile_steps: int = 0
-
-    def duration(self, step: float) -> float:
-        """Seconds of the warm-up and the window, for steps of ``step`` seconds."""
-        return max((self.warmup + self.steps) * step, self.warmup * step + self.seconds)
+Measurement = dict[str, Any]
+"""The result of ``run_worker``."""
 
 
 class TrialRunner:
@@ -61,6 +54,15 @@ class TrialRunner:
         self.known: dict[str, int] = {}
         self.before = self.worst = 0.0
 
+    @classmethod
+    @contextmanager
+    def open(cls, command: str, environment: Mapping[str, str], recipe: Recipe, **options: Any) -> Iterator[Self]:
+        """A runner for the variants of a recipe, with a temporary cache and, where processes can be forked, servers."""
+        with tempfile.TemporaryDirectory(prefix=f"fastloop-{command}-") as cache:
+            runner = cls(environment, Path(cache), typer.echo, modules=libraries(recipe), **options)
+            with closing(runner):
+                yield runner
+
     def close(self) -> None:
         """End the servers."""
         if self.servers is not None:
@@ -87,52 +89,61 @@ class TrialRunner:
         length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
         return run_worker(spec, length, environment, self.timeout, self.nproc, None if fresh else self.servers)
 
-    def undisturbed(self, recipe: Recipe, spec: Spec, name: str | None = None, fresh: bool = False) -> Measurement:
-        """Run ``work``, and repeat it if other processes disturbed it; returns the less disturbed result."""
-        found = self.work(recipe, spec, name, fresh)
+    def train(
+        self,
+        recipe: Recipe,
+        plugins: Collection[str] | None = None,
+        name: str | None = None,
+        fresh: bool = False,
+        *,
+        spec: Mapping[str, Any] = MappingProxyType({}),
+        **train: Any,
+    ) -> Measurement:
+        """Train a recipe; see ``work``. The result may hold an ``error``.
+
+        Args:
+            plugins: The active plugins; None: those of the recipe.
+            spec: Further settings of ``Spec``.
+            train: Keys of the ``train`` section to set.
+        """
+        tree = with_only(recipe, recipe.plugins if plugins is None else plugins, save_every=None, **train)
+        return self.work(recipe, Spec(recipe=tree, source=None, **spec), name, fresh)
+
+    def measure(self, recipe: Recipe, window: Window, number: int = 0, *how: Any, fresh: bool = False) -> Measurement:
+        """Measure a recipe. The same ``number`` gives the same seed. Further arguments are those of ``train``."""
+        spec = {field.name: getattr(window, field.name) for field in dataclasses.fields(Window)}
+        train = {"max_steps": 10**9, "epochs": 10**6, "seed": recipe.train.seed + number}  # the worker ends the run
+        more: dict[str, Any] = {"spec": spec, "fresh": fresh, **train}
+        found = self.train(recipe, *how, **more)
         if found["foreign_load"] > LOUD >= self.before:  # on a machine that is always busy, a repeat does not help
             self.say(f"other processes used {found['foreign_load']:.0%} of the machine meanwhile: measured again")
-            found = min(found, self.work(recipe, spec, name, fresh), key=lambda result: float(result["foreign_load"]))
+            found = min(found, self.train(recipe, *how, **more), key=lambda result: float(result["foreign_load"]))
         self.worst = max(self.worst, found["foreign_load"])
         return found
 
-    def measure(self, recipe: Recipe, window: Window, number: int = 0) -> Measurement:
-        """Measure a recipe with all its plugins. The same ``number`` gives the same seed. The result may hold an
-        ``error``."""
-        seed = recipe.train.seed + number
-        # the worker ends the run
-        tree = with_only(recipe, recipe.plugins, max_steps=10**9, epochs=10**6, save_every=None, seed=seed)
-        spec = Spec(
-            recipe=tree,
-            source=None,
-            warmup=window.warmup,
-            steps=window.steps,
-            seconds=window.seconds,
-            profile_steps=window.profile_steps,
-        )
-        return self.undisturbed(recipe, spec)
-
-    def losses(self, recipe: Recipe, steps: int) -> Measurement:
-        """Train the first steps of a recipe without dropout, for their losses."""
-        tree = with_only(recipe, recipe.plugins, max_steps=steps, epochs=10**6, save_every=None)
-        return self.work(recipe, Spec(recipe=tree, source=None, dropout=False))
+    def losses(self, recipe: Recipe, steps: int, *how: Any) -> Measurement:
+        """Train the first steps of a recipe without dropout, for their losses; see ``train``."""
+        return self.train(recipe, *how, spec={"dropout": False}, max_steps=steps, epochs=10**6)
 
     def held(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
         """Compare an edited recipe's losses with a numerics class: ``verdict``, ``difference``, ``bound``, ``why``."""
-        bound = BOUNDS.get(promise)
-        if bound is None:
-            return {
-                "class": promise,
-                "verdict": NOT_COMPARED,
-                "difference": None,
-                "bound": None,
-                "why": "it changes training",
-            }
+        if promise not in BOUNDS:
+            why = "it changes training"
+            return {"class": promise, "verdict": NOT_COMPARED, "difference": None, "bound": None, "why": why}
         ours, theirs = self.losses(after, steps), self.losses(before, steps)
         found = compare(promise, ours, theirs, theirs)
         if found["verdict"] == BROKEN:  # train the first recipe twice, in case it is not deterministic
             found = compare(promise, ours, theirs, self.losses(before, steps))
         return found
+
+
+def speed(found: Measurement) -> tuple[float, str]:
+    """The speed and its unit: real tokens a second if the task counts tokens, else samples a second.
+
+    If a plugin changes the batches, a short window contains other texts. Tokens are then a fairer measure of work.
+    """
+    unit = "tokens" if found["tokens"] else "samples"
+    return found[unit] / found["seconds"], unit
 
 
 def faster(ours: Measurement, theirs: Measurement) -> float:

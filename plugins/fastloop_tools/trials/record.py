@@ -4,95 +4,141 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime import files
-from fastloop_tools.report.records import MALFORMED, check_sweep, read_json
-from fastloop_tools.trials import points
-from fastloop_tools.trials.runs import TrialRun, check_metric
+from fastloop_tools.report.records import MALFORMED, read_json
+from fastloop_tools.trials.runs import TrialRun, parse_runs
+from fastloop_tools.trials.statistics import mean_interval
+from fastloop_tools.trials.tables import show_table
 
 
 class Record:
     """The file ``sweep.json``.
 
     Args:
-        folder: The sweep's folder, which contains the run folders.
-        origin: The recipe's file, and the recipe without the grid's values.
-        runs: The runs of the grid. Their state is in the file.
-        again: The command that continues the sweep.
+        folder: The folder of the trials, which contains the run folders.
+        origin: The recipe's file, and the recipe without the values of the runs.
+        runs: The runs. Their state is in the file.
+        monitor: A metric of the validation split.
+        minimise: Whether a lower value is better.
     """
 
     def __init__(
-        self, folder: Path, origin: dict[str, Any], runs: list[TrialRun], monitor: str, minimise: bool, again: str
+        self, folder: Path, origin: dict[str, Any], runs: list[TrialRun], monitor: str, minimise: bool
     ) -> None:
-        self.again = again
         self.file, self.runs, self.monitor, self.minimise = folder / "sweep.json", runs, monitor, minimise
         self.origin = json.loads(json.dumps(secrets.hidden(origin), default=str))
 
-    def start(self, resume: bool) -> None:
+    def start(self, resume: bool, again: str) -> None:
         """Create the file, or take over the finished runs of an existing one.
+
+        Args:
+            again: The command that continues the sweep.
 
         Raises:
             UsageError: The folder has other content, or a sweep of another recipe, or one and ``resume`` is False.
         """
         folder = self.file.parent
-        if not resume or not self.file.is_file():
-            if self.file.is_file():
-                raise UsageError(
-                    f"output: {folder} contains a sweep. Set another output, or continue it with: {self.again}"
-                )
-            if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-                raise UsageError(
-                    f"output: {folder} is not an empty folder. Set another output, such as output={folder}-sweep."
-                )
-        else:
+        if not resume and self.file.is_file():
+            raise UsageError(f"output: {folder} contains a sweep. Set another output, or continue it with: {again}")
+        if self.file.is_file():
             files.check_links(folder)
-            earlier = read_json(self.file)
-            check_sweep(earlier, self.file)
-            try:
-                known = {
-                    (str(run["values"]), run["seed"], run.get("fold")): run
-                    for run in earlier["runs"]
-                    if run["status"] == "finished"
-                }
-                origin = {key: earlier[key] for key in self.origin}
-            except MALFORMED as error:
-                raise UsageError(f"{self.file}: cannot be read: {type(error).__name__}: {error}.") from None
-            if origin != self.origin:
-                raise UsageError(
-                    f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output."
-                )
-            for run in self.runs:
-                if same := known.get((str(run.values), run.seed, run.fold)):
-                    run.name, run.status, run.metrics = same["name"], same["status"], same["metrics"]
-                    check_metric(run, self.monitor)
+            self._take_over(read_json(self.file))
+        elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise UsageError(
+                f"output: {folder} is not an empty folder. Set another output, such as output={folder}-sweep."
+            )
         folder.mkdir(parents=True, exist_ok=True)
         self.write()
 
+    def _take_over(self, earlier: dict[str, Any]) -> None:
+        try:
+            finished = [run for run in parse_runs(earlier["runs"]) if run.status == "finished"]
+        except MALFORMED as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UsageError(f"{self.file}: expected the runs that `fastloop sweep` writes: {reason}.") from None
+        if any(earlier.get(key) != value for key, value in self.origin.items()):
+            raise UsageError(
+                f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output."
+            )
+        known = {(str(run.values), run.seed, run.fold): run for run in finished}
+        for run in self.runs:
+            if same := known.get((str(run.values), run.seed, run.fold)):
+                run.name, run.status, run.metrics = same.name, same.status, same.metrics
+
     def write(self) -> None:
-        """Write the file, with the results so far."""
-        write_record(self.file.parent, self.origin, self.runs, self.monitor, self.minimise)
+        """Write the file, with the results so far. Several workers may write it at once."""
+        points, best = compare(self.runs, self.monitor, self.minimise)
+        record = {
+            **self.origin,
+            "monitor": f"validation {self.monitor}",
+            "better": "lower" if self.minimise else "higher",
+            "best": best,
+            "points": points,
+            "runs": [dataclasses.asdict(run) for run in self.runs],
+        }
+        files.write(self.file, json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
+
+    def show(self) -> None:
+        """Print the table of the points."""
+        points, best = compare(self.runs, self.monitor, self.minimise)
+        rows = []
+        for row in points:
+            over, finished = row["difference"] or {}, f"{row['finished']}/{len(row['runs'])}"
+            mean, deviation = ("" if row[key] is None else f"{row[key]:.4f}" for key in ("mean", "deviation"))
+            minus = "best" if row["point"] == best else f"{over['mean']:+.4g}" if over else ""
+            interval = "" if over.get("low") is None else f"{over['low']:+.4g} to {over['high']:+.4g}"
+            rows.append([row["point"], finished, mean, deviation, minus, interval])
+        show_table(["point", "runs", f"validation {self.monitor}", "deviation", "minus best", "95% interval"], rows)
 
 
-def write_record(
-    folder: Path, origin: Mapping[str, Any], runs: Sequence[TrialRun], monitor: str, minimise: bool
-) -> None:
-    """Write ``sweep.json``. Several workers may write it at once.
+def compare(runs: Sequence[TrialRun], monitor: str, minimise: bool) -> tuple[list[dict[str, Any]], str | None]:
+    """The results of each point, and the name of the best point.
+
+    The best point has the best mean of the points whose runs have all finished with a finite value; None: there is no
+    such point. ``difference`` is a point's value minus the best point's for the same seed and fold. Its 95% interval
+    needs two pairs. The training sets of folds overlap, so the interval is wider for them: see ``mean_interval``.
 
     Args:
-        origin: Further entries: the settings of the trials.
+        monitor: A metric of the validation split.
+        minimise: Whether a lower value is better.
     """
-    compared, best = points.compare(runs, monitor, minimise)
-    record = {
-        **origin,
-        "monitor": f"validation {monitor}",
-        "better": "lower" if minimise else "higher",
-        "best": best,
-        "points": compared,
-        "runs": [dataclasses.asdict(run) for run in runs],
+    points: dict[str, list[TrialRun]] = {}
+    for run in runs:
+        points.setdefault(" ".join(f"{key}={value}" for key, value in run.values.items()) or "recipe", []).append(run)
+    folds = len({run.fold for run in runs if run.fold is not None})
+    by_seed = {
+        name: {
+            (run.seed, run.fold): run.metrics[monitor]
+            for run in members
+            if run.metrics and math.isfinite(run.metrics.get(monitor, math.nan))
+        }
+        for name, members in points.items()
     }
-    files.write(folder / "sweep.json", json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
+    means = {name: fmean(values.values()) for name, values in by_seed.items() if values}
+    complete = [name for name, members in points.items() if len(by_seed[name]) == len(members)]
+    best = min(complete, key=lambda name: means[name] if minimise else -means[name], default=None)
+    results = []
+    for name, members in points.items():
+        values, theirs = by_seed[name], by_seed[best] if best not in (None, name) else {}
+        pairs = [value - theirs[key] for key, value in values.items() if key in theirs]
+        low, high = mean_interval(pairs, 1 / (folds - 1) if folds > 1 else 0.0) or (None, None)
+        results.append(
+            {
+                "point": name,
+                "values": members[0].values,
+                "runs": [run.name for run in members],
+                "finished": len(values),
+                "mean": means.get(name),
+                "deviation": stdev(values.values()) if len(values) > 1 else None,
+                "difference": {"mean": fmean(pairs), "low": low, "high": high, "pairs": len(pairs)} if pairs else None,
+            }
+        )
+    return results, best

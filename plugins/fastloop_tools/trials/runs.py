@@ -6,17 +6,27 @@ import json
 import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+from pydantic import AfterValidator, ConfigDict, StringConstraints, TypeAdapter
 
+from fastloop.cli import launch
 from fastloop.distributed import signals
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.recipe import Recipe, secrets
+from fastloop.recipe import Recipe, load_recipe, secrets
+from fastloop.runtime.step_folders import checkpoints
 
 STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
 """Exit codes of a run that a signal has stopped: saved, or too early in its start to save."""
+
+
+def _check_folder(name: str) -> str:
+    if Path(name).name != name or name in ("", ".."):
+        raise ValueError(f"{name!r} is not the name of a folder")
+    return name
 
 
 @dataclass
@@ -27,19 +37,20 @@ class TrialRun:
         name: Name of the run folder.
         values: Key -> value, as on the command line.
         seed: The seed of ``--seeds``; None: that of the recipe.
-        status: ``pending``, ``running``, ``finished``, ``stopped`` or ``failed``.
         metrics: The last metrics of the validation split; None: not finished, or there is no such split.
         reason: The error of a failed run.
         fold: The fold to validate on, from 0; None: no ``--folds``.
     """
 
-    name: str
+    name: Annotated[str, AfterValidator(_check_folder)]
     values: dict[str, str]
-    seed: int | None
-    status: str = "pending"
+    seed: int | None = None
+    status: Annotated[str, StringConstraints(pattern="^(pending|running|finished|stopped|failed)$")] = "pending"
     metrics: dict[str, float] | None = None
     reason: str | None = None
     fold: int | None = None
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def overrides(self) -> list[str]:
@@ -47,6 +58,87 @@ class TrialRun:
         seed = [] if self.seed is None else [f"train.seed={self.seed}"]
         fold = [] if self.fold is None else [f"plugins.folds.number={self.fold}"]
         return [*(f"{key}={value}" for key, value in self.values.items()), *seed, *fold]
+
+
+def parse_runs(records: Any) -> list[TrialRun]:
+    """The runs of a record that may have been changed.
+
+    Raises:
+        ValueError: They have another form than ``TrialRun``, or a folder that is not in the folder of the trials.
+    """
+    return TypeAdapter(list[TrialRun]).validate_python(records)
+
+
+@dataclass(frozen=True)
+class Trials:
+    """The settings that all runs of a sweep or a search share.
+
+    Attributes:
+        recipe: The recipe, as on the command line.
+        fixed: The overrides of all runs.
+        added, left_out: ``--with`` and ``--without``.
+        monitor: A metric of the validation split.
+        nproc: Processes of each run.
+    """
+
+    recipe: str
+    fixed: list[str]
+    added: list[str]
+    left_out: list[str]
+    monitor: str
+    nproc: int
+
+    def load(self, overrides: Iterable[str] = ()) -> Recipe:
+        """The recipe of a run."""
+        return load_recipe(self.recipe, [*self.fixed, *overrides], self.added, self.left_out)
+
+    @cached_property
+    def base(self) -> Recipe:
+        """The recipe without the values of a run."""
+        return self.load()
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run folders."""
+        return Path(self.base.output)
+
+    @property
+    def words(self) -> list[str]:
+        """The words of a command line that all runs share."""
+        return [self.recipe, *self.fixed, *option_words({"--with": self.added, "--without": self.left_out})]
+
+    def train(self, run: TrialRun) -> int:
+        """Train a run, or resume it, and set its status, metrics and reason. Returns the exit code.
+
+        The last metrics count. If the exported model is the best one by ``monitor``, its value counts instead.
+        """
+        output = self.folder / run.name
+        own = [*run.overrides, f"output={output}"]
+        if self.base.plugins.get("remote-output", False) is not False:  # its own folder at the URL
+            own.append(f"plugins.remote-output.folder={json.dumps(f'{output.absolute().parent.name}/{output.name}')}")
+        resume = ["--resume="] if checkpoints(output) else []
+        code = launch.launch(["train", *self.words, *own, *resume], self.nproc, 1, 0, None, output)
+        run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
+        summary = read_summary(output)
+        if run.status == "finished":
+            run.metrics = dict(summary.get("validation") or {}) or None
+            kept = monitored(self.load(run.overrides))[0] == self.monitor
+            if run.metrics and kept and self.monitor in run.metrics and summary.get("best"):
+                run.metrics[self.monitor] = summary["best"]["value"]
+        elif run.status == "failed":
+            run.reason = summary.get("reason") or f"exit code {code}, before training; its error is in the output"
+        return code
+
+    def check_metric(self, run: TrialRun) -> None:
+        """Check that a finished run has the metric to compare.
+
+        Raises:
+            UsageError: It has none; the message lists its metrics.
+        """
+        if run.status == "finished" and self.monitor not in (run.metrics or {}):
+            there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
+            hint = did_you_mean(self.monitor, run.metrics or ())
+            raise UsageError(f"--monitor {self.monitor}: the validation split {there}.{hint}")
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:
@@ -63,37 +155,9 @@ def command_line(name: str, words: Iterable[str], options: Mapping[str, Any]) ->
     return secrets.hide(shlex.join(["fastloop", name, *words, *option_words(options)]))
 
 
-def end_run(run: TrialRun, code: int, folder: Path, monitor: str, kept_best: bool) -> None:
-    """Set the status, the metrics and the reason of a run that has ended.
-
-    Args:
-        code: Its exit code.
-        folder: Its run folder.
-        kept_best: See ``read_metrics``.
-    """
-    run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
-    summary = read_summary(folder)
-    run.metrics = (read_metrics(summary, monitor, kept_best) or None) if code == 0 else None
-    reason = summary.get("reason") or f"exit code {code}, before training; its error is in the output"
-    run.reason = reason if run.status == "failed" else None
-
-
 def stop(code: int) -> typer.Exit:
     """The end of a command whose run a signal has stopped."""
     return typer.Exit(signals.EXIT_INTERRUPTED if code == signals.EXIT_INTERRUPTED else signals.EXIT_STOPPED)
-
-
-def check_metric(run: TrialRun, monitor: str) -> None:
-    """Check that a finished run has the metric to compare.
-
-    Raises:
-        UsageError: It has none; the message lists its metrics.
-    """
-    if run.status == "finished" and monitor not in (run.metrics or {}):
-        there = f"has no metric {monitor!r}" if run.metrics else "does not exist"
-        raise UsageError(
-            f"--monitor {monitor}: the validation split {there}.{did_you_mean(monitor, run.metrics or ())}"
-        )
 
 
 def monitored(recipe: Recipe) -> tuple[str | None, str, str]:
@@ -106,19 +170,6 @@ def monitored(recipe: Recipe) -> tuple[str | None, str, str]:
     return None, "loss", "auto"
 
 
-def read_metrics(summary: Mapping[str, Any], monitor: str, kept_best: bool) -> dict[str, Any]:
-    """The last metrics of the validation split; empty if there are none.
-
-    Args:
-        kept_best: Whether the exported model is the best one by ``monitor``, so that its value counts, and not the last
-            one.
-    """
-    found = dict(summary.get("validation") or {})
-    if kept_best and monitor in found and summary.get("best"):
-        found[monitor] = summary["best"]["value"]
-    return found
-
-
 def read_summary(folder: Path) -> dict[str, Any]:
     """The summary of a run; empty if it has written none."""
     try:
@@ -126,10 +177,3 @@ def read_summary(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def remote_folder(recipe: Recipe, run: Path) -> list[str]:
-    """The override that gives a run its own folder at the URL of ``remote-output``; empty if the recipe lacks that
-    plugin."""
-    listed = recipe.plugins.get("remote-output", False) is not False
-    return [f"plugins.remote-output.folder={json.dumps(f'{run.absolute().parent.name}/{run.name}')}"] if listed else []

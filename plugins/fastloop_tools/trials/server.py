@@ -7,6 +7,7 @@ for each measurement. It is for CPUs under Linux.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib
 import json
@@ -14,7 +15,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
+import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastloop.cli import launch
+from fastloop_tools.trials.measure import run_processes
+from fastloop_tools.trials.worker import Spec
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -48,15 +51,8 @@ def libraries(recipe: Recipe) -> tuple[str, ...] | None:
     return LIBRARIES + (TRANSFORMERS if recipe.model.get("name") or recipe.model.get("config") else ())
 
 
-class ServerEnded(Exception):
-    """A server cannot be started, or was killed."""
-
-    def __init__(self) -> None:
-        super().__init__("the server of measured processes has ended")
-
-
 class ForkServer:
-    """A process that forks measured processes. It ends when this process ends or calls ``close``.
+    """A process that forks one measured process at a time. It ends with this process, or by ``close``.
 
     Args:
         modules: Modules to import before the first fork; see ``libraries``.
@@ -66,95 +62,33 @@ class ForkServer:
     def __init__(self, modules: tuple[str, ...], environment: Mapping[str, str]) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "fastloop_tools.trials.server", *modules],
-            env=dict(environment),
+            env={**environment, launch.LAUNCHER: f"{os.getpid()} "},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C reaches only the process that measures
         )
-        try:
-            self._answer()  # the imports are done
-        except ServerEnded:
-            self.close()
-            raise
 
-    def ask(self, request: Mapping[str, Any]) -> Any:
-        """Send a request, and return the answer.
-
-        Raises:
-            ServerEnded: The server does not answer.
-        """
+    def run(self, **request: Any) -> dict[str, Any]:
+        """Run ``run_processes`` with these arguments; the result has an error if the server does not answer."""
         assert self.process.stdin is not None
-        try:
+        assert self.process.stdout is not None
+        with suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(request) + "\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            raise ServerEnded from None
-        return self._answer()
-
-    def _answer(self) -> Any:
-        assert self.process.stdout is not None
+        ended = {"error": "the server of measured processes has ended.", "kind": "killed"}
         line = self.process.stdout.readline()
-        if not line:
-            raise ServerEnded
-        return json.loads(line)
-
-    def start(self, environment: Mapping[str, str], source: Path, place: Path) -> ForkedProcess:
-        """Fork a process that runs the specification in ``source``. Its result and its errors are written into
-        ``place``.
-
-        Args:
-            environment: All its environment variables.
-        """
-        return ForkedProcess(
-            self, self.ask({"environment": dict(environment), "source": str(source), "place": str(place)})
-        )
+        found: dict[str, Any] = json.loads(line) if line else ended | {"process_seconds": 0.0, "foreign_load": 0.0}
+        return found
 
     def close(self) -> None:
-        """End the server, and the processes that it started."""
+        """End the server, and the process that it runs."""
+        self.process.terminate()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 with suppress(BrokenPipeError):
                     stream.close()
         self.process.wait()
-
-
-class ForkedProcess:
-    """A forked process, with the methods of ``Popen`` that ``run_worker`` calls.
-
-    Attributes:
-        returncode: As that of ``Popen``.
-        seconds: Processor time of the process and of the children that it waited for; 0 while it runs.
-    """
-
-    def __init__(self, server: ForkServer, pid: int) -> None:
-        self.server, self.pid = server, pid
-        self.returncode: int | None = None
-        self.seconds = 0.0
-
-    def poll(self) -> int | None:
-        """The exit code, -n after signal n; None while it runs."""
-        if self.returncode is None:
-            try:
-                ended = self.server.ask({"pid": self.pid})
-            except ServerEnded:  # it was killed, and this process with it
-                ended = [-signal.SIGKILL, 0.0]
-            if ended is not None:
-                self.returncode, self.seconds = ended
-        return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        """Wait for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: It still runs after ``timeout`` seconds.
-        """
-        deadline = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("worker", timeout)
-            time.sleep(0.02)
-        return code
 
 
 class Servers:
@@ -169,11 +103,7 @@ class Servers:
         self.running: dict[str, ForkServer] = {}
 
     def get(self, environment: Mapping[str, str], needed: Mapping[str, str]) -> ForkServer:
-        """The server whose processes have the variables ``needed`` beside ``environment``.
-
-        Raises:
-            ServerEnded: It cannot be started.
-        """
+        """The server whose processes have the variables ``needed`` beside ``environment``."""
         key = json.dumps(dict(needed), sort_keys=True)
         server = self.running.pop(key, None)
         if server is not None and server.process.poll() is not None:  # it was killed
@@ -192,52 +122,70 @@ class Servers:
             self.running.popitem()[1].close()
 
 
+def run_worker(
+    spec: Spec,
+    length: Mapping[str, Any],
+    environment: Mapping[str, str],
+    timeout: float | None,
+    nproc: int = 1,
+    servers: Servers | None = None,
+) -> dict[str, Any]:
+    """Run one training in new processes; see ``run_processes``.
+
+    Args:
+        servers: Fork the process from one of these; several processes are always fresh ones. None: start fresh
+            processes.
+    """
+    given, needed = json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), dict[str, str]()
+    while True:
+        with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as folder:
+            Path(folder, "spec.json").write_text(given, encoding="utf-8")
+            if servers is None or nproc > 1:
+                return run_processes(folder, environment, timeout, nproc)
+            server = servers.get(environment, needed)
+            found = server.run(folder=folder, environment={**environment, **needed}, timeout=timeout)
+        if "needs" not in found:
+            return found
+        needed |= found["needs"]
+
+
 # -- in the server -----------------------------------------------------------------------------------------------------
 
 
-def serve(modules: list[str]) -> None:
-    """Import modules, then answer the requests on stdin until it is closed."""
-    for module in modules:
-        name, _, function = module.partition(":")
-        imported = importlib.import_module(name)
-        if function:
-            getattr(imported, function)()
-    gc.collect()
-    gc.freeze()  # a collection would copy the pages of these objects in each process
-    _reply(None)
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "pid" in request:
-            pid, status, used = os.wait4(request["pid"], os.WNOHANG)
-            _reply([os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime] if pid else None)
-            continue
+class Fork:
+    """A forked process that runs a specification; see ``Start`` in ``measure``."""
+
+    def __init__(self, environment: Mapping[str, str], source: Path, place: Path) -> None:
+        self.code: int | None = None
+        (place / "stderr.txt").touch()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # numpy's threads wait, and do not hold a lock
-            pid = os.fork()
-        if pid == 0:
-            _measure(request)
-        _reply(pid)
+            self.pid = os.fork()
+        if self.pid == 0:
+            _measure(environment, source, place)
+
+    def poll(self) -> int | None:
+        """The exit code, -n after signal n; None while it runs."""
+        if self.code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.code
 
 
-def _reply(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-    sys.stdout.flush()
-
-
-def _measure(request: Mapping[str, Any]) -> NoReturn:
+def _measure(environment: Mapping[str, str], source: Path, place: Path) -> NoReturn:
     """Run a specification in the forked process."""
     code = 1
     try:
         os.setsid()
-        place = Path(request["place"])
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for number, file in enumerate((os.devnull, os.devnull, str(place / "stderr.txt"))):
             os.dup2(os.open(file, os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_APPEND), number)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 # its buffer may hold a request
         os.environ.clear()
-        os.environ.update(request["environment"], **{launch.LAUNCHER: f"{os.getppid()} "})
+        os.environ.update(environment, **{launch.LAUNCHER: f"{os.getppid()} "})
         from fastloop_tools.trials.worker import run_specification
 
-        run_specification(Path(request["source"]), place / "result.json", forked=True)
+        run_specification(source, place / "result.json", forked=True)
         code = 0
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
@@ -246,6 +194,22 @@ def _measure(request: Mapping[str, Any]) -> NoReturn:
     launch.leave(code)
 
 
+def serve(modules: list[str]) -> None:
+    """Import modules, then answer the requests on stdin until it is closed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # which ends the measured process
+    launch.end_with_launcher()
+    for module in modules:
+        name, _, function = module.partition(":")
+        imported = importlib.import_module(name)
+        if function:
+            getattr(imported, function)()
+    gc.collect()
+    gc.freeze()  # a collection would copy the pages of these objects in each process
+    for line in sys.stdin:
+        print(json.dumps(run_processes(**json.loads(line), start=Fork)), flush=True)
+
+
 if __name__ == "__main__":
-    serve(sys.argv[1:])
+    with suppress(SystemExit):
+        serve(sys.argv[1:])
     launch.leave(0)

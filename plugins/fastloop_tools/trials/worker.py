@@ -11,8 +11,8 @@ import json
 import logging
 import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -29,32 +29,46 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from fastloop.plugins.resolve import ResolvedRecipe
+    from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.state import Batch
 
 
 @dataclass(kw_only=True)
-class Spec:
-    """The specification of a measurement.
+class Window:
+    """The measured part of a training.
 
     Attributes:
-        recipe: The recipe, in the form of ``Recipe.to_dict``.
-        source: The recipe's file, which its paths are relative to.
         warmup: Steps before the measured window.
         steps: Minimum steps of the window; None: the window ends with the recipe.
         seconds: Minimum duration of the window.
         profile_steps: Steps after the window under torch's profiler. Their ``profile`` is in the result
             (``fastloop_tools.profile``).
+    """
+
+    warmup: int = 0
+    steps: int | None = None
+    seconds: float = 0.0
+    profile_steps: int = 0
+
+    def duration(self, step: float) -> float:
+        """Seconds of the warm-up and the window, for steps of ``step`` seconds."""
+        return max((self.warmup + (self.steps or 0)) * step, self.warmup * step + self.seconds)
+
+
+@dataclass(kw_only=True)
+class Spec(Window):
+    """The specification of a measurement.
+
+    Attributes:
+        recipe: The recipe, in the form of ``Recipe.to_dict``.
+        source: The recipe's file, which its paths are relative to.
         dropout: Whether dropout is active.
         evaluates: Whether evaluations run.
     """
 
     recipe: dict[str, Any]
     source: str | None
-    warmup: int = 0
-    steps: int | None = None
-    seconds: float = 0.0
-    profile_steps: int = 0
     dropout: bool = True
     evaluates: bool = False
 
@@ -141,14 +155,6 @@ class StepMeter(Plugin):
         self.window_start = (run.state.step, run.state.samples, run.state.tokens, self.padded)
 
     def result(self, run: Run) -> dict[str, Any]:
-        """The result of a finished run.
-
-        Raises:
-            UsageError: No step was trained in the window.
-        """
-        return self.read(run)
-
-    def read(self, run: Run) -> dict[str, Any]:
         """The measurements since the start of the window.
 
         Raises:
@@ -170,7 +176,6 @@ class StepMeter(Plugin):
             "tokens": run.state.tokens - tokens,
             "padded_tokens": self.padded - padded,
             "seconds_a_step": usual,
-            "first_step_seconds": max(0.0, spent[0] - usual),
             "warmup_extra_seconds": max(0.0, self.times[step] - self.times[0] - step * usual),
             "step_seconds": spent,
             "startup_seconds": run.clock.seconds["startup"],
@@ -205,6 +210,42 @@ def peak(run: Run) -> int:
     return peak_memory(run.device)
 
 
+def run_recipe(resolved: ResolvedRecipe, observer: Plugin) -> tuple[Run, dict[str, Any]]:
+    """Run a recipe with a plugin; returns the run and its summary.
+
+    Raises:
+        KeyboardInterrupt: A signal stopped the run.
+    """
+    from fastloop.cli.startup import start_run
+
+    with start_run(resolved, [observer]) as run:
+        from fastloop.lifecycle import execute  # only here: it imports torch, which must not happen twice
+
+        summary = execute(run)
+    if run.interrupted is not None:
+        raise KeyboardInterrupt
+    return run, summary
+
+
+def train_short(recipe: Recipe, observer: Plugin, off: Iterable[str], **train: Any) -> Run:
+    """Train a few steps in a temporary run folder, without plugins that publish results; see ``run_recipe``.
+
+    Args:
+        observer: Ends the run.
+        off: Further plugins to leave out.
+        train: Keys of the ``train`` section to set.
+    """
+    from fastloop.cli.quick_checks import without_publishers
+    from fastloop.plugins.resolve import resolve
+    from fastloop.recipe import make_recipe
+
+    tree = recipe.to_dict()
+    tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None} | train
+    tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(off, False) | without_publishers(recipe))
+    with tempfile.TemporaryDirectory(prefix="fastloop-short-") as scratch:
+        return run_recipe(resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)), observer)[0]
+
+
 def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     """Total steps of the recipe, of which a measurement trains only a few; None if unknown."""
     steps = run.train_loader.steps_per_epoch()
@@ -212,27 +253,16 @@ def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     return min(limits) if limits else None
 
 
-def make_meter(spec: Spec, warnings: WarningCollector) -> StepMeter:
-    """Create the plugin that measures."""
-    if not spec.profile_steps:
-        return StepMeter(spec, warnings)
-    from fastloop_tools.profile.observe import Observer
-
-    return Observer(spec, warnings)
-
-
-def measure(
-    spec: Spec, length: Mapping[str, Any], prepare: Callable[[ResolvedRecipe], None] | None = None
-) -> dict[str, Any]:
+def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -> dict[str, Any]:
     """Run one measurement. An error is returned as a result.
 
     Args:
         length: The recipe's own ``epochs`` and ``max_steps``.
-        prepare: Called before torch is imported, to set the environment variables that plugins need; None: they stay as
-            they are.
+        forked: Whether a ``ForkServer`` started this process. If environment variables that the plugins need at the
+            start are not set, it measures nothing, and returns them as ``needs``. Another process starts again with
+            them. None: the variables stay as they are.
     """
     from fastloop.cli.quick_checks import without_publishers
-    from fastloop.cli.startup import start_run
     from fastloop.recipe import make_recipe
 
     warnings, logger = WarningCollector(), logging.getLogger("fastloop")
@@ -242,73 +272,44 @@ def measure(
         recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
         recipe = dataclasses.replace(recipe, plugins=recipe.plugins | without_publishers(recipe))
         resolved = launch.resolve_early(recipe)
-        if prepare is not None:
-            prepare(resolved)
-        meter = make_meter(spec, warnings)
-        with start_run(resolved, [meter]) as run:
-            from fastloop.lifecycle import execute  # only here: it imports torch, which must not happen twice
+        needs = {name: value for name, value in launch.environment(resolved).items() if name not in os.environ}
+        if forked and needs:
+            return {"needs": needs}
+        if forked is False:
+            launch.start_again(resolved)
+        meter = StepMeter(spec, warnings)
+        if spec.profile_steps:
+            from fastloop_tools.profile.observe import Observer
 
-            summary = execute(run)
-        if run.interrupted:
-            raise KeyboardInterrupt
-        found = (
-            meter.result(run)
-            if not spec.evaluates
-            else {"seconds": summary["train_seconds"], "steps": summary["steps"]}
-        )
+            meter = Observer(spec, warnings)
+        run, summary = run_recipe(resolved, meter)
+        whole = {"seconds": summary["train_seconds"], "steps": summary["steps"]}
+        found = whole if spec.evaluates else meter.result(run)
         found |= {"total_steps": whole_length(run, **length), "summary": summary}
         if "profile" in found:
             found["profile"]["total_steps"] = found["total_steps"]
-    except VariablesMissing as missing:
-        return {"needs": missing.values}
     except Exception as error:
         kinds = {UsageError: "usage", ProcessLost: "lost", FastloopError: "run", Exception: "crash"}
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
         text = str(error).strip()
         text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
-        return {"error": text.splitlines()[0], "kind": kind, "traceback": traceback.format_exc()}
+        return {"error": text.splitlines()[0], "kind": kind}
     finally:
         logger.removeHandler(warnings)
     return found | {"warnings": warnings.lines}
-
-
-class VariablesMissing(Exception):
-    """Environment variables that the plugins of a recipe need when a process starts are not set.
-
-    Attributes:
-        values: Name -> value.
-    """
-
-    def __init__(self, values: dict[str, str]) -> None:
-        super().__init__(", ".join(values))
-        self.values = values
-
-
-def require_variables(resolved: ResolvedRecipe) -> None:
-    """Check the environment variables of a process that cannot restart itself.
-
-    Raises:
-        VariablesMissing: Some are not set.
-    """
-    missing = {name: value for name, value in launch.environment(resolved).items() if name not in os.environ}
-    if missing:
-        raise VariablesMissing(missing)
 
 
 def run_specification(source: Path, target: Path, forked: bool = False) -> None:
     """Read the specification in ``source``, run it, and write the result to ``target``.
 
     Args:
-        forked: Whether a ``ForkServer`` started this process, which therefore cannot restart itself. If environment
-            variables are missing, nothing is measured, and the result has them as ``needs``.
+        forked: See ``measure``.
     """
     launch.end_with_launcher()
     given = json.loads(source.read_text(encoding="utf-8"))
-    fields = {field.name for field in dataclasses.fields(Spec)}
-    spec = Spec(**{name: value for name, value in given.items() if name in fields})
+    length, spec = given.pop("length"), Spec(**given)
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
-    result = measure(spec, given["length"], require_variables if forked else launch.start_again)
-    files.write(target, json.dumps(result))
+    files.write(target, json.dumps(measure(spec, length, forked)))
     if ranks.world_size() > 1:
         launch.leave(0)
 

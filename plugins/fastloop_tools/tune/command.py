@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -66,11 +64,11 @@ def tune(
     from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
     from fastloop_plugins._time import parse_time
-    from fastloop_tools.bench.ablation import dump, json_safe
     from fastloop_tools.bench.plan import check
-    from fastloop_tools.trials.pairs import TrialRunner, Window
-    from fastloop_tools.trials.server import libraries
+    from fastloop_tools.trials.pairs import TrialRunner
     from fastloop_tools.trials.statistics import LEAST_PAIRS
+    from fastloop_tools.trials.tables import dump
+    from fastloop_tools.trials.worker import Window
     from fastloop_tools.tune import write as writing
     from fastloop_tools.tune.search import Search
 
@@ -91,25 +89,14 @@ def tune(
         raise UsageError(f"--output {target}: this is the recipe itself. Give another file.")
     if target.suffix in (".json", ".md") or target.is_dir() or not target.absolute().parent.is_dir():
         raise UsageError(f"--output {target}: expected a .yaml file in a folder that exists.")
-    with (
-        tempfile.TemporaryDirectory(prefix="fastloop-tune-") as cache,
-        closing(
-            TrialRunner(environment, Path(cache), typer.echo, nproc, None if thorough else allowed, libraries(loaded))
-        ) as runner,
-    ):
-        search = Search(
-            loaded,
-            classes,
-            allowed,
-            runner,
-            Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=2),
-            typer.echo,
-            LEAST_PAIRS if thorough else None,
-            names(without),
-        )
+    timeout = None if thorough else allowed
+    with TrialRunner.open("tune", environment, loaded, nproc=nproc, timeout=timeout) as runner:
+        window = Window(steps=steps, seconds=seconds, warmup=warmup, profile_steps=2)
+        pairs = LEAST_PAIRS if thorough else None
+        search = Search(loaded, classes, allowed, runner, window, typer.echo, pairs, names(without))
         found = search.run()
     record = search.record()
-    write(target.with_suffix(".json"), dump(json_safe(record)), hidden=True)
+    write(target.with_suffix(".json"), dump(record), hidden=True)
     write(target.with_suffix(".md"), writing.reports(search))
     if found is loaded:
         typer.echo(f"found nothing faster. All trials: {target.with_suffix('.json')}")

@@ -14,33 +14,112 @@ Making many edits at once saves time: most measurements are then of a fast recip
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import asdict, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from time import monotonic
 from typing import Any, get_args
 
 from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop.errors import FastloopError, UsageError
 from fastloop.estimates import StepProfile
-from fastloop.plugins.plugin import Numerics
+from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import load_listed, resolve
-from fastloop.recipe import Recipe, make_recipe
-from fastloop_tools.bench.plan import check
+from fastloop.recipe import Recipe
+from fastloop_tools.bench.plan import edited
 from fastloop_tools.profile.suggestions import Suggestion, suggest
-from fastloop_tools.trials.pairs import TrialRunner, Window, faster
-from fastloop_tools.trials.results import Measurement, speed
+from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, median, verdict
-from fastloop_tools.tune.trials import CLEAR, ONCE, Proposal, Trial, decide, first_cost, for_speed
+from fastloop_tools.trials.worker import Window
 
 CLASSES = get_args(Numerics)
 """From the smallest to the largest effect on the numbers."""
 CHECKS = 5
 """Pairs for the last check, if it is not clear and there is time."""
-CERTAIN = 2.0
-"""Speedup from which the last check takes the first measurement of the given recipe. Noise is far smaller."""
 LOSSES = 3
 """Steps whose losses are compared."""
+PAIRS = 3
+"""Pairs for a close case."""
+CLEAR, WORTH, LEAST = 1.3, 1.05, 1.02
+"""Speedups that need one pair; two pairs that agree, or one pair and the estimate; and three pairs."""
+ONCE = 2.0
+"""Seconds. A smaller one-time cost of an edit is ignored: the start of a process varies by as much."""
+MORE = 2
+"""Further pairs for an edit that was slower in one: the interval of five reaches the smallest ratio, that of seven the
+second smallest."""
+
+
+@dataclass
+class Trial:
+    """One edit that was tried, and its results.
+
+    Attributes:
+        edit: The edit as a user would type it.
+        plugin: Its plugin; empty for the micro-batch size, and for several plugins at once.
+        numerics: Its numerics class.
+        estimate: The estimated speedup; None: there was no estimate.
+        ratios: Speed with it over the speed without it, pair by pair. Empty for a plugin that was only measured
+            together with others.
+        kept: Whether the best recipe has it.
+        why: Why it was not kept, or could not be measured.
+        before: Seconds of a step without it, in each measurement.
+        after: Seconds of a step with it, in each measurement.
+        once: One-time cost in seconds: extra time of the start and the first steps, with nothing compiled yet.
+        pays_after: Steps until it has saved its one-time cost; None: never.
+    """
+
+    edit: str
+    plugin: str
+    numerics: str
+    estimate: float | None = None
+    ratios: list[float] = field(default_factory=list)
+    kept: bool = False
+    why: str = ""
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+    once: float = 0.0
+    pays_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A recipe to compare with the best one: with an edit, or without an edit that the best one has.
+
+    Attributes:
+        removes: Whether the recipe is the best one without the edit.
+    """
+
+    trial: Trial
+    recipe: Recipe
+    removes: bool = False
+
+    @property
+    def speedup(self) -> float:
+        """Estimated speed of the recipe over that of the best one. A removal is expected to be slower."""
+        estimate = max(self.trial.estimate or 1.0, 1.0)
+        return 1 / estimate if self.removes else estimate
+
+
+def decide(ratios: list[float], estimate: float = 0.0, pairs: int | None = None) -> bool | None:
+    """Whether to keep an edit with these ratios; None: another pair is needed.
+
+    Args:
+        estimate: Estimated speedup. It replaces a second pair.
+        pairs: Keep only edits that are significantly faster in this many pairs; None: decide clear cases after one
+            pair.
+    """
+    if pairs is not None:
+        slower = sum(ratio <= 1 for ratio in ratios)
+        if slower > 1:
+            return False
+        return None if len(ratios) < pairs + MORE * slower else verdict(ratios) == "faster"
+    if min(ratios) <= 1:
+        return False
+    if len(ratios) == 1:
+        return True if ratios[0] >= CLEAR or min(ratios[0], estimate) >= WORTH else None
+    if len(ratios) < PAIRS:
+        return True if min(ratios) >= WORTH else None
+    return median(ratios) >= LEAST
 
 
 class Search:
@@ -78,7 +157,6 @@ class Search:
         self.accept, self.budget, self.shop, self.window, self.say = accept, budget, shop, window, say
         self.together: Trial | None = None
         self.trials: list[Trial] = []
-        self.first: Measurement = {}
         self.check: dict[str, Any] = {"ratios": [], "numerics": None}
         self.started = monotonic()
         self.costs: dict[str, tuple[float, float]] = {}
@@ -90,7 +168,7 @@ class Search:
             FastloopError: The given recipe cannot be measured.
         """
         self.shop.listen()
-        self.first = here = self.measure(self.given)
+        here = self.measure(self.given)
         if "error" in here:
             raise (UsageError if here["kind"] == "usage" else FastloopError)(
                 f"the recipe cannot be measured: {here['error']}"
@@ -153,36 +231,26 @@ class Search:
         # the smallest estimate of those that were added at once is the most doubtful
         for trial in reversed(self.trials):
             if trial.kept and not trial.ratios and not trial.why:
-                without = self.edited("plugins", {trial.plugin: self.given.plugins.get(trial.plugin)})
-                if without is not None:
-                    yield Proposal(trial, without, removes=True)
+                yield from self.possible(trial, {}, {trial.plugin: self.given.plugins.get(trial.plugin)}, removes=True)
         for name, options in self.given.plugins.items():
             if options is not False and self.best.plugins.get(name) not in (None, False):
                 plugin = load_listed(self.given, name)
-                without = self.edited("plugins", {name: False}) if plugin.slot != "task" and for_speed(plugin) else None
-                if without is not None:
-                    yield Proposal(Trial(f"--without {name}", name, plugin.numerics), without)
-        size = self.best.train.micro_batch_size or self.best.train.batch_size // seen.world_size
+                # which estimates a speedup, and so makes runs faster
+                if plugin.slot != "task" and plugin.estimate_speedup.__func__ is not Plugin.estimate_speedup.__func__:  # type: ignore[attr-defined]
+                    yield from self.possible(Trial(f"--without {name}", name, plugin.numerics), {}, {name: False})
+        whole = self.best.train.batch_size // seen.world_size
+        size = self.best.train.micro_batch_size or whole
         for other in (size // 2, size * 2):
-            whole = self.best.train.batch_size // seen.world_size
             if 1 <= other <= whole and whole % other == 0:
-                recipe = self.edited("train", {"micro_batch_size": other})
-                if recipe is not None:
-                    yield Proposal(Trial(f"train.micro_batch_size={other}", "", "reassociated"), recipe)
+                edit = {"train.micro_batch_size": other}
+                yield from self.possible(Trial(f"train.micro_batch_size={other}", "", "reassociated"), edit, {})
 
-    def edited(self, section: str, change: Mapping[str, Any]) -> Recipe | None:
-        """The best recipe with some keys of a section set; None if it cannot run."""
-        tree = copy.deepcopy(self.best.to_dict()) | {"plugins": copy.deepcopy(self.best.plugins)}
-        tree[section].update(change)
-        tree["plugins"] = self.best.listed(
-            {name: options for name, options in tree["plugins"].items() if options is not None}
-        )
-        try:
-            recipe = make_recipe(tree, self.best.source)
-            check(recipe)
-        except UsageError:
-            return None
-        return recipe
+    def possible(
+        self, trial: Trial, values: Mapping[str, Any], plugins: Mapping[str, Any], removes: bool = False
+    ) -> Iterator[Proposal]:
+        """Yield an edit of the best recipe; see ``edited``. Nothing, if the recipe cannot run then."""
+        with suppress(UsageError):
+            yield Proposal(trial, edited(self.best, values, plugins), removes)
 
     # -- trying --------------------------------------------------------------------------------------------------------
 
@@ -232,7 +300,8 @@ class Search:
                 return base
             without, with_ = (other, base) if proposal.removes else (base, other)
             if not trial.ratios:
-                trial.once = max(0.0, first_cost(with_) - first_cost(without))
+                costs = [found["startup_seconds"] + found["warmup_extra_seconds"] for found in (with_, without)]
+                trial.once = max(0.0, costs[0] - costs[1])
             trial.ratios.append(faster(with_, without))
             trial.before.append(without["seconds_a_step"])
             trial.after.append(with_["seconds_a_step"])
@@ -310,10 +379,6 @@ class Search:
         kept = [trial for trial in self.trials if trial.kept]
         if len(kept) == 1 and len(kept[0].ratios) >= CHECKS:  # which were these two
             ratios += kept[0].ratios
-        if self.certain():
-            newest = self.measure(self.best, profiles=False)
-            if "error" not in newest and faster(newest, self.first) >= CERTAIN:
-                ratios.append(faster(newest, self.first))
         pair = self.cost(self.given) + self.cost(self.best)
         for number in range(len(ratios), CHECKS):
             if ratios and (self.left() < pair or (self.pairs is None and min(ratios) >= CLEAR)):
@@ -359,12 +424,7 @@ class Search:
         pair."""
         given, best = self.given, self.best
         losses = self.cost(given, LOSSES) + self.cost(best, LOSSES, hoped)
-        return losses + self.cost(best, hoped=hoped) + (0.0 if self.certain() else self.cost(given))
-
-    def certain(self) -> bool:
-        """Whether the result is so much faster that the last check does not measure the given recipe again."""
-        given, best = (self.costs[repr(recipe.to_dict())][1] for recipe in (self.given, self.best))
-        return bool(self.first) and self.pairs is None and given >= CERTAIN * best
+        return losses + self.cost(best, hoped=hoped) + self.cost(given)
 
     def record(self) -> dict[str, Any]:
         """The results of the search, for the report."""

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fastloop.recipe import Recipe, Train, anchored
-from fastloop_tools.trials.statistics import median
-from fastloop_tools.tune.search import Search
-from fastloop_tools.tune.trials import ONCE, Trial
+from fastloop_tools.recipe_text import recipe_text
+from fastloop_tools.trials.statistics import interval, median
+from fastloop_tools.trials.tables import markdown_table
+from fastloop_tools.tune.search import ONCE, Search, Trial
 
 
 def factor(search: Search) -> str:
@@ -42,14 +41,8 @@ def tuned(search: Search, last: str, folder: Path) -> str:
     ]
     best, source = search.best, search.best.source
     if source is not None and source.parent.resolve() != folder.resolve():
-        home = source.parent
-        best = dataclasses.replace(
-            best,
-            model=anchored(best.model, home),
-            data=anchored(best.data, home),
-            plugins=anchored(best.plugins, home),
-            references=anchored(best.references, home),
-        )
+        parts = {name: getattr(best, name) for name in ("model", "data", "plugins", "references")}
+        best = dataclasses.replace(best, **{name: anchored(part, source.parent) for name, part in parts.items()})
     return text(best, head, remarks)
 
 
@@ -63,21 +56,19 @@ def measured(trial: Trial) -> str:
 
 def reports(search: Search) -> str:
     """A markdown table of all trials."""
-    lines = [
-        "| edit | before | after | x measured | x estimate | pays after | numerics | |",
-        "|---|---:|---:|---:|---:|---:|---|---|",
-    ]
+    head = ["edit", "before", "after", "x measured", "x estimate", "pays after", "numerics", ""]
+    rows = []
     for trial in (*([search.together] if search.together else ()), *search.trials):
         cells = ["", "", trial.why or "with the others"]
         if trial.ratios:
-            low, high = trial.interval
+            low, high = interval(trial.ratios)
             seconds = [f"{median(values):.3f} s" for values in (trial.before, trial.after)]
             cells = [*seconds, f"{median(trial.ratios):.2f} ({low:.2f} to {high:.2f})"]
         estimate = "" if trial.estimate is None else f"{trial.estimate:.2f}"
         pays = "" if trial.once <= ONCE else "never" if trial.pays_after is None else f"{trial.pays_after} steps"
         verdict = "kept" if trial.kept else trial.why or "not kept"
-        lines.append(f"| `{trial.edit}` | {' | '.join(cells)} | {estimate} | {pays} | {trial.numerics} | {verdict} |")
-    return "\n".join(lines) + "\n"
+        rows.append([f"`{trial.edit}`", *cells, estimate, pays, trial.numerics, verdict])
+    return "\n".join(markdown_table(head, rows))
 
 
 def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
@@ -86,29 +77,10 @@ def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
     Args:
         remarks: Plugin name, or ``train.KEY`` or ``data.KEY`` -> remark.
     """
-    lines = [*(f"# {line}".rstrip() for line in head), ""]
     usual = {field.name: field.default for field in dataclasses.fields(Train)}
     train = {key: value for key, value in dataclasses.asdict(recipe.train).items() if value != usual[key]}
-    for section, values in (("model", recipe.model), ("data", recipe.data), ("train", train)):
-        if values:
-            lines.append(f"{section}:")
-            lines += [
-                _remarked(f"  {key}: {_flow(value)}", remarks.get(f"{section}.{key}")) for key, value in values.items()
-            ]
-            lines.append("")
-    lines.append("plugins:" if recipe.plugins else "plugins: []")
-    for name, options in recipe.plugins.items():
-        reference = recipe.references.get(name, name)
-        entry = reference if options == {} else f"{reference}: {_flow(options)}"
-        lines.append(_remarked(f"  - {entry}", remarks.get(name)))
-    return "\n".join([*lines, "", f"output: {_flow(recipe.output)}"]) + "\n"
-
-
-def _flow(value: Any) -> str:
-    """A value as YAML on one line."""
-    shown: str = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False, allow_unicode=True)
-    return shown.strip().removesuffix("...").strip()
-
-
-def _remarked(line: str, remark: str | None) -> str:
-    return line if not remark else f"{line:<40}  # {remark}"
+    sections = {"model": recipe.model, "data": recipe.data, "train": train}
+    tree: dict[str, Any] = {name: values for name, values in sections.items() if values}
+    tree |= {"plugins": [{name: options} for name, options in recipe.listed(recipe.plugins).items()]}
+    remarks = {recipe.references.get(name, name): remark for name, remark in remarks.items()}
+    return recipe_text(tree | {"output": recipe.output}, head, remarks)

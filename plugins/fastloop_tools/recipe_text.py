@@ -1,0 +1,46 @@
+"""Writes recipes as YAML with comments, for ``fastloop tune`` and ``fastloop import``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+
+def recipe_text(
+    recipe: Mapping[str, Any], head: Iterable[str], remarks: Mapping[str, str] = MappingProxyType({})
+) -> str:
+    """The recipe as YAML, a line for each key and plugin.
+
+    Args:
+        head: Lines of the comment at the top.
+        remarks: Plugin, or ``SECTION.KEY`` -> comment behind its line.
+    """
+    lines = [f"# {line}".rstrip() for line in head]
+    for section, value in recipe.items():
+        lines.append("")
+        if isinstance(value, Mapping):
+            lines.append(f"{section}:")
+            for key, item in value.items():
+                lines.append(_remarked(f"  {key}: {inline(item)}", remarks.get(f"{section}.{key}")))
+        elif isinstance(value, list) and value:
+            lines.append(f"{section}:")
+            for entry in value:
+                ((name, options),) = entry.items() if isinstance(entry, Mapping) else [(entry, {})]
+                text = name if options == {} else f"{name}: {inline(options)}"
+                lines.append(_remarked(f"  - {text}", remarks.get(name)))
+        else:
+            lines.append(f"{section}: {inline(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def inline(value: Any) -> str:
+    """A value as YAML in one line."""
+    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _remarked(line: str, remark: str | None) -> str:
+    return line if not remark else f"{line:<40}  # {remark}"

@@ -1,0 +1,51 @@
+"""Results as text: tables in the terminal and in markdown, and JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from fastloop.recipe import secrets
+
+
+def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, wraps: int = 0) -> None:
+    """Print a table whose cells may contain anything. Its first column is text.
+
+    Args:
+        wraps: The number of the column that wraps, -1 for the last one.
+    """
+    import rich
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for number, name in enumerate(head):
+        wide = number == wraps % len(head)
+        table.add_column(name, justify="left" if wide or number == 0 else "right", no_wrap=not wide, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    rich.print(table)
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a markdown table. Its first column is text."""
+    lines = [f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
+    return [*lines, *(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows), ""]
+
+
+def json_safe(value: Any) -> Any:
+    """The same value with None for NaN and infinity, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_safe(item) for key, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def dump(record: Mapping[str, Any]) -> str:
+    """A record as JSON, without secrets."""
+    return json.dumps(secrets.hidden(json_safe(record)), indent=1, allow_nan=False) + "\n"

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
+from fastloop_plugins.rows.column import Column
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import Text, each_text, encode_pairs, join_columns, token_types
 from fastloop_plugins.text.tokenizers import end_of
@@ -112,8 +114,8 @@ def read(
     for name, rows in splits.items():
         texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         if documents:
-            texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        texts = texts[:first]
+            texts = Column(text for text in texts if not isinstance(text, str) or text.strip())
+        texts = texts[:first] if first else texts
         facts = {"characters": sum(map(len, each_text(texts))) if encoder is None else 0}
         encoded = (
             encode(tokenizer, texts, end, arguments, facts)
@@ -123,7 +125,7 @@ def read(
         if folder is None:
             flat = _cache.flat(encoded)
         else:
-            keys[name] = _cache.digest([str(ENCODING), known, how, *_content(texts, encoder is None)])
+            keys[name] = _cache.digest(chain([str(ENCODING), known, how], _content(texts, encoder is None)))
             flat = _cache.kept(folder, keys[name], encoded, facts)
         if facts.get("cut"):
             of = f"{name}, first rows" if data.stream is not None and name == "train" else name
@@ -134,7 +136,7 @@ def read(
         if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
             _warn_about_unknown(name, int((flat[0] == tokenizer.unk_token_id).sum()), data)
         kind = np.int64 if data.label_type == "class" else np.float32
-        labels = None if rows.labels is None else np.array(rows.labels[:first], dtype=kind)
+        labels = None if rows.labels is None else rows.labels[:first].astype(kind, copy=False)
         found[name] = Split(*flat, labels, bool(types), facts["characters"], texts if first else ())
     if source is not None:
         _write_entry(source, data, found, keys)
@@ -185,11 +187,11 @@ def encode(
 def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, Any]) -> Iterator[tuple[list[int], bool]]:
     """Yield the ids of each text, and whether truncation shortened it. See ``encode``."""
     most: int = arguments["max_length"] if arguments.get("truncation") else 0
-    if pairs := [(row[0], row[1]) for row in texts if isinstance(row, tuple)]:
-        yield from encode_pairs(tokenizer, pairs, most, CHARACTERS * most, arguments)
+    rows: Any = texts
+    if texts and isinstance(texts[0], tuple):
+        yield from encode_pairs(tokenizer, rows, most, CHARACTERS * most, arguments)
         return
-    for portion in portions(texts):
-        full = each_text(portion)
+    for full in portions(rows):
         read = [beginning(text, CHARACTERS * most) for text in full] if most else full
         found = tokenizer(read, return_attention_mask=False, **arguments)
         cuts = shortened(tokenizer, [read], found, most, arguments)
@@ -203,7 +205,7 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
                 yield ids, True
 
 
-def portions(rows: Sequence[T]) -> Iterator[list[T]]:
+def portions(rows: Iterable[T]) -> Iterator[list[T]]:
     """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
     portion, size = list[T](), 0
     for row in rows:

@@ -71,7 +71,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         if self.user_order is not None:
             ids = self.user_order(epoch)
         elif generator is not None:
-            ids = memoryview(torch.randperm(self.drawn, generator=generator).numpy())
+            ids = torch.randperm(self.drawn, generator=generator).numpy().data
         ids = ids[: self.size]
         return ids if self.arrange is None else self.arrange(list(ids), self.batch_size, generator)
 

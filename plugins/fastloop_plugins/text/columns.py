@@ -130,7 +130,6 @@ def encode_pairs(
         columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in portion), strict=True)]
         found = tokenizer(*columns, return_attention_mask=False, **arguments)
         types = found["token_type_ids"] if "return_token_type_ids" in arguments else [[]] * len(columns[0])
-        for ids, kinds, cut in zip(
-            found["input_ids"], types, shortened(tokenizer, columns, found, most, arguments), strict=True
-        ):
+        cuts = shortened(tokenizer, columns, found["input_ids"], found.encodings, most, arguments)
+        for ids, kinds, cut in zip(found["input_ids"], types, cuts, strict=True):
             yield ids + kinds, cut

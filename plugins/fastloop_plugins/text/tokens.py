@@ -193,16 +193,35 @@ def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, An
         return
     for full in portions(rows):
         read = [beginning(text, CHARACTERS * most) for text in full] if most else full
-        found = tokenizer(read, return_attention_mask=False, **arguments)
-        cuts = shortened(tokenizer, [read], found, most, arguments)
-        for text, part, ids, cut in zip(full, read, found["input_ids"], cuts, strict=True):
+        found = encode_batch(tokenizer, read, arguments)
+        cuts = shortened(tokenizer, [read], *found, most, arguments)
+        for text, part, ids, cut in zip(full, read, found[0], cuts, strict=True):
             if len(part) == len(text):
                 yield ids, cut
             elif len(ids) < most:  # the part was too short
-                again = tokenizer([text], return_attention_mask=False, **arguments)
-                yield again["input_ids"][0], shortened(tokenizer, [[text]], again, most, arguments)[0]
+                again = encode_batch(tokenizer, [text], arguments)
+                yield again[0][0], shortened(tokenizer, [[text]], *again, most, arguments)[0]
             else:
                 yield ids, True
+
+
+def encode_batch(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) -> tuple[list[list[int]], Any]:
+    """The ids of texts, and their encodings in the tokenizer's backend; None: it has none.
+
+    A call makes a dictionary for each text in one thread, which takes longer than the backend takes in all threads. So
+    only the first text is given to the tokenizer, which sets its backend up, unless its class encodes in its own way.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    own, known = type(tokenizer), arguments.keys() <= {"truncation", "max_length", "add_special_tokens", "verbose"}
+    is_plain = own.__call__ is PreTrainedTokenizerBase.__call__ and known
+    if is_plain and own._encode_plus is PreTrainedTokenizerFast._encode_plus:
+        tokenizer(texts[:1], return_attention_mask=False, **arguments)
+        special = arguments.get("add_special_tokens", True)
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        return [encoding.ids for encoding in encodings], encodings
+    found = tokenizer(texts, return_attention_mask=False, **arguments)
+    return found["input_ids"], found.encodings
 
 
 def portions(rows: Iterable[T]) -> Iterator[list[T]]:
@@ -219,18 +238,25 @@ def portions(rows: Iterable[T]) -> Iterator[list[T]]:
         yield portion
 
 
-def shortened(tokenizer: Any, columns: list[list[str]], found: Any, most: int, arguments: dict[str, Any]) -> list[bool]:
+def shortened(
+    tokenizer: Any,
+    columns: list[list[str]],
+    ids: list[list[int]],
+    encodings: Any,
+    most: int,
+    arguments: dict[str, Any],
+) -> list[bool]:
     """Whether truncation shortened each row.
 
     Args:
         columns: The texts of the rows: one list, or two for pairs.
-        found: The tokenizer's result for them.
+        ids: Their ids.
+        encodings: See ``encode_batch``.
         most: Tokens that truncation keeps; 0: all.
     """
-    ids = found["input_ids"]
     full = [row for row in range(len(ids)) if len(ids[row]) == most]
-    if found.encodings is not None:
-        cut = {row for row in full if found.encodings[row].overflowing}
+    if encodings is not None:
+        cut = {row for row in full if encodings[row].overflowing}
     elif full:  # a tokenizer in Python does not report it: read these rows again, with room for one more token
         texts = [[column[row] for row in full] for column in columns]
         longer = tokenizer(*texts, return_attention_mask=False, **{**arguments, "max_length": most + 1})["input_ids"]

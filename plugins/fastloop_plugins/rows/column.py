@@ -136,6 +136,9 @@ class Column(Sequence[Any]):
         number = bisect_right(self.starts, row) - 1
         return self._block(number)[row - self.starts[number]]
 
+    def __reduce__(self) -> Any:
+        return Column, (list(self),)  # a data worker that is started, and not forked, gets the values
+
     def _block(self, number: int) -> list[Any]:
         if self.last[0] != number:
             store, block = self.blocks[number]

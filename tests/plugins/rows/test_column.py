@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import tracemalloc
 from pathlib import Path
@@ -33,6 +34,7 @@ def test_a_column_equals_a_list(monkeypatch, in_memory):
             found, flat = Column.join(given), [value for values in expected for value in values]
             assert list(map(repr, found)) == list(map(repr, flat))
             assert repr(found[:]) == repr(flat)
+            assert list(pickle.loads(pickle.dumps(found))) == flat
             assert repr(found[-3::2]) == repr(flat[-3::2])
             assert [found[index] for index in range(len(flat))] == flat
             half = np.arange(0, len(flat), 2)

@@ -43,6 +43,8 @@ class TokenFolder:
     is_used: bool = False
 
 
+IN_MEMORY = 2**22
+"""Token ids that stay in memory: 16 MiB."""
 TOKENS: ContextVar[TokenFolder | None] = ContextVar("TOKENS", default=None)
 """Folder of cached token ids; None: no cache."""
 
@@ -132,14 +134,23 @@ def digest(facts: Iterable[str | bytes]) -> str:
 
 
 def flat(rows: Iterable[Sequence[int]]) -> Flat:
-    """Put rows of ids end to end in memory."""
+    """Put rows of ids end to end: in memory, or, if there are many, mapped from a temporary file without a name."""
     import numpy as np
 
-    ids, lengths = array("i"), array("q")
+    ids, lengths, file = array("i"), array("q"), None
     for row in rows:
         ids.extend(row)
         lengths.append(len(row))
-    return np.array(ids, dtype=np.int32), np.array(lengths, dtype=np.int64)
+        if len(ids) > IN_MEMORY:
+            file = file or tempfile.TemporaryFile()  # noqa: SIM115
+            ids.tofile(file)
+            del ids[:]
+    if file is None:
+        return np.frombuffer(ids, dtype=np.int32), np.frombuffer(lengths, dtype=np.int64)
+    with file:
+        ids.tofile(file)
+        file.flush()
+        return np.asarray(np.memmap(file, dtype=np.int32, mode="r")), np.frombuffer(lengths, dtype=np.int64)
 
 
 def kept(folder: Path, key: str, rows: Iterable[Sequence[int]], facts: dict[str, int] | None = None) -> Flat:
@@ -194,7 +205,7 @@ def _write(entry: Path, rows: Iterable[Sequence[int]], facts: dict[str, int]) ->
             for row in rows:
                 lengths.append(len(row))
                 array("i", row).tofile(file)
-        np.save(made / "lengths.npy", np.array(lengths, dtype=np.int64), allow_pickle=False)
+        np.save(made / "lengths.npy", np.frombuffer(lengths, dtype=np.int64), allow_pickle=False)
         (made / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
 

@@ -26,7 +26,7 @@ def named_rows(data: TextData, role: str = "train") -> list[tuple[str, str | Non
     rows: Rows = data.load()[role]
     return list(
         zip(
-            rows.texts,
+            list(rows.texts),
             [None] * len(rows.texts) if rows.labels is None else [data.classes[i] for i in rows.labels],
             strict=True,
         )

@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 from text_helpers import TINY, make_run
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text.chunks import token_chunks
@@ -92,3 +97,22 @@ def test_texts_to_predict_are_counted(caplog):
     plugin.data.options.max_length = 6
     list(token_chunks(plugin.data, plugin.text_model, Path("a.jsonl"), 0, 3, arguments))
     assert cut_lines(caplog) == ["data: predict, first rows: 1 of 3 texts are cut at 6 tokens (data.max_length): 33.3%"]
+
+
+class Loud(PreTrainedTokenizerFast):
+    def _encode_plus(self, text, *args, **arguments):
+        return super()._encode_plus([each.upper() for each in text], *args, **arguments)
+
+
+@pytest.mark.parametrize("own", [PreTrainedTokenizerFast, Loud])
+def test_the_backend_gives_the_ids_of_the_tokenizer_unless_its_class_has_code_of_its_own(own):
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1, "b": 2, "A": 3, "B": 4, "[CLS]": 5}, unk_token="[UNK]"))
+    words.pre_tokenizer = Whitespace()
+    words.post_processor = TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 5)])
+    tokenizer = own(tokenizer_object=words, unk_token="[UNK]")
+    texts = ["a b b a", "", "a", "b c", " ".join("ab" * 1000)]
+    cut = {"truncation": True, "max_length": 4}
+    for arguments in (cut, {"add_special_tokens": False, "verbose": False}, cut | {"max_length": 2}):
+        expected = tokenizer(texts, **arguments)["input_ids"]
+        assert expected[2] == [5] * ("max_length" in arguments) + [3 if own is Loud else 1]
+        assert list(encode(tokenizer, texts, [], arguments)) == expected

@@ -35,8 +35,8 @@ def test_each_class_with_two_rows_is_in_the_validation_split():
 def test_the_same_rows_are_held_out_each_time_and_whatever_the_numbers_of_the_classes():
     classes = [0] * 20 + [1] * 15 + [2] * 15 + [3] * 5
     renumbered = [{0: 3, 1: 2, 2: 1, 3: 0}[index] for index in classes]
-    first = hold_out(55, 0.13, classes, "data")
-    assert first == hold_out(55, 0.13, classes, "data") == hold_out(55, 0.13, renumbered, "data")
+    first, again, other = ([*map(list, hold_out(55, 0.13, c, "data"))] for c in (classes, classes, renumbered))
+    assert first == again == other
     assert sorted(first[0] + first[1]) == list(range(55))
     assert len(first[1]) == 7
 
@@ -44,7 +44,7 @@ def test_the_same_rows_are_held_out_each_time_and_whatever_the_numbers_of_the_cl
 def test_rows_without_classes_are_drawn_as_a_whole():
     train, held = hold_out(50, 0.1, None, "data")
     assert len(held) == 5
-    assert sorted(train + held) == list(range(50))
+    assert sorted([*train, *held]) == list(range(50))
     data = text_data(
         write("n.csv", "text,label\n" + "".join(f"film {i},{i / 7}\n" for i in range(20))), label_type="number"
     )

@@ -402,7 +402,7 @@ def test_rows_of_a_dataset(record_property):
         Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given_rows), encoding="utf-8")
         with named_errors_only():
             found = read_data("train.jsonl")
-            assert found.texts == [row.get("text") or "" for row in given_rows]
+            assert list(found.texts) == [row.get("text") or "" for row in given_rows]
             assert len(found.labels) == len(given_rows)
 
     attempt()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -63,20 +63,17 @@ class StepSampler(Sampler[MicroBatchIds]):
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
 
-    def order(self, epoch: int | None = None) -> list[int]:
-        """All sample ids in the order of an epoch; None: the current one."""
+    def order(self, epoch: int | None = None) -> Sequence[int]:
+        """All sample ids in the order of an epoch; None: the current one. Without ``arrange``, each takes 8 bytes."""
         epoch = self.epoch if epoch is None else epoch
         generator = torch.Generator().manual_seed(self.seed + epoch) if self.shuffle else None
+        ids: Sequence[int] = range(self.drawn)
         if self.user_order is not None:
             ids = self.user_order(epoch)
-        else:
-            ids = (
-                list(range(self.drawn))
-                if generator is None
-                else torch.randperm(self.drawn, generator=generator).tolist()
-            )
+        elif generator is not None:
+            ids = torch.randperm(self.drawn, generator=generator).numpy().data
         ids = ids[: self.size]
-        return ids if self.arrange is None else self.arrange(ids, self.batch_size, generator)
+        return ids if self.arrange is None else self.arrange(list(ids), self.batch_size, generator)
 
     def fingerprint(self, epoch: int = 0) -> str:
         """A string that changes with the samples and their order in an epoch; empty for all samples in the default
@@ -98,7 +95,7 @@ class StepSampler(Sampler[MicroBatchIds]):
     def __iter__(self) -> Iterator[MicroBatchIds]:
         order = self.order()
         for start in range(self.start, self.size, self.batch_size):
-            parts = self.micro_batches(order[start : start + self.batch_size])
+            parts = self.micro_batches(list(order[start : start + self.batch_size]))
             for first in range(0, len(parts), self.world_size):
                 own = first + self.rank
                 ids = MicroBatchIds(parts[own] if own < len(parts) else parts[first][:1])

@@ -169,7 +169,7 @@ class Packing(Plugin):
         lengths, sampler = getattr(run.datasets["train"], "lengths", None), run.train_loader.sampler
         if lengths is None or sampler is None:
             return
-        order, size = sampler.order(), sampler.batch_size
+        order, size = list(sampler.order()), sampler.batch_size
         steps = [sampler.micro_batches(order[first : first + size]) for first in range(0, len(order), size)]
         batches = [[int(lengths[index]) for index in batch] for step in steps for batch in step]
         rows = [sum(batch) for batch in batches]

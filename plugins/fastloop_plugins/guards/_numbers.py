@@ -95,6 +95,6 @@ def write(run: Run, number: int, place: list[int], **found: Any) -> None:
         return
     sampler, (epoch, start) = run.train_loader.sampler, place
     end = start + run.recipe.train.batch_size
-    ids = list(range(start, end)) if sampler is None else sampler.order()[start:end]
+    ids = list(range(start, end)) if sampler is None else list(sampler.order()[start:end])
     with open(run.folder / "bad_batches.jsonl", "a", opener=no_follow) as file:
         file.write(json.dumps({"step": number, "epoch": epoch, **found, "ids": ids}) + "\n")

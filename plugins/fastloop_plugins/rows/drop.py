@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
@@ -67,8 +67,8 @@ class Drop:
         """The same conditions, for a file whose columns have other names: column -> its name, and an option."""
         return Drop([replace(each, column=names.get(each.column, (each.column,))[0]) for each in self.conditions])
 
-    def sort_out(self, where: str, columns: Mapping[str, Sequence[Any]], counts: list[int]) -> list[int]:
-        """The numbers of the rows to keep, from 0.
+    def sort_out(self, where: str, columns: Mapping[str, Iterable[Any]], counts: list[int]) -> Iterator[int]:
+        """Yield the numbers of the rows to keep, from 0.
 
         Args:
             where: The source, for messages.
@@ -77,7 +77,6 @@ class Drop:
         Raises:
             RecipeError: A value has no length.
         """
-        kept = []
         for row, values in enumerate(zip(*(columns[each.column] for each in self.conditions), strict=True)):
             for number, (condition, value) in enumerate(zip(self.conditions, values, strict=True)):
                 try:
@@ -91,8 +90,7 @@ class Drop:
                     counts[number] += 1
                     break
             else:
-                kept.append(row)
-        return kept
+                yield row
 
     def blocks(
         self, file: File, names: Sequence[str], start: int, size: int, skip: int = 0, counts: list[int] | None = None
@@ -107,7 +105,7 @@ class Drop:
             for block in file.blocks(wanted, start, size or BLOCK):
                 rows = list(block.tuples(wanted))
                 columns = dict(zip(wanted, map(list, zip(*rows, strict=True)), strict=True)) if rows else {}
-                kept = self.sort_out(file.path, columns, counts) if rows else []
+                kept = list(self.sort_out(file.path, columns, counts)) if rows else []
                 used = kept[max(skip - before, 0) :]
                 before += len(kept)
                 found = {name: [columns[name][row] for row in used] for name in names if name in block.columns}

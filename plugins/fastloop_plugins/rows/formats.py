@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from fastloop.errors import PluginError, RecipeError
+from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.conll import Columns, Conll
 from fastloop_plugins.rows.csv import Delimited
 from fastloop_plugins.rows.drop import Drop
-from fastloop_plugins.rows.file import BadRow, Block, File
+from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, format_of, installed_formats
-from fastloop_plugins.rows.table import Table, missing_column
+from fastloop_plugins.rows.table import Table, list_values, missing_column
 from fastloop_plugins.rows.text import Text
 from fastloop_plugins.rows.webdataset import Tar
-
-if TYPE_CHECKING:
-    from pyarrow import ChunkedArray  # type: ignore[import-untyped]
-
 
 CONLL = ".conll"
 """Suffix of CoNLL files."""
@@ -145,15 +145,17 @@ class Layout:
         """
         names = [*self.columns, *self.optional]
         with explain_reading(path, self.how), self.open(path) as file:
-            labels, known = [name for name, key in self.columns.items() if key.endswith("label")], dict[str, str]()
-            blocks = [_share(block, labels, known) for block in file.blocks(names)]
-            table = Table(path, {}, list(file.names), untyped=file.untyped, unreadable=file.unreadable)
-            table.notes = file.notes
-            if not blocks and not file.names:
-                table.names = list(self.columns)
-            table.columns = {name: _join(blocks, name) for name in names if name in table.all_names()}
-            if blocks and blocks[0].lines is not None:
-                table.unit, table.numbers = "line", [line for block in blocks for line in block.lines or ()]
+            columns, lines, first = {name: Column() for name in names}, array("q"), next(iter(self.columns.values()))
+            for block in file.blocks(names):
+                lines.extend(block.lines or ())
+                for name, column in columns.items():
+                    values = block.columns.get(name, [None] * block.rows)
+                    column.append_block(list_values(values, path, self.columns.get(name, first), name))
+            there = list(file.names) or list(self.columns) * (not any(columns.values()))
+            columns = {name: column for name, column in columns.items() if name in there}
+            table = Table(path, columns, there, unreadable=file.unreadable, untyped=file.untyped, notes=file.notes)
+            if lines:
+                table.unit, table.numbers = "line", np.array(lines)
         return table
 
     def rows(self, path: str) -> Iterator[tuple[Any, ...]]:
@@ -177,35 +179,15 @@ class Layout:
 
     def first_names(self, path: str) -> list[str]:
         """The columns of a file's first row. Empty if they cannot be read, which reading the file then reports."""
-        import pyarrow
+        import pyarrow  # type: ignore[import-untyped]
 
         with contextlib.suppress(OSError, ValueError, RecipeError, pyarrow.ArrowException), self.open(path) as file:
             return file.first_names()
         return []
 
 
-SHARED = 10_000
-"""Different labels at most, about, of which equal ones share memory."""
 FEW = 256
 """Rows to decode at once where rows are used one by one: a row group may be larger than memory."""
-
-
-def _share(block: Block, labels: Sequence[str], known: dict[str, str]) -> Block:
-    """The block, with one object in memory for each label that is a text: a reader makes one for each row."""
-    for name in labels:
-        if isinstance(values := block.columns.get(name), list) and len(known) < SHARED:
-            values[:] = [known.setdefault(value, value) if isinstance(value, str) else value for value in values]
-    return block
-
-
-def _join(blocks: Sequence[Block], name: str) -> list[Any] | ChunkedArray:
-    """A column of several blocks."""
-    parts = [block.columns.get(name, [None] * block.rows) for block in blocks]
-    if parts and all(hasattr(part, "to_pylist") for part in parts):
-        import pyarrow
-
-        return pyarrow.chunked_array(parts)
-    return parts[0] if len(parts) == 1 and isinstance(parts[0], list) else [value for part in parts for value in part]
 
 
 @contextmanager

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol, Self, TypeVar
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, TypeVar
+
+import numpy as np
 
 from fastloop import RecipeError, option
+from fastloop_plugins.rows.column import Column, Tuples
+from fastloop_plugins.rows.file import BLOCK
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 DRAW = 0
 """Seed for the selection of samples by ``validation_fraction`` and ``limit``: the same for every ``train.seed``."""
@@ -37,38 +45,38 @@ class Rows:
     """The rows of one split, by column.
 
     Attributes:
-        columns: Name -> values.
+        columns: Name -> values. Lists become columns.
         labels: The label of each row, if the task has labels: 0..n-1, or as ``text.targets`` reads them.
         sources: The number of each row's source, with ``data.sources``.
     """
 
-    columns: dict[str, list[Any]]
-    labels: list[Any] | None = None
-    sources: list[int] | None = None
+    columns: Mapping[str, Any]
+    labels: NDArray[Any] | None = None
+    sources: NDArray[np.int64] | None = None
+
+    def __post_init__(self) -> None:
+        self.columns = {
+            name: values if isinstance(values, Column) else Column(values) for name, values in self.columns.items()
+        }
 
     @property
-    def texts(self) -> list[Any]:
+    def texts(self) -> Sequence[Any]:
         """Each row: the value of the only column, or a tuple of the values of several."""
-        columns = list(self.columns.values())
-        return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
+        return next(iter(self.columns.values())) if len(self.columns) == 1 else Tuples(self.columns.values())
 
     def __len__(self) -> int:
         return max(map(len, self.columns.values()), default=0)
 
-    def keep(self, ids: Sequence[int]) -> Rows:
+    def keep(self, ids: NDArray[np.int64]) -> Rows:
         """The rows with these ids."""
-        columns = {name: [values[index] for index in ids] for name, values in self.columns.items()}
-        labels, sources = (
-            None if values is None else [values[index] for index in ids] for values in (self.labels, self.sources)
-        )
+        columns = {name: values.keep(ids) for name, values in self.columns.items()}
+        labels, sources = (None if values is None else values[ids] for values in (self.labels, self.sources))
         return Rows(columns, labels, sources)
 
 
-def join_rows(parts: Sequence[dict[str, list[Any]]]) -> Rows:
+def join_rows(parts: Sequence[Mapping[str, Column]]) -> Rows:
     """The rows of several tables with the same columns."""
-    if len(parts) == 1:
-        return Rows(parts[0])
-    return Rows({name: [value for part in parts for value in part[name]] for name in parts[0]} if parts else {})
+    return Rows({name: Column.join([part[name] for part in parts]) for name in parts[0]} if parts else {})
 
 
 class Divisible(Protocol):
@@ -76,7 +84,7 @@ class Divisible(Protocol):
 
     def __len__(self) -> int: ...
 
-    def keep(self, ids: Sequence[int]) -> Self:
+    def keep(self, ids: NDArray[np.int64]) -> Self:
         """The rows with these ids."""
         ...
 
@@ -85,7 +93,7 @@ T = TypeVar("T", bound=Divisible)
 
 
 def divide(
-    splits: dict[str, T], fraction: float, classes: Sequence[Hashable] | None, limit: Limit, where: str
+    splits: dict[str, T], fraction: float, classes: Sequence[Hashable] | NDArray[Any] | None, limit: Limit, where: str
 ) -> tuple[dict[str, T], str]:
     """Hold rows out of ``train`` for ``validation``, and then draw as many rows of each split as its limit allows.
 
@@ -109,14 +117,23 @@ def divide(
     return found, note
 
 
-def draw(total: int, count: int) -> list[int]:
+def draw(total: int, count: int) -> NDArray[np.int64]:
     """The ids of ``count`` of ``total`` rows, sorted."""
-    return sorted(random.Random(DRAW).sample(range(total), count))
+    return np.array(sorted(random.Random(DRAW).sample(range(total), count)), np.int64)
+
+
+def _shuffled(total: int) -> Iterator[int]:
+    """Yield ``random.Random(DRAW).sample(range(total), total)`` one by one, in the memory of one array."""
+    pool, below = np.arange(total), random.Random(DRAW).randrange
+    for left in range(total, 0, -1):
+        chosen = below(left)
+        yield int(pool[chosen])
+        pool[chosen] = pool[left - 1]
 
 
 def hold_out(
-    total: int, fraction: float, classes: Sequence[Hashable] | None, where: str
-) -> tuple[list[int], list[int]]:
+    total: int, fraction: float, classes: Sequence[Hashable] | NDArray[Any] | None, where: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Draw rows for validation. Returns the ids of the rows of train and of validation, both sorted.
 
     Each class has the same share in both, as far as its rows allow: a class with two rows or more has one in validation
@@ -132,23 +149,26 @@ def hold_out(
     Raises:
         RecipeError: No row can be held out.
     """
-    order = random.Random(DRAW).sample(range(total), total)
-    count = max(round(total * fraction), 1)
+    count, held = max(round(total * fraction), 1), np.zeros(total, bool)
     if classes is None:
-        held = set(order[: min(count, total - 1)])
+        held[list(islice(_shuffled(total), min(count, total - 1)))] = True
     else:
-        left, held = _share(Counter(classes), fraction, count), set()
-        for index in order:
-            if left[classes[index]]:
-                left[classes[index]] -= 1
-                held.add(index)
-    if not held:
+        names = np.asarray(classes)
+        counts = Counter(chain.from_iterable(names[row : row + BLOCK].tolist() for row in range(0, total, BLOCK)))
+        left = _share(counts, fraction, count)
+        order, wanted = _shuffled(total), sum(left.values())
+        while wanted:
+            index = next(order)
+            if left[names[index]]:
+                left[names[index]] -= 1
+                wanted, held[index] = wanted - 1, True
+    if not held.any():
         rows = f"{total} rows with a class each" if total > 1 else f"{total} row"
         raise RecipeError(
             f"{where}.validation_fraction: {rows} cannot be split into train and validation. Give a validation split, "
             "or data.validation_fraction=0."
         )
-    return [index for index in range(total) if index not in held], sorted(held)
+    return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 def hold_out_ends(texts: Sequence[str], fraction: float) -> tuple[list[str], list[str]]:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastloop.errors import RecipeError, did_you_mean
+from fastloop_plugins.rows.column import Column, in_blocks
+from fastloop_plugins.rows.file import BLOCK
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass
@@ -15,41 +22,35 @@ class Table:
 
     Attributes:
         where: The source, for messages.
-        columns: Name -> list, or column of pyarrow.
-        names: Names of all columns of the source, also of those that were not read; None: those of ``columns``.
+        columns: The columns that were read.
+        names: Names of all columns of the source; None: those of ``columns``.
         classes: Names of the labels, if the features of the dataset define them.
         unreadable: Number of skipped rows that could not be read.
         untyped: Whether every cell is text: a label 1 is then '1'.
         notes: Findings of the reader, for the log.
         unit: Rows or lines of the source, which ``numbers`` count.
-        numbers: Number of each row in the source; None: 1, 2, ...
+        numbers: Number of each row in the source, (rows,) int64; None: 1, 2, ...
         places: The name of each row in messages; None: by its number.
         source: Its number in ``data.sources``.
     """
 
     where: str
-    columns: Mapping[str, Any]
+    columns: Mapping[str, Column]
     names: Sequence[str] | None = None
     classes: list[str] | None = None
     unreadable: int = 0
     untyped: bool = False
     notes: list[str] = field(default_factory=list)
     unit: str = "row"
-    numbers: Sequence[int] | None = None
+    numbers: NDArray[np.int64] | None = None
     places: Sequence[str] | None = None
     source: int = 0
 
-    def column(self, key: str, name: str) -> list[Any]:
+    def column(self, key: str, name: str) -> Column:
         """The values of the column that ``data.<key>`` names."""
         if name not in self.columns:
             raise missing_column(self.where, key, name, self.all_names())
-        values = self.columns[name]
-        try:
-            return values.to_pylist() if hasattr(values, "to_pylist") else list(values)
-        except UnicodeDecodeError as error:  # reading parquet does not validate its text
-            raise RecipeError(
-                f"{self.where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason})."
-            ) from None
+        return self.columns[name]
 
     def __len__(self) -> int:
         return max(map(len, self.columns.values()), default=0)
@@ -64,13 +65,14 @@ class Table:
             return self.places[number - 1]
         return f"{self.where}, {self.unit} {number if self.numbers is None else self.numbers[number - 1]}"
 
-    def keep(self, columns: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> Table:
-        """A table of some rows, numbered from 0, with these columns. Messages still name each row by its number in the
-        source."""
-        kept = {name: [values[row] for row in rows] for name, values in columns.items()}
-        before = self.numbers if self.numbers is not None else range(1, 1 + len(self))
+    def keep(self, rows: NDArray[np.int64]) -> Table:
+        """A table of some rows, numbered from 0. Messages still name each row by its number in the source."""
+        if len(rows) == len(self):
+            return self
+        kept = {name: values.keep(rows) for name, values in self.columns.items()}
         places = None if self.places is None else [self.places[row] for row in rows]
-        return replace(self, columns=kept, unreadable=0, numbers=[before[row] for row in rows], places=places)
+        numbers = rows + 1 if self.numbers is None else self.numbers[rows]
+        return replace(self, columns=kept, unreadable=0, numbers=numbers, places=places)
 
 
 def missing_column(where: str, key: str, name: str, columns: Iterable[Any], remedy: str = "") -> RecipeError:
@@ -138,19 +140,37 @@ def text_column(values: Iterable[Any], name: str, key: str, bad: Bad, required: 
     return found
 
 
-def table_of(where: str, rows: Any, label: str | None = None) -> Table:
-    """Convert a ``datasets.Dataset`` or a list of mappings to a table."""
+def list_values(values: Any, where: str, key: str, name: str) -> list[Any]:
+    """A block of the column that ``data.<key>`` names, from a reader: a list, or an array of pyarrow."""
+    try:
+        return list(values.to_pylist() if hasattr(values, "to_pylist") else values)
+    except UnicodeDecodeError as error:  # reading Parquet does not validate its text
+        raise RecipeError(
+            f"{where}: the column {name!r}, which data.{key} names, is not UTF-8 ({error.reason})."
+        ) from None
+
+
+def table_of(where: str, rows: Any, columns: Mapping[str, str], label: str | None = None) -> Table:
+    """Convert a ``datasets.Dataset``, or mappings, to a table.
+
+    Args:
+        columns: Columns to read, if they are there -> the option of ``data`` that names them.
+    """
     if hasattr(rows, "with_format"):
-        table, feature = rows.with_format("arrow")[:], rows.features.get(label)
-        return Table(
-            where,
-            dict(zip(table.column_names, table.columns, strict=True)),
-            classes=getattr(getattr(feature, "feature", feature), "names", None),
-        )
-    rows = list(rows)
-    columns: dict[str, None] = {}
-    for number, row in enumerate(rows, 1):
-        if not isinstance(row, Mapping):
-            raise RecipeError(f"{where}, row {number}: found {show(row)}, expected a mapping of columns.")
-        columns |= dict.fromkeys(row)
-    return Table(where, {name: [row.get(name) for row in rows] for name in columns})
+        there, feature = [name for name in columns if name in rows.column_names], rows.features.get(label)
+        found = {name: Column() for name in there}
+        for batch in rows.select_columns(there).with_format("arrow").iter(BLOCK) if there else ():
+            for name, column in found.items():
+                column.append_block(list_values(batch.column(name), where, columns[name], name))
+        names = getattr(getattr(feature, "feature", feature), "names", None)
+        return Table(where, found, rows.column_names, classes=names)
+    names, found = dict[str, None](), {name: Column() for name in columns}
+    for start, (block,) in in_blocks([rows]):
+        for number, row in enumerate(block, start + 1):
+            if not isinstance(row, Mapping):
+                raise RecipeError(f"{where}, row {number}: found {show(row)}, expected a mapping of columns.")
+            if not row.keys() <= names.keys():
+                names |= dict.fromkeys(row)
+        for name, column in found.items():
+            column.append_block([row.get(name) for row in block])
+    return Table(where, {name: column for name, column in found.items() if name in names}, list(names))

@@ -54,9 +54,9 @@ class Sequences:
         """A hash of lengths, labels and token ids; for large datasets, of evenly spaced pieces of the ids."""
         import hashlib
 
-        found = hashlib.blake2b(self.lengths.tobytes(), digest_size=8)
+        found = hashlib.blake2b(self.lengths.ravel().data, digest_size=8)
         if self.labels is not None:
-            found.update(self.labels.tobytes())
+            found.update(self.labels.ravel().data)
         for start in range(0, len(self.ids), PIECE * -(-len(self.ids) // HASHED or 1)):
             found.update(self.ids[start : start + PIECE].tobytes())
         return found.hexdigest()

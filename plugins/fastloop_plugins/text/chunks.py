@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import find_files
-from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import text_column
 from fastloop_plugins.text.batches import Sequences, describe_cut
 from fastloop_plugins.text.columns import Text, join_columns, token_types
@@ -50,8 +49,8 @@ def text_chunks(data: TextData, source: Path | Iterable[str], start: int, size: 
             raise RecipeError(f"{path}, row {start + index + 1}: {problem}")
 
         columns = zip(data.columns, zip(*chunk, strict=True), strict=True)
-        found = {name: text_column(values, name, data.text_key, bad) for name, values in columns}
-        yield Rows(found).texts
+        found = [text_column(values, name, data.text_key, bad) for name, values in columns]
+        yield list[Text](found[0] if len(found) == 1 else zip(*found, strict=True))
         start += len(chunk)
 
 

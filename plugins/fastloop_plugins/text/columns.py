@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
+from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import Table
 
@@ -42,12 +43,15 @@ def check_texts(rows: Rows, role: str, parts: Sequence[Table], keys: Mapping[str
     if not len(rows):
         raise RecipeError(f"{where}: the {role} split is empty. Expected at least one row (data.files, data.splits).")
     for (name, key), texts in zip(keys.items(), rows.columns.values(), strict=True):
-        empty = [row for row, text in enumerate(texts) if not text or text.isspace()]
-        if len(empty) == len(texts):
+        count, first = 0, 0
+        for row, text in enumerate(texts):
+            if not text or text.isspace():
+                count, first = count + 1, first if count else row
+        if count == len(texts):
             raise RecipeError(f"{where}: all {len(texts)} texts in column {name!r} are empty (data.{key}).")
-        if empty:
-            first = f"the first in {name_of_row(parts, empty[0])}: column {name!r} (data.{key})"
-            messages.append((logging.WARNING, f"{where}: {len(empty)} of {len(texts)} texts are empty, {first}"))
+        if count:
+            place = f"the first in {name_of_row(parts, first)}: column {name!r} (data.{key})"
+            messages.append((logging.WARNING, f"{where}: {count} of {len(texts)} texts are empty, {place}"))
     return messages
 
 
@@ -61,9 +65,13 @@ def name_of_row(parts: Sequence[Table], row: int) -> str:
     raise IndexError(row)
 
 
-def each_text(texts: Sequence[Text]) -> list[str]:
-    """The texts of all columns, row by row."""
-    return [text for row in texts for text in ((row,) if isinstance(row, str) else row)]
+def each_text(rows: Iterable[Text]) -> Iterator[str]:
+    """Yield the texts of all columns, row by row."""
+    for row in rows:
+        if isinstance(row, str):
+            yield row
+        else:
+            yield from row
 
 
 def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
@@ -78,7 +86,7 @@ def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
     )
 
 
-def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
+def join_columns(texts: Sequence[Text], model: TextModel) -> Sequence[Text]:
     """Rows of one text or of a pair: more columns become one text, with the separator token between them.
 
     A tokenizer without a separator token gets its end token between texts, also between two.
@@ -87,18 +95,18 @@ def join_columns(texts: Sequence[Text], model: TextModel) -> list[Text]:
         RecipeError: The tokenizer has neither.
     """
     if not texts or isinstance(texts[0], str) or (len(texts[0]) == 2 and model.tokenizer.sep_token is not None):
-        return list(texts)
+        return texts
     separator = model.tokenizer.sep_token or model.tokenizer.eos_token
     if separator is None:
         raise RecipeError(
             f"{model.where}.tokenizer: it has no separator or end token to put between the columns of data.text. Use "
             "another."
         )
-    return [f" {separator} ".join(row) for row in texts]
+    return Column(f" {separator} ".join(row) for row in texts)
 
 
 def encode_pairs(
-    tokenizer: Any, pairs: Sequence[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]
+    tokenizer: Any, pairs: Iterable[tuple[str, str]], most: int, size: int, arguments: dict[str, Any]
 ) -> Iterator[tuple[list[int], bool]]:
     """Yield the ids of each pair, and whether truncation shortened it. With token types, the type of each token follows
     the ids.
@@ -122,7 +130,6 @@ def encode_pairs(
         columns = [list(texts) for texts in zip(*((start(one), start(other)) for one, other in portion), strict=True)]
         found = tokenizer(*columns, return_attention_mask=False, **arguments)
         types = found["token_type_ids"] if "return_token_type_ids" in arguments else [[]] * len(columns[0])
-        for ids, kinds, cut in zip(
-            found["input_ids"], types, shortened(tokenizer, columns, found, most, arguments), strict=True
-        ):
+        cuts = shortened(tokenizer, columns, found["input_ids"], found.encodings, most, arguments)
+        for ids, kinds, cut in zip(found["input_ids"], types, cuts, strict=True):
             yield ids + kinds, cut

@@ -11,9 +11,12 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
 
 from fastloop import RecipeError
 from fastloop.errors import DataError
@@ -21,6 +24,7 @@ from fastloop.options import parse
 from fastloop_plugins._cache import digest
 from fastloop_plugins._references import check_reference, import_object
 from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.rows.column import Column, in_blocks
 from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.options import Read
@@ -228,7 +232,7 @@ class TextData(StreamedData):
             for role in rows:
                 rows[role].labels = labels.ids[role]
         if self.sources and "train" in rows:
-            rows["train"].sources = [part.source for part in used["train"] for _ in range(len(part))]
+            rows["train"].sources = np.repeat(*np.transpose([(part.source, len(part)) for part in used["train"]]))
         classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
         fraction = self.options.validation_fraction if held_out else 0.0
         if fraction and self.how.blank_lines and "train" in rows:
@@ -286,20 +290,25 @@ class TextData(StreamedData):
             raise DataError(f"{names[index]}: {problem}")
 
         count = len(self.row_columns()) + len(self.optional_columns())
-        return Rows(self.parse(list(zip(*rows, strict=True))[:count], bad)).texts
+        columns = list(self.parse(list(zip(*rows, strict=True))[:count], bad).values())
+        return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
-    def _parse(self, part: Table, bad: Bad | None = None) -> dict[str, list[Any]]:
+    def _parse(self, part: Table, bad: Bad | None = None) -> dict[str, Column]:
+        """The columns of a split from those of its source, block by block."""
+
         def refuse(index: int, problem: str) -> None:
             raise RecipeError(f"{part.row(index + 1)}: {problem}")
 
-        return self.parse(list(self._columns(part).values()), bad or refuse)
+        columns: list[Iterable[Any]] = [part.column(key, name) for name, key in self.row_columns().items()]
+        columns += [part.columns.get(name, repeat(None, len(part))) for name in self.optional_columns()]
+        report, found = bad or refuse, dict[str, Column]()
+        for start, block in in_blocks(columns):
 
-    def _columns(self, part: Table) -> dict[str, list[Any]]:
-        """The columns for ``parse``."""
-        found = {name: part.column(key, name) for name, key in self.row_columns().items()}
-        size = len(next(iter(found.values())))
-        for name in self.optional_columns():
-            found[name] = part.column(self.text_key, name) if name in part.columns else [None] * size
+            def at_row(index: int, problem: str, start: int = start) -> None:
+                report(start + index, problem)
+
+            for name, values in self.parse(block, at_row).items():
+                found.setdefault(name, Column()).append_block(values)
         return found
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
@@ -384,9 +393,14 @@ class TextData(StreamedData):
                 f"{self.where}.module: {reference} returned {type(result).__name__}, expected {{split: rows}}."
             )
         return {
-            str(split): [table_of(f"{reference}, split {split}", rows, *self.labels[:1])]
+            str(split): [table_of(f"{reference}, split {split}", rows, *self._dataset_columns())]
             for split, rows in result.items()
         }
+
+    def _dataset_columns(self) -> tuple[dict[str, str], str | None]:
+        """The columns that are read from a dataset -> the option that names each; and that of its labels."""
+        columns = dict.fromkeys(self.optional_columns(), self.text_key) | dict(self.layout().columns)
+        return columns, next(iter(self.labels), None)
 
     def _dataset(self, name: str) -> dict[str, list[Table]]:
         import datasets
@@ -411,21 +425,19 @@ class TextData(StreamedData):
                 explain(f"{self.where}.name", name, folder, error, "data.files.train=FILE or data.name=FOLDER")
             ) from None
         return {
-            split: [table_of(f"dataset {name}, split {split}", rows, *self.labels[:1])] for split, rows in found.items()
+            split: [table_of(f"dataset {name}, split {split}", rows, *self._dataset_columns())]
+            for split, rows in found.items()
         }
 
     def _readable(self, part: Table) -> Table:
         """A table without rows that cannot be read, or that have no label."""
-        bad: set[int] = set()
-        self._parse(part, lambda index, _: bad.add(index))
-        columns = self._columns(part)
+        good = np.ones(len(part), bool)
+        self._parse(part, lambda index, _: good.__setitem__(index, False))
         for name in () if self.tagged else self.labels:
-            columns[name] = part.column("label", name)
-            bad |= {index for index, value in enumerate(columns[name]) if not is_readable(value, self)}
-        columns |= {name: part.column(key, name) for name, key in self.drop.columns().items()}
-        if count := part.unreadable + len(bad):
+            good &= np.fromiter((is_readable(value, self) for value in part.column("label", name)), bool, len(part))
+        if count := part.unreadable + int((~good).sum()):
             self.messages.append(
                 (logging.WARNING, f"{part.where}: {count} {self.unit} cannot be read, and are skipped")
             )
             self.unreadable += count
-        return part.keep(columns, [row for row in range(len(part)) if row not in bad])
+        return part.keep(np.flatnonzero(good))

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.table import Table
 from fastloop_plugins.text.labels import is_label, plain
+from fastloop_plugins.text.repeats import first_rows, hash_rows
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.data import TextData
@@ -46,11 +49,14 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
         counts: Counter[str] = Counter()
         rows = 0
         for index, part in enumerate(those):
-            labels = part.column("label", data.labels[0])
-            names = [str(plain(label)) if is_label(label) else "" for label in labels]
-            counts.update(name for name in names if name in unwanted)
-            those[index] = _keep(part, [row for row, name in enumerate(names) if name not in unwanted], data)
-            rows += len(names)
+            kept = array("q")
+            for row, label in enumerate(part.column("label", data.labels[0])):
+                if is_label(label) and (name := str(plain(label))) in unwanted:
+                    counts[name] += 1
+                else:
+                    kept.append(row)
+            those[index] = part.keep(np.array(kept))
+            rows += len(part)
         if rows and counts.total() == rows:
             raise _all_dropped(role, "label_map", "Remove these labels from it.", rows, data)
         if counts:
@@ -68,7 +74,7 @@ def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Ta
     counts, kept = [0] * len(data.drop.conditions), list[Table]()
     for part in parts:
         columns = {name: part.column(key, name) for name, key in data.drop.columns().items()}
-        kept.append(_keep(part, data.drop.sort_out(part.where, columns, counts), data))
+        kept.append(part.keep(np.fromiter(data.drop.sort_out(part.where, columns, counts), np.int64)))
     rows = sum(map(len, kept))
     if sum(counts) and not rows:
         raise _all_dropped(role, "drop", "Remove a condition.", sum(counts), data)
@@ -86,36 +92,21 @@ def _report_drops(role: str, counts: Sequence[int], kept: int, data: TextData) -
 
 
 def _drop_repeats(parts: list[Table], data: TextData) -> list[Table]:
-    first: dict[bytes, Any] = {}  # hash of the texts of a row -> its label
-    kept, others = list[Table](), 0
+    texts, labels = list[Any](), list[Any]()
     for part in parts:
         names = data.text_columns() | {name: data.text_key for name in data.optional_columns() if name in part.columns}
-        rows = list[int]()
-        labels = list(zip(*(part.column(key, name) for name, key in data.label_columns().items()), strict=True))
-        for row, texts in enumerate(zip(*(part.column(key, name) for name, key in names.items()), strict=True)):
-            content = repr([names, texts]).encode("utf-8", "backslashreplace")
-            mark, label = hashlib.blake2b(content, digest_size=16).digest(), labels[row] if labels else None
-            if mark not in first:
-                first[mark] = label
-                rows.append(row)
-            else:
-                others += first[mark] != label
-        kept.append(_keep(part, rows, data))
-    before, after = sum(map(len, parts)), sum(map(len, kept))
+        columns = [part.column(key, name) for name, key in names.items()]
+        texts.append(hash_rows((*names, *row) for row in zip(*columns, strict=True)))
+        own = [part.column(key, name) for name, key in data.label_columns().items()]
+        labels.append(hash_rows(zip(*own, strict=True)) if own else np.zeros(len(part), np.uint64))
+    first, marks, ends = first_rows(np.concatenate(texts)), np.concatenate(labels), np.cumsum([0, *map(len, parts)])
+    chosen, others = first == np.arange(len(first)), int((marks != marks[first]).sum())
+    kept = [part.keep(np.flatnonzero(chosen[row : row + len(part)])) for part, row in zip(parts, ends, strict=False)]
+    before, after = len(first), int(chosen.sum())
     line = f"data: train: {before - after} of {before} {data.unit} repeat the texts of an earlier one and are left out"
     line += " (data.deduplicate)" + f"; {others} with another label" * (others > 0)
     data.messages.append((logging.WARNING if others else logging.INFO, line))
     return kept
-
-
-def _keep(part: Table, rows: Sequence[int], data: TextData) -> Table:
-    """A table of some rows, with all columns that the task reads."""
-    if len(rows) == len(part):
-        return part
-    columns = data.label_columns() | data.drop.columns() | data.text_columns()
-    found = {name: part.column(key, name) for name, key in columns.items()}
-    optional = [name for name in data.optional_columns() if name in part.columns]
-    return part.keep(found | {name: part.column(data.text_key, name) for name in optional}, rows)
 
 
 def _all_dropped(role: str, key: str, remedy: str, rows: int, data: TextData) -> RecipeError:

@@ -7,16 +7,19 @@ as 01 and 02, are names of classes. In other sources, a number is a number and t
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.table import Table, show
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop_plugins.text.options import Data
 
 FEW = 5
@@ -34,14 +37,42 @@ NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 DIGITS = re.compile(r"[0-9]+")
 
 Label = int | str
-Values = list[tuple[Table, list[Label]]]
+
+
+@dataclass
+class Values:
+    """The labels of one part.
+
+    Attributes:
+        labels: The different ones, in the order of their first rows. Equal ones may be among them.
+        codes: (rows,) int32, the place of each row's label in ``labels``.
+    """
+
+    part: Table
+    labels: Sequence[Label]
+    codes: NDArray[np.int32]
+
+    def renamed(self, names: Mapping[str, Label]) -> Values:
+        """The same rows with the names of their labels, which are as they are without one."""
+        return replace(self, labels=[names.get(str(label), label) for label in self.labels])
+
+    def first(self, wanted: Container[Label]) -> tuple[str, Label] | None:
+        """The name and the label of the first row with one of these labels; None if there is none."""
+        for code, label in enumerate(self.labels):
+            if label in wanted:
+                return self.part.row(int((self.codes == code).argmax()) + 1), label
+        return None
+
+    def ids(self, table: Mapping[Label, int | None]) -> NDArray[np.int64]:
+        """(rows,) the id that ``table`` gives the label of each row."""
+        return np.array([table[label] for label in self.labels], np.int64)[self.codes]
 
 
 @dataclass
 class Labels:
     """The labels of all splits, as classes."""
 
-    ids: dict[str, list[Any]]  # role -> class of each row, 0..n-1; or as ``text.targets`` reads them
+    ids: dict[str, NDArray[Any]]  # role -> class of each row, 0..n-1; or as ``text.targets`` reads them
     classes: list[str]  # names of the classes
     warnings: list[str]
     notes: list[str]  # how labels were read, if that is not obvious from the file
@@ -60,9 +91,9 @@ def list_labels(labels: Iterable[Label]) -> str:
     return ", ".join(shown[:SHOWN]) + f" and {len(shown) - SHOWN} more" * (len(shown) > SHOWN)
 
 
-def count_classes(ids: Sequence[int], classes: Sequence[str]) -> str:
+def count_classes(ids: Sequence[int] | NDArray[np.int64], classes: Sequence[str]) -> str:
     """The number of rows of each class, the largest class first: ``neg 36, pos 36, label 1``."""
-    counts = Counter(ids)
+    counts = np.bincount(np.asarray(ids, np.int64), minlength=len(classes))
     order = sorted(range(len(classes)), key=lambda index: (-counts[index], index))
     shown = [
         f"{classes[index] if classes[index].isidentifier() else repr(classes[index]):.40} {counts[index]}"
@@ -84,23 +115,20 @@ def number_labels(parts: Mapping[str, list[Table]], options: Data, where: str) -
         RecipeError: A row has no label, labels mix types, numbers have gaps, or training has no row of a class.
     """
     what, notes = f"column {options.label!r} (data.label)", list[str]()
-    values = {role: [(part, _values(part, options, what, notes)) for part in found] for role, found in parts.items()}
+    values = {role: [_values(part, options, what, notes) for part in found] for role, found in parts.items()}
     if renamed := _names(options):
         values = _renamed(values, renamed, f"{where}.label_map")
     if _are_numbers(values["train"], what):
-        values = {
-            role: [(part, _numbers(part, labels, what, notes)) for part, labels in found]
-            for role, found in values.items()
-        }
+        values = {role: [_numbers(part, what, notes) for part in found] for role, found in values.items()}
     files = ", ".join(part.where for part in parts["train"])
-    rows = [label for _, labels in values["train"] for label in labels]
+    labels, rows = [label for part in values["train"] for label in part.labels], sum(map(len, parts["train"]))
     names = None if _names(options) else parts["train"][0].classes
-    ids, classes = _classes(rows, names, options.label_offset, f"{files}: {what}", notes)
+    ids, classes = _classes(labels, rows, names, options.label_offset, f"{files}: {what}", notes)
     for role, found in values.items():
-        for part, labels in found:
-            if unknown := set(labels) - ids.keys():
-                raise _unknown(part, labels, unknown, ids, role, what)
-    found_ids = {role: [ids[label] for _, labels in found for label in labels] for role, found in values.items()}
+        for part in found:
+            if unknown := part.first(set(part.labels) - ids.keys()):
+                raise _unknown(*unknown, ids, role, what)
+    found_ids = {role: np.concatenate([part.ids(ids) for part in found]) for role, found in values.items()}
     return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
 
 
@@ -137,37 +165,36 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: Data, classes: li
         index = label - options.label_offset
         return index if 0 <= index < len(classes) else None
 
-    found: dict[str, list[int]] = {}
+    names, found = _names(options), dict[str, Any]()
     for role, those in parts.items():
-        found[role] = []
+        ids_of_parts = []
         for part in those:
-            labels = _values(part, options, what, notes)
-            names = _names(options)
-            labels = [names.get(str(label), label) for label in labels]
+            values = _values(part, options, what, notes).renamed(names)
             if part.classes is not None and not names:
                 named = dict(enumerate(part.classes, options.label_offset))
-                labels = [named.get(label, label) if isinstance(label, int) else label for label in labels]
-            table = {label: find(part, label) for label in set(labels)}
-            if unknown := {label for label, index in table.items() if index is None}:
-                number = next(number for number, label in enumerate(labels, 1) if label in unknown)
+                labels = [named.get(label, label) if isinstance(label, int) else label for label in values.labels]
+                values = replace(values, labels=labels)
+            table = {label: find(part, label) for label in values.labels}
+            if unknown := values.first({label for label, index in table.items() if index is None}):
+                row, label = unknown
                 raise RecipeError(
-                    f"{part.row(number)}: {what} holds {labels[number - 1]!r}, which is no class of the model {model}. "
-                    f"Its classes: {list_labels(classes)}. To rename a label: data.label_map={{{labels[number - 1]!r}: "
-                    f"CLASS}}."
+                    f"{row}: {what} holds {label!r}, which is no class of the model {model}. Its classes: "
+                    f"{list_labels(classes)}. To rename a label: data.label_map={{{label!r}: CLASS}}."
                 )
-            found[role] += [index for label in labels if (index := table[label]) is not None]
+            ids_of_parts.append(values.ids(table))
+        found[role] = np.concatenate(ids_of_parts)
     return Labels(found, classes, [], notes)
 
 
 # -- reading the column ------------------------------------------------------------------------------------------------
 
 
-def _values(part: Table, options: Data, what: str, notes: list[str]) -> list[Label]:
+def _values(part: Table, options: Data, what: str, notes: list[str]) -> Values:
     """The labels of one part: text or whole numbers."""
-    values = part.column("label", str(options.label))
-    keys = list(zip(map(type, values), values, strict=True))  # 1, 1.0 and True are equal
-    try:
-        distinct = dict.fromkeys(keys)
+    values, distinct = part.column("label", str(options.label)), dict[tuple[type, Any], int]()
+    try:  # 1, 1.0 and True are equal
+        found = (distinct.setdefault((type(value), value), len(distinct)) for value in values)
+        codes = np.fromiter(found, np.int32, len(values))
     except TypeError:  # a list or a mapping among them
         distinct = {}
     if not distinct or not all(is_label(value) for _, value in distinct):
@@ -190,8 +217,7 @@ def _values(part: Table, options: Data, what: str, notes: list[str]) -> list[Lab
                 )
     if whole := {value for kind, value in distinct if not issubclass(kind, str | Integral)}:
         notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
-    table = {key: plain(key[1]) for key in distinct}
-    return [table[key] for key in keys]
+    return Values(part, [plain(value) for _, value in distinct], codes)
 
 
 def plain(value: Any) -> Label:
@@ -204,14 +230,11 @@ def _names(options: Data) -> dict[str, Label]:
     return {str(plain(label)): name for label, name in (options.label_map or {}).items() if name is not None}
 
 
-def _renamed(values: dict[str, Values], names: Mapping[str, Label], where: str) -> dict[str, Values]:
-    there = {label for found in values.values() for _, labels in found for label in labels}
+def _renamed(values: dict[str, list[Values]], names: Mapping[str, Label], where: str) -> dict[str, list[Values]]:
+    there = {label for found in values.values() for part in found for label in part.labels}
     if unknown := names.keys() - set(map(str, there)):
         raise RecipeError(f"{where}: the label {min(unknown)!r} never occurs. There: {list_labels(there)}.")
-    table = {label: names.get(str(label), label) for label in there}
-    return {
-        role: [(part, [table[label] for label in labels]) for part, labels in found] for role, found in values.items()
-    }
+    return {role: [part.renamed(names) for part in found] for role, found in values.items()}
 
 
 def _kind(part: Table, label: Label) -> str:
@@ -220,13 +243,13 @@ def _kind(part: Table, label: Label) -> str:
     return "fraction" if part.untyped and NUMBER.fullmatch(label) and not DIGITS.fullmatch(label) else "text"
 
 
-def _are_numbers(values: Values, what: str) -> bool:
+def _are_numbers(values: Sequence[Values], what: str) -> bool:
     """Whether the labels of the training split are numbers."""
-    kinds = {_kind(part, label) for part, labels in values for label in set(labels)}
+    kinds = {_kind(found.part, label) for found in values for label in found.labels}
 
     def first(kind: str) -> tuple[str, Label]:
-        rows = ((part, number, label) for part, labels in values for number, label in enumerate(labels, 1))
-        return next((part.row(number), label) for part, number, label in rows if _kind(part, label) == kind)
+        rows = (found.first({one for one in found.labels if _kind(found.part, one) == kind}) for found in values)
+        return next(filter(None, rows))
 
     if "fraction" in kinds:
         row, label = first("fraction")
@@ -236,16 +259,16 @@ def _are_numbers(values: Values, what: str) -> bool:
         )
     if len(kinds) < 2:
         return kinds == {"number"}
-    labels = {label for _, found in values for label in found}
+    labels = {label for found in values for label in found.labels}
     if (
-        all(part.untyped for part, _ in values)
+        all(found.part.untyped for found in values)
         and all(DIGITS.fullmatch(str(label)) for label in labels)
         and len({*map(len, map(str, labels))}) == 1
     ):
         return False  # codes of one width: 01 to 12
     (row, label), (other_row, other) = first("text"), first("number")
     by_kind = [
-        {label for part, found in values for label in set(found) if _kind(part, label) == kind}
+        {label for found in values for label in found.labels if _kind(found.part, label) == kind}
         for kind in ("text", "number")
     ]
     fewer = min(by_kind, key=len)
@@ -256,36 +279,36 @@ def _are_numbers(values: Values, what: str) -> bool:
     )
 
 
-def _numbers(part: Table, labels: list[Label], what: str, notes: list[str]) -> list[Label]:
+def _numbers(values: Values, what: str, notes: list[str]) -> Values:
     """Convert the cells of an untyped part to numbers."""
-    if not part.untyped:
-        return labels
+    if not values.part.untyped:
+        return values
     table = {
         label: int(label.partition(".")[0]) if isinstance(label, str) and WHOLE.fullmatch(label) else label
-        for label in set(labels)
+        for label in values.labels
     }
     if whole := {label for label in table if isinstance(label, str) and "." in label and table[label] != label}:
-        notes.append(f"{part.where}: {what}: {list_labels(whole)} are read as whole numbers")
-    return [table[label] for label in labels]
+        notes.append(f"{values.part.where}: {what}: {list_labels(whole)} are read as whole numbers")
+    return replace(values, labels=[table[label] for label in values.labels])
 
 
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
 def _classes(
-    rows: list[Label], names: list[str] | None, offset: int, where: str, notes: list[str]
+    labels: list[Label], rows: int, names: list[str] | None, offset: int, where: str, notes: list[str]
 ) -> tuple[dict[Label, int], list[str]]:
     """Label -> class, and the classes' names."""
-    seen = set(rows)
-    if names is None and len(seen) > MANY and len(seen) >= NEARLY * len(rows):
-        remedy = "" if isinstance(rows[0], str) else " For regression: data.label_type=number."
+    seen = set(labels)
+    if names is None and len(seen) > MANY and len(seen) >= NEARLY * rows:
+        remedy = "" if isinstance(labels[0], str) else " For regression: data.label_type=number."
         raise RecipeError(
-            f"{where} has {len(seen)} different labels in {len(rows)} rows, such as {rows[0]!r:.60}: nearly every row "
+            f"{where} has {len(seen)} different labels in {rows} rows, such as {labels[0]!r:.60}: nearly every row "
             f"would be a class of its own. Expected a column with few different values.{remedy}"
         )
     if len(seen) < 2:
         raise RecipeError(f"{where} holds only the label {list_labels(seen)}, expected at least two.")
-    if isinstance(rows[0], str):
+    if isinstance(labels[0], str):
         if offset:
             raise RecipeError(
                 f"{where} holds text ({list_labels(seen)}), and data.label_offset is for numbers. Remove it."
@@ -315,18 +338,14 @@ def _classes(
     return ids, names or [str(label) for label in ids]
 
 
-def _unknown(
-    part: Table, labels: list[Label], unknown: set[Label], ids: Mapping[Label, int], role: str, what: str
-) -> RecipeError:
-    number, label = next((number, label) for number, label in enumerate(labels, 1) if label in unknown)
+def _unknown(row: str, label: Label, ids: Mapping[Label, int], role: str, what: str) -> RecipeError:
     near = [other for other in ids if _same(str(other)) == _same(str(label))]
     remedy = f" If they are one class: data.label_map={{{label!r}: {near[0]!r}}}." if near else ""
     remedy += (
         f" To leave out its rows: data.label_map={{{label!r}: null}}. To leave this split out: data.splits.{role}=null."
     )
     return RecipeError(
-        f"{part.row(number)}: {what} holds {label!r}, which never occurs in training. There: "
-        f"{list_labels(ids)}.{remedy}"
+        f"{row}: {what} holds {label!r}, which never occurs in training. There: {list_labels(ids)}.{remedy}"
     )
 
 
@@ -335,9 +354,9 @@ def _same(name: str) -> str:
     return " ".join(name.split()).casefold()
 
 
-def _oddities(ids: list[int], classes: list[str]) -> list[str]:
+def _oddities(ids: NDArray[np.int64], classes: list[str]) -> list[str]:
     """Warnings about the classes of the training split, one line each."""
-    counts, lines = Counter(ids), []
+    counts, lines = np.bincount(ids, minlength=len(classes)), []
     few = sorted(
         (index for index in range(len(classes)) if counts[index] < FEW), key=lambda index: (counts[index], index)
     )

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -17,6 +18,7 @@ from fastloop_plugins.models.config import config_from_scratch
 from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
+from fastloop_plugins.rows.column import Column
 from fastloop_plugins.text.tokenizers import TrainedTokenizer, check_saved_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
@@ -247,12 +249,14 @@ class TextModel:
             )
             raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
-    def finish_tokenizer(self, texts: list[str], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: Any, max_length: int, types: bool = False) -> None:
         """Train the tokenizer, if the recipe requests one, and check one that is not the model's own.
 
         Args:
+            texts: An iterable of texts.
             types: Whether a trained one returns token types by default.
         """
+        texts = texts if isinstance(texts, Sequence) else Column(texts)
         if self.trained is not None:
             self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length, types)
             logger.info(

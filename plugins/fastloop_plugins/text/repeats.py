@@ -2,73 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop_plugins.rows.splits import Rows
     from fastloop_plugins.text.data import TextData
 
+    Marks = NDArray[np.uint64]
+
 SHOWN = 60
 """Characters of a text that a message shows."""
+AT_ONCE = 2**16
+"""Rows to look up at once: a result for all rows would take the memory of a column of numbers."""
+
+
+def hash_rows(rows: Iterable[Any]) -> Marks:
+    """(rows,) a hash of each row: a text, or values with a ``repr``.
+
+    Two of 100 million different rows have the same with a probability of 0.03%.
+    """
+    found = bytearray()
+    for row in rows:
+        content = row if isinstance(row, str) else repr(row)
+        found += hashlib.blake2b(content.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return np.frombuffer(found, np.uint64)
+
+
+def first_rows(marks: Marks) -> NDArray[np.int64]:
+    """(rows,) the first row with the mark of each row."""
+    _, first, places = np.unique(marks, return_index=True, return_inverse=True)
+    return first[places]
+
+
+def contains(ranked: Marks, marks: Marks) -> NDArray[np.bool_]:
+    """Whether each mark is among some, which are sorted."""
+    found: NDArray[np.bool_] = ranked[np.searchsorted(ranked[:-1], marks)] == marks
+    return found
 
 
 def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
-    """Compare the rows of ``train`` with each other and with those of the other splits, in linear time. Returns
-    warnings, at most two.
+    """Compare the rows of ``train`` with each other and with those of the other splits. Returns warnings, at most two.
 
     Lines and paragraphs of a language model are parts of a text, and may repeat. In regression, equal texts may have
     different numbers.
     """
     if data.options.label is None and list(data.text_columns().values()) == ["text"]:
         return []
-    first: dict[Any, Any] = {}  # text of train -> its label
-    labels: dict[Any, dict[Any, None]] = {}  # text with several labels -> these
-    repeated: list[Any] = []
-    shared: list[Any] = []
+    roles = sorted(splits, key=lambda role: role != "train")
+    marks = np.concatenate([hash_rows(splits[role].texts) for role in roles])
+    ranked = np.sort(marks)
+    twice = ranked[1:][ranked[1:] == ranked[:-1]]
+    if not twice.size:
+        return []
+    del ranked
+    rows = np.concatenate(
+        [row + np.flatnonzero(contains(twice, marks[row : row + AT_ONCE])) for row in range(0, len(marks), AT_ONCE)]
+    )
+    ends = np.cumsum([0, *(len(splits[role]) for role in roles)])
+    marks, split = marks[rows], np.searchsorted(ends, rows, side="right") - 1
+    labels = [splits[role].labels for role in roles]
+    own = [those[rows[split == number] - ends[number]] for number, those in enumerate(labels) if those is not None]
+    codes = np.unique(np.concatenate(own), axis=0, return_inverse=True)[1].ravel() if own else np.zeros(len(rows), int)
+    pairs = marks + codes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # a hash of text and label
+    is_first, is_new = (first_rows(those) == np.arange(len(rows)) for those in (marks, pairs))
+    in_train = contains(np.sort(marks[split == 0]), marks) if (split == 0).any() else np.zeros(len(rows), bool)
+    repeated, shared = (split == 0) & ~is_new, (split > 0) & in_train
+    others = in_train & is_new & ~is_first
+
+    def place(index: int) -> tuple[Any, int]:
+        number = int(split[index])
+        return splits[roles[number]], int(rows[index] - ends[number])
+
+    def show(chosen: NDArray[np.bool_]) -> str:
+        found, row = place(int(chosen.argmax()))
+        return _show(found.texts[row], data)
+
     found, lines = [], []
-    for text, label in _labelled(splits["train"]):
-        if text not in first:
-            first[text] = label
-        elif label == first[text] or label in labels.get(text, ()):
-            repeated.append(text)
-        else:
-            labels.setdefault(text, {first[text]: None})[label] = None
-    if repeated:
-        found.append(f"{len(repeated)} of {len(splits['train'])} rows of train repeat an earlier one")
-    for role in (role for role in splits if role != "train"):
-        before = len(shared)
-        for text, label in _labelled(splits[role]):
-            if text in first:
-                shared.append(text)
-                if label != first[text]:
-                    labels.setdefault(text, {first[text]: None})[label] = None
-        if len(shared) > before:
-            found.append(f"{len(shared) - before} of {len(splits[role])} rows of {role} are in train, too")
+    if count := int(repeated.sum()):
+        found.append(f"{count} of {len(splits['train'])} rows of train repeat an earlier one")
+    for number, role in enumerate(roles):
+        if count := int((shared & (split == number)).sum()):
+            found.append(f"{count} of {len(splits[role])} rows of {role} are in train, too")
     if found:
         remedy = "Metrics of rows that the model trains on are too high: remove these rows"
-        remedy = remedy if shared else "Remove them with data.deduplicate=true unless they are intended"
-        lines.append(f"data: {'; '.join(found)}, such as {_show((shared or repeated)[0], data)}. {remedy}")
-    if labels and data.label_type != "number":
-        text, several = next(iter(labels.items()))
-        names = " and ".join(_name(label, data.classes) for label in several)
-        where = f"such as {_show(text, data)}: {names}"
-        lines.append(f"data: texts with more than one label: {len(labels)}, {where}. Correct or remove these rows")
+        remedy = remedy if shared.any() else "Remove them with data.deduplicate=true unless they are intended"
+        lines.append(f"data: {'; '.join(found)}, such as {show(shared if shared.any() else repeated)}. {remedy}")
+    if others.any() and data.label_type != "number":
+        count, same = len(np.unique(marks[others])), np.flatnonzero(is_new & (marks == marks[others.argmax()]))
+        names = " and ".join(_name(there.labels[row], data.classes) for there, row in map(place, same.tolist()))
+        where = f"such as {show(others)}: {names}"
+        lines.append(f"data: texts with more than one label: {count}, {where}. Correct or remove these rows")
     return lines
-
-
-def _labelled(rows: Rows) -> Iterator[tuple[Any, Any]]:
-    """Each text with its label, or None."""
-    for index, text in enumerate(rows.texts):
-        if isinstance(text, tuple) and isinstance(text[0], list):  # words and tags
-            text = tuple(map(tuple, text))
-        label = rows.labels[index] if rows.labels is not None else None
-        yield text, tuple(label) if isinstance(label, list) else label
 
 
 def _name(label: Any, classes: Sequence[str]) -> str:
     """The name of a class, or of each class that a row of 0.0 and 1.0 has."""
-    ids = [index for index, present in enumerate(label) if present] if isinstance(label, tuple) else [label]
+    ids = np.flatnonzero(label).tolist() if label.ndim else [int(label)]
     return ", ".join(repr(classes[index]) for index in ids) or "none"
 
 

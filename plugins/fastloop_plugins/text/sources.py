@@ -6,7 +6,9 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
@@ -93,19 +95,18 @@ def find_sources(data: TextData, needed: Collection[str]) -> list[Source]:
 def mix_sources(rows: Rows, data: TextData) -> Rows:
     """The rows of an epoch. Their number is that of all rows, and each source has the share of its weight. The draw of
     rows that an epoch repeats or leaves out is random and fixed. Adds the numbers to ``data.messages``."""
-    ids_by_source: list[list[int]] = [[] for _ in data.sources]
-    for row, number in enumerate(rows.sources or ()):
-        ids_by_source[number].append(row)
+    assert rows.sources is not None
+    ids_by_source = [np.flatnonzero(rows.sources == number) for number in range(len(data.sources))]
     pairs = list(zip(data.sources, ids_by_source, strict=True))
     weights = [len(ids) if source.weight is None else source.weight for source, ids in pairs]
-    chosen, lines, before, end = list[int](), list[str](), 0, 0.0
+    chosen, lines, before, end = list[Any](), list[str](), 0, 0.0
     for number, ((source, ids), weight) in enumerate(zip(pairs, weights, strict=True)):
-        if not ids:
+        if not len(ids):
             raise RecipeError(f"{source.where}: has no rows left. Remove it, or what leaves out its rows.")
         end += weight / sum(weights) * len(rows)
         times, rest = divmod(round(end) - before, len(ids))
         before = round(end)
-        chosen += ids * times + [ids[index] for index in draw(len(ids), rest)]
+        chosen += [*[ids] * times, ids[draw(len(ids), rest)]]
         lines.append(f"data.sources[{number}] {len(ids)}, {times * len(ids) + rest} an epoch")
     data.messages.append((logging.INFO, f"data: train: rows of each source: {'; '.join(lines)}"))
-    return rows.keep(sorted(chosen))
+    return rows.keep(np.sort(np.concatenate(chosen)))

@@ -5,9 +5,11 @@ Chooses the reader by ``data.label_type``."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.table import Table, show
@@ -22,6 +24,8 @@ from fastloop_plugins.text.labels import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop_plugins.text.data import TextData
 
 ONLY = "LABEL_0"
@@ -37,12 +41,11 @@ def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
         RecipeError: A label has another form than ``data.label_type``, or is no class.
     """
     if data.label_type == "number":
-        return Labels(
-            {role: [value for part in found for value in _numbers(part, data)] for role, found in parts.items()},
-            [ONLY],
-            [],
-            [],
-        )
+        numbers = {
+            role: np.concatenate([np.fromiter(_numbers(part, data), float, len(part)) for part in found])
+            for role, found in parts.items()
+        }
+        return Labels(numbers, [ONLY], [], [])
     if data.label_type == "classes":
         return _class_sets(parts, data)
     if data.inference is None:
@@ -59,13 +62,11 @@ def is_readable(value: Any, data: TextData) -> bool:
     return is_label(value)
 
 
-def summarize(labels: Sequence[Any], data: TextData) -> str:
+def summarize(labels: NDArray[Any], data: TextData) -> str:
     """The labels of the training split for the log: rows of each class, or the range of the numbers."""
     if data.label_type == "number":
-        return f"labels in train: {min(labels):g} to {max(labels):g}, mean {sum(labels) / len(labels):g}"
-    ids = labels
-    if data.label_type == "classes":
-        ids = [index for row in labels for index, present in enumerate(row) if present]
+        return f"labels in train: {labels.min():g} to {labels.max():g}, mean {labels.mean():g}"
+    ids = np.nonzero(labels)[1] if data.label_type == "classes" else labels
     return f"rows of each class in train: {count_classes(ids, data.classes)}"
 
 
@@ -78,8 +79,7 @@ def read_number(value: Any) -> float | None:
     return float(value)
 
 
-def _numbers(part: Table, data: TextData) -> list[float]:
-    found = []
+def _numbers(part: Table, data: TextData) -> Iterator[float]:
     for row, value in enumerate(part.column("label", data.labels[0]), 1):
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
@@ -87,8 +87,7 @@ def _numbers(part: Table, data: TextData) -> list[float]:
                 f"{part.row(row)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a finite "
                 "number (data.label_type=number). For classes: data.label_type=class."
             )
-        found.append(number)
-    return found
+        yield number
 
 
 def _switch(value: Any) -> float | None:
@@ -99,34 +98,35 @@ def _switch(value: Any) -> float | None:
 
 def _class_sets(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     """A row of 0.0 and 1.0 for each row of the data, in the order of the classes."""
-    named = {role: [(part, _names(part, data)) for part in found] for role, found in parts.items()}
+    sets: dict[frozenset[str], int] = {}  # different sets of names -> place
+    codes = {
+        role: [np.fromiter((sets.setdefault(names, len(sets)) for names in _names(part, data)), int) for part in found]
+        for role, found in parts.items()
+    }
+    named = list(sets)
     classes = data.classes if data.inference is not None else data.labels
     if data.inference is None and not data.several:
-        classes = sorted({name for _, rows in named["train"] for row in rows for name in row})
+        classes = sorted({name for found in codes["train"] for code in np.unique(found) for name in named[code]})
         if len(classes) < 2:
-            where = ", ".join(part.where for part, _ in named["train"])
+            where = ", ".join(part.where for part in parts["train"])
             raise RecipeError(
                 f"{where}: column {data.labels[0]!r} (data.label) names {len(classes)} class, expected at least two."
             )
-    known = set(classes)
-    for found in named.values():
-        for part, rows in found:
-            for number, row in enumerate(rows, 1):
-                if unknown := set(row) - known:
-                    source = "training" if data.inference is None else f"the model {data.inference.model}"
-                    raise RecipeError(
-                        f"{part.row(number)}: data.label: the class {min(unknown)!r} is none of {source}. "
-                        f"Its classes: {list_labels(classes)}."
-                    )
-    ids = {
-        role: [[float(name in row) for name in classes] for _, rows in found for row in rows]
-        for role, found in named.items()
-    }
-    return Labels(ids, list(classes), [], [])
+    unknown = [code for code, names in enumerate(named) if not names <= set(classes)]
+    for role, found in parts.items():
+        for part, those in zip(found, codes[role], strict=True):
+            if (bad := np.flatnonzero(np.isin(those, unknown))).size:
+                source = "training" if data.inference is None else f"the model {data.inference.model}"
+                raise RecipeError(
+                    f"{part.row(int(bad[0]) + 1)}: data.label: the class {min(named[those[bad[0]]] - set(classes))!r} "
+                    f"is none of {source}. Its classes: {list_labels(classes)}."
+                )
+    table = np.array([[name in names for name in classes] for names in named], np.float32)
+    return Labels({role: table[np.concatenate(found)] for role, found in codes.items()}, list(classes), [], [])
 
 
-def _names(part: Table, data: TextData) -> list[Iterable[str]]:
-    """The classes of each row."""
+def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
+    """Yield the classes of each row."""
     if data.several:
         table = {name: part.column("label", name) for name in data.labels}
         for name, values in table.items():
@@ -135,9 +135,9 @@ def _names(part: Table, data: TextData) -> list[Iterable[str]]:
                     raise RecipeError(
                         f"{part.row(number)}: column {name!r} (data.label) holds {show(value)}, expected 0 or 1."
                     )
-        rows = zip(*table.values(), strict=True)
-        return [{name for name, value in zip(table, row, strict=True) if _switch(value)} for row in rows]
-    found: list[Iterable[str]] = []
+        for row in zip(*table.values(), strict=True):
+            yield frozenset(name for name, value in zip(table, row, strict=True) if _switch(value))
+        return
     for number, value in enumerate(part.column("label", data.labels[0]), 1):
         if not isinstance(value, list | tuple) or not all(isinstance(name, str | Integral) for name in value):
             raise RecipeError(
@@ -146,5 +146,4 @@ def _names(part: Table, data: TextData) -> list[Iterable[str]]:
                 "data.label=[A,B]."
             )
         names = part.classes
-        found.append({names[name] if names is not None and isinstance(name, int) else str(name) for name in value})
-    return found
+        yield frozenset(names[name] if names is not None and isinstance(name, int) else str(name) for name in value)

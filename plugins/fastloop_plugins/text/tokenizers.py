@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,7 +32,7 @@ class TrainedTokenizer:
 
 
 def train_tokenizer(
-    options: TrainedTokenizer, texts: list[str], classify: bool, max_length: int, types: bool = False
+    options: TrainedTokenizer, texts: Sequence[str], classify: bool, max_length: int, types: bool = False
 ) -> Any:
     """Make a tokenizer from texts. The same texts give the same tokenizer. With ``types``, it returns token types by
     default."""
@@ -82,7 +83,7 @@ def train_tokenizer(
     )
 
 
-def check_saved_tokenizer(tokenizer: Any, config: Any, texts: list[str], where: str) -> None:
+def check_saved_tokenizer(tokenizer: Any, config: Any, texts: Sequence[str], where: str) -> None:
     """Check that AutoTokenizer reads a saved tokenizer as it is. For models such as Qwen2, transformers ignores the
     saved class.
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
+from fastloop_plugins.rows.column import Column
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import Text, each_text, encode_pairs, join_columns, token_types
 from fastloop_plugins.text.tokenizers import end_of
@@ -112,8 +114,8 @@ def read(
     for name, rows in splits.items():
         texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         if documents:
-            texts = [text for text in texts if not isinstance(text, str) or text.strip()]
-        texts = texts[:first]
+            texts = Column(text for text in texts if not isinstance(text, str) or text.strip())
+        texts = texts[:first] if first else texts
         facts = {"characters": sum(map(len, each_text(texts))) if encoder is None else 0}
         encoded = (
             encode(tokenizer, texts, end, arguments, facts)
@@ -123,7 +125,7 @@ def read(
         if folder is None:
             flat = _cache.flat(encoded)
         else:
-            keys[name] = _cache.digest([str(ENCODING), known, how, *_content(texts, encoder is None)])
+            keys[name] = _cache.digest(chain([str(ENCODING), known, how], _content(texts, encoder is None)))
             flat = _cache.kept(folder, keys[name], encoded, facts)
         if facts.get("cut"):
             of = f"{name}, first rows" if data.stream is not None and name == "train" else name
@@ -134,7 +136,7 @@ def read(
         if model.trained is not None and model.trained.kind == "char" and encoder is None and not types:
             _warn_about_unknown(name, int((flat[0] == tokenizer.unk_token_id).sum()), data)
         kind = np.int64 if data.label_type == "class" else np.float32
-        labels = None if rows.labels is None else np.array(rows.labels[:first], dtype=kind)
+        labels = None if rows.labels is None else rows.labels[:first].astype(kind, copy=False)
         found[name] = Split(*flat, labels, bool(types), facts["characters"], texts if first else ())
     if source is not None:
         _write_entry(source, data, found, keys)
@@ -185,25 +187,44 @@ def encode(
 def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, Any]) -> Iterator[tuple[list[int], bool]]:
     """Yield the ids of each text, and whether truncation shortened it. See ``encode``."""
     most: int = arguments["max_length"] if arguments.get("truncation") else 0
-    if pairs := [(row[0], row[1]) for row in texts if isinstance(row, tuple)]:
-        yield from encode_pairs(tokenizer, pairs, most, CHARACTERS * most, arguments)
+    rows: Any = texts
+    if texts and isinstance(texts[0], tuple):
+        yield from encode_pairs(tokenizer, rows, most, CHARACTERS * most, arguments)
         return
-    for portion in portions(texts):
-        full = each_text(portion)
+    for full in portions(rows):
         read = [beginning(text, CHARACTERS * most) for text in full] if most else full
-        found = tokenizer(read, return_attention_mask=False, **arguments)
-        cuts = shortened(tokenizer, [read], found, most, arguments)
-        for text, part, ids, cut in zip(full, read, found["input_ids"], cuts, strict=True):
+        found = encode_batch(tokenizer, read, arguments)
+        cuts = shortened(tokenizer, [read], *found, most, arguments)
+        for text, part, ids, cut in zip(full, read, found[0], cuts, strict=True):
             if len(part) == len(text):
                 yield ids, cut
             elif len(ids) < most:  # the part was too short
-                again = tokenizer([text], return_attention_mask=False, **arguments)
-                yield again["input_ids"][0], shortened(tokenizer, [[text]], again, most, arguments)[0]
+                again = encode_batch(tokenizer, [text], arguments)
+                yield again[0][0], shortened(tokenizer, [[text]], *again, most, arguments)[0]
             else:
                 yield ids, True
 
 
-def portions(rows: Sequence[T]) -> Iterator[list[T]]:
+def encode_batch(tokenizer: Any, texts: list[str], arguments: dict[str, Any]) -> tuple[list[list[int]], Any]:
+    """The ids of texts, and their encodings in the tokenizer's backend; None: it has none.
+
+    A call makes a dictionary for each text in one thread, which takes longer than the backend takes in all threads. So
+    only the first text is given to the tokenizer, which sets its backend up, unless its class encodes in its own way.
+    """
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+    own, known = type(tokenizer), arguments.keys() <= {"truncation", "max_length", "add_special_tokens", "verbose"}
+    is_plain = own.__call__ is PreTrainedTokenizerBase.__call__ and known
+    if is_plain and own._encode_plus is PreTrainedTokenizerFast._encode_plus:
+        tokenizer(texts[:1], return_attention_mask=False, **arguments)
+        special = arguments.get("add_special_tokens", True)
+        encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special)
+        return [encoding.ids for encoding in encodings], encodings
+    found = tokenizer(texts, return_attention_mask=False, **arguments)
+    return found["input_ids"], found.encodings
+
+
+def portions(rows: Iterable[T]) -> Iterator[list[T]]:
     """Divide rows into lists to tokenize at once: a tokenizer takes hundreds of bytes for each character."""
     portion, size = list[T](), 0
     for row in rows:
@@ -217,18 +238,25 @@ def portions(rows: Sequence[T]) -> Iterator[list[T]]:
         yield portion
 
 
-def shortened(tokenizer: Any, columns: list[list[str]], found: Any, most: int, arguments: dict[str, Any]) -> list[bool]:
+def shortened(
+    tokenizer: Any,
+    columns: list[list[str]],
+    ids: list[list[int]],
+    encodings: Any,
+    most: int,
+    arguments: dict[str, Any],
+) -> list[bool]:
     """Whether truncation shortened each row.
 
     Args:
         columns: The texts of the rows: one list, or two for pairs.
-        found: The tokenizer's result for them.
+        ids: Their ids.
+        encodings: See ``encode_batch``.
         most: Tokens that truncation keeps; 0: all.
     """
-    ids = found["input_ids"]
     full = [row for row in range(len(ids)) if len(ids[row]) == most]
-    if found.encodings is not None:
-        cut = {row for row in full if found.encodings[row].overflowing}
+    if encodings is not None:
+        cut = {row for row in full if encodings[row].overflowing}
     elif full:  # a tokenizer in Python does not report it: read these rows again, with room for one more token
         texts = [[column[row] for row in full] for column in columns]
         longer = tokenizer(*texts, return_attention_mask=False, **{**arguments, "max_length": most + 1})["input_ids"]

@@ -60,12 +60,12 @@ def test_rows_of_train_in_other_splits_stay_and_give_the_warning(caplog):
 
 def test_lines_conversations_and_sentences_are_compared_by_their_texts():
     lines = write("lines.txt", "one line\nanother\n" * 3)
-    assert text_data(lines, label=None, deduplicate=True).load()["train"].texts == ["one line", "another"]
+    assert list(text_data(lines, label=None, deduplicate=True).load()["train"].texts) == ["one line", "another"]
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     table = [{"messages": chat}, {"messages": chat}, {"messages": chat, "tools": "[]"}, {"messages": chat[::-1]}]
     assert len(load(LanguageTextData, table, deduplicate=True)) == 3, "tools are part of a conversation"
     words = [{"words": ["EU", "film"], "tags": ["B", "O"]}, {"words": ["EU", "film"], "tags": ["O", "O"]}]
-    assert load(TagTextData, words, deduplicate=True).texts == [(["EU", "film"], [0, 1])]
+    assert list(load(TagTextData, words, deduplicate=True).texts) == [(["EU", "film"], [0, 1])]
 
 
 def load(section: Any, table: list[dict[str, Any]], **data: Any) -> Any:
@@ -116,7 +116,7 @@ def test_conditions_hold_for_rows_of_a_function_for_lists_and_for_missing_values
     source = "def make():\n    return {'train': [{'text': 'a', 'n': [1]}, {'text': 'b', 'n': None}, {'text': 'c'}]}\n"
     Path("made.py").write_text(source.replace("'c'}", "'c', 'n': [1, 2]}"))
     data = text_data(None, label=None, module="made.py:make", drop=[{"column": "n", "shorter_than": 2}])
-    assert data.load()["train"].texts == ["c"]
+    assert list(data.load()["train"].texts) == ["c"]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_rows_that_cannot_be_read_are_skipped_before_conditions():
     table = [{"text": "a", "n": "x"}, {"text": 5, "n": "y"}, {"text": "b", "n": "y"}, {"text": "c", "n": "z"}]
     data = text_data(write_lines("t.jsonl", table), label=None, drop=[{"column": "n", "equals": "y"}])
     data.skip_unreadable = True
-    assert data.load()["train"].texts == ["a", "c"]
+    assert list(data.load()["train"].texts) == ["a", "c"]
 
 
 def test_a_number_has_no_length():

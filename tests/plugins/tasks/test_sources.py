@@ -78,7 +78,7 @@ def test_other_splits_and_texts_in_columns_have_the_names_of_the_section():
     sources = [{"files": "c.jsonl", "text": ["p", "q"]}]
     splits = text_data({"validation": "v.jsonl"}, sources=sources, text=["one", "two"]).load()
     assert splits["train"].texts[0] == ("a 0", "b")
-    assert splits["validation"].texts == [("x", "y")]
+    assert list(splits["validation"].texts) == [("x", "y")]
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

@@ -142,7 +142,7 @@ def test_every_source_gives_the_same_pairs(source):
         Path("train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(40)))
         section["files"] = {"train": f"train.{source}"}
     found = text_data(**section | {"validation_fraction": 0.0}).load()["train"]
-    assert found.texts == list(zip(*columns(), strict=True))
+    assert list(found.texts) == list(zip(*columns(), strict=True))
 
 
 @pytest.mark.slow

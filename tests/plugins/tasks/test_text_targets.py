@@ -257,7 +257,7 @@ def test_a_number_that_is_none_is_refused_or_skipped(value):
     )
     section = text_data("bad.jsonl", label="score", label_type="number")
     section.skip_unreadable = True
-    assert section.load()["train"].labels == [0.5, 1.0]
+    assert section.load()["train"].labels.tolist() == [0.5, 1.0]
 
 
 def test_a_class_that_training_lacks_is_refused():

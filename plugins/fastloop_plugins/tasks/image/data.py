@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -121,7 +121,7 @@ class ImageFiles:
     def __len__(self) -> int:
         return len(self.names)
 
-    def keep(self, ids: Sequence[int]) -> ImageFiles:
+    def keep(self, ids: Iterable[int]) -> ImageFiles:
         """The images with these ids."""
         return replace(self, names=[self.names[index] for index in ids], labels=[self.labels[index] for index in ids])
 

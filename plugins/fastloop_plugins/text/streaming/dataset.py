@@ -23,6 +23,7 @@ import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop.errors import RecipeError
+from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.formats import is_untyped
 from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.order import Order, Place
@@ -202,7 +203,7 @@ class Streaming:
             rows += [(*rows[0][:-1], value)] * min(count, COPIES)
             names += [index.name(first)] * min(count, COPIES)
         where = f"{index.paths[0]}" + f" and {len(index.paths) - 1} more" * (len(index.paths) > 1)
-        table = dict(zip(self.columns, map(list, zip(*rows, strict=True)), strict=True))
+        table = dict(zip(self.columns, map(Column, zip(*rows, strict=True)), strict=True))
         self.head = Table(where, table, untyped=all(map(is_untyped, index.paths)), places=names)
         return self.head
 

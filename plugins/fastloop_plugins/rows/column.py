@@ -1,0 +1,175 @@
+"""Columns of values that may exceed memory: blocks of them in an anonymous temporary file."""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from threading import local
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import numpy as np
+
+from fastloop.errors import RecipeError
+from fastloop_plugins import _cache
+from fastloop_plugins.rows.file import BLOCK
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+IN_MEMORY = 2**24
+"""Bytes of all columns together that stay in memory: small data is never written to a disk."""
+CURRENT = local()
+"""The store of the columns that are alive in a thread."""
+
+
+class Store:
+    """A file without a name, in the folder of ``token-cache`` or that of temporary files. It goes with its columns."""
+
+    def __init__(self) -> None:
+        folder = _cache.TOKENS.get()
+        self.folder = tempfile.gettempdir() if folder is None else str(folder.path)
+        self.file = tempfile.SpooledTemporaryFile(IN_MEMORY, dir=self.folder)  # noqa: SIM115
+
+    def __del__(self) -> None:
+        self.file.close()
+
+    def write(self, values: list[Any]) -> Any:
+        """Write a block. Returns the argument of ``read``."""
+        try:
+            data = pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
+        except Exception:  # an object of `data.module` that cannot be pickled stays in memory
+            return list(values)
+        try:
+            offset = self.file.seek(0, 2)
+            self.file.write(data)
+        except OSError as error:
+            raise RecipeError(
+                f"data: rows cannot be written to a temporary file in {self.folder}: {error.strerror}. Free its disk, "
+                "or set TMPDIR to another folder."
+            ) from None
+        return offset, len(data)
+
+    def read(self, block: Any) -> list[Any]:
+        """A block. Only this process has written to the file."""
+        if isinstance(block, list):
+            return block
+        self.file.seek(block[0])
+        values: list[Any] = pickle.loads(self.file.read(block[1]))
+        return values
+
+
+def current_store() -> Store:
+    """The store of this thread's columns: one file, however many columns there are."""
+    store: Store | None = getattr(CURRENT, "store", lambda: None)()
+    if store is None:
+        store = Store()
+        CURRENT.store = ref(store)
+    return store
+
+
+class Column(Sequence[Any]):
+    """Values of any type, one for each row. Reading them in order is fast, and needs the memory of a block.
+
+    Pickled blocks return exactly the values that a source has, so that a message can show them. They take a tenth of
+    the time of Arrow arrays, which are converted to and from text.
+    """
+
+    def __init__(self, values: Iterable[Any] = ()) -> None:
+        self.blocks, self.starts = list[tuple[Store, Any]](), array("q", [0])
+        self.ids: NDArray[np.int64] | None = None  # the rows of ``keep``
+        self.last: tuple[int, list[Any]] = (-1, [])
+        iterator = iter(values)
+        while block := list(islice(iterator, BLOCK)):
+            self.append_block(block)
+
+    def append_block(self, values: list[Any]) -> None:
+        """Add values at the end."""
+        store = current_store()
+        self.blocks.append((store, store.write(values)))
+        self.starts.append(self.starts[-1] + len(values))
+
+    def keep(self, ids: NDArray[np.int64]) -> Column:
+        """The rows with these ids, as a view."""
+        found = Column()
+        found.blocks, found.starts, found.ids = self.blocks, self.starts, ids if self.ids is None else self.ids[ids]
+        return found
+
+    @staticmethod
+    def join(parts: Sequence[Column]) -> Column:
+        """The rows of several columns."""
+        if len(parts) == 1:
+            return parts[0]
+        found, ids = Column(), list[Any]()
+        for part in parts:
+            first, own = found.starts[-1], part.starts
+            ids.append(first + (np.arange(own[-1]) if part.ids is None else part.ids))
+            found.blocks += part.blocks
+            found.starts.extend(first + start for start in own[1:])
+        if any(part.ids is not None for part in parts):
+            found.ids = np.concatenate(ids)
+        return found
+
+    def __len__(self) -> int:
+        return self.starts[-1] if self.ids is None else len(self.ids)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.ids is None:
+            for number in range(len(self.blocks)):
+                yield from self._block(number)
+            return
+        for first in range(0, len(self.ids), BLOCK):
+            ids = self.ids[first : first + BLOCK]
+            numbers = np.searchsorted(self.starts, ids, side="right") - 1
+            for row, number in zip(ids.tolist(), numbers.tolist(), strict=True):
+                yield self._block(number)[row - self.starts[number]]
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = range(len(self))[index]
+        if isinstance(rows, range):
+            return [self[row] for row in rows]
+        row = rows if self.ids is None else int(self.ids[rows])
+        number = bisect_right(self.starts, row) - 1
+        return self._block(number)[row - self.starts[number]]
+
+    def __reduce__(self) -> Any:
+        return Column, (list(self),)  # a data worker that is started, and not forked, gets the values
+
+    def _block(self, number: int) -> list[Any]:
+        if self.last[0] != number:
+            store, block = self.blocks[number]
+            self.last = number, store.read(block)
+        return self.last[1]
+
+
+class Tuples(Sequence[tuple[Any, ...]]):
+    """The rows of several columns."""
+
+    def __init__(self, columns: Iterable[Sequence[Any]]) -> None:
+        self.columns = list(columns)
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return zip(*self.columns, strict=True)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = [column[index] for column in self.columns]
+        return list(zip(*found, strict=True)) if isinstance(index, slice) else tuple(found)
+
+
+def in_blocks(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[int, list[list[Any]]]]:
+    """Yield the first row and the values of each block of some columns; at least one block, which may be empty."""
+    iterators, start = [iter(values) for values in columns], 0
+    while True:
+        block = [list(islice(values, BLOCK)) for values in iterators]
+        if start == 0 or block[0]:
+            yield start, block
+        start += len(block[0])
+        if len(block[0]) < BLOCK:
+            return

@@ -727,16 +727,16 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "names of options and commands in sentences that propose none of them": (
         "importing/keys.py --resume",
-        "importing/read.py fastloop import",
+        "importing/command.py fastloop import",
         "recipe/recipe.py --without",
         "report/read.py fastloop train",
-        "report/records.py fastloop evaluate",
-        "report/records.py fastloop sweep",
+        "report/read.py fastloop evaluate",
         "report/serve.py fastloop train",
         "scale/model.py --without",
         "scale/model.py fastloop plan",
         "search/command.py fastloop search",
         "search/study.py fastloop search",
+        "trials/record.py fastloop sweep",
         "text/samples.py data.max_length=",
         "streaming/samples.py data.label_type=",
         "text/data.py data.label_type=",
@@ -768,6 +768,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "measurements that take minutes, or depend on the machine": (
         "bench/plan.py --with",
         "bench/plan.py fastloop plugins",
+        "bench/command.py fastloop report",
         "observe/speed_check.py --with",
         "observe/speed_check.py fastloop profile",
         "search/command.py fastloop report",
@@ -790,7 +791,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "new/command.py fastloop train",  # tests/packages
         "scale/estimate.py train.optimizer=",  # test_scale.py
         "scale/change.py plugins.{}.{}=",  # test_scale_advice.py
-        "sweep/command.py --resume",  # test_sweep.py
+        "trials/runs.py --resume",  # test_sweep.py
         "sweep/command.py fastloop report",
         "chat/data.py data.messages=",  # test_chat_rows.py
         "chat/template.py data.chat_template=",  # test_chat.py

@@ -20,9 +20,8 @@ import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart
+from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, number, tick_labels, ticks
 from fastloop_tools.report.metrics import MOST, Metrics, Series
-from fastloop_tools.report.numbers import number, tick_labels, ticks
 from fastloop_tools.report.page import MANY, Bar, scale
 from fastloop_tools.report.read import read
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots

@@ -21,7 +21,7 @@ from text_helpers import TINY_GPT
 
 from fastloop_tools.inference.worst import describe, score
 from fastloop_tools.report.page import MOST_CLASSES
-from fastloop_tools.report.records import read_evaluation
+from fastloop_tools.report.read import read_evaluation
 
 CODE = """
 import torch

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop_tools.inference.picture import Matrix, draw_matrix
 from fastloop_tools.report import sweeps
-from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
+from fastloop_tools.report.charts import Chart, Panel, line_chart, number, panel
 from fastloop_tools.report.metrics import Series
-from fastloop_tools.report.numbers import number
-from fastloop_tools.report.read import Found, Trained
-from fastloop_tools.report.records import Evaluation
+from fastloop_tools.report.read import Evaluation, Found, Trained
 from fastloop_tools.report.tables import Cell, Table, differences, environment
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ Skips missing files; an error names a broken one."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,12 +13,61 @@ from typing import Any
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml as plain
 from fastloop_tools.report.metrics import Metrics, Series
-from fastloop_tools.report.records import MALFORMED, Evaluation, read_evaluation, read_json
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
 """The file that a folder has instead of a run -> its part of ``Found``."""
 EVALUATIONS = "evaluation"
 """The folder in a run folder with results of ``fastloop evaluate``."""
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
+
+
+@dataclass
+class Class:
+    """The metrics of one class in an evaluation."""
+
+    name: str
+    precision: float
+    recall: float
+    f1: float
+    samples: int
+
+
+@dataclass
+class WorstSample:
+    """A sample that the model got wrong. ``input`` is None if it has no text."""
+
+    index: int
+    target: str
+    prediction: str
+    target_probability: float
+    prediction_probability: float
+    input: str | None
+
+
+@dataclass
+class Evaluation:
+    """A result of ``fastloop evaluate``.
+
+    Attributes:
+        steps: Optimizer steps of the evaluated run; None: unknown.
+        confusion: Counts, target by prediction; empty without classes.
+        arguments: The recipe and overrides of the command.
+    """
+
+    metrics: dict[str, float]
+    classes: list[Class]
+    confusion: list[list[int]]
+    split: str | None = None
+    file: str | None = None
+    steps: int | None = None
+    arguments: list[str] | None = None
+    worst: list[WorstSample] | None = field(default_factory=list)
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of all classes."""
+        return sum(row.samples for row in self.classes)
 
 
 @dataclass
@@ -139,3 +189,37 @@ def _run(folder: Path, name: str, logs: dict[Path, Metrics]) -> Trained:
         run.lines = logs.setdefault(path, Metrics(path)).update()
     run.evaluations = [read_evaluation(path) for path in sorted((folder / EVALUATIONS).glob("*.json"))]
     return run
+
+
+def read_evaluation(path: Path) -> Evaluation:
+    """Read a result of ``fastloop evaluate``.
+
+    Raises:
+        UsageError: The file cannot be read, or has another form.
+    """
+    from pydantic import TypeAdapter
+
+    try:
+        found = TypeAdapter(Evaluation).validate_python(read_json(path))
+        if {len(found.confusion), *map(len, found.confusion)} - {len(found.classes)}:
+            raise ValueError("the classes and their confusions differ in number")
+    except MALFORMED:
+        raise UsageError(
+            f"{path}: expected the results that `fastloop evaluate` writes. Evaluate the run again, or remove the file."
+        ) from None
+    return found
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UsageError: The file cannot be read, or holds another value.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}.") from None
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: expected one JSON object.")
+    return found

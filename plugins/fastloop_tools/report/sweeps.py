@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 from typing import Any
 
-from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, path, value_range
-from fastloop_tools.report.numbers import number
+from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, number, path, value_range
 from fastloop_tools.report.tables import Cell, Table
 
 SERIES = 6

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from fastloop.errors import UsageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Points = list[tuple[float, float]]
 """(step, value) of each point."""
 MOST = 300
 """Most points that a series keeps: a line of about one point for each of its pixels on the page."""
+BLOCK = 2**22
+"""Bytes that are read at once."""
 TAIL = 4096
 """Bytes before the end of what was read. If they have changed, the run has begun or resumed again, and the file is read
 from its start."""
@@ -34,51 +42,42 @@ class Series:
     last: float = math.nan
     least: float = math.inf
     most: float = -math.inf
-    _groups: list[list[float]] = field(default_factory=list)
-    """The last step, the sum and the number of neighbours; all but the last have ``_size``."""
+    _groups: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 3)))
+    """The last step, the sum and the number of neighbours, (groups, 3); all groups but the last have ``_size``."""
     _size: int = 1
 
     def __bool__(self) -> bool:
-        return bool(self._groups)
+        return bool(len(self._groups))
 
     @property
     def points(self) -> Points:
         """The points to draw: the mean of neighbours, at the step of the last one."""
-        return [(step, total / count) for step, total, count in self._groups]
+        return [(step, total / count) for step, total, count in self._groups.tolist()]
 
-    def add(self, step: float, value: float) -> None:
-        """Add a point."""
-        groups = self._groups
-        if not math.isfinite(value):
-            return
-        if not groups:
-            self.start, self.first = step, value
-        self.last = value
-        if value < self.least:
-            self.least = value
-        if value > self.most:
-            self.most = value
-        if groups and groups[-1][2] < self._size:
-            group = groups[-1]
-            group[0], group[1], group[2] = step, group[1] + value, group[2] + 1
-            return
-        groups.append([step, value, 1])
-        if len(groups) > MOST:
-            pairs = [groups[at : at + 2] for at in range(0, len(groups), 2)]
-            self._groups = [[pair[-1][0], sum(one[1] for one in pair), sum(one[2] for one in pair)] for pair in pairs]
+    def extend(self, points: Sequence[tuple[float, float]] | NDArray[np.float64]) -> Series:
+        """Add points, (points, 2), and return the series."""
+        added = np.asarray(points, dtype=np.float64).reshape(-1, 2)
+        added = added[np.isfinite(added[:, 1])]
+        if not len(added):
+            return self
+        if not self:
+            self.start, self.first = added[0].tolist()
+        values = added[:, 1]
+        self.last = float(values[-1])
+        self.least, self.most = min(self.least, float(values.min())), max(self.most, float(values.max()))
+        rows = np.concatenate([self._groups, np.insert(added, 2, 1, axis=1)])
+        ends = rows[:, 2].cumsum()
+        while ends[-1] > MOST * self._size:
             self._size *= 2
-
-    def extend(self, points: Iterable[tuple[float, float]]) -> Series:
-        """Add points, and return the series."""
-        for step, value in points:
-            self.add(step, value)
+        starts = np.flatnonzero(np.diff((ends - rows[:, 2]) // self._size, prepend=-1))
+        lasts = np.append(starts[1:], len(rows)) - 1
+        self._groups = np.column_stack([rows[lasts, 0], np.add.reduceat(rows[:, 1:], starts)])
         return self
 
     def scaled(self, factor: float) -> Series:
         """The series in another unit."""
-        groups = [[step, total * factor, count] for step, total, count in self._groups]
         first, last, least, most = (value * factor for value in (self.first, self.last, self.least, self.most))
-        return Series(self.start, first, last, least, most, groups, self._size)
+        return Series(self.start, first, last, least, most, self._groups * (1.0, factor, 1.0), self._size)
 
 
 class Metrics:
@@ -106,29 +105,68 @@ class Metrics:
                 if file.read(len(self._tail)) != self._tail or not self._tail.endswith(b"\n"):
                     self._begin()
                     file.seek(0)
-                for line in file:
-                    self._add(line)
+                while data := file.read(BLOCK) + file.readline():
+                    whole = data.rfind(b"\n") + 1
+                    self._add(data[:whole])
+                    self._add(data[whole:])
         except OSError as error:
             raise UsageError(f"{self.path}: cannot be read: {error}.") from None
         return self.lines
 
-    def _add(self, line: bytes) -> None:
-        """Add the values of a line; nothing for one that is not complete."""
+    def _add(self, data: bytes) -> None:
+        """Add the values of lines; nothing for one that is not complete."""
+        from pydantic_core import from_json  # parses in less than half the time of `json`
+
+        count = data.count(b"\n")
         try:
-            point = json.loads(line.decode())
-            step, split = int(point.pop("step")), point.pop("split", None)
-            values = [(key, float(value)) for key, value in point.items() if type(value) in (int, float)]
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
-            if not line.endswith(b"\n"):
+            rows = from_json(b"[%b]" % data.removesuffix(b"\n").replace(b"\n", b","), cache_strings="keys")
+            if len(rows) != (count or len(data) > 0):
+                raise ValueError("a row that is not a line")
+            points = read_points(rows)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            if not count:
                 return
-            number = self._number + 1
+            number = self._number + 1 + find_malformed(data)
             self._begin()
             raise UsageError(
                 f"{self.path}, line {number}: expected one JSON object with a step, and numbers."
             ) from None
-        for key, value in values:
+        for name, found in points.items():
+            self.lines.setdefault(name, Series()).extend(found)
+        self._offset, self._number = self._offset + len(data), self._number + count
+        self._tail = (self._tail + data)[-TAIL:]
+
+
+def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
+    """Value -> its points, (points, 2), of the lines of a log. Values that are no numbers have none."""
+    alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # lines of one split with the same keys
+    for row in rows:
+        alike.setdefault((row.get("split"), *row), []).append(row)
+    found: dict[str, list[NDArray[np.float64]]] = {}
+    for (split, *keys), group in alike.items():
+        steps = np.array([int(row["step"]) for row in group])
+        for key in set(keys) - {"step"}:
+            values = [row[key] for row in group]
+            kinds = [*map(type, values)]
+            if not (there := {int, float}.intersection(kinds)):
+                continue
+            where = steps
+            if there != set(kinds):
+                is_number = np.array([kind in there for kind in kinds])
+                where, values = steps[is_number], [*compress(values, is_number)]
             name = f"{split} {key}" if split else key
-            if name not in self.lines:
-                self.lines[name] = Series()
-            self.lines[name].add(step, value)
-        self._offset, self._number, self._tail = self._offset + len(line), self._number + 1, (self._tail + line)[-TAIL:]
+            found.setdefault(name, []).append(np.column_stack([where, np.array(values, dtype=np.float64)]))
+    return {name: np.concatenate(parts) for name, parts in found.items()}
+
+
+def find_malformed(data: bytes) -> int:
+    """The index of the first line that is not one of a log."""
+    from pydantic_core import from_json
+
+    lines = data.splitlines()
+    for index, line in enumerate(lines):
+        try:
+            read_points([from_json(line)])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+            return index
+    return len(lines) - 1

@@ -116,7 +116,7 @@ class Seq2Seq(TextTask):
 
         return ColumnSequences(("input_ids", "labels"), split.ids, split.lengths)
 
-    def warn_about_length(self, split: str, dataset: Any) -> None:
+    def check_dataset(self, split: str, dataset: Any) -> None:
         dataset.warn(split, ("inputs", "targets"), list(self.encoding_arguments().items()))
 
     @hookimpl(optionalhook=True)
@@ -137,7 +137,7 @@ class Seq2Seq(TextTask):
 
         self.text_model.load_tokenizer(self.data.options.max_length)
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
-        chunks = map(self.data.add_prefix, text_chunks(self.data, source, start, size))
+        chunks = (self.data.add_prefix(texts) for texts, _ in text_chunks(self.data, source, start, size))
         return (Sequences(*flat(encode(self.text_model.tokenizer, texts, [], arguments))) for texts in chunks)
 
     @hookimpl

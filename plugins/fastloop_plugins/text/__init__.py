@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastloop_plugins.rows.table import RowError
     from fastloop_plugins.text.batches import Sequences
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.chat.template import ChatRenderer
@@ -30,6 +31,7 @@ PLACES = {
     "Data": "options",
     "Model": "model",
     "Ragged": "ragged",
+    "RowError": "task",
     "Sequences": "batches",
     "Split": "tokens",
     "TextTask": "task",
@@ -50,6 +52,7 @@ __all__ = [
     "Data",
     "Model",
     "Ragged",
+    "RowError",
     "Sequences",
     "Split",
     "TextTask",

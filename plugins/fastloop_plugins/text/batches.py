@@ -127,12 +127,13 @@ class PaddedCollator:
     Args:
         ragged: Builds a batch of samples before padding. A plugin that packs calls it, too.
         width: The width of batches.
+        masked: Whether a batch with padding has a mask: causal attention needs none for padding on the right.
     """
 
     deterministic = True
 
-    def __init__(self, ragged: Callable[[list[dict[str, Any]]], Ragged], width: Width) -> None:
-        self.ragged, self.width = ragged, width
+    def __init__(self, ragged: Callable[[list[dict[str, Any]]], Ragged], width: Width, masked: bool = True) -> None:
+        self.ragged, self.width, self.masked = ragged, width, masked
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         batch = self.ragged(samples)
@@ -141,6 +142,6 @@ class PaddedCollator:
         inputs = {
             name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()
         } | batch.fixed
-        if min(map(len, rows)) < width:
+        if self.masked and min(map(len, rows)) < width:
             inputs["attention_mask"] = mask(rows, width, left)
         return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)

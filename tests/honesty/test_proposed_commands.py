@@ -738,7 +738,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "search/study.py fastloop search",
         "trials/record.py fastloop sweep",
         "text/samples.py data.max_length=",
-        "streaming/samples.py data.label_type=",
+        "streaming/dataset.py data.label_type=",
         "text/data.py data.label_type=",
         "testing/conformance.py fastloop plan",
         "testing/documents.py fastloop new",

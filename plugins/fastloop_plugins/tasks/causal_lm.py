@@ -32,9 +32,9 @@ from fastloop_plugins.models.checks import check_causal
 from fastloop_plugins.tasks.tags.data import has_tags
 from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
 from fastloop_plugins.text.chat.model import ChatModel, CompletionModel, DecoderModel, DecoderOptions
+from fastloop_plugins.text.options import language_traits
 from fastloop_plugins.text.padding_check import PROBE, ROUNDING, check_prompts, report_padding
 from fastloop_plugins.text.task import TextTask
-from fastloop_plugins.text.traits import language_traits
 
 if TYPE_CHECKING:
     from torch import nn

@@ -18,7 +18,7 @@ from fastloop_plugins.rows.table import Bad, RowError, text_column
 from fastloop_plugins.text.columns import each_text
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import TextModel
-from fastloop_plugins.text.traits import padded_traits
+from fastloop_plugins.text.options import padded_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.rows.index import Row
-    from fastloop_plugins.text.batches import Sequences
-    from fastloop_plugins.text.ragged import Ragged
+    from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -163,7 +162,7 @@ class StreamedRows:
         arguments: Mapping[str, Any],
         table: Mapping[Any, Any] | None = None,
     ) -> None:
-        from fastloop_plugins.text.streaming.samples import LabelReader
+        from fastloop_plugins.text.streaming.dataset import LabelReader
 
         self.data, self.tokenizer, self.arguments = data, tokenizer, arguments
         self.encode, self.build = encode, build
@@ -254,9 +253,14 @@ class TextTask(Plugin):
         Raises:
             RowError: The next row cannot be encoded. The run ends with an error that names its file and number.
         """
-        from fastloop_plugins.text.column_ids import encode_columns
+        from fastloop_plugins.text.batches import join_ids
+        from fastloop_plugins.text.tokens import encode_marked, portions
 
-        return encode_columns(tokenizer, rows, arguments)
+        options = {"truncation": True, "max_length": arguments["max_length"]}
+        for portion in portions(rows):
+            columns = zip(*((row,) if isinstance(row, str) else row for row in portion), strict=True)
+            encoded = [encode_marked(tokenizer, texts, dict(options)) for texts in columns]
+            yield from map(join_ids, zip(*encoded, strict=True))
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> Sequences:
@@ -267,7 +271,7 @@ class TextTask(Plugin):
                 count in each row; ``labels`` the labels.
             arguments: See ``encoding_arguments``.
         """
-        from fastloop_plugins.text.column_ids import ColumnSequences
+        from fastloop_plugins.text.batches import ColumnSequences
 
         return ColumnSequences(arguments["columns"], split.ids, split.lengths, split.labels)
 
@@ -279,7 +283,7 @@ class TextTask(Plugin):
         import numpy as np
         import torch
 
-        from fastloop_plugins.text.ragged import Ragged
+        from fastloop_plugins.text.batches import Ragged
 
         rows = [sample[name] for name in self.columns if name in samples[0] for sample in samples]
         fixed = {}

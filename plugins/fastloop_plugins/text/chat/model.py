@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
-from fastloop_plugins.models.hub import quiet
+from fastloop_plugins.models.hub import first_line, quiet
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, names_in, template_text
 from fastloop_plugins.text.model import Model, TextModel
@@ -83,10 +83,8 @@ class DecoderModel(TextModel):
             resized = [model.get_input_embeddings(), model.get_output_embeddings()]
             sizes = [len(module.weight) for module in resized]
         except Exception as error:  # models raise errors of any type
-            cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            raise RecipeError(
-                f"{where} cannot be resized: {type(error).__name__}: {cause}. Leave pad_vocab_to out."
-            ) from None
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise RecipeError(f"{where} cannot be resized: {cause}. Leave pad_vocab_to out.") from None
         if sizes != [rows, rows]:
             raise RecipeError(
                 f"{where} has {sizes} rows of embedding and head, expected {rows} after resizing. Leave "

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop_plugins._cache import flat
-from fastloop_plugins.text.batches import Sequences
+from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import ChatRenderer
 from fastloop_plugins.text.next_token_loss import IGNORED
-from fastloop_plugins.text.ragged import Ragged
 from fastloop_plugins.text.samples import show_tokens, split_rows
 from fastloop_plugins.text.task import StreamedRows
 from fastloop_plugins.text.tokenizers import end_of

@@ -72,7 +72,7 @@ def offline() -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of a library says, in one line without a full stop."""
+    """The message of a library's error: its first line, without a full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 

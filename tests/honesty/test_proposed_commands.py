@@ -469,7 +469,7 @@ CASES: dict[str, Case] = {
         {"COLUMN": "summary"},
     ),
     "a local model instead of the hub": Case(
-        ("text/model.py model.name=",),
+        ("models/hub.py model.name=", "text/model.py model.name="),
         then(
             text(),
             "train",
@@ -496,7 +496,7 @@ CASES: dict[str, Case] = {
         {"FOLDER": "out/model"},
     ),
     "an image model": Case(
-        ("image/model.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}
+        ("models/hub.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}
     ),
     "a split of images": Case(
         ("image/data.py data.splits.validation=",),

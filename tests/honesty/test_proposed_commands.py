@@ -504,7 +504,7 @@ CASES: dict[str, Case] = {
         (r"such as (data\.splits\.validation=val)\.",),
     ),
     "a template": Case(
-        ("chat/tokens.py data.chat_template=",),
+        ("chat/model.py data.chat_template=",),
         chat,
         (r"(data\.chat_template=FILE\.jinja)",),
         {"FILE.jinja": "marked.jinja"},
@@ -737,7 +737,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "search/command.py fastloop search",
         "search/study.py fastloop search",
         "trials/record.py fastloop sweep",
-        "text/samples.py data.max_length=",
+        "chat/tokens.py data.max_length=",
         "streaming/dataset.py data.label_type=",
         "text/data.py data.label_type=",
         "testing/conformance.py fastloop plan",
@@ -798,7 +798,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "chat/template.py data.train_on=",
         "streaming/shards.py data.files.train=",  # test_shards.py
         "streaming/shards.py data.name=",
-        "chat/time_limit.py data.chat_template=",  # test_hostile_data.py
         "text/padding_check.py data.padding=",  # test_padding.py
         "text/padding_check.py train.eval_batch_size=",
         "text/tokenizers.py model.tokenizer=",  # test_text_classification.py

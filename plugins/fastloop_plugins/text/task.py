@@ -137,7 +137,7 @@ def name_row_errors(rows: Iterator[list[int]], bad: Bad) -> Iterator[list[int]]:
 def refuse_row(data: TextData, row: Any, problem: str) -> None:
     """Raise an error that names a row in memory, by its content. Reads the rows again, to find the first such one."""
     for part in (part for parts in data._read().values() for part in parts):
-        rows = Rows(data.parse([*data._columns(part).values()], lambda index, problem: None)).texts
+        rows = Rows(data._parse(part, lambda index, problem: None)).texts
         if row in rows:
             raise RecipeError(f"{part.row(rows.index(row) + 1)}: {problem}")
     raise RecipeError(f"{data.where}: {problem}")

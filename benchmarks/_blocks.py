@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fastloop import hookimpl
 from fastloop_plugins.tasks.causal_lm import CausalLM
-from fastloop_plugins.text.lm_batches import block_sequences
+from fastloop_plugins.text.chat.tokens import block_sequences
 from fastloop_plugins.text.next_token_loss import IGNORED
 
 FOLLOWS = 0.5
@@ -153,4 +153,4 @@ class BlockTask(CausalLM):
         assert self.train is not None
         length = self.data.options.max_length
         self.text_model.load_tokenizer(length)
-        return {"train": block_sequences(self.data.where, "train", self.train.ravel().astype(np.int32), length)}
+        return {"train": block_sequences(self.train.ravel().astype(np.int32), length)}

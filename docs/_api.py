@@ -21,7 +21,7 @@ from fastloop.schedule import Schedule
 from fastloop.settings import Settings
 from fastloop.state import Batch, Output, State
 from fastloop.strategy import Strategy
-from fastloop_plugins.text.ragged import Ragged
+from fastloop_plugins.text.batches import Ragged
 
 SINCE: dict[str, str] = {}
 """``Class.member`` -> the version that added it. Everything else has been there since 0.1."""

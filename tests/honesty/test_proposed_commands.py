@@ -469,7 +469,7 @@ CASES: dict[str, Case] = {
         {"COLUMN": "summary"},
     ),
     "a local model instead of the hub": Case(
-        ("text/model.py model.name=",),
+        ("models/hub.py model.name=", "text/model.py model.name="),
         then(
             text(),
             "train",
@@ -496,7 +496,7 @@ CASES: dict[str, Case] = {
         {"FOLDER": "out/model"},
     ),
     "an image model": Case(
-        ("image/model.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}
+        ("models/hub.py model.name=",), images("nobody/nothing"), (r"(model\.name=FOLDER)",), {"FOLDER": "vit"}
     ),
     "a split of images": Case(
         ("image/data.py data.splits.validation=",),
@@ -504,7 +504,7 @@ CASES: dict[str, Case] = {
         (r"such as (data\.splits\.validation=val)\.",),
     ),
     "a template": Case(
-        ("chat/tokens.py data.chat_template=",),
+        ("chat/model.py data.chat_template=",),
         chat,
         (r"(data\.chat_template=FILE\.jinja)",),
         {"FILE.jinja": "marked.jinja"},
@@ -737,8 +737,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "search/command.py fastloop search",
         "search/study.py fastloop search",
         "trials/record.py fastloop sweep",
-        "text/samples.py data.max_length=",
-        "streaming/samples.py data.label_type=",
+        "chat/tokens.py data.max_length=",
+        "streaming/dataset.py data.label_type=",
         "text/data.py data.label_type=",
         "testing/conformance.py fastloop plan",
         "testing/documents.py fastloop new",
@@ -798,7 +798,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "chat/template.py data.train_on=",
         "streaming/shards.py data.files.train=",  # test_shards.py
         "streaming/shards.py data.name=",
-        "chat/time_limit.py data.chat_template=",  # test_hostile_data.py
         "text/padding_check.py data.padding=",  # test_padding.py
         "text/padding_check.py train.eval_batch_size=",
         "text/tokenizers.py model.tokenizer=",  # test_text_classification.py

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
-from fastloop_plugins.text.ragged import LENGTHS, Ragged
+from fastloop_plugins.text.batches import LENGTHS, Ragged
 
 READ = {"input_ids", "token_type_ids"}
 """Columns that the model reads. Any other column with one value for each token holds targets."""

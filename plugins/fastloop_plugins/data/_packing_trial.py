@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
 from fastloop_plugins._probe import probing
-from fastloop_plugins.text.hidden_states import compute as forward
-from fastloop_plugins.text.hidden_states import split
+from fastloop_plugins.text.masks import compute as forward
+from fastloop_plugins.text.masks import split
 from fastloop_plugins.text.padding_check import results
 
 if TYPE_CHECKING:

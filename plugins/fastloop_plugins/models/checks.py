@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError
 from fastloop_plugins._probe import probing
-from fastloop_plugins.models.hub import quiet
+from fastloop_plugins.models.hub import first_line, quiet
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -124,13 +124,9 @@ def check_causal(
             (logits[:1, :half] - alone).abs().max() / alone.abs().max()
         )
 
-    def train() -> None:
-        model.train()
-        model(**block, use_cache=False)
-
     found = agree(run, model, where, find) or (0.0, 0.0)
     if block["input_ids"].numel() * sum(parameter.numel() for parameter in model.parameters()) <= AFFORDABLE:
-        agree(run, model, where, train, PADDING_REMEDY)
+        check_trains(run, model, {**block, "use_cache": False}, where)
     return found
 
 
@@ -167,24 +163,45 @@ def check_classifies(
     Raises:
         RecipeError: The model cannot compute logits from token ids and mask alone, or they have another shape.
     """
+    expected = (*inputs["input_ids"].shape[: 1 + tokens], classes)
+    _check_shape(run, model, where, lambda: model(**inputs).logits, expected, "texts", TOKENIZER_REMEDY)
 
+
+def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int, where: str) -> None:
+    """``check_classifies`` of images.
+
+    Args:
+        size: Height and width of the images in pixels.
+    """
+    import torch
+
+    def compute() -> Any:
+        output = model(torch.zeros(2, 3, size, size))
+        return getattr(output, "logits", output)
+
+    remedy = f"Use another model, or another data.image_size (it is {size})."
+    _check_shape(run, model, where, compute, (2, classes), "images", remedy)
+
+
+def _check_shape(
+    run: Run, model: nn.Module, where: str, compute: Callable[[], Any], expected: tuple[int, ...], of: str, remedy: str
+) -> None:
     def find() -> None:
-        shape, expected = tuple(model(**inputs).logits.shape), (*inputs["input_ids"].shape[: 1 + tokens], classes)
-        if shape != expected:
-            name = type(model).__name__
+        if (shape := tuple(compute().shape)) != expected:
             raise RecipeError(
-                f"{where}: {name} gives logits of shape {shape} for 2 texts, expected {expected}. Use another model."
+                f"{where}: {type(model).__name__} gives logits of shape {shape} for 2 {of}, expected {expected}. Use "
+                "another model."
             )
 
-    agree(run, model, where, find)
+    agree(run, model, where, find, remedy)
 
 
-def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], where: str) -> None:
+def check_trains(run: Run, model: nn.Module, inputs: Mapping[str, Any], where: str) -> None:
     """Raise an error for a model that computes no logits in train mode, such as Reformer without padding. Runs like
     ``check_causal``.
 
     Args:
-        inputs: As for ``check_classifies``, which tries eval mode.
+        inputs: As for ``check_classifies`` or ``check_causal``, which try eval mode.
 
     Raises:
         RecipeError: The model raised an error.
@@ -258,30 +275,6 @@ def check_target_loss(run: Run, model: nn.Module, inputs: Mapping[str, Tensor], 
     agree(run, model, where, find)
 
 
-def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int, where: str) -> None:
-    """Raise an error for an image classifier that does not return ``classes`` logits for each image. Runs like
-    ``check_causal``.
-
-    Args:
-        size: Height and width of the images in pixels.
-
-    Raises:
-        RecipeError: The model cannot compute logits from such images, or they have another shape.
-    """
-    import torch
-
-    def find() -> None:
-        output = model(torch.zeros(2, 3, size, size))
-        shape, expected = tuple(getattr(output, "logits", output).shape), (2, classes)
-        if shape != expected:
-            name = type(model).__name__
-            raise RecipeError(
-                f"{where}: {name} gives logits of shape {shape} for 2 images, expected {expected}. Use another model."
-            )
-
-    agree(run, model, where, find, f"Use another model, or another data.image_size (it is {size}).")
-
-
 def agree(
     run: Run, model: nn.Module, where: str, find: Callable[[], Found], remedy: str = TOKENIZER_REMEDY
 ) -> Found | None:
@@ -301,12 +294,10 @@ def agree(
         except RecipeError as error:
             result = None, str(error)
         except Exception as error:  # models raise errors of any type
-            cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            name = type(model).__name__
             result = (
                 None,
-                f"{where}: {name} cannot compute logits from the task's batches: {type(error).__name__}: {cause}. "
-                f"{remedy}",
+                f"{where}: {type(model).__name__} cannot compute logits from the task's batches: "
+                f"{type(error).__name__}: {first_line(error)}. {remedy}",
             )
     results = [found for found in run.processes.all_gather_object(result) if found is not None]
     if problem := next((problem for _, problem in results if problem), ""):

@@ -1,19 +1,55 @@
-"""Access to the model hub for the text tasks: check once whether it can be reached, and silence its libraries."""
+"""Configurations of transformers, and access to the model hub: whether it can be reached, and its silent libraries."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from fastloop import RecipeError
+from fastloop.errors import did_you_mean
+
+logger = logging.getLogger("fastloop")
+
+FROM_SCRATCH = "model.name=FOLDER, or train from scratch with model.config"
+"""Advice for a pretrained model that cannot be loaded."""
+FAILURES = (
+    OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError, MemoryError,
+)  # fmt: skip
+"""Errors of the libraries for names, arguments and files that they cannot use."""
 
 
 def is_hub_name(name: str) -> bool:
     """Whether a name could exist on the hub: ``name`` or ``owner/name``."""
     return re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) is not None and not name.startswith(".")
+
+
+def check_source(options: Any, where: str, example: str) -> None:
+    """Raise an error unless the section ``model`` has one of ``name`` and ``config``, and the latter a ``model_type``,
+    such as ``example``."""
+    if (options.name is None) == (options.config is None):
+        found = "neither" if options.name is None else "both"
+        raise RecipeError(f"{where}: found {found}, expected one of: name (pretrained), config (from scratch).")
+    if options.config is not None and not isinstance(options.config.get("model_type"), str):
+        raise RecipeError(f"{where}.config.model_type: missing. Expected an architecture's name, such as {example}.")
+
+
+def check_name(where: str, name: str, path: Path, wanted: Sequence[str] = ("config.json",)) -> None:
+    """Raise an error for the name of a pretrained model that is neither a folder with one of the files ``wanted``, nor
+    could be on the hub."""
+    if path.is_dir():
+        if not any((path / file).is_file() for file in wanted):
+            raise RecipeError(
+                f"{where}: {path} holds no {' or '.join(wanted)}. Expected a folder that save_pretrained wrote."
+            )
+    elif path.exists() or not is_hub_name(name):
+        raise RecipeError(f"{where}: {name}: no such folder, and not a name that the hub could have.")
 
 
 @cache
@@ -35,9 +71,14 @@ def offline() -> bool:
     return True
 
 
+def first_line(error: BaseException) -> str:
+    """The message of a library's error: its first line, without a full stop."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+
+
 def explain(where: str, name: str, folder: Path, error: BaseException, instead: str) -> str:
     """The error message for something that could not be loaded from a folder or from the hub."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    reason = first_line(error)
     if folder.is_dir():
         return f"{where}: {folder} cannot be loaded: {reason}."
     if not offline():
@@ -49,6 +90,25 @@ def explain(where: str, name: str, folder: Path, error: BaseException, instead: 
         f"cannot be reached from here, or HF_HUB_OFFLINE is set. Use a local copy: {instead}. Or set HF_HOME to a "
         "cache that has it, or HF_ENDPOINT to a mirror that can be reached."
     )
+
+
+@contextmanager
+def explaining(where: str, name: str, folder: Path, instead: str) -> Iterator[None]:
+    """Silence the libraries inside this context, and raise their errors with the message of ``explain``."""
+    from safetensors import SafetensorError
+
+    try:
+        with quiet():
+            yield
+    except (*FAILURES, SafetensorError) as error:
+        raise RecipeError(explain(where, name, folder, error, instead)) from None
+
+
+def log_new(model: str, names: Iterable[str]) -> None:
+    """Log the names of the weights that a pretrained model does not have."""
+    if names := sorted(names):
+        shown = ", ".join(names[:4]) + ", ..." * (len(names) > 4)
+        logger.info("not in %s, so initialized at random: %s", model, shown)
 
 
 @contextmanager
@@ -81,3 +141,33 @@ def quiet() -> Iterator[None]:
             datasets.logging.set_verbosity(datasets_level)
             if datasets_drawn:
                 datasets.enable_progress_bars()
+
+
+def config_from_scratch(given: dict[str, Any], where: str) -> Any:
+    """The configuration of transformers that ``model.config`` describes: ``model_type`` and its options.
+
+    Args:
+        where: The recipe and the key, for messages.
+
+    Raises:
+        RecipeError: There is no such type or option, or a value is invalid.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kinds = list(CONFIG_MAPPING.keys())
+    kind, rest = given["model_type"], {str(key): value for key, value in given.items() if key != "model_type"}
+    if kind not in kinds:
+        near = did_you_mean(kind, kinds)
+        raise RecipeError(f"{where}.model_type: transformers has no {kind!r}.{near}")
+    cls = CONFIG_MAPPING[kind]
+    known = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map)
+    for key in rest:
+        if key not in known:  # transformers would store it and never read it
+            raise RecipeError(f"{where}.{key}: {kind} has no such option.{did_you_mean(key, known)}")
+    try:
+        with quiet():  # the default end token may be outside a small vocabulary; build() sets it
+            return AutoConfig.for_model(kind, **rest)
+    except (ValueError, TypeError, StrictDataclassError) as error:
+        raise RecipeError(f"{where}: {' '.join(str(error).split())}") from None

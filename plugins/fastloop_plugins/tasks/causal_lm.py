@@ -22,45 +22,42 @@ with a ``temperature``:
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Output, Plugin, RecipeError, hookimpl, option
+from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.models.checks import check_causal
 from fastloop_plugins.tasks.tags.data import has_tags
 from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
-from fastloop_plugins.text.chat.tokens import ChatModel, CompletionModel, encode_rows
-from fastloop_plugins.text.decoder_model import DecoderModel, DecoderOptions
+from fastloop_plugins.text.chat.model import ChatModel, CompletionModel, DecoderModel, DecoderOptions
+from fastloop_plugins.text.options import language_traits
 from fastloop_plugins.text.padding_check import PROBE, ROUNDING, check_prompts, report_padding
-from fastloop_plugins.text.traits import language_traits
+from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
     from fastloop import Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.batches import Sequences
-    from fastloop_plugins.text.lm_batches import Collator
-    from fastloop_plugins.text.prompts import PromptCollator
+    from fastloop_plugins.text.batches import PaddedCollator, Sequences
+    from fastloop_plugins.text.chat.prompts import PromptCollator
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
 
-class CausalLM(Plugin):
+class CausalLM(TextTask):
     """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token. Reports ``perplexity``, and
     ``bits_per_character`` of texts."""
 
     name = "causal-lm"
-    slot = "task"
-    fallback_hooks = ("compute_loss",)
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of a causal language model"
     router_weight = 0.0
+    data: LanguageTextData
+    text_model: DecoderModel
 
     @dataclass(kw_only=True)
     class Config:
@@ -89,7 +86,7 @@ class CausalLM(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = LanguageTextData(recipe)
         if self.data.options.messages:
-            self.text_model: DecoderModel = (model := ChatModel(recipe, self.data.options.chat_template))
+            self.text_model = model = ChatModel(recipe, self.data.options.chat_template)
             self.data.names_read = model.template_names
         else:
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
@@ -97,45 +94,58 @@ class CausalLM(Plugin):
         if not self.data.masked and recipe.plugins.get("folds", False) is False:
             self.adds_metrics += ("bits_per_character",)
 
-    @hookimpl
-    def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
-        from fastloop_plugins.text.lm_batches import block_sequences, masked_sequences
+    def encoding_arguments(self) -> dict[str, Any]:
+        return self.data.encoding_arguments()
 
-        where, size, splits = self.data.where, self.data.options.max_length, self._read(run)
+    @staticmethod
+    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+        from fastloop_plugins.text.chat.tokens import encode_rows
+
+        return encode_rows(tokenizer, rows, arguments)
+
+    def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
+        from fastloop_plugins.text.chat.tokens import PLAIN
+        from fastloop_plugins.text.tokens import read
+
         if self.data.masked:
-            datasets: dict[str, Sequences] = {
-                name: masked_sequences(where, name, split.ids, split.lengths, size) for name, split in splits.items()
-            }
-        else:
-            datasets = {name: block_sequences(where, name, split.ids, size) for name, split in splits.items()}
-            self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
-        run.state.unreadable += self.data.unreadable
-        return self.data.streamed(run, datasets, self.text_model)
-
-    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.text import tokens as _text_tokens
-
+            return super().read_splits(run, first)
         self.data.skip_unreadable = run.settings.skip_unreadable
-        if not self.data.masked:
-            return _text_tokens.read(
-                self.data, self.text_model, documents=True, first=first, add_special_tokens=False, verbose=False
-            )
-        encoder = partial(encode_rows, name_of=self.data.name_of)
-        documents, train_on = self.data.options.messages is None, self.data.options.train_on
-        return _text_tokens.read(self.data, self.text_model, documents, encoder, first, train_on=train_on)
+        splits = read(self.data, self.text_model, documents=True, first=first, **PLAIN)
+        self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
+        return splits
+
+    def build_dataset(  # type: ignore[override]  # not static: token ids do not depend on ``data.max_length``
+        self, split: Split, arguments: Mapping[str, Any]
+    ) -> Sequences:
+        from fastloop_plugins.text.chat.tokens import MaskedSequences, block_sequences
+
+        size = self.data.options.max_length
+        return MaskedSequences(split.ids, split.lengths, size) if self.data.masked else block_sequences(split.ids, size)
+
+    def check_dataset(self, split: str, dataset: Any) -> None:
+        size = self.data.options.max_length
+        if not len(dataset):
+            problem = "the {split} split has no two tokens: there is no next token to learn"
+            if self.data.masked:
+                problem = "no row of the {split} split has a token with a loss among its first {size} (data.max_length)"
+            raise RecipeError(f"{self.data.where}: {problem.format(split=split, size=size)}.")
+        if self.data.masked:
+            dataset.warn(split, size)
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.text.samples import language_samples
+        from fastloop_plugins.text.chat.tokens import language_samples
 
-        return language_samples(self.data, self.text_model, self._read(run, count)["train"])
+        split = self.read_splits(run, count)["train"]
+        return language_samples(self.data, self.text_model.tokenizer, split)
 
     @hookimpl
-    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[Sequences]:
-        from fastloop_plugins.text.chat.stream import chat_chunks
+    def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
+        from fastloop_plugins.text.chat.prompts import chat_chunks
+        from fastloop_plugins.text.chat.tokens import PLAIN
         from fastloop_plugins.text.chunks import token_chunks
 
-        where, new = f"{run.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
+        where, new = f"{self.data.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
         if source is None:
             raise RecipeError(
                 f"{where}: continues texts, and a split has blocks of tokens. Give a file or a text to predict."
@@ -149,20 +159,22 @@ class CausalLM(Plugin):
         self.room = positions - new if positions is not None else None
         if self.data.options.messages:
             return chat_chunks(self.data, self.text_model.tokenizer, source, start, size)
-        return token_chunks(
-            self.data, self.text_model, source, start, size, {"add_special_tokens": False, "verbose": False}
-        )
+        return token_chunks(self.data, self.text_model, source, start, size, PLAIN)
 
     @hookimpl
-    def build_collator(self, run: Run, split: str) -> Collator | PromptCollator:
-        from fastloop_plugins.text.lm_batches import Collator
-        from fastloop_plugins.text.prompts import PromptCollator
+    def build_collator(  # type: ignore[override]  # a hook may name more arguments
+        self, run: Run, split: str
+    ) -> PaddedCollator | PromptCollator:
+        from fastloop_plugins.text.batches import PaddedCollator
+        from fastloop_plugins.text.chat.prompts import PromptCollator
+        from fastloop_plugins.text.chat.tokens import next_token_batch
 
+        tokenizer, width = self.text_model.tokenizer, self.text_model.width(run, self.data.options)
         if split == "predict":
-            return PromptCollator(self.text_model.tokenizer, self.room)
-        width = self.text_model.width(run, self.data.options)
-        routed = getattr(self.text_model.config.get_text_config(), "output_router_logits", False)
-        return Collator(self.text_model.tokenizer.pad_token_id, width, mask=bool(routed))
+            return PromptCollator(tokenizer, self.room)
+        routed = bool(getattr(self.text_model.config.get_text_config(), "output_router_logits", False))
+        batch = partial(next_token_batch, pad_token_id=tokenizer.pad_token_id, mask=routed)
+        return PaddedCollator(batch, width, masked=False)
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
@@ -202,7 +214,7 @@ class CausalLM(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        from fastloop_plugins.text.chat.stream import end_tokens
+        from fastloop_plugins.text.chat.prompts import end_tokens
 
         config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
         drawing: dict[str, Any] = {"do_sample": False}
@@ -221,7 +233,3 @@ class CausalLM(Plugin):
         if "bits_per_character" in self.adds_metrics:
             metrics["bits_per_character"] = metrics["loss"] / math.log(2) * self.tokens_per_character[split]
         return metrics
-
-    @hookimpl
-    def export_model(self, run: Run, folder: Path) -> Path:
-        return self.text_model.export(run, folder)

@@ -30,9 +30,9 @@ from fastloop_plugins.tasks.pairs.metrics import GENERATED, generated_metrics
 from fastloop_plugins.tasks.pairs.model import Seq2SeqModel
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.next_token_loss import IGNORED
+from fastloop_plugins.text.options import text_traits
 from fastloop_plugins.text.padding_check import PROBE, check_padding
 from fastloop_plugins.text.task import TextTask
-from fastloop_plugins.text.traits import text_traits
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from fastloop import Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks.pairs.data import Collator
-    from fastloop_plugins.text.batches import Sequences
-    from fastloop_plugins.text.column_ids import ColumnSequences
+    from fastloop_plugins.text.batches import ColumnSequences, Sequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -112,11 +111,11 @@ class Seq2Seq(TextTask):
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> ColumnSequences:
-        from fastloop_plugins.text.column_ids import ColumnSequences
+        from fastloop_plugins.text.batches import ColumnSequences
 
         return ColumnSequences(("input_ids", "labels"), split.ids, split.lengths)
 
-    def warn_about_length(self, split: str, dataset: Any) -> None:
+    def check_dataset(self, split: str, dataset: Any) -> None:
         dataset.warn(split, ("inputs", "targets"), list(self.encoding_arguments().items()))
 
     @hookimpl(optionalhook=True)
@@ -137,7 +136,7 @@ class Seq2Seq(TextTask):
 
         self.text_model.load_tokenizer(self.data.options.max_length)
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
-        chunks = map(self.data.add_prefix, text_chunks(self.data, source, start, size))
+        chunks = (self.data.add_prefix(texts) for texts, _ in text_chunks(self.data, source, start, size))
         return (Sequences(*flat(encode(self.text_model.tokenizer, texts, [], arguments))) for texts in chunks)
 
     @hookimpl

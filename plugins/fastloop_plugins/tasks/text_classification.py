@@ -41,9 +41,8 @@ from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metric
 from fastloop_plugins.tasks.heads.problems import make_problem
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import Model, TextModel
-from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.options import Data, padded_traits
 from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
-from fastloop_plugins.text.traits import padded_traits
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -35,8 +35,8 @@ from fastloop_plugins.tasks.heads.metrics import find_metrics
 from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
 from fastloop_plugins.tasks.tags.tokens import TagModel
 from fastloop_plugins.text.model import Model
+from fastloop_plugins.text.options import padded_traits
 from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
-from fastloop_plugins.text.traits import padded_traits
 
 if TYPE_CHECKING:
     from pathlib import Path

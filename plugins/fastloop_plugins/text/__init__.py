@@ -10,37 +10,35 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fastloop_plugins.text.batches import Sequences
+    from fastloop_plugins.rows.table import RowError
+    from fastloop_plugins.text.batches import Ragged, Sequences, cache_token_ids, join_ids
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.chat.template import ChatRenderer
-    from fastloop_plugins.text.column_ids import join_ids
-    from fastloop_plugins.text.hidden_states import compute, pool, split
+    from fastloop_plugins.text.masks import compute, pool, split
     from fastloop_plugins.text.model import Model
     from fastloop_plugins.text.next_token_loss import add_loss
-    from fastloop_plugins.text.options import Data
-    from fastloop_plugins.text.ragged import Ragged
+    from fastloop_plugins.text.options import Data, padded_traits, text_traits
     from fastloop_plugins.text.task import TextTask
-    from fastloop_plugins.text.token_ids import cache_token_ids
     from fastloop_plugins.text.tokens import Split
-    from fastloop_plugins.text.traits import padded_traits, text_traits
 
 PLACES = {
     "Chat": "chat.rows",
     "ChatRenderer": "chat.template",
     "Data": "options",
     "Model": "model",
-    "Ragged": "ragged",
+    "Ragged": "batches",
+    "RowError": "task",
     "Sequences": "batches",
     "Split": "tokens",
     "TextTask": "task",
     "add_loss": "next_token_loss",
-    "cache_token_ids": "token_ids",
-    "compute": "hidden_states",
-    "join_ids": "column_ids",
-    "padded_traits": "traits",
-    "pool": "hidden_states",
-    "split": "hidden_states",
-    "text_traits": "traits",
+    "cache_token_ids": "batches",
+    "compute": "masks",
+    "join_ids": "batches",
+    "padded_traits": "options",
+    "pool": "masks",
+    "split": "masks",
+    "text_traits": "options",
 }
 """Public name -> its module, which is imported at the first use."""
 
@@ -50,6 +48,7 @@ __all__ = [
     "Data",
     "Model",
     "Ragged",
+    "RowError",
     "Sequences",
     "Split",
     "TextTask",

@@ -1,23 +1,29 @@
-"""Token ids in memory, and their collation into padded batches."""
+"""Token ids in memory, and their batches before and after padding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastloop import Batch
+from fastloop_plugins import _cache
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from fastloop_plugins.text.ragged import Ragged
+    from fastloop_plugins._cache import Flat
 
+logger = logging.getLogger("fastloop")
 
 HASHED, PIECE = 2**24, 2**14
 """Approximate number of token ids that a fingerprint covers at most, and the length of the pieces it takes."""
+LENGTHS = "sequence_lengths"
+"""Input of a packed batch whose task reads all hidden states: the tokens of each sequence, (sequences,) int64."""
 
 
 class Sequences:
@@ -79,6 +85,98 @@ class Sequences:
         return {"label": int(label) if self.labels.dtype == np.int64 else label}
 
 
+def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]]) -> Flat:
+    """The ids of all rows end to end, int32, and the length of each row, int64.
+
+    Call it in ``build_datasets``, and declare the trait ``cached-token-ids``. In a run with `token-cache`, the ids are
+    mapped from disk, and ``rows`` is read only if they are not there yet. Without the plugin, they are in memory.
+
+    Args:
+        about: Everything that determines the ids: the texts, the tokenizer, its options, a version of the code.
+        rows: Ids of each text. An iterator, so that nothing is tokenized if the ids are cached.
+    """
+    folder = _cache.use_token_folder()
+    return _cache.flat(rows) if folder is None else _cache.kept(folder, _cache.digest(["rows", *about]), rows)
+
+
+def join_ids(parts: Iterable[tuple[Sequence[int], bool]]) -> list[int]:
+    """One list for a row of several texts: ``2 * tokens + truncated`` of each text, and then the ids of each.
+
+    Args:
+        parts: The ids of each text, and whether truncation shortened it.
+    """
+    parts = list(parts)
+    return [2 * len(ids) + cut for ids, cut in parts] + [token for ids, _ in parts for token in ids]
+
+
+class ColumnSequences(Sequences):
+    """Rows of several texts. A sample has the ids of each text by the name of its column, (tokens,) int32.
+
+    Args:
+        names: The columns.
+        ids: The rows of ``join_ids``, end to end.
+        lengths: Length of every row.
+        labels: As for ``Sequences``.
+
+    Attributes:
+        lengths: Tokens of all texts of a row.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        ids: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        labels: NDArray[Any] | None = None,
+    ) -> None:
+        super().__init__(ids, lengths, labels)
+        self.names, count = tuple(names), len(names)
+        starts = self.ends - lengths
+        facts = ids[starts[:, None] + np.arange(count)]  # (rows, columns)
+        self.borders = np.cumsum(np.column_stack([starts + count, facts // 2]), axis=1)
+        self.lengths, self.cut = lengths - count, (facts % 2).sum(0).tolist()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        borders = self.borders[index]
+        parts = zip(self.names, borders[:-1], borders[1:], strict=True)
+        return {name: self.ids[start:end] for name, start, end in parts} | self.label(index)
+
+    def warn(self, split: str, columns: Sequence[str], sizes: Sequence[tuple[str, int]]) -> None:
+        """Log how many texts are cut.
+
+        Args:
+            columns: The name of each column's texts in messages.
+            sizes: The option of ``data`` that limits each column, and its value.
+        """
+        for what, count, (option, size) in zip(columns, self.cut, sizes, strict=True):
+            if count:
+                logger.warning("%s", describe_cut(split, count, len(self), what, size, option))
+
+
+@dataclass(kw_only=True)
+class Ragged:
+    """A batch before padding: sequences of different lengths. A task's collator pads them, and ``packing`` puts them
+    end to end.
+
+    A collator may provide it through a method ``ragged(samples) -> Ragged``.
+
+    Attributes:
+        columns: Name -> one array for each sequence, and the value that fills the missing elements of shorter arrays.
+            ``input_ids`` is always present and defines the lengths; arrays of other columns are not longer.
+        fixed: Name -> a tensor without a token dimension, such as labels of shape (sequences,).
+        loss_weight: As in ``Batch``.
+        tokens: As in ``Batch``.
+        reads_all: Whether the task reads the hidden states of all tokens, and not only of each sequence's first one.
+            A batch then has ``sequence_lengths`` if it is packed: see ``text.masks``.
+    """
+
+    columns: Mapping[str, tuple[Sequence[NDArray[Any]], int]]
+    fixed: dict[str, Tensor] = field(default_factory=dict)
+    loss_weight: float
+    tokens: int
+    reads_all: bool = False
+
+
 def describe_cut(split: str, count: int, total: int, what: str, size: int, option: str = "max_length") -> str:
     """The message for texts that are longer than the option of ``data`` allows: ``size`` tokens."""
     return f"data: {split}: {count} of {total} {what} are cut at {size} tokens (data.{option}): {count / total:.1%}"
@@ -127,12 +225,13 @@ class PaddedCollator:
     Args:
         ragged: Builds a batch of samples before padding. A plugin that packs calls it, too.
         width: The width of batches.
+        masked: Whether a batch with padding has a mask: causal attention needs none for padding on the right.
     """
 
     deterministic = True
 
-    def __init__(self, ragged: Callable[[list[dict[str, Any]]], Ragged], width: Width) -> None:
-        self.ragged, self.width = ragged, width
+    def __init__(self, ragged: Callable[[list[dict[str, Any]]], Ragged], width: Width, masked: bool = True) -> None:
+        self.ragged, self.width, self.masked = ragged, width, masked
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         batch = self.ragged(samples)
@@ -141,6 +240,6 @@ class PaddedCollator:
         inputs = {
             name: padded(column, width, value, left) for name, (column, value) in batch.columns.items()
         } | batch.fixed
-        if min(map(len, rows)) < width:
+        if self.masked and min(map(len, rows)) < width:
             inputs["attention_mask"] = mask(rows, width, left)
         return Batch(inputs, loss_weight=batch.loss_weight, tokens=batch.tokens)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import find_files
-from fastloop_plugins.rows.table import text_column
+from fastloop_plugins.rows.table import Bad, text_column
 from fastloop_plugins.text.batches import Sequences, describe_cut
 from fastloop_plugins.text.columns import Text, join_columns, token_types
 from fastloop_plugins.text.tokens import encode
@@ -25,33 +26,44 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-def text_chunks(data: TextData, source: Path | Iterable[str], start: int, size: int) -> Iterator[list[Text]]:
-    """The texts of a file, ``size`` at a time, from row ``start``; or the given texts.
+def read_chunks(
+    data: TextData, source: Path | Iterable[str], start: int, size: int
+) -> Iterator[tuple[list[Sequence[Any]], Bad]]:
+    """The rows of a file, ``size`` at a time, from row ``start``, and a function that refuses one of them; or the given
+    texts, as rows of one column.
 
     Raises:
-        RecipeError: The file does not exist, its format is unknown, or it has no column ``data.text``.
+        RecipeError: The file does not exist, its format is unknown, or it lacks a column.
     """
-    if not isinstance(source, Path):
-        if len(data.columns) > 1:
-            raise RecipeError(
-                f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file "
-                "with these."
-            )
-        texts = islice(source, start, None)
-        while given := list[Text](islice(texts, size)):
-            yield given
-        return
-    path = find_files(data.recipe, str(source), "predict", "FILE")[0]
-    rows = islice(data.layout(predicts=True).rows(str(path)), start, None)
+    if isinstance(source, Path):
+        path = find_files(data.recipe, str(source), "predict", "FILE")[0]
+        rows: Iterator[Sequence[Any]] = iter(data.layout(predicts=True).rows(str(path)))
+        name = f"{path}, row"
+    else:
+        rows, name = ((text,) for text in source), "text"
+    rows = islice(rows, start, None)
     while chunk := list(islice(rows, size)):
-
-        def bad(index: int, problem: str, start: int = start) -> None:
-            raise RecipeError(f"{path}, row {start + index + 1}: {problem}")
-
-        columns = zip(data.columns, zip(*chunk, strict=True), strict=True)
-        found = [text_column(values, name, data.text_key, bad) for name, values in columns]
-        yield list[Text](found[0] if len(found) == 1 else zip(*found, strict=True))
+        yield chunk, partial(_refuse, name, start)
         start += len(chunk)
+
+
+def _refuse(name: str, start: int, index: int, problem: str) -> None:
+    raise RecipeError(f"{name} {start + index + 1}: {problem}")
+
+
+def text_chunks(
+    data: TextData, source: Path | Iterable[str], start: int, size: int
+) -> Iterator[tuple[list[Text], Bad]]:
+    """``read_chunks`` as texts."""
+    if not isinstance(source, Path) and len(data.columns) > 1:
+        raise RecipeError(
+            f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file with "
+            "these."
+        )
+    for rows, bad in read_chunks(data, source, start, size):
+        columns = zip(data.columns, zip(*rows, strict=True), strict=True)
+        found = [text_column(values, name, data.text_key, bad) for name, values in columns]
+        yield list[Text](found[0] if len(found) == 1 else zip(*found, strict=True)), bad
 
 
 def token_chunks(
@@ -72,7 +84,7 @@ def token_chunks(
     import numpy as np
 
     types, facts, has_warned = token_types(data.columns, model), dict[str, int](), False
-    for texts in text_chunks(data, source, start, size):
+    for texts, _ in text_chunks(data, source, start, size):
         ids, lengths = flat(encode(model.tokenizer, join_columns(texts, model), [], {**arguments, **types}, facts))
         if facts["cut"] and not has_warned:
             logger.warning(

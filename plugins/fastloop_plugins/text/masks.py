@@ -1,4 +1,6 @@
-"""Forward passes of transformers models that do not wait for the device to find out whether a batch is padded.
+"""Forward passes of transformers models, and the hidden states of texts in padded batches and in packed rows.
+
+The forward pass does not wait for the device to find out whether a batch is padded.
 
 Before each eager forward, transformers evaluates ``padding_mask.all()``, to drop a mask that masks nothing. A model
 without a mask searches its inputs for padding or packed rows. The collator knows the answer on the host: a batch
@@ -10,12 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop_plugins._models import transformers_model
+from fastloop_plugins.text.batches import LENGTHS
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+Pooling = Literal["mean", "first", "last"]
+"""How the hidden states of a text become one vector: their mean, or that of the first or of the last token."""
 
 
 class KnownMask:
@@ -80,3 +86,61 @@ def forward(model: nn.Module, inputs: Mapping[str, Any], never: bool = False) ->
             del replaced[name]
         else:
             replaced[name] = before
+
+
+def compute(model: nn.Module, batch: Mapping[str, Any], **inputs: Any) -> Any:
+    """Compute the output of the model for a batch of a ``TextTask``. Its ``labels`` are no input of the model.
+
+    Args:
+        batch: As ``compute_loss`` receives it.
+        inputs: More inputs of the model.
+    """
+    own = {name: value for name, value in batch.items() if name not in ("labels", LENGTHS)}
+    # inputs with positions are packed rows, which need no mask
+    return forward(model, own | inputs, never="position_ids" in batch)
+
+
+def pool(states: Tensor, batch: Mapping[str, Any], how: Pooling = "mean") -> Tensor:
+    """One vector for each text, (texts, D), in float32.
+
+    Args:
+        states: The hidden states of the batch's tokens: (texts, T, D) if it is padded, (1, T, D) if it is packed.
+        batch: As ``compute_loss`` receives it.
+        how: See ``Pooling``.
+    """
+    import torch
+
+    if (lengths := batch.get(LENGTHS)) is None:
+        mask = batch.get("attention_mask")
+        if mask is None:
+            mask = states.new_ones(states.shape[:2], dtype=torch.int64)
+        if how == "mean":
+            weights = mask[..., None].float()
+            average: Tensor = (states.float() * weights).sum(1) / weights.sum(1).clamp(min=1)
+            return average
+        # padding may be on either side
+        place = mask.argmax(1) if how == "first" else mask.shape[1] - 1 - mask.flip(1).argmax(1)
+        return states[torch.arange(len(states), device=states.device), place].float()
+    ends = lengths.cumsum(0)
+    if how != "mean":
+        return states[0].index_select(0, ends - lengths if how == "first" else ends - 1).float()
+    row = states[0, : int(lengths.sum())].float()
+    text = torch.repeat_interleave(lengths, output_size=len(row))
+    mean: Tensor = row.new_zeros(len(lengths), row.shape[1]).index_add(0, text, row) / lengths[:, None]
+    return mean
+
+
+def split(states: Tensor, batch: Mapping[str, Any]) -> list[Tensor]:
+    """The hidden states, or other values, of the tokens of each text: (tokens, ...) each, without padding.
+
+    Args:
+        states: As for ``pool``, of any shape after the tokens.
+        batch: As ``compute_loss`` receives it.
+    """
+    import torch
+
+    if (lengths := batch.get(LENGTHS)) is not None:
+        sizes = lengths.tolist()
+        return list(torch.split(states[0, : sum(sizes)], sizes))
+    mask = batch.get("attention_mask")
+    return list(states) if mask is None else [row[real] for row, real in zip(states, mask.bool(), strict=True)]

@@ -14,8 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.models.checks import unsupported
-from fastloop_plugins.models.config import config_from_scratch
-from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.models.hub import (
+    FROM_SCRATCH,
+    check_name,
+    check_source,
+    config_from_scratch,
+    explaining,
+    log_new,
+    offline,
+    quiet,
+)  # fmt: skip
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
 from fastloop_plugins.rows.column import Column
@@ -82,30 +90,20 @@ class TextModel:
         self.config: Any = None
         self._width: Width | None = None
         given = self.options.tokenizer
-        if (self.options.name is None) == (self.options.config is None):
-            found = "neither" if self.options.name is None else "both"
-            raise RecipeError(
-                f"{self.where}: found {found}, expected one of: name (pretrained), config (from scratch)."
-            )
+        check_source(self.options, self.where, "distilbert")
         if self.options.config is None:
             if isinstance(given, dict):
                 raise RecipeError(
                     f"{self.where}.tokenizer: a tokenizer is trained only with model.config. A pretrained model has "
                     "its own."
                 )
-        else:
-            if not isinstance(self.options.config.get("model_type"), str):
+        elif not isinstance(given, str):
+            self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
+            if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
                 raise RecipeError(
-                    f"{self.where}.config.model_type: missing. Expected an architecture's name, such as distilbert."
+                    f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more for bpe."
                 )
-            if not isinstance(given, str):
-                self.trained = parse(TrainedTokenizer, given or {}, f"{self.where}.tokenizer")
-                if self.trained.kind == "bpe" and self.trained.vocab_size < 300:
-                    raise RecipeError(
-                        f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more "
-                        "for bpe."
-                    )
-                self._check_units(self.trained.kind, given or {})
+            self._check_units(self.trained.kind, given or {})
         if self.options.trust_remote_code:
             logger.warning(
                 "model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given
@@ -147,18 +145,10 @@ class TextModel:
             raise RecipeError(f"{self.where}.{key}: {problem}")
 
     def _check_name(self, key: str, name: str) -> None:
-        path = self.recipe.find(name)
-        if path.is_dir():
-            wanted = ("config.json",) if key == "name" else ("tokenizer.json", "tokenizer_config.json")
-            if not any((path / file).is_file() for file in wanted):
-                raise RecipeError(
-                    f"{self.where}.{key}: {path} holds no {' or '.join(wanted)}. Expected a folder that "
-                    "save_pretrained wrote."
-                )
-            for index in path.glob("*.index.json"):
-                self._check_index(key, index)
-        elif path.exists() or not is_hub_name(name):
-            raise RecipeError(f"{self.where}.{key}: {name}: no such folder, and not a name that the hub could have.")
+        path, wanted = self.recipe.find(name), ("tokenizer.json", "tokenizer_config.json")
+        check_name(f"{self.where}.{key}", name, path, ("config.json",) if key == "name" else wanted)
+        for index in path.glob("*.index.json"):
+            self._check_index(key, index)
 
     def _check_index(self, key: str, index: Path) -> None:
         """Raise an error if an index of weights names files outside of its folder."""
@@ -217,37 +207,17 @@ class TextModel:
 
     def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
         """Call ``from_pretrained`` with a folder or a hub name."""
-        from safetensors import SafetensorError
-
         name = getattr(self.options, key)
-        folder = self.recipe.find(name)
+        folder, instead = self.recipe.find(name), FROM_SCRATCH if key == "name" else "model.tokenizer=FOLDER"
         local = folder.is_dir() or offline()
-        try:
-            with quiet():
-                return auto.from_pretrained(
-                    str(folder.resolve()) if folder.is_dir() else name,
-                    revision=None if folder.is_dir() else self.options.revision,
-                    trust_remote_code=self.options.trust_remote_code,
-                    local_files_only=local,
-                    **arguments,
-                )
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            ImportError,
-            RuntimeError,
-            MemoryError,
-            SafetensorError,
-        ) as error:
-            instead = (
-                "model.name=FOLDER, or train from scratch with model.config"
-                if key == "name"
-                else "model.tokenizer=FOLDER"
+        with explaining(f"{self.where}.{key}", name, folder, instead):
+            return auto.from_pretrained(
+                str(folder.resolve()) if folder.is_dir() else name,
+                revision=None if folder.is_dir() else self.options.revision,
+                trust_remote_code=self.options.trust_remote_code,
+                local_files_only=local,
+                **arguments,
             )
-            raise RecipeError(explain(f"{self.where}.{key}", name, folder, error, instead)) from None
 
     def finish_tokenizer(self, texts: Any, max_length: int, types: bool = False) -> None:
         """Train the tokenizer, if the recipe requests one, and check one that is not the model's own.
@@ -353,14 +323,7 @@ class TextModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            new = sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
-            if new:
-                logger.info(
-                    "not in %s, so initialized at random: %s%s",
-                    self.options.name,
-                    ", ".join(new[:4]),
-                    ", ..." * (len(new) > 4),
-                )
+            log_new(self.options.name or "", {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
             if labels is not None and not labels.keeps_head:
                 start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head)
             return model

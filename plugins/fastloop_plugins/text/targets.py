@@ -70,10 +70,10 @@ def summarize(labels: NDArray[Any], data: TextData) -> str:
     return f"rows of each class in train: {count_classes(ids, data.classes)}"
 
 
-def read_number(value: Any) -> float | None:
-    """A finite number, or a text that is one; None for anything else."""
+def read_number(value: Any, untyped: bool = True) -> float | None:
+    """A finite number, or in ``untyped`` files a text that is one; None for anything else."""
     if isinstance(value, str):
-        value = float(value) if NUMBER.fullmatch(value.strip()) else None
+        value = float(value) if untyped and NUMBER.fullmatch(value.strip()) else None
     if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
         return None
     return float(value)

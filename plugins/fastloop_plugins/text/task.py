@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
+from fastloop.errors import DataError
 from fastloop.options import parse
 from fastloop_plugins.models.checks import shortest
 from fastloop_plugins.models.label_order import name_classes
 from fastloop_plugins.rows.paths import format_of
-from fastloop_plugins.rows.table import Bad, text_column
+from fastloop_plugins.rows.splits import Rows
+from fastloop_plugins.rows.table import Bad, RowError, text_column
 from fastloop_plugins.text.columns import each_text
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import TextModel
-from fastloop_plugins.text.traits import padded_traits
+from fastloop_plugins.text.options import padded_traits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +28,7 @@ if TYPE_CHECKING:
     from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.rows.index import Row
-    from fastloop_plugins.text.batches import Sequences
-    from fastloop_plugins.text.ragged import Ragged
+    from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -105,7 +107,9 @@ class ColumnData(TextData):
         if self.stream is None:
             return datasets
         labels = self.stream.label_table(datasets) if self.labels else {}
-        return self.stream.datasets(run, datasets, StreamedRows(self, self.task, model.tokenizer, labels))
+        task, arguments = self.task, self.task.encoding_arguments()
+        encode = StreamedRows(self, model.tokenizer, task.encode, task.build_dataset, arguments, labels)
+        return self.stream.datasets(run, datasets, encode)
 
 
 def read_conversations(values: Sequence[Any], name: str, key: str, bad: Bad) -> list[str]:
@@ -119,23 +123,61 @@ def read_conversations(values: Sequence[Any], name: str, key: str, bad: Bad) -> 
     return dump_chats(values, read, bad)
 
 
+def name_row_errors(rows: Iterator[list[int]], bad: Bad) -> Iterator[list[int]]:
+    """Yield these rows, and call ``bad`` with the number and problem of the one whose ``RowError`` ends them."""
+    count = 0
+    try:
+        for row in rows:
+            yield row
+            count += 1
+    except RowError as error:
+        bad(count, str(error))
+
+
+def refuse_row(data: TextData, row: Any, problem: str) -> None:
+    """Raise an error that names a row in memory, by its content. Reads the rows again, to find the first such one."""
+    for part in (part for parts in data._read().values() for part in parts):
+        rows = Rows(data._parse(part, lambda index, problem: None)).texts
+        if row in rows:
+            raise RecipeError(f"{part.row(rows.index(row) + 1)}: {problem}")
+    raise RecipeError(f"{data.where}: {problem}")
+
+
 class StreamedRows:
-    """Turns streamed rows into samples, in the data workers."""
+    """Turns streamed rows into samples, in the data workers.
 
-    def __init__(self, data: ColumnData, task: TextTask, tokenizer: Any, table: Mapping[Any, Any]) -> None:
-        from fastloop_plugins.text.streaming.samples import LabelReader
+    Args:
+        encode: As ``TextTask.encode``.
+        build: As ``TextTask.build_dataset``.
+        arguments: The arguments of both.
+        table: Label in the files -> label of a sample.
+    """
 
-        self.data, self.tokenizer, self.arguments = data, tokenizer, task.encoding_arguments()
-        self.encode, self.build = task.encode, task.build_dataset
-        self.labels = LabelReader(data, table) if data.labels else None
+    def __init__(
+        self,
+        data: TextData,
+        tokenizer: Any,
+        encode: Callable[[Any, Sequence[Any], Mapping[str, Any]], Iterator[list[int]]],
+        build: Callable[[Split, Mapping[str, Any]], Any],
+        arguments: Mapping[str, Any],
+        table: Mapping[Any, Any] | None = None,
+    ) -> None:
+        from fastloop_plugins.text.streaming.dataset import LabelReader
+
+        self.data, self.tokenizer, self.arguments = data, tokenizer, arguments
+        self.encode, self.build = encode, build
+        self.labels = LabelReader(data, table or {}) if data.labels else None
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         from fastloop_plugins._cache import flat
         from fastloop_plugins.text.tokens import Split
 
-        texts = self.data.parse_rows(rows, names)
+        def bad(index: int, problem: str) -> None:
+            raise DataError(f"{names[index]}: {problem}")
+
+        ids = self.encode(self.tokenizer, self.data.parse_rows(rows, names), self.arguments)
         labels = None if self.labels is None else self.labels.read(rows, names)
-        samples = self.build(Split(*flat(self.encode(self.tokenizer, texts, self.arguments)), labels), self.arguments)
+        samples = self.build(Split(*flat(name_row_errors(ids, bad)), labels), self.arguments)
         return [samples[index] for index in range(len(samples))]
 
 
@@ -182,7 +224,7 @@ class TextTask(Plugin):
     auto_class: ClassVar[str] = "AutoModel"
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     encoding_version: ClassVar[int] = 1
-    data: ColumnData
+    data: TextData
     text_model: TextModel
 
     @classmethod
@@ -207,10 +249,18 @@ class TextTask(Plugin):
         Args:
             rows: A tuple of the texts of ``columns`` for each row, or of ``inputs`` in prediction. The text alone if
                 that is one column.
-        """
-        from fastloop_plugins.text.column_ids import encode_columns
 
-        return encode_columns(tokenizer, rows, arguments)
+        Raises:
+            RowError: The next row cannot be encoded. The run ends with an error that names its file and number.
+        """
+        from fastloop_plugins.text.batches import join_ids
+        from fastloop_plugins.text.tokens import encode_marked, portions
+
+        options = {"truncation": True, "max_length": arguments["max_length"]}
+        for portion in portions(rows):
+            columns = zip(*((row,) if isinstance(row, str) else row for row in portion), strict=True)
+            encoded = [encode_marked(tokenizer, texts, dict(options)) for texts in columns]
+            yield from map(join_ids, zip(*encoded, strict=True))
 
     @staticmethod
     def build_dataset(split: Split, arguments: Mapping[str, Any]) -> Sequences:
@@ -221,7 +271,7 @@ class TextTask(Plugin):
                 count in each row; ``labels`` the labels.
             arguments: See ``encoding_arguments``.
         """
-        from fastloop_plugins.text.column_ids import ColumnSequences
+        from fastloop_plugins.text.batches import ColumnSequences
 
         return ColumnSequences(arguments["columns"], split.ids, split.lengths, split.labels)
 
@@ -233,7 +283,7 @@ class TextTask(Plugin):
         import numpy as np
         import torch
 
-        from fastloop_plugins.text.ragged import Ragged
+        from fastloop_plugins.text.batches import Ragged
 
         rows = [sample[name] for name in self.columns if name in samples[0] for sample in samples]
         fixed = {}
@@ -254,7 +304,7 @@ class TextTask(Plugin):
         arguments, splits = self.encoding_arguments(), self.read_splits(run)
         datasets = {name: self.build_dataset(split, arguments) for name, split in splits.items()}
         for name, dataset in datasets.items():
-            self.warn_about_length(name, dataset)
+            self.check_dataset(name, dataset)
         run.state.unreadable += self.data.unreadable
         self._probe = next(iter(datasets.values()))
         return self.data.streamed(run, datasets, self.text_model)
@@ -264,15 +314,16 @@ class TextTask(Plugin):
         from fastloop_plugins.text import tokens
 
         def encode(tokenizer: Any, rows: Any, end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
-            return self.encode(tokenizer, rows, arguments["encoding"])
+            found = self.encode(tokenizer, rows, arguments["encoding"])
+            return name_row_errors(found, lambda index, problem: refuse_row(self.data, rows[index], problem))
 
         self.data.skip_unreadable = run.settings.skip_unreadable
         code = f"{type(self).__module__}.{type(self).__qualname__}:{self.encoding_version}"
         encoding = self.encoding_arguments()
         return tokens.read(self.data, self.text_model, encoder=encode, first=first, encoding=encoding, code=code)
 
-    def warn_about_length(self, split: str, dataset: Any) -> None:
-        """Log how many texts of a split are longer than ``data.max_length``."""
+    def check_dataset(self, split: str, dataset: Any) -> None:
+        """Log how many texts of a split are longer than ``data.max_length``. A task may raise errors here."""
         if hasattr(dataset, "warn"):
             size = ("max_length", self.data.options.max_length)
             dataset.warn(split, [f"texts of data.{key}" for key in self.columns], [size] * len(self.columns))
@@ -295,9 +346,12 @@ class TextTask(Plugin):
 
         self.text_model.load_tokenizer(self.data.options.max_length)
         arguments = self.encoding_arguments() | {"columns": list(self.prediction_columns())}
-        chunks = text_chunks(self.data, source, start, size)
-        encoded = (flat(self.encode(self.text_model.tokenizer, texts, arguments)) for texts in chunks)
-        return (self.build_dataset(Split(*rows), arguments) for rows in encoded)
+
+        def build(texts: list[Any], bad: Bad) -> Sequences:
+            ids = self.encode(self.text_model.tokenizer, texts, arguments)
+            return self.build_dataset(Split(*flat(name_row_errors(ids, bad))), arguments)
+
+        return starmap(build, text_chunks(self.data, source, start, size))
 
     @hookimpl
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:

@@ -7,6 +7,7 @@ import math
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from text_helpers import TINY, TINY_GPT, make_run
@@ -18,7 +19,7 @@ from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.checkpoints.checkpoint_best import CheckpointBest
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
 from fastloop_plugins.kernels.compile import Compile
-from fastloop_plugins.text.lm_batches import block_sequences
+from fastloop_plugins.text.chat.tokens import block_sequences
 from fastloop_plugins.training._monitor import metric_names
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -133,7 +134,7 @@ def test_padding_to_max_length_pads_the_short_last_block():
 def test_a_split_of_less_than_two_tokens_has_nothing_to_learn():
     run = make_run("causal-lm", MODEL, DATA)
     with pytest.raises(RecipeError, match=r"recipe.yaml: data: the test split has no two tokens"):
-        block_sequences(run.plugins.plugins[0].data.where, "test", [" "], 8)
+        run.plugins.plugins[0].check_dataset("test", block_sequences(np.zeros(1, np.int32), 8))
 
 
 def test_an_encoder_is_refused_as_a_language_model():

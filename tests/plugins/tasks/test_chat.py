@@ -18,10 +18,10 @@ from training_runs import execute
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.rows import Chat, read_chat
 from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
-from fastloop_plugins.text.chat.tokens import encode_rows
-from fastloop_plugins.text.lm_batches import MaskedSequences
+from fastloop_plugins.text.chat.tokens import MaskedSequences, encode_rows
 
 GPT = TINY_GPT | {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODEL = {"config": GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -67,8 +67,8 @@ def byte_tokenizer(template: str | None, marks: list[str]) -> Any:
     return made
 
 
-def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], train_on: str, where: Any) -> tuple[list[int], list[int]]:
-    return ChatRenderer(tokenizer, train_on).encode(Chat(messages), where)
+def chat_ids(tokenizer: Any, messages: list[dict[str, Any]], train_on: str) -> tuple[list[int], list[int]]:
+    return ChatRenderer(tokenizer, train_on).encode(Chat(messages))
 
 
 @pytest.mark.parametrize("name", TRL)
@@ -79,8 +79,8 @@ def test_the_mask_is_that_of_trl(name):
         given = row.get("row", row)
         columns = next((names for names in FORMS if names[0] in given), [])
         text = read_chat(given, columns).dumps() if columns else (row["prompt"], row["completion"])
-        end = [] if columns else [tokenizer.eos_token_id]
-        (signed,) = encode_rows(tokenizer, [text], end, {"train_on": "assistant"}, str)
+        form = "messages" if columns else "prompt"
+        (signed,) = encode_rows(tokenizer, [text], {"form": form, "train_on": "assistant"})
         assert [max(token, ~token) for token in signed] == row["ids"]
         assert "".join(str(int(token >= 0)) for token in signed) == row["mask"]
 
@@ -88,23 +88,21 @@ def test_the_mask_is_that_of_trl(name):
 def test_prefixes_give_the_mask_of_the_markers():
     marked, unmarked = (byte_tokenizer(template, ["<|im_start|>", "<|im_end|>"]) for template in (CHATML, UNMARKED))
     for row in TRL["chatml"]["rows"]:
-        assert chat_ids(unmarked, row["messages"], "assistant", str) == chat_ids(
-            marked, row["messages"], "assistant", str
-        )
-        assert set(chat_ids(unmarked, row["messages"], "all", str)[1]) == {1}
+        assert chat_ids(unmarked, row["messages"], "assistant") == chat_ids(marked, row["messages"], "assistant")
+        assert set(chat_ids(unmarked, row["messages"], "all")[1]) == {1}
 
 
 def test_a_template_that_rewrites_earlier_answers_needs_markers():
     first = "{% for m in messages %}{{ m.role + ': ' + (m.content if loop.last else '...') }}{% endfor %}"
     with pytest.raises(
-        RecipeError,
-        match=r"row 3: the chat template renders message 2 differently .* Mark its answers by {% generation %}",
+        RowError,
+        match=r"^the chat template renders message 2 differently .* Mark its answers by {% generation %}",
     ):
-        chat_ids(byte_tokenizer(first, []), chat("a", "b", "c", "d"), "assistant", lambda: "row 3")
-    with pytest.raises(RecipeError, match="row 1: the first message is from the assistant"):
-        chat_ids(byte_tokenizer(UNMARKED, []), chat("a", "b")[1:], "assistant", lambda: "row 1")
-    with pytest.raises(RecipeError, match="row 2: the chat template rejects the conversation: no system"):
-        chat_ids(byte_tokenizer("{{ raise_exception('no system') }}", []), chat("a", "b"), "assistant", lambda: "row 2")
+        chat_ids(byte_tokenizer(first, []), chat("a", "b", "c", "d"), "assistant")
+    with pytest.raises(RowError, match=r"^the first message is from the assistant"):
+        chat_ids(byte_tokenizer(UNMARKED, []), chat("a", "b")[1:], "assistant")
+    with pytest.raises(RowError, match=r"^the chat template rejects the conversation: no system"):
+        chat_ids(byte_tokenizer("{{ raise_exception('no system') }}", []), chat("a", "b"), "assistant")
 
 
 def test_rows_are_cut_after_their_last_token_with_a_loss():
@@ -299,7 +297,7 @@ def test_a_template_of_a_file_and_a_cache_of_tokens_give_the_same_samples(tmp_pa
 
 
 def test_the_answer_of_a_template_ends_with_its_special_token():
-    from fastloop_plugins.text.chat.stream import end_tokens
+    from fastloop_plugins.text.chat.prompts import end_tokens
 
     marks = ["<|im_start|>", "<|im_end|>"]
     tokenizer = byte_tokenizer(CHATML, marks)

@@ -26,8 +26,8 @@ from fastloop.recipe import Inference, load_recipe, make_recipe
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.data import LanguageTextData
+from fastloop_plugins.text.chat.prompts import chat_chunks
 from fastloop_plugins.text.chat.rows import Chat, read_chat
-from fastloop_plugins.text.chat.stream import chat_chunks
 from fastloop_plugins.text.chat.template import ChatRenderer
 
 MODEL = {"config": GPT | {"n_positions": 1024}, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
@@ -83,7 +83,7 @@ def encoded(template: str, *messages: dict[str, Any], tools: Any = None, train_o
     """The text that has a loss."""
     tokenizer = byte_tokenizer(template, IM)
     chat = read_chat({"messages": list(messages), "tools": tools}, ["messages"])
-    ids, mask = ChatRenderer(tokenizer, train_on).encode(chat, lambda: "row 1")
+    ids, mask = ChatRenderer(tokenizer, train_on).encode(chat)
     return str(tokenizer.decode([token for token, own in zip(ids, mask, strict=True) if own]))
 
 
@@ -111,7 +111,7 @@ def test_tool_calls_have_a_loss_with_and_without_markers(template):
 
 def test_a_template_that_does_not_read_tool_calls_is_refused():
     with pytest.raises(
-        RecipeError, match=r"row 1: message 2 has tool_calls, which the chat template does not read.*data.chat_template"
+        RowError, match=r"^message 2 has tool_calls, which the chat template does not read.*data.chat_template"
     ):
         encoded("{% for m in messages %}{{ m.role + ': ' + (m.content or '') }}{% endfor %}", *tool_row()["messages"])
 
@@ -150,8 +150,8 @@ def test_weight_0_with_several_blocks_of_an_answer_is_refused():
     template = CHATML.replace("{% generation %}", "{% generation %}>{% endgeneration %}{% generation %}")
     assert "one" in encoded(template, user("a"), answer("one"))
     with pytest.raises(
-        RecipeError,
-        match=r"row 1: message 2 has weight 0, and the chat template has 4 blocks {% generation %} for 2 answers",
+        RowError,
+        match=r"^message 2 has weight 0, and the chat template has 4 blocks {% generation %} for 2 answers",
     ):
         encoded(template, user("a"), answer("one", weight=0), user("b"), answer("two"))
 
@@ -259,8 +259,8 @@ def test_a_role_that_the_template_leaves_out_is_named():
         MODEL,
         data_section("rows.jsonl", {"messages": "messages", "chat_template": "chatml", "max_length": 64}),
     )
-    run.datasets["train"].encode.encode.renderer.tokenizer.chat_template = QWEN
-    with pytest.raises(RecipeError, match=f"rows.jsonl, row 2: {problem}"):
+    run.datasets["train"].encode.tokenizer.chat_template = QWEN
+    with pytest.raises(DataError, match=f"rows.jsonl, row 2: {problem}"):
         run.datasets["train"][1]
 
 

@@ -23,8 +23,7 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop_plugins.datasets.digit_images import digit_images
 from fastloop_plugins.tasks.image.batches import Transform, read_image
-from fastloop_plugins.tasks.image.data import Augment
-from fastloop_plugins.tasks.image.format import InputFormat
+from fastloop_plugins.tasks.image.data import Augment, InputFormat
 
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}

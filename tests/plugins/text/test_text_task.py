@@ -318,7 +318,7 @@ class Preferences(TextTask):
     def encode(tokenizer, rows, arguments):
         renderer = ChatRenderer(tokenizer)
         for row in rows:
-            found = [renderer.encode(Chat.loads(chat), lambda: "a row") for chat in row]
+            found = [renderer.encode(Chat.loads(chat)) for chat in row]
             yield join_ids((ids[: arguments["max_length"]], False) for ids, mask in found)
 
     @hookimpl
@@ -360,6 +360,15 @@ def test_columns_may_hold_conversations(caplog):
     rows[3]["rejected"] = [{"role": "user"}]
     Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(RecipeError, match=r"chats\.jsonl, row 4: column 'rejected' \(data\.other\)"):
+        build(resolve(changed))
+    rows[3]["rejected"] = [{"role": "user", "content": "refused"}]
+    Path("chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = (
+        "{% for m in messages %}{% if m.content == 'refused' %}{{ raise_exception('no') }}{% endif %}{% endfor %}"
+    )
+    Path("gpt/chat_template.jinja").write_text(template + BUILT_IN["chatml"])
+    changed.data = data
+    with pytest.raises(RecipeError, match=r"chats\.jsonl, row 4: the chat template rejects the conversation: no"):
         build(resolve(changed))
 
 

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop_plugins.text.batches import PaddedCollator
-from fastloop_plugins.text.ragged import Ragged
+from fastloop_plugins.text.batches import PaddedCollator, Ragged
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks.heads.losses import ClassLoss

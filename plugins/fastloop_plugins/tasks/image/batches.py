@@ -16,12 +16,12 @@ from torch import Generator, Tensor
 from torch.utils.data import Dataset, default_collate
 
 from fastloop import Batch, RecipeError
-from fastloop_plugins.tasks.image.format import MAX_PIXELS
+from fastloop_plugins.models.hub import first_line
+from fastloop_plugins.tasks.image.data import MAX_PIXELS
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks.heads.losses import ClassLoss
-    from fastloop_plugins.tasks.image.data import Augment, ImageFiles
-    from fastloop_plugins.tasks.image.format import InputFormat
+    from fastloop_plugins.tasks.image.data import Augment, ImageFiles, InputFormat
 
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_image reports such an image as an error
 
@@ -116,9 +116,8 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small
             f"{path}: {str(error).partition(',')[0]}. See data.max_pixels, which is {max_pixels}."
         ) from None
     except Exception as error:  # decoders raise errors of any type
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         raise ValueError(
-            f"{path}: cannot be read as an image: {reason}. Replace or remove the file, or add the plugin "
+            f"{path}: cannot be read as an image: {first_line(error)}. Replace or remove the file, or add the plugin "
             "skip-unreadable."
         ) from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -10,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
-from fastloop_plugins.models.hub import offline
-from fastloop_plugins.tasks.image.format import supported
+from fastloop_plugins.models.hub import FAILURES, first_line, log_new, offline
+from fastloop_plugins.tasks.image.data import supported
 
 if TYPE_CHECKING:
     from torch import nn
 
-logger = logging.getLogger("fastloop")
-
 LIBRARIES = ("torchvision", "timm")
-FAILURES = (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError, ImportError, RuntimeError)
-"""Errors of the libraries for names, arguments and weights that they cannot use."""
 
 
 class LibraryModel:
@@ -59,9 +54,8 @@ class LibraryModel:
         except (ImportError, RuntimeError, OSError) as error:  # such as torchvision for CUDA beside torch's CPU build
             from torch import __version__
 
-            reason = str(error).strip().splitlines()[0].rstrip(".")
             raise RecipeError(
-                f"{self.where}.name: {self.library} cannot be imported: {type(error).__name__}: {reason}. "
+                f"{self.where}.name: {self.library} cannot be imported: {type(error).__name__}: {first_line(error)}. "
                 f"Install the build of torchvision for torch {__version__}: see pytorch.org."
             ) from None
         tagged: list[str] = timm.list_models(self.short, include_tags=True) if "." in self.short else []
@@ -124,7 +118,7 @@ class LibraryModel:
         own = model.state_dict()
         matched = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
         model.load_state_dict(matched, strict=False)
-        log_new(self.name, sorted(own.keys() - matched.keys()))
+        log_new(self.name, own.keys() - matched.keys())
 
     def _timm(self, classes: int, pretrained: bool) -> Any:
         import timm
@@ -141,10 +135,8 @@ class LibraryModel:
             if model.pretrained_cfg["num_classes"] != classes:
                 head = model.pretrained_cfg["classifier"]
                 names = [head] if isinstance(head, str) else head
-                log_new(
-                    self.name,
-                    sorted(key for key in model.state_dict() if key.startswith(tuple(f"{name}." for name in names))),
-                )
+                new = tuple(f"{name}." for name in names)
+                log_new(self.name, (key for key in model.state_dict() if key.startswith(new)))
         return model
 
     @contextmanager
@@ -153,20 +145,11 @@ class LibraryModel:
             yield
         except FAILURES as error:
             given = f"{self.where}.arguments: {self.name} was called with {self.arguments}"
-            raise RecipeError(f"{given}: {(str(error) or type(error).__name__).splitlines()[0].rstrip('.')}.") from None
+            raise RecipeError(f"{given}: {first_line(error)}.") from None
 
     def _no_weights(self, source: str, error: BaseException) -> RecipeError:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
         return RecipeError(
-            f"{self.where}.pretrained: the weights of {self.name} cannot be loaded from {source}: {reason}. Use a "
-            "local copy: "
-            "model.pretrained=false model.weights=FILE. Or train from scratch: model.pretrained=false."
-        )
-
-
-def log_new(model: str, names: list[str]) -> None:
-    """Log the names of the weights that a pretrained model does not have."""
-    if names:
-        logger.info(
-            "not in %s, so initialized at random: %s%s", model, ", ".join(names[:4]), ", ..." * (len(names) > 4)
+            f"{self.where}.pretrained: the weights of {self.name} cannot be loaded from {source}: {first_line(error)}. "
+            "Use a local copy: model.pretrained=false model.weights=FILE. Or train from scratch: "
+            "model.pretrained=false."
         )

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
-from fastloop_plugins.models.config import config_from_scratch
-from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
+from fastloop_plugins.models.hub import (
+    FROM_SCRATCH,
+    check_name,
+    check_source,
+    config_from_scratch,
+    explaining,
+    log_new,
+    offline,
+    quiet,
+)  # fmt: skip
 from fastloop_plugins.models.label_order import LabelOrder, name_classes, start_head_fresh
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
-from fastloop_plugins.tasks.image.format import InputFormat, processor, processor_format
-from fastloop_plugins.tasks.image.libraries import FAILURES, LIBRARIES, LibraryModel, log_new
+from fastloop_plugins.tasks.image.data import InputFormat, processor, processor_format
+from fastloop_plugins.tasks.image.libraries import LIBRARIES, LibraryModel
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,12 +66,7 @@ class ImageModel:
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: model"
         self.options = parse(Model, recipe.model, self.where)
-        if (self.options.name is None) == (self.options.config is None):
-            found = "neither" if self.options.name is None else "both"
-            raise RecipeError(
-                f"{self.where}: found {found}, expected one of: name (a model), config (a transformers model from "
-                "scratch)."
-            )
+        check_source(self.options, self.where, "resnet")
         self.name = self.options.name or str((self.options.config or {}).get("model_type"))
         self.pretrained = self.options.pretrained and self.options.config is None
         self.library: LibraryModel | None = None
@@ -78,24 +80,13 @@ class ImageModel:
         weight_files(recipe)
 
     def _check_transformers(self) -> None:
-        name, folder = self.name, self.recipe.find(self.name)
         if self.options.arguments:
             raise RecipeError(
-                f"{self.where}.arguments: are for torchvision/NAME and timm/NAME. Change config.json of {name} instead."
+                f"{self.where}.arguments: are for torchvision/NAME and timm/NAME. Change config.json of {self.name} "
+                "instead."
             )
-        if self.options.config is not None and not isinstance(self.options.config.get("model_type"), str):
-            raise RecipeError(
-                f"{self.where}.config.model_type: missing. Expected an architecture's name, such as resnet."
-            )
-        if self.recipe.inference is not None or self.options.config is not None:
-            return
-        if folder.is_dir():
-            if not (folder / "config.json").is_file():
-                raise RecipeError(
-                    f"{self.where}.name: {folder} holds no config.json. Expected a folder that save_pretrained wrote."
-                )
-        elif folder.exists() or not is_hub_name(name):
-            raise RecipeError(f"{self.where}.name: {name}: no such folder, and not a name that the hub could have.")
+        if self.recipe.inference is None and self.options.config is None:
+            check_name(f"{self.where}.name", self.name, self.recipe.find(self.name))
 
     # -- configuration: before the data --------------------------------------------------------------------------------
 
@@ -141,17 +132,8 @@ class ImageModel:
     def _local(self) -> bool:
         return Path(self._source()).is_dir() or offline()
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Raise errors of loading a transformers model as errors that name the key."""
-        from safetensors import SafetensorError
-
-        try:
-            with quiet():
-                yield
-        except (*FAILURES, SafetensorError) as error:
-            instead = "model.name=FOLDER, or train from scratch with model.config"
-            raise RecipeError(explain(f"{self.where}.name", self.name, Path(self._source()), error, instead)) from None
+    def _explained(self) -> AbstractContextManager[None]:
+        return explaining(f"{self.where}.name", self.name, Path(self._source()), FROM_SCRATCH)
 
     def exported(self) -> tuple[list[str], dict[str, Any]]:
         """Classes and input format of the exported model that an inference run uses. Call it after ``load_config``.
@@ -237,7 +219,7 @@ class ImageModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        log_new(self.name, sorted({*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}))
+        log_new(self.name, {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
         if self.recipe.inference is None and not labels.keeps_head:
             start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
         return model

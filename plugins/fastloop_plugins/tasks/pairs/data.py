@@ -11,8 +11,7 @@ import numpy as np
 
 from fastloop import Batch, option
 from fastloop_plugins.rows.table import Bad
-from fastloop_plugins.text.batches import Width, mask, padded
-from fastloop_plugins.text.column_ids import ColumnSequences, join_ids
+from fastloop_plugins.text.batches import ColumnSequences, Width, join_ids, mask, padded
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import Data
 from fastloop_plugins.text.samples import show_tokens

@@ -14,8 +14,7 @@ from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.tasks.heads.batches import Collator
 from fastloop_plugins.tasks.tags.tokens import encode_rows
-from fastloop_plugins.text.batches import Sequences
-from fastloop_plugins.text.ragged import Ragged
+from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.samples import show_tokens, split_rows
 
 if TYPE_CHECKING:

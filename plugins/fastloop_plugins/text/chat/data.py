@@ -85,7 +85,7 @@ class LanguageTextData(TextData):
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
-        options, self.names = self.options, dict[Any, tuple[Table, int]]()
+        options = self.options
         self.names_read: Callable[[], Collection[str]] = tuple
         given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
         if len(given) > 1:
@@ -158,22 +158,20 @@ class LanguageTextData(TextData):
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
         if self.stream is None:
             return datasets
-        from fastloop_plugins.text.streaming.samples import Documents, LanguageRows, blocks
+        from fastloop_plugins.text.chat.tokens import Documents, LanguageRows, blocks, warn_about_long_rows
 
         if self.options.blocks:
             # the hash does not cover such code
             known = None if model.options.trust_remote_code else model.fingerprint()
-            self.stream.put_end_to_end(run, Documents(self, model), self.options.max_length, known)
+            self.stream.put_end_to_end(run, Documents(self, model.tokenizer), self.options.max_length, known)
             return self.stream.datasets(run, datasets, blocks)
-        encode = LanguageRows(self, model, datasets["train"][0])
         if not self.masked:
-            encode.warn_about_length(self.stream.head.columns[self.columns[0]])
-        return self.stream.datasets(run, datasets, encode)
+            warn_about_long_rows(self, model.tokenizer, self.stream.head.columns[self.columns[0]])
+        return self.stream.datasets(run, datasets, LanguageRows(self, model.tokenizer, datasets["train"][0]))
 
-    def name_of(self, row: Any) -> str:
-        """The name of a row in messages."""
-        part, number = self.names[row]
-        return part.row(number)
+    def encoding_arguments(self) -> dict[str, Any]:
+        """The arguments of ``chat.tokens.encode_rows``."""
+        return {"form": self.text_key, "train_on": self.options.train_on}
 
     def text_columns(self) -> dict[str, str]:
         if self.chat_columns:
@@ -211,11 +209,7 @@ class LanguageTextData(TextData):
                         f"{choices}."
                     )
             return super()._rows(role, parts)
-        parsed = [Rows(self._parse(part)) for part in parts]
-        for part, rows in zip(parts, parsed, strict=True):
-            for number, row in enumerate(rows.texts, 1):
-                self.names.setdefault(row, (part, number))
-        rows = join_rows([split.columns for split in parsed])
+        rows = join_rows([self._parse(part) for part in parts])
         if not len(rows):
             where = ", ".join(part.where for part in parts)
             raise RecipeError(

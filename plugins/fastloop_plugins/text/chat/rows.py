@@ -119,6 +119,12 @@ def dump_chats(rows: Iterable[T], read: Callable[[T], Chat], bad: Bad) -> list[s
     return found
 
 
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message; empty if it has only tool calls or reasoning."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
 def other_keys(chat: Chat) -> Iterator[str]:
     """Yield each key of each message that has an effect only if the template reads it, and ``tools`` if the row has
     tools."""

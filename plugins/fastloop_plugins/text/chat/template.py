@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
-from fastloop_plugins.text.chat.rows import ROLES
-from fastloop_plugins.text.chat.time_limit import limit_time
+from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat.rows import ROLES, Chat, text_of
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.chat.rows import Chat
 
 CHATML = (
     "{% if tools %}{{ '<|im_start|>system\\n' }}{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + "
@@ -47,6 +48,8 @@ FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError,
 """Errors of Python that a template may raise, beside those of Jinja."""
 PROBE = "31415926535"
 """A text that templates leave as it is."""
+SECONDS = 120.0
+"""Seconds that one conversation may take: a long one takes a few."""
 
 
 def template_text(recipe: Recipe, name: str) -> str:
@@ -88,6 +91,46 @@ def names_in(template: str) -> frozenset[str]:
     return frozenset(names | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
 
 
+class TimeIsUp(Exception):
+    """Ends the code of a thread that runs for too long."""
+
+
+@contextmanager
+def _rendering() -> Iterator[None]:
+    """Raise errors of a template as a ``RowError``, and end its Python code after ``SECONDS``, in any thread.
+
+    A template from others may loop for hours. A call of compiled code ends first."""
+    import jinja2
+
+    thread, lock, seconds = threading.get_ident(), threading.Lock(), SECONDS
+    is_over = False
+
+    def interrupt() -> None:
+        with lock:
+            if not is_over:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(TimeIsUp))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        try:
+            yield
+        finally:
+            with lock:
+                is_over = True
+            timer.cancel()
+    except RowError:
+        raise
+    except TimeIsUp:
+        raise RowError(
+            f"the chat template took more than {seconds:g} seconds for this conversation, expected a part of one. Give "
+            "another template: data.chat_template=FILE."
+        ) from None
+    except (jinja2.TemplateError, *FAILURES) as error:
+        raise RowError(f"the chat template rejects the conversation: {error or type(error).__name__}.") from None
+
+
 class ChatRenderer:
     """Renders conversations with the template of a tokenizer.
 
@@ -100,58 +143,44 @@ class ChatRenderer:
         self.tokenizer, self.train_on = tokenizer, train_on
         self.roles: set[str] = set()  # which the template is known to write
 
-    def encode(self, chat: Chat, where: Callable[[], str]) -> tuple[list[int], list[int]]:
+    def encode(self, chat: Chat) -> tuple[list[int], list[int]]:
         """Token ids of a conversation, and a 1 for each one that has a loss, else 0.
 
         With ``{% generation %}`` in the template, these are the tokens inside. Otherwise they are the tokens from the
         prompt for an answer to the end of that answer. The function finds both ends by rendering the conversation up to
         each of them. An answer of weight 0 has no loss.
 
-        Args:
-            where: Returns the name of the row in messages.
-
         Raises:
-            RecipeError: The template rejects the conversation, leaves out a part of it, does not show which tokens are
-                the assistant's, or takes too long.
+            RowError: The template rejects the conversation, leaves out a part of it, does not show which tokens are the
+                assistant's, or takes too long.
         """
-        with limit_time(where):
-            return self._encode(chat, where)
-
-    def _encode(self, chat: Chat, where: Callable[[], str]) -> tuple[list[int], list[int]]:
-        messages, answers = (
-            self._prepare(chat, where),
-            [i for i, message in enumerate(chat.messages) if message["role"] == "assistant"],
-        )
+        answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         muted = [index for index in answers if chat.messages[index].get("weight") == 0]
-        with self._explaining(where):
+        with _rendering():
+            messages = self._prepare(chat)
             if self.train_on == "all":
                 ids = self._apply(messages, chat.tools)["input_ids"]
                 mask = [1] * len(ids)
             elif self._is_marked(chat.tools):
-                self._check_fast(where)
+                self._check_fast()
                 found = self._apply(messages, chat.tools, return_assistant_tokens_mask=True)
                 ids, mask = found["input_ids"], found["assistant_masks"]
             else:
-                return self._locate(
-                    *self._answers(messages, chat.tools, [index for index in answers if index not in muted], where),
-                    where,
-                )
+                return self._locate(messages, chat.tools, [index for index in answers if index not in muted])
             if muted:
-                _, without = self._locate(*self._answers(messages, chat.tools, muted, where), where)
+                _, without = self._locate(messages, chat.tools, muted)
                 mask = [int(own and not other) for own, other in zip(mask, without, strict=True)]
             return ids, mask
 
-    def prompt(self, chat: Chat, where: Callable[[], str]) -> list[int]:
+    def prompt(self, chat: Chat) -> list[int]:
         """Token ids of a conversation and of the prompt for its next answer.
 
         Raises:
-            RecipeError: The template rejects the conversation, leaves out a part of it, or takes too long.
+            RowError: The template rejects the conversation, leaves out a part of it, or takes too long.
         """
-        with limit_time(where):
-            messages = self._prepare(chat, where)
-            with self._explaining(where):
-                ids: list[int] = self._apply(messages, chat.tools, add_generation_prompt=True)["input_ids"]
-                return ids
+        with _rendering():
+            ids: list[int] = self._apply(self._prepare(chat), chat.tools, add_generation_prompt=True)["input_ids"]
+            return ids
 
     def names(self) -> frozenset[str]:
         """``names_in`` the template, or in all templates that the tokenizer has."""
@@ -160,37 +189,37 @@ class ChatRenderer:
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _prepare(self, chat: Chat, where: Callable[[], str]) -> list[dict[str, Any]]:
+    def _prepare(self, chat: Chat) -> list[dict[str, Any]]:
         """The messages as the template takes them, without weights.
 
         Raises:
-            RecipeError: The template does not read tool calls, or leaves out messages of a role.
+            RowError: The template does not read tool calls, or leaves out messages of a role.
         """
         messages = [self._message(message) for message in chat.messages]
         for number, message in enumerate(messages, 1):
             if message.get("tool_calls"):
                 if "tool_calls" not in self.names():
-                    raise RecipeError(
-                        f"{where()}: message {number} has tool_calls, which the chat template does not read. Give one "
+                    raise RowError(
+                        f"message {number} has tool_calls, which the chat template does not read. Give one "
                         "that does: "
                         f"data.chat_template=FILE, or a built-in name ({', '.join(BUILT_IN)})."
                     )
             elif message["role"] not in self.roles:
-                self._check_role(messages, number, chat.tools, where)
+                self._check_role(messages, number, chat.tools)
         return messages
 
     def _message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         found = {key: value for key, value in message.items() if key != "weight"}
         content = found.get("content")
         if isinstance(content, list) and not self._takes_parts:
-            found["content"] = "".join(part["text"] for part in content)
+            found["content"] = text_of(message)
         elif isinstance(content, str) and self._takes_parts and not self._takes_text:
             found["content"] = _parts(content)
         if "tool_calls" in found and self._encodes_arguments:
             found["tool_calls"] = [_decode_arguments(call) for call in found["tool_calls"]]
         return found
 
-    def _check_role(self, messages: list[dict[str, Any]], number: int, tools: Any, where: Callable[[], str]) -> None:
+    def _check_role(self, messages: list[dict[str, Any]], number: int, tools: Any) -> None:
         """Raise an error if a message leaves no trace in the text, neither as it stands nor as the last one."""
         message = messages[number - 1]
         content = _parts(PROBE) if isinstance(message.get("content"), list) else PROBE
@@ -200,8 +229,8 @@ class ChatRenderer:
             for text in (self._try(upto + messages[number:], tools), self._try(upto, tools))
         ):
             known = [role for role in dict.fromkeys((*ROLES.values(), "developer", "ipython")) if role in self.names()]
-            raise RecipeError(
-                f"{where()}: the chat template leaves out message {number}, whose role is {message['role']!r}. It "
+            raise RowError(
+                f"the chat template leaves out message {number}, whose role is {message['role']!r}. It "
                 f"names the roles {', '.join(known) or 'none'}. Rename the role in the data, or give a template that "
                 "writes it: data.chat_template=FILE."
             )
@@ -247,31 +276,17 @@ class ChatRenderer:
             messages, tools=tools, return_dict=True, tokenizer_kwargs={"verbose": False}, **arguments
         )
 
-    @contextmanager
-    def _explaining(self, where: Callable[[], str]) -> Iterator[None]:
-        import jinja2
-
-        try:
-            yield
-        except (jinja2.TemplateError, *FAILURES) as error:
-            raise RecipeError(
-                f"{where()}: the chat template rejects the conversation: {error or type(error).__name__}."
-            ) from None
-
-    def _check_fast(self, where: Callable[[], str]) -> None:
+    def _check_fast(self) -> None:
         if not self.tokenizer.is_fast:
-            raise RecipeError(
-                f"{where()}: {type(self.tokenizer).__name__} does not map tokens to characters. Use a fast tokenizer."
-            )
+            raise RowError(f"{type(self.tokenizer).__name__} does not map tokens to characters. Use a fast tokenizer.")
 
     def _is_marked(self, tools: Any) -> bool:
         return MARKER.search(self.tokenizer.get_chat_template(tools=tools)) is not None
 
-    def _locate(
-        self, text: str, spans: Sequence[tuple[int, int]], where: Callable[[], str]
-    ) -> tuple[list[int], list[int]]:
-        """Token ids of a text, and a 1 for each that has a character in a span."""
-        self._check_fast(where)
+    def _locate(self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Token ids of a conversation, and a 1 for each that has a character of a wanted answer, see ``_answers``."""
+        text, spans = self._answers(messages, tools, wanted)
+        self._check_fast()
         inside = bytearray(len(text))
         for start, end in spans:
             inside[start:end] = b"\1" * (end - start)
@@ -279,7 +294,7 @@ class ChatRenderer:
         return found["input_ids"], [int(inside.find(1, start, end) >= 0) for start, end in found["offset_mapping"]]
 
     def _answers(
-        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int], where: Callable[[], str]
+        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendered conversation, and where the wanted answers of the assistant begin and end in it.
 
@@ -287,29 +302,28 @@ class ChatRenderer:
             wanted: The indices of their messages.
 
         Raises:
-            RecipeError: The template does not show where they are.
+            RowError: The template does not show where they are.
         """
         if self._is_marked(tools):
-            return self._marked_answers(messages, tools, wanted, where)
+            return self._marked_answers(messages, tools, wanted)
         text, spans = self._render(messages, tools), list[tuple[int, int]]()
         for index in wanted:
             if not index:
-                raise RecipeError(
-                    f"{where()}: the first message is from the assistant, so no prompt shows where its text begins. "
-                    f"{REMEDY}"
+                raise RowError(
+                    f"the first message is from the assistant, so no prompt shows where its text begins. {REMEDY}"
                 )
             before = self._render(messages[:index], tools, add_generation_prompt=True)
             after = self._render(messages[: index + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
-                raise RecipeError(
-                    f"{where()}: the chat template renders message {index + 1} differently when other messages follow, "
+                raise RowError(
+                    f"the chat template renders message {index + 1} differently when other messages follow, "
                     f"or does not begin it with its prompt for an answer. {REMEDY}"
                 )
             spans.append((len(before), len(after)))
         return text, spans
 
     def _marked_answers(
-        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int], where: Callable[[], str]
+        self, messages: list[dict[str, Any]], tools: Any, wanted: Sequence[int]
     ) -> tuple[str, list[tuple[int, int]]]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -321,8 +335,8 @@ class ChatRenderer:
         )
         (text,), (spans,) = rendered
         if len(spans) != len(answers):
-            raise RecipeError(
-                f"{where()}: message {wanted[0] + 1} has weight 0, and the chat template has {len(spans)} blocks {{% "
+            raise RowError(
+                f"message {wanted[0] + 1} has weight 0, and the chat template has {len(spans)} blocks {{% "
                 f"generation %}} for {len(answers)} answers. Expected one block for each answer. Give such a template: "
                 "data.chat_template=FILE."
             )

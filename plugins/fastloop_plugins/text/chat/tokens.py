@@ -1,132 +1,232 @@
-"""Token ids of conversations and completions, and the tokenizer of a chat model.
+"""Rows of a language model as token ids, and its samples: in memory, streamed, and shown to users.
 
-Ids are kept as signed numbers, so that the cache of token ids holds both: ``id`` for a token with a loss, ``~id``
-(negative) for another.
+Ids of conversations and completions are kept as signed numbers, so that the cache of token ids holds both: ``id`` for a
+token with a loss, ``~id`` (negative) for another.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
-from fastloop_plugins.text.chat.rows import Chat
-from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, names_in, template_text
-from fastloop_plugins.text.decoder_model import DecoderModel
+import numpy as np
+
+from fastloop_plugins._cache import flat
+from fastloop_plugins.text.batches import Ragged, Sequences
+from fastloop_plugins.text.chat.rows import Chat, text_of
+from fastloop_plugins.text.chat.template import ChatRenderer
+from fastloop_plugins.text.next_token_loss import IGNORED
+from fastloop_plugins.text.samples import show_tokens, split_rows
+from fastloop_plugins.text.task import StreamedRows
+from fastloop_plugins.text.tokenizers import end_of
+from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
-    from fastloop.recipe import Recipe
+    from numpy.typing import NDArray
+
+    from fastloop_plugins.rows.index import Row
+    from fastloop_plugins.text.chat.data import LanguageTextData
+    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.tokens import Split
 
 logger = logging.getLogger("fastloop")
 
-SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
-"""Special tokens in a chat template."""
-
-
-class ChatModel(DecoderModel):
-    """The ``model`` section, with a tokenizer that has a chat template."""
-
-    def __init__(self, recipe: Recipe, template: str | None) -> None:
-        super().__init__(recipe)
-        self.template = template_text(recipe, template) if template is not None and recipe.inference is None else None
-        if self.trained is not None and self.trained.kind == "char":
-            raise RecipeError(
-                f"{self.where}.tokenizer.kind: char has the characters of the messages, and a chat template adds "
-                "others. Use kind: byte or bpe."
-            )
-        self.marks = sorted(set(SPECIAL.findall(self.template or "")))
-        if self.trained is not None and self.trained.vocab_size - len(self.marks) > 8:
-            self.trained.vocab_size -= len(self.marks)  # which are added after training
-
-    def load_tokenizer(self, max_length: int) -> None:
-        super().load_tokenizer(max_length)
-        if self.tokenizer is not None:
-            self._set_template()
-            if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
-                logger.warning(
-                    "data.chat_template: the tokenizer has no token %s, so each is split into several",
-                    ", ".join(unknown),
-                )
-
-    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
-        if self.trained is not None:
-            super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))], max_length)
-            self.tokenizer.add_tokens(self.marks, special_tokens=True)
-            self._set_template()
-
-    def template_names(self) -> frozenset[str]:
-        """All names that the template reads. Call it after ``load_tokenizer``."""
-        return ChatRenderer(self.tokenizer).names() if self.tokenizer is not None else names_in(self.template or "")
-
-    def _set_template(self) -> None:
-        if self.template is not None:
-            self.tokenizer.chat_template = self.template
-        if not self.tokenizer.chat_template:
-            raise RecipeError(
-                f"{self.recipe.where}: data.messages: the tokenizer has no chat template. Give one: "
-                f"data.chat_template=FILE.jinja, or a built-in name ({', '.join(BUILT_IN)})."
-            )
-
-
-class CompletionModel(DecoderModel):
-    """The ``model`` section, for prompts with completions."""
-
-    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
-        if self.trained is not None:
-            super().finish_tokenizer(["".join(row) for row in texts], max_length)
-
-
-def _texts(chat: Chat) -> Iterator[str]:
-    """The texts of a conversation that a tokenizer is trained on."""
-    for message in chat.messages:
-        content = message.get("content") or ""
-        yield content if isinstance(content, str) else "".join(part["text"] for part in content)
-        if "tool_calls" in message:
-            yield json.dumps(message["tool_calls"], ensure_ascii=False)
-
-
-class RowEncoder:
-    """Token ids of a row, as signed numbers, without truncation.
-
-    Args:
-        end: Ids after each row; they have a loss.
-        train_on: As in the ``data`` section.
-    """
-
-    def __init__(self, tokenizer: Any, end: list[int], train_on: str) -> None:
-        self.tokenizer, self.end, self.renderer = tokenizer, end, ChatRenderer(tokenizer, train_on)
-
-    def __call__(self, row: str | tuple[str, str], where: Callable[[], str]) -> list[int]:
-        """The signed ids of a row.
-
-        Args:
-            row: JSON of a ``Chat``, or a prompt and its completion.
-            where: Returns the name of the row in messages.
-
-        Raises:
-            RecipeError: See ``ChatRenderer.encode``.
-        """
-        if isinstance(row, tuple):
-            prompt, completion = self.tokenizer(list(row), add_special_tokens=False, verbose=False)["input_ids"]
-            ids, mask = prompt + completion, [0] * len(prompt) + [1] * len(completion)
-        else:
-            ids, mask = self.renderer.encode(Chat.loads(row), where)
-        return [token if trained else ~token for token, trained in zip(ids, mask, strict=True)] + self.end
+PLAIN: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+"""The tokenizer's arguments for a text that gets no special tokens."""
+PROBED = 256
+"""Rows to tokenize in full, to estimate how many are longer than a sample."""
 
 
 def encode_rows(
-    tokenizer: Any, rows: list[Any], end: list[int], arguments: Mapping[str, Any], name_of: Callable[[Any], str]
+    tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any], renderer: ChatRenderer | None = None
 ) -> Iterator[list[int]]:
-    """Yield the signed ids of each row. See ``RowEncoder``.
+    """Yield the ids of each row; signed unless it is a text. Texts and completions end with the end token.
 
     Args:
-        arguments: ``train_on``, as in the ``data`` section.
-        name_of: Row -> its name in messages.
+        rows: Texts, the JSON of a ``Chat`` each, or prompts with their completions.
+        arguments: ``form``, the option of ``data`` that names the column: text, messages or prompt; ``train_on``, as in
+            the ``data`` section; for texts that are truncated, ``max_length``.
+        renderer: Keeps what it finds out about a template, over several calls; None: a new one.
+
+    Raises:
+        RowError: See ``ChatRenderer.encode``.
     """
-    encode = RowEncoder(tokenizer, end, arguments["train_on"])
+    end = end_of(tokenizer)
+    if arguments["form"] == "text":
+        size = arguments.get("max_length")
+        yield from encode(
+            tokenizer, rows, end, PLAIN if size is None else PLAIN | {"truncation": True, "max_length": size}
+        )
+        return
+    renderer = renderer or ChatRenderer(tokenizer, arguments["train_on"])
     for row in rows:
-        yield encode(row, partial(name_of, row))
+        if arguments["form"] == "messages":
+            ids, mask = renderer.encode(Chat.loads(row))
+            yield [token if trained else ~token for token, trained in zip(ids, mask, strict=True)]
+        else:
+            prompt, completion = tokenizer(list(row), **PLAIN)["input_ids"]
+            yield [~token for token in prompt] + completion + end
+
+
+class MaskedSequences(Sequences):
+    """Rows of which some tokens have a loss. A sample has ``input_ids`` and ``targets``, both (tokens,) int32; a target
+    is the next token, or -100 where that has no loss.
+
+    Rows are cut at ``max_length`` and after their last token with a loss: no loss depends on later tokens.
+
+    Args:
+        ids: Signed ids of all rows, end to end: ``id``, or ``~id`` for a token without a loss.
+        lengths: Tokens of every row.
+        max_length: Tokens of a sample at most.
+        drop: Drop rows in which no token has a loss; else their samples are empty.
+
+    Attributes:
+        cut: Rows longer than ``max_length``.
+        dropped: Rows without a loss.
+    """
+
+    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_length: int, drop: bool = True) -> None:
+        super().__init__(ids, lengths)
+        starts = self.ends - lengths
+        trained = np.concatenate([[-1], np.flatnonzero(ids >= 0)])
+        last = trained[np.searchsorted(trained, starts + np.minimum(lengths, max_length)) - 1]
+        has_loss = last > starts  # the first token of a row is no target
+        self.cut, self.dropped = int((lengths > max_length).sum()), int((~has_loss).sum())
+        kept = has_loss | (not drop)
+        self.ends, self.lengths = last[kept] + 1, np.where(has_loss, last - starts + 1, 0)[kept]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        end = self.ends[index]
+        row = self.ids[end - self.lengths[index] : end]
+        targets = np.full_like(row, IGNORED)
+        np.copyto(targets[:-1], row[1:], where=row[1:] >= 0)
+        return {"input_ids": np.where(row < 0, ~row, row), "targets": targets}
+
+    def warn(self, split: str, max_length: int) -> None:
+        """Log how many rows are cut and dropped."""
+        total = len(self) + self.dropped
+        if self.cut:
+            logger.warning(
+                "data: %s: %d of %d rows are cut at %d tokens (data.max_length)", split, self.cut, total, max_length
+            )
+        if self.dropped:
+            logger.warning(
+                "data: %s: %d of %d rows have no token with a loss, and are dropped", split, self.dropped, total
+            )
+
+
+def block_sequences(ids: NDArray[np.int32], size: int) -> Sequences:
+    """Blocks of ``size`` tokens of texts, which are end to end. The last one may be shorter; a single token is none."""
+    blocks, rest = divmod(len(ids), size)
+    return Sequences(ids, np.array([size] * blocks + [rest] * (rest > 1), dtype=np.int64))
+
+
+def next_token_batch(samples: list[dict[str, Any]], pad_token_id: int, mask: bool) -> Ragged:
+    """A batch before padding. ``targets`` are the tokens shifted by one: shifting here avoids a copy of the logits.
+    ``loss_weight`` is the number of targets.
+
+    Args:
+        mask: Add ``attention_mask``, 1 for real tokens. Causal attention needs none, but the loss of a router does.
+    """
+    rows = [sample["input_ids"] for sample in samples]
+    targets = [sample["targets"] if "targets" in sample else sample["input_ids"][1:] for sample in samples]
+    columns = {"input_ids": (rows, pad_token_id), "targets": (targets, IGNORED)}
+    if mask:
+        columns["attention_mask"] = ([np.ones_like(row) for row in rows], 0)
+    weight = sum(int((row != IGNORED).sum()) for row in targets)
+    return Ragged(columns=columns, loss_weight=weight, tokens=sum(map(len, rows)))
+
+
+# -- streamed ----------------------------------------------------------------------------------------------------------
+
+
+class LanguageRows(StreamedRows):
+    """Samples of streamed rows: one a row, cut at ``data.max_length``.
+
+    A row without a token to predict has no effect. If a micro-batch has only such rows, ``spare`` replaces the first:
+    the mean over no token is not defined.
+    """
+
+    def __init__(self, data: LanguageTextData, tokenizer: Any, spare: Mapping[str, Any]) -> None:
+        arguments = data.encoding_arguments() | {"max_length": data.options.max_length}
+        encode = partial(encode_rows, renderer=ChatRenderer(tokenizer, data.options.train_on))
+        super().__init__(data, tokenizer, encode, row_sequences, arguments)
+        self.spare = {name: value.copy() for name, value in spare.items()}
+
+    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+        samples = super().__call__(rows, names)
+        if not any((sample["targets"] >= 0).any() for sample in samples):
+            samples[0] = self.spare
+        return samples
+
+
+def row_sequences(split: Split, arguments: Mapping[str, Any]) -> MaskedSequences:
+    """A sample for each row."""
+    return MaskedSequences(split.ids, split.lengths, arguments["max_length"], drop=False)
+
+
+def warn_about_long_rows(data: LanguageTextData, tokenizer: Any, texts: Sequence[Any]) -> None:
+    """Log the share of streamed texts that are cut."""
+    size, probed = data.options.max_length, ["" if text is None else text for text in texts[:PROBED]]
+    lengths = [len(ids) for ids in encode_rows(tokenizer, probed, data.encoding_arguments())]
+    if long := sum(length > size for length in lengths):
+        logger.warning(
+            "data: %d of %d rows have more than %d tokens (data.max_length), and are cut there: a streamed row is one "
+            "sample. To train on all of a text, divide it into several rows",
+            long, len(lengths), size,
+        )  # fmt: skip
+
+
+class Documents:
+    """The tokens of some streamed rows, end to end; empty texts are skipped."""
+
+    def __init__(self, data: LanguageTextData, tokenizer: Any) -> None:
+        self.data, self.tokenizer = data, tokenizer
+
+    def __call__(self, rows: list[Row], names: list[str]) -> NDArray[np.int32]:
+        texts = [text for text in self.data.parse_rows(rows, names) if text.strip()]
+        return flat(encode_rows(self.tokenizer, texts, self.data.encoding_arguments()))[0]
+
+
+def blocks(rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
+    """Samples of blocks of tokens, see ``text.streaming.blocks``."""
+    return [{"input_ids": ids} for (ids,) in rows]
+
+
+# -- for `fastloop plan --samples` -------------------------------------------------------------------------------------
+
+
+def language_samples(data: LanguageTextData, tokenizer: Any, split: Split) -> Iterator[Sample]:
+    """Rows with their tokens. A block's first token has no loss, nor has a conversation's."""
+    size, before = data.options.max_length, 0
+    for row, ids in zip(split.texts, split_rows(split), strict=True):
+        if data.masked:
+            loss, rest = ids >= 0, f"the tokens after data.max_length={size}: {len(ids) - size}"
+            loss[:1] = False
+            sample = _chat_parts(row)
+        else:
+            loss, rest = (before + np.arange(len(ids))) % size > 0, f"the row's other tokens: {len(ids) - size}"
+            sample, before = [("text", str(row))], before + len(ids)
+        shown = np.where(ids < 0, ~ids, ids)[:size]
+        sample.append(("tokens", show_tokens(tokenizer, shown, ("" if one else None for one in loss[:size]))))
+        if len(ids) > size:
+            sample.append(("not shown" if not data.masked else "left out", rest))
+        if data.masked and not loss[:size].any():
+            sample.append(("left out", "the row: none of its tokens has a loss"))
+        yield sample
+
+
+def _chat_parts(row: Any) -> Sample:
+    """The messages of a conversation, each by its role; or prompt and completion."""
+    if isinstance(row, tuple):
+        return [*zip(("prompt", "completion"), row, strict=True)]
+    chat = Chat.loads(row)
+    parts: Sample = [("tools", json.dumps(chat.tools, ensure_ascii=False))] if chat.tools else []
+    for message in chat.messages:
+        more = {key: value for key, value in message.items() if key not in ("role", "content")}
+        text = text_of(message) + (json.dumps(more, ensure_ascii=False) if more else "")
+        parts.append((message["role"], text))
+    return parts

@@ -127,7 +127,7 @@ class StreamedData:
         """The datasets of a run: those in memory, except a streamed training split."""
         if self.stream is None:
             return datasets
-        from fastloop_plugins.text.streaming.samples import LabelledRows
+        from fastloop_plugins.text.streaming.dataset import LabelledRows
 
         encode = LabelledRows(self, model, self.stream.label_table(datasets))
         return cast("Mapping[str, Any]", self.stream.datasets(run, datasets, encode))

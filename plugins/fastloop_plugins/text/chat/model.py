@@ -1,13 +1,18 @@
-"""The ``model`` section of ``causal-lm``, with a vocabulary that may be padded."""
+"""The ``model`` section of ``causal-lm``: a vocabulary that may be padded, and the tokenizer of a chat model."""
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
-from fastloop_plugins.models.hub import quiet
+from fastloop_plugins.models.hub import first_line, quiet
+from fastloop_plugins.text.chat.rows import Chat, text_of
+from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, names_in, template_text
 from fastloop_plugins.text.model import Model, TextModel
 from fastloop_plugins.text.next_token_loss import add_loss
 
@@ -19,6 +24,9 @@ if TYPE_CHECKING:
     from fastloop_plugins.models.label_order import LabelOrder
 
 logger = logging.getLogger("fastloop")
+
+SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
+"""Special tokens in a chat template."""
 
 
 @dataclass(kw_only=True)
@@ -75,10 +83,8 @@ class DecoderModel(TextModel):
             resized = [model.get_input_embeddings(), model.get_output_embeddings()]
             sizes = [len(module.weight) for module in resized]
         except Exception as error:  # models raise errors of any type
-            cause = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-            raise RecipeError(
-                f"{where} cannot be resized: {type(error).__name__}: {cause}. Leave pad_vocab_to out."
-            ) from None
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise RecipeError(f"{where} cannot be resized: {cause}. Leave pad_vocab_to out.") from None
         if sizes != [rows, rows]:
             raise RecipeError(
                 f"{where} has {sizes} rows of embedding and head, expected {rows} after resizing. Leave "
@@ -101,3 +107,64 @@ class DecoderModel(TextModel):
                 if name in found:
                     found[name] = found[name][: self.vocabulary]
         return found
+
+
+class ChatModel(DecoderModel):
+    """The ``model`` section, with a tokenizer that has a chat template."""
+
+    def __init__(self, recipe: Recipe, template: str | None) -> None:
+        super().__init__(recipe)
+        self.template = template_text(recipe, template) if template is not None and recipe.inference is None else None
+        if self.trained is not None and self.trained.kind == "char":
+            raise RecipeError(
+                f"{self.where}.tokenizer.kind: char has the characters of the messages, and a chat template adds "
+                "others. Use kind: byte or bpe."
+            )
+        self.marks = sorted(set(SPECIAL.findall(self.template or "")))
+        if self.trained is not None and self.trained.vocab_size - len(self.marks) > 8:
+            self.trained.vocab_size -= len(self.marks)  # which are added after training
+
+    def load_tokenizer(self, max_length: int) -> None:
+        super().load_tokenizer(max_length)
+        if self.tokenizer is not None:
+            self._set_template()
+            if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
+                logger.warning(
+                    "data.chat_template: the tokenizer has no token %s, so each is split into several",
+                    ", ".join(unknown),
+                )
+
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+        if self.trained is not None:
+            super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))], max_length)
+            self.tokenizer.add_tokens(self.marks, special_tokens=True)
+            self._set_template()
+
+    def template_names(self) -> frozenset[str]:
+        """All names that the template reads. Call it after ``load_tokenizer``."""
+        return ChatRenderer(self.tokenizer).names() if self.tokenizer is not None else names_in(self.template or "")
+
+    def _set_template(self) -> None:
+        if self.template is not None:
+            self.tokenizer.chat_template = self.template
+        if not self.tokenizer.chat_template:
+            raise RecipeError(
+                f"{self.recipe.where}: data.messages: the tokenizer has no chat template. Give one: "
+                f"data.chat_template=FILE.jinja, or a built-in name ({', '.join(BUILT_IN)})."
+            )
+
+
+class CompletionModel(DecoderModel):
+    """The ``model`` section, for prompts with completions."""
+
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+        if self.trained is not None:
+            super().finish_tokenizer(["".join(row) for row in texts], max_length)
+
+
+def _texts(chat: Chat) -> Iterator[str]:
+    """The texts of a conversation that a tokenizer is trained on."""
+    for message in chat.messages:
+        yield text_of(message)
+        if "tool_calls" in message:
+            yield json.dumps(message["tool_calls"], ensure_ascii=False)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
-from fastloop.options import parse
 from fastloop_plugins.models.checks import shortest
 from fastloop_plugins.models.label_order import name_classes
 from fastloop_plugins.rows.paths import format_of
@@ -68,10 +67,19 @@ class ColumnData(TextData):
         self.section = task.sections["data"]  # type: ignore[misc]
         self.task, self.subject = task, f"the task {task.name!r}"
         given = recipe.data.get("label") is not None
-        names = [getattr(parse(self.section, recipe.data, f"{recipe.where}: data"), key) for key in task.columns]
-        places = dict[str, str]()
-        for key, name in zip(task.columns, names, strict=True):
-            where = f"{recipe.where}: data.{key}"
+        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
+        self.columns = [name for name, key in self.places.items() if key in task.prediction_columns()]
+        for path in self.every_file() if len(self.places) > 1 else ():
+            if format_of(path)[0] == ".txt":
+                raise RecipeError(
+                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(self.places)}. Use "
+                    "another format."
+                )
+
+    def find_columns(self) -> list[str]:
+        self.places = places = dict[str, str]()
+        for key in self.task.columns:
+            name, where = getattr(self.options, key), f"{self.where}.{key}"
             if name is None:
                 raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
             if not isinstance(name, str):
@@ -81,15 +89,7 @@ class ColumnData(TextData):
                     f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
                 )
             places[name] = key
-        self.places = places
-        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
-        self.columns = [name for name, key in places.items() if key in task.prediction_columns()]
-        for path in self.every_file() if len(names) > 1 else ():
-            if format_of(path)[0] == ".txt":
-                raise RecipeError(
-                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(names)}. Use another "
-                    "format."
-                )
+        return super().find_columns()
 
     def text_columns(self) -> dict[str, str]:
         return dict(self.places)

@@ -212,7 +212,9 @@ def test_errors_name_the_key(data, message):
 def test_an_architecture_without_the_head_is_refused():
     wrong = SPANS.replace("AutoModelForQuestionAnswering", "AutoModelForSeq2SeqLM")
     Path("spans.py").write_text(wrong)
-    message = r"model\.config: transformers has no AutoModelForSeq2SeqLM for 'bert'\. Use another architecture\."
+    message = (
+        r"model\.config: transformers has no model for 'bert' \(AutoModelForSeq2SeqLM\)\. Use another architecture\."
+    )
     with pytest.raises(RecipeError, match=message):
         build(resolve(recipe(task="spans.py:Spans")))
 

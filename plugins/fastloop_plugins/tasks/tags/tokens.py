@@ -6,14 +6,19 @@ of the word's tag, and that of its other tokens is ``~id``, which is negative.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fastloop import RecipeError
-from fastloop_plugins.text.model import TextModel
+from fastloop_plugins.text.task import AnyModel
 from fastloop_plugins.text.tokens import portions
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop.recipe import Recipe
     from fastloop_plugins.tasks.tags.data import TagTextData
 
@@ -21,7 +26,7 @@ EXAMPLES = "bert, distilbert, roberta, deberta-v2, modernbert or xlm-roberta"
 """Architectures for messages."""
 
 
-class TagModel(TextModel):
+class TagModel(AnyModel):
     """The ``model`` section, with a tokenizer for words.
 
     Args:
@@ -32,21 +37,8 @@ class TagModel(TextModel):
     label_key = "data.tags"
 
     def __init__(self, recipe: Recipe, data: TagTextData) -> None:
-        super().__init__(recipe, classify=True)
+        super().__init__(recipe, "AutoModelForTokenClassification", what="token classifier", examples=EXAMPLES)
         self.data, self.problem_type = data, None
-
-    def _check_architecture(self, config: dict[str, Any]) -> None:
-        from transformers.models.auto import modeling_auto as auto
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-        kind = config.get("model_type")
-        if kind not in CONFIG_MAPPING or config.get("auto_map"):  # rejected elsewhere, or the model ships its own code
-            return
-        if kind not in auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES:
-            raise RecipeError(
-                f"{self.where}.{'name' if self.options.config is None else 'config'}: transformers has no token "
-                f"classifier for {kind!r} (AutoModelForTokenClassification). Use one that it has, such as {EXAMPLES}."
-            )
 
     def load_tokenizer(self, max_length: int) -> None:
         super().load_tokenizer(max_length)
@@ -90,7 +82,7 @@ class TagModel(TextModel):
         Raises:
             RecipeError: There is no room.
         """
-        special = sum(map(len, self.special_tokens()))
+        special = sum(map(len, self.special))
         if max_length <= special:
             raise RecipeError(
                 f"{self.recipe.where}: data.max_length: found {max_length}, and a row has {special} special tokens. "
@@ -98,18 +90,17 @@ class TagModel(TextModel):
             )
         return max_length - special, special
 
-    def special_tokens(self) -> tuple[list[int], list[int]]:
-        """Ids of the tokens before and after a sentence. Call it when the tokenizer is complete."""
+    @cached_property
+    def special(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Ids of the tokens before and after a sentence. Read it when the tokenizer is complete."""
         found = self.tokenizer(["a"], is_split_into_words=True, return_special_tokens_mask=True)
         ids, is_special = found["input_ids"], found["special_tokens_mask"]
         words = len(self.tokenizer(["a"], is_split_into_words=True, add_special_tokens=False)["input_ids"])
         before = is_special.index(0) if 0 in is_special else len(ids) - words
-        return ids[:before], ids[before + words :]
+        return np.array(ids[:before], dtype=np.int32), np.array(ids[before + words :], dtype=np.int32)
 
 
-def encode_rows(
-    tokenizer: Any, rows: Sequence[Any], end: list[int], arguments: Mapping[str, Any]
-) -> Iterator[list[int]]:
+def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the ids and targets of each row, in turn: ``[id, target, id, target, ...]``. No special tokens, no
     truncation.
 
@@ -118,8 +109,6 @@ def encode_rows(
 
     Args:
         rows: Words and the ids of their tags.
-        end: Not used; a caller of ``text.tokens.read`` may add tokens after each row.
-        arguments: Not used either.
     """
     stand_in = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.pad_token_id
     for sentences in portions(rows):

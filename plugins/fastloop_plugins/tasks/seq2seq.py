@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run, Trait
+    from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.batches import PaddedCollator, Sequences
+    from fastloop_plugins.text.batches import Sequences
     from fastloop_plugins.text.column_ids import ColumnSequences
     from fastloop_plugins.text.ragged import Ragged
     from fastloop_plugins.text.samples import Sample
@@ -64,7 +64,7 @@ class Seq2Seq(TextTask):
     sections = {"model": Model, "data": PairData}
     auto_class = "AutoModelForSeq2SeqLM"
     unused_modules = ()
-    probe_inputs = ("input_ids", "attention_mask", "labels")
+    _probe_inputs = ("input_ids", "attention_mask", "labels")
     adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of an encoder-decoder"
     data: PairTextData
@@ -131,7 +131,7 @@ class Seq2Seq(TextTask):
         split = self.read_splits(run, count)["train"]
         return pair_samples(self.text_model, split, self.build_dataset(split, {}))
 
-    def encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
+    def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         from fastloop_plugins._cache import flat
         from fastloop_plugins.text.batches import Sequences
         from fastloop_plugins.text.chunks import text_chunks
@@ -142,7 +142,7 @@ class Seq2Seq(TextTask):
         return (Sequences(*flat(encode(self.text_model.tokenizer, texts, [], arguments))) for texts in chunks)
 
     @hookimpl
-    def build_collator(self, run: Run) -> PaddedCollator:
+    def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import Width
 
         size, always = self.data.options.max_target_length, self.data.options.padding == "max_length"
@@ -167,7 +167,7 @@ class Seq2Seq(TextTask):
             tokens=sum(map(len, rows)),
         )
 
-    def probe_samples(self, run: Run) -> list[dict[str, Any]]:
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         import numpy as np
 
         size = min(self.data.options.max_length, self.data.options.max_target_length)

@@ -118,7 +118,7 @@ class TextClassification(TextTask):
     def encoding_arguments(self) -> dict[str, Any]:
         return {"truncation": True, "max_length": self.data.options.max_length}
 
-    def encode_splits(self, first: int | None) -> dict[str, Split]:
+    def _encode_splits(self, first: int | None) -> dict[str, Split]:
         from fastloop_plugins.text import tokens
 
         return tokens.read(self.data, self.text_model, first=first, **self.encoding_arguments())
@@ -129,7 +129,7 @@ class TextClassification(TextTask):
 
         return Sequences(split.ids, split.lengths, split.labels, split.typed)
 
-    def encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
+    def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         from fastloop_plugins.text.chunks import token_chunks
 
         return token_chunks(self.data, self.text_model, source, start, size, self.encoding_arguments())
@@ -153,7 +153,7 @@ class TextClassification(TextTask):
         self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.order.names)
         return datasets
 
-    def probe_samples(self, run: Run) -> list[dict[str, Any]]:
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         ids = self.text_model.tokenizer(list(PROBE), **self.encoding_arguments())["input_ids"]
         return [{"input_ids": each} for each in ids]
 

@@ -103,10 +103,10 @@ class TokenClassification(TextTask):
 
         return encode_rows(tokenizer, rows)
 
-    def order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
+    def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
         from fastloop_plugins.tasks.tags.batches import reorder
 
-        super().order_classes(splits)
+        super()._order_classes(splits)
         for split in (splits or {}).values():
             split.ids = reorder(split.ids, self.order.ids)
 
@@ -138,7 +138,7 @@ class TokenClassification(TextTask):
         from fastloop_plugins.tasks.tags.batches import sentence_chunks
 
         self.text_model.load_tokenizer(self.data.options.max_length)
-        self.order_classes()
+        self._order_classes()
         sentences = self.data.split_sentences() if source is None else self.data.sentences(source)
         return sentence_chunks(sentences, start, size, self.text_model, self.data.options.max_length)
 
@@ -150,7 +150,7 @@ class TokenClassification(TextTask):
 
     # -- model, loss and metrics ---------------------------------------------------------------------------------------
 
-    def probe_samples(self, run: Run) -> list[dict[str, Any]]:
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         from fastloop_plugins.tasks.tags.batches import encode_sentences
 
         found = encode_sentences([text.split() for text in PROBE], self.text_model, self.data.options.max_length)

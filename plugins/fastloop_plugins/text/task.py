@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from fastloop import Run, Trait
+    from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.rows.index import Row
-    from fastloop_plugins.text.batches import PaddedCollator, Sequences
+    from fastloop_plugins.text.batches import Sequences
     from fastloop_plugins.text.ragged import Ragged
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
@@ -177,7 +177,6 @@ class TextTask(Plugin):
             wait for their gradients.
         reads_all: Whether the loss reads the output of all tokens of a text, by ``compute``, ``pool`` or ``split``. A
             packed batch then has their lengths.
-        probe_inputs: Those of a batch with which the model is tried.
         encoding_version: Increase it when ``encode`` gives other ids, so that cached ones are not used.
         order: The classes as the model's head numbers them; None: ``auto_class`` has no head for classes.
         data: The ``data`` section. ``data.options`` are its options, and ``data.classes`` the names of classes.
@@ -193,7 +192,7 @@ class TextTask(Plugin):
     auto_class: ClassVar[str] = "AutoModel"
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
     reads_all: ClassVar[bool] = True
-    probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
+    _probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
     encoding_version: ClassVar[int] = 1
     order: LabelOrder | None = None
     data: TextData
@@ -261,16 +260,16 @@ class TextTask(Plugin):
         tokens = sum(map(len, rows))
         return Ragged(columns=columns, fixed=fixed, loss_weight=len(samples), tokens=tokens)
 
-    def probe_samples(self, run: Run) -> list[dict[str, Any]]:
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         """A long and a short sample, on which the model is tried."""
         dataset: Any = getattr(self, "_probe", None) or run.datasets[run.loaders.first]
         return [dataset[int(dataset.lengths.argmax())], shortest(dataset)]
 
     def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
-        """Raise an error for a model that cannot do the task. Every process must call it.
+        """Raise an error for a model that cannot do the task. Called on every process, before training.
 
         Args:
-            make: Returns the model's inputs for the given samples, or for those of ``probe_samples``.
+            make: Returns the model's inputs for the given samples; without any, for a long and a short one.
         """
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -292,11 +291,11 @@ class TextTask(Plugin):
     def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
         """Read and encode the splits. ``show_samples`` needs only the ``first`` rows of train, with their texts."""
         self.data.skip_unreadable = run.settings.skip_unreadable
-        splits = self.encode_splits(first)
-        self.order_classes(splits)
+        splits = self._encode_splits(first)
+        self._order_classes(splits)
         return splits
 
-    def encode_splits(self, first: int | None) -> dict[str, Split]:
+    def _encode_splits(self, first: int | None) -> dict[str, Split]:
         """``read_splits`` with the labels as the data numbers them."""
         from fastloop_plugins.text import tokens
 
@@ -307,7 +306,7 @@ class TextTask(Plugin):
         encoding = self.encoding_arguments()
         return tokens.read(self.data, self.text_model, encoder=encode, first=first, encoding=encoding, code=code)
 
-    def order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
+    def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
         """Set ``order`` and ``data.classes``, if ``auto_class`` has a head for classes. A checkpoint with the same
         classes keeps its ids.
 
@@ -345,10 +344,10 @@ class TextTask(Plugin):
         if source is None:  # a split
             return None
         self.text_model.load_tokenizer(self.data.options.max_length)
-        self.order_classes()
-        return self.encode_chunks(source, start, size)
+        self._order_classes()
+        return self._encode_chunks(source, start, size)
 
-    def encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
+    def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         """The samples of a file or of texts, see ``build_prediction_data``."""
         from fastloop_plugins._cache import flat
         from fastloop_plugins.text.chunks import text_chunks
@@ -360,7 +359,7 @@ class TextTask(Plugin):
         return (self.build_dataset(Split(*rows), arguments) for rows in encoded)
 
     @hookimpl
-    def build_collator(self, run: Run) -> PaddedCollator:
+    def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import PaddedCollator
 
         def build(samples: list[dict[str, Any]]) -> Ragged:
@@ -380,14 +379,14 @@ class TextTask(Plugin):
         for name in self.unused_modules:
             if (module := getattr(model, name, None)) is not None:
                 module.requires_grad_(False)
-        probe, collate = self.probe_samples(run), self.build_collator(run)
+        probe, collate = self._probe_samples(run), self.build_collator(run)
 
         def make(*samples: dict[str, Any]) -> dict[str, Tensor]:
             inputs = collate([*(samples or probe)]).inputs
-            return {name: inputs[name] for name in self.probe_inputs if name in inputs}
+            return {name: inputs[name] for name in self._probe_inputs if name in inputs}
 
         self.check_model(run, model, make)
-        check_padding(run, model, self.text_model, collate.width, make)
+        check_padding(run, model, self.text_model, self.text_model.width(run, self.data.options), make)
         return model
 
     @hookimpl

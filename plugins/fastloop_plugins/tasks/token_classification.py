@@ -31,8 +31,19 @@ from fastloop import Output, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, shortest
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import find_metrics
+from fastloop_plugins.tasks.tags.batches import (
+    TaggedSentences,
+    TagModel,
+    batch_sentences,
+    copy_logits,
+    encode_rows,
+    encode_sentences,
+    reorder,
+    sentence_chunks,
+    tagged_samples,
+    word_scores,
+)
 from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
-from fastloop_plugins.tasks.tags.tokens import TagModel
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.padding_check import ALIKE, PROBE
 from fastloop_plugins.text.task import TextTask
@@ -44,7 +55,6 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.models.label_order import LabelOrder
-    from fastloop_plugins.tasks.tags.batches import TaggedSentences
     from fastloop_plugins.text.ragged import Ragged
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
@@ -99,20 +109,15 @@ class TokenClassification(TextTask):
 
     @staticmethod
     def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
-        from fastloop_plugins.tasks.tags.tokens import encode_rows
-
         return encode_rows(tokenizer, rows)
 
     def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
-        from fastloop_plugins.tasks.tags.batches import reorder
-
         super()._order_classes(splits)
         for split in (splits or {}).values():
             split.ids = reorder(split.ids, self.order.ids)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks.tags.batches import TaggedSentences
         from fastloop_plugins.tasks.tags.metrics import check_scheme
 
         datasets, size = dict[str, TaggedSentences](), self.data.options.max_length
@@ -128,31 +133,23 @@ class TokenClassification(TextTask):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.tasks.tags.batches import tagged_samples
-
         split = self.read_splits(run, count)["train"]
         return tagged_samples(self.data, self.text_model, split, self.config.label_tokens == "all")
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[TaggedSentences]:
-        from fastloop_plugins.tasks.tags.batches import sentence_chunks
-
         self.text_model.load_tokenizer(self.data.options.max_length)
         self._order_classes()
         sentences = self.data.split_sentences() if source is None else self.data.sentences(source)
         return sentence_chunks(sentences, start, size, self.text_model, self.data.options.max_length)
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
-        from fastloop_plugins.tasks.tags.batches import build_batch
-
         every = self.config.label_tokens == "all"
-        return build_batch(samples, self.text_model, self.data.options.max_length, self.loss, every)
+        return batch_sentences(samples, self.text_model, self.data.options.max_length, self.loss, every)
 
     # -- model, loss and metrics ---------------------------------------------------------------------------------------
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
-        from fastloop_plugins.tasks.tags.batches import encode_sentences
-
         found = encode_sentences([text.split() for text in PROBE], self.text_model, self.data.options.max_length)
         return [found[0], found[1]]
 
@@ -163,8 +160,6 @@ class TokenClassification(TextTask):
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
-        from fastloop_plugins.tasks.tags.batches import copy_logits
-
         model = super().build_model(run=run)
         if run.plugins.in_slot("strategy") == "fsdp":
             model.register_forward_hook(copy_logits)
@@ -180,7 +175,6 @@ class TokenClassification(TextTask):
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.tasks.tags.batches import word_scores
         from fastloop_plugins.text.hidden_states import compute
 
         inputs = {name: value for name, value in batch.items() if name not in ("sentences", "rows")}

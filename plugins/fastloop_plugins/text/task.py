@@ -37,7 +37,7 @@ class AnyModel(TextModel):
 
     Args:
         auto_class: The Auto class of transformers that builds the model.
-        what: What it builds, for messages: such as a token classifier.
+        what: The kind of that model, for messages.
         examples: Architectures, for messages.
     """
 

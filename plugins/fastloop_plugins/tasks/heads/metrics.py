@@ -75,19 +75,23 @@ def make_metrics(
     options: Mapping[str, Mapping[str, Any]],
     where: str,
     known: Mapping[str, Any] | None = None,
+    own: Mapping[str, Metric] | None = None,
 ) -> dict[str, Metric]:
-    """Name -> metric.
+    """Name -> metric: those of the task, and those of the recipe.
 
     Args:
         classes: The result of ``find_metrics``.
         where: The recipe and the key, for messages.
         known: Arguments that the task knows, for the metrics that have such a parameter.
+        own: The metrics of the task.
 
     Raises:
-        RecipeError: A metric does not take its arguments.
+        RecipeError: A metric has the name of one of the task, or does not take its arguments.
     """
-    made = {}
+    made = dict(own or {})
     for name, cls in classes.items():
+        if name in made:
+            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
         arguments = {key: value for key, value in options[name].items() if key != "type"}
         for key in (known or {}).keys() & inspect.signature(cls).parameters.keys():
             arguments.setdefault(key, (known or {})[key])
@@ -177,15 +181,13 @@ def classifier_metrics(
     if count == 2:
         metrics["f1"] = LambdaInputTransformer(BinaryF1Score(validate_args=False), transform_pred=decide)
     known = {"num_classes": count, "task": "multiclass"} | ({"threshold": threshold} if threshold is not None else {})
-    for name, metric in make_metrics(classes, options, where, known).items():
-        if name in metrics:
-            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
-        is_binary = type(metric).__name__.startswith("Binary")
-        if is_binary and count != 2:
+    metrics = make_metrics(classes, options, where, known, metrics)
+    for name in (name for name, cls in classes.items() if cls.__name__.startswith("Binary")):
+        if count != 2:
             raise RecipeError(
-                f"{where}.{name}.type: {type(metric).__name__} is for two classes, and the data has {count}."
+                f"{where}.{name}.type: {classes[name].__name__} is for two classes, and the data has {count}."
             )
-        metrics[name] = LambdaInputTransformer(metric, transform_pred=probability) if is_binary else metric
+        metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=probability)
     return collect(metrics, where)
 
 

@@ -66,7 +66,7 @@ class Regression:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*will save all targets")  # two numbers for each text
             metrics["spearman"] = SpearmanCorrCoef()
-        return collect(_added(metrics, make_metrics(classes, options, where), where), where)
+        return collect(make_metrics(classes, options, where, own=metrics), where)
 
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """``prediction``: the number of each text."""
@@ -106,7 +106,7 @@ class MultiLabel:
             "f1_macro": MultilabelF1Score(len(names), self.threshold, average="macro"),
             "subset_accuracy": MultilabelExactMatch(len(names), self.threshold),
         }
-        metrics = _added(metrics, make_metrics(classes, options, where, known), where)
+        metrics = make_metrics(classes, options, where, known, metrics)
         return collect(
             {name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()},
             where,
@@ -145,13 +145,6 @@ def make_problem(
     if label_type == "number" and threshold is not None:
         raise RecipeError(f"{where}.threshold: is for classes, and data.label_type is number. Remove it.")
     return Regression() if label_type == "number" else MultiLabel(0.5 if threshold is None else threshold)
-
-
-def _added(metrics: dict[str, Any], more: Mapping[str, Metric], where: str) -> dict[str, Any]:
-    for name in more:
-        if name in metrics:
-            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
-    return metrics | dict(more)
 
 
 def _probabilities(logits: Tensor) -> Tensor:

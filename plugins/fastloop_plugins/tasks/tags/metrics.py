@@ -277,11 +277,8 @@ def tag_metrics(
             tag,
         )
     known = {"num_classes": len(names), "task": "multiclass", "ignore_index": IGNORED}
-    for name, metric in make_metrics(classes, options, f"{where}.metrics", known).items():
-        if name in made:
-            raise RecipeError(f"{where}.metrics.{name}: the task has a metric {name!r}. Call this one something else.")
-        made[name] = metric
-    return collect(made, f"{where}.metrics")
+    where = f"{where}.metrics"
+    return collect(make_metrics(classes, options, where, known, made), where)
 
 
 def tag_columns(

@@ -12,15 +12,17 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fastloop import hookimpl
-from fastloop_plugins.tasks.heads.batches import Collator
 from fastloop_plugins.tasks.heads.losses import ClassLoss
+from fastloop_plugins.tasks.heads.problems import make_problem
 from fastloop_plugins.tasks.text_classification import TextClassification
+from fastloop_plugins.text.batches import PaddedCollator, Width
 
 MAX_LENGTH, VOCABULARY, PAD, CLS, SEP = 512, 30_522, 0, 101, 102
 LENGTHS = (14, 86, 122, 147, 158, 168, 178, 188, 204, 218, 236, 256, 277, 305, 338, 384, 437, 512, 512, 512, 512)
@@ -178,7 +180,9 @@ class ReviewTask(TextClassification):
     @hookimpl
     def check_recipe(self) -> None:
         """Sets the loss. There are no texts and no tokenizer to check."""
-        self.loss, self.problem = ClassLoss("cross_entropy", "benchmark"), None
+        self.loss = ClassLoss("cross_entropy", "benchmark")
+        self.problem = make_problem("class", self.loss, None, "benchmark")
+        self.text_model: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=PAD))
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
@@ -190,12 +194,9 @@ class ReviewTask(TextClassification):
         }
 
     @hookimpl
-    def build_collator(self, run: Any) -> Collator:
-        from fastloop_plugins.text.batches import Width
-
-        return Collator(
-            PAD, Width(self.max_length, run.settings.pad_to_multiple_of, self.padding == "max_length"), self.loss
-        )
+    def build_collator(self, run: Any) -> PaddedCollator:
+        width = Width(self.max_length, run.settings.pad_to_multiple_of, self.padding == "max_length")
+        return PaddedCollator(self.build_batch, width)
 
     @hookimpl
     def build_model(self) -> Any:

@@ -184,7 +184,7 @@ class ImageClassification(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.heads.predictions import prediction_columns
+        from fastloop_plugins.tasks.heads.metrics import prediction_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         return {"file": list(batch[2]), **prediction_columns(output, self.labels.names, self.config.threshold)}

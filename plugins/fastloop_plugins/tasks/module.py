@@ -156,8 +156,7 @@ class Module(Plugin):
 
     @hookimpl
     def build_collator(self) -> Callable[[list[Any]], Any]:
-        from fastloop_plugins.tasks.heads.default_collate import DefaultCollator
-        from fastloop_plugins.tasks.heads.target_counts import TargetCounter
+        from fastloop_plugins.tasks.heads.collate import DefaultCollator, TargetCounter
 
         remedy = "Let the dataset pad them, or name a collator: plugins.module.collate=FILE.py:NAME."
         collate = self.found.get("plugins.module.collate") or DefaultCollator(None, remedy)
@@ -188,7 +187,7 @@ class Module(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.heads.predictions import prediction_columns
+        from fastloop_plugins.tasks.heads.metrics import prediction_columns
 
         return prediction_columns(run.hooks.compute_loss(run=run, model=run.model, batch=batch))
 

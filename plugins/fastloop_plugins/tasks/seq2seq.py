@@ -18,30 +18,35 @@ both with the target's earlier tokens as the decoder's input. ``generate: true``
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, PluginError, hookimpl, option
 from fastloop_plugins.models.checks import check_target_loss
-from fastloop_plugins.tasks.pairs.data import PairData, PairTextData
-from fastloop_plugins.tasks.pairs.metrics import GENERATED, generated_metrics
-from fastloop_plugins.tasks.pairs.model import Seq2SeqModel
+from fastloop_plugins.tasks._pairs import (
+    GENERATED,
+    PairData,
+    PairTextData,
+    Seq2SeqModel,
+    encode_rows,
+    generated_metrics,
+    pair_samples,
+)
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import text_traits
-from fastloop_plugins.text.padding_check import PROBE, check_padding
+from fastloop_plugins.text.padding_check import PROBE
 from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run, Trait
+    from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks.pairs.data import Collator
-    from fastloop_plugins.text.batches import ColumnSequences, Sequences
+    from fastloop_plugins.text.batches import ColumnSequences, Ragged, Sequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
@@ -55,6 +60,9 @@ class Seq2Seq(TextTask):
         "packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."
     }
     sections = {"model": Model, "data": PairData}
+    auto_class = "AutoModelForSeq2SeqLM"
+    unused_modules = ()
+    _probe_inputs = ("input_ids", "attention_mask", "labels")
     adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of an encoder-decoder"
     data: PairTextData
@@ -105,8 +113,6 @@ class Seq2Seq(TextTask):
 
     @staticmethod
     def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
-        from fastloop_plugins.tasks.pairs.data import encode_rows
-
         return encode_rows(tokenizer, rows, arguments)
 
     @staticmethod
@@ -120,55 +126,60 @@ class Seq2Seq(TextTask):
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.tasks.pairs.data import pair_samples
-
         split = self.read_splits(run, count)["train"]
         return pair_samples(self.text_model, split, self.build_dataset(split, {}))
 
-    @hookimpl
-    def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
-        if source is None:  # a split
-            return None
+    def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         from fastloop_plugins._cache import flat
         from fastloop_plugins.text.batches import Sequences
         from fastloop_plugins.text.chunks import text_chunks
         from fastloop_plugins.text.tokens import encode
 
-        self.text_model.load_tokenizer(self.data.options.max_length)
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
         chunks = (self.data.add_prefix(texts) for texts, _ in text_chunks(self.data, source, start, size))
         return (Sequences(*flat(encode(self.text_model.tokenizer, texts, [], arguments))) for texts in chunks)
 
     @hookimpl
-    def build_collator(self, run: Run) -> Collator:
-        from fastloop_plugins.tasks.pairs.data import Collator
+    def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import Width
 
-        options = self.data.options
-        targets = Width(options.max_target_length, run.settings.pad_to_multiple_of, options.padding == "max_length")
-        return Collator(
-            self.text_model.tokenizer.pad_token_id,
-            [self.text_model.end()],
-            self.text_model.width(run, options),
-            targets,
+        size, always = self.data.options.max_target_length, self.data.options.padding == "max_length"
+        self.target_width = Width(size, run.settings.pad_to_multiple_of, always)
+        return super().build_collator(run=run)
+
+    def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
+        """A batch of inputs and targets. ``tokens`` counts those of inputs, as the padding of ``input_ids`` is
+        measured."""
+        import numpy as np
+
+        from fastloop_plugins.text.batches import Ragged, padded
+
+        rows = [sample["input_ids"] for sample in samples]
+        rows = [row if len(row) else np.array([self.text_model.end()]) for row in rows]  # attention needs a token
+        targets = [sample["labels"] for sample in samples if "labels" in sample]  # texts to predict have none
+        return Ragged(
+            columns={"input_ids": (rows, self.text_model.tokenizer.pad_token_id)},
+            fixed={"labels": padded(targets, self.target_width(targets), IGNORED)} if targets else {},
+            loss_weight=sum(map(len, targets)),
+            tokens=sum(map(len, rows)),
         )
 
-    @hookimpl
-    def build_model(self, run: Run) -> nn.Module:
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         import numpy as np
-        from transformers import AutoModelForSeq2SeqLM
 
-        self.text_model.check_room(f"plugins.{self.name}.max_new_tokens", self.new_tokens)
-        model: nn.Module = self.text_model.build(AutoModelForSeq2SeqLM)
         size = min(self.data.options.max_length, self.data.options.max_target_length)
         texts = self.text_model.tokenizer(list(PROBE), truncation=True, max_length=size)["input_ids"]
         # of two lengths
-        samples = [{"input_ids": np.array(ids), "labels": np.array(ids[: (len(ids) + 1) // 2])} for ids in texts]
-        inputs = (collate := self.build_collator(run))(samples).inputs
+        return [{"input_ids": np.array(ids), "labels": np.array(ids[: (len(ids) + 1) // 2])} for ids in texts]
+
+    def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
         if run.recipe.inference is None:
-            check_target_loss(run, model, inputs, self.text_model.where)
-        check_padding(run, model, self.text_model, collate.width, lambda: inputs)
-        return model
+            check_target_loss(run, model, make(), self.text_model.where)
+
+    @hookimpl
+    def build_model(self, run: Run) -> nn.Module:
+        self.text_model.check_room(f"plugins.{self.name}.max_new_tokens", self.new_tokens)
+        return super().build_model(run=run)
 
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:

@@ -29,42 +29,44 @@ labels. ``f1`` follows scikit-learn: of class 1 with two classes, else the mean 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Output, Plugin, SpeedupEstimate, hookimpl, option
+from fastloop import Output, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, check_trains, shortest
-from fastloop_plugins.tasks.heads.batches import Collator
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
-from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metrics
+from fastloop_plugins.tasks.heads.metrics import find_metrics
 from fastloop_plugins.tasks.heads.problems import make_problem
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import Model, TextModel
-from fastloop_plugins.text.options import Data, padded_traits
-from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
+from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.padding_check import ALIKE, PROBE
+from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
     from fastloop import Run, Trait
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.batches import Sequences
-    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.models.label_order import LabelOrder
+    from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.tokens import Split
 
 
-class TextClassification(Plugin):
+class TextClassification(TextTask):
     """One class, any number of classes, or a number for each text."""
 
     name = "text-classification"
-    slot = "task"
-    fallback_hooks = ("compute_loss",)
+    labels = "required"
     sections = {"model": Model, "data": Data}
+    auto_class = "AutoModelForSequenceClassification"
+    unused_modules = ()
+    reads_all = False
+    data: TextData
+    order: LabelOrder
     description = "model, data, loss and metrics of text classification"
 
     @dataclass(kw_only=True)
@@ -88,7 +90,7 @@ class TextClassification(Plugin):
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> set[Trait]:
-        return {"output-per-text", *padded_traits(recipe)}
+        return {"output-per-text", *super().declare_traits(recipe)}
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
@@ -106,117 +108,73 @@ class TextClassification(Plugin):
         self.data, self.text_model = TextData(recipe, labelled=True), TextModel(recipe, classify=True)
         where = f"{recipe.where}: plugins.{self.name}"
         self.loss = ClassLoss(self.config.loss, f"{where}.loss")
-        if (problem := make_problem(self.data.label_type, self.config.loss, self.config.threshold, where)) is not None:
-            self.text_model.problem_type = problem.problem_type
-        self.problem = problem
+        self.problem = make_problem(self.data.label_type, self.loss, self.config.threshold, where)
+        self.text_model.problem_type = self.problem.problem_type
         self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
 
-    @hookimpl
-    def build_datasets(self, run: Run) -> Mapping[str, Sequences]:
-        import numpy as np
+    # -- texts: two columns are a pair of the tokenizer, and more are joined with its separator token ------------------
 
+    def encoding_arguments(self) -> dict[str, Any]:
+        return {"truncation": True, "max_length": self.data.options.max_length}
+
+    def _encode_splits(self, first: int | None) -> dict[str, Split]:
+        from fastloop_plugins.text import tokens
+
+        return tokens.read(self.data, self.text_model, first=first, **self.encoding_arguments())
+
+    @staticmethod
+    def build_dataset(split: Split, arguments: Mapping[str, Any]) -> Sequences:
         from fastloop_plugins.text.batches import Sequences
 
-        splits = self._read(run)
-        run.state.unreadable += self.data.unreadable
-        ids = np.array(self.labels.ids)
-        labels = {name: ids[split.labels] if self.problem is None else split.labels for name, split in splits.items()}
-        if self.data.label_type == "classes":
-            labels = {
-                name: split.labels[:, ids.argsort()] for name, split in splits.items() if split.labels is not None
-            }
-        datasets = {
-            name: Sequences(split.ids, split.lengths, labels[name], split.typed) for name, split in splits.items()
-        }
-        self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.labels.names)
-        return self.data.streamed(run, datasets, self.text_model)
+        return Sequences(split.ids, split.lengths, split.labels, split.typed)
 
-    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.text import tokens as _text_tokens
-
-        self.data.skip_unreadable = run.settings.skip_unreadable
-        arguments: dict[str, Any] = {"truncation": True, "max_length": self.data.options.max_length}
-        splits = _text_tokens.read(self.data, self.text_model, first=first, **arguments)
-        names = self.text_model.class_names()
-        only = self.data.label_type == "number" and len(names) == 1  # the output of a regression may have any name
-        self.labels = self.text_model.order_labels(names if only else self.data.classes)
-        return splits
-
-    @hookimpl(optionalhook=True)
-    def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.text.samples import labelled_samples
-
-        return labelled_samples(self.data, self.text_model, self._read(run, count)["train"])
-
-    @hookimpl
-    def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
-        if source is None:  # a split
-            return None
+    def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
         from fastloop_plugins.text.chunks import token_chunks
 
-        self.text_model.load_tokenizer(self.data.options.max_length)
-        self.labels = self.text_model.order_labels(self.text_model.class_names())
-        arguments = {"truncation": True, "max_length": self.data.options.max_length}
-        label = [0.0] * len(self.labels.names) if self.data.label_type == "classes" else []
-        return token_chunks(self.data, self.text_model, source, start, size, arguments, label)
+        return token_chunks(self.data, self.text_model, source, start, size, self.encoding_arguments())
+
+    def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
+        import torch
+
+        batch = super().build_batch(samples)
+        if "labels" not in batch.fixed:  # texts to predict: any labels, because nothing reads the loss
+            sets = [len(self.order.names)] if self.data.label_type == "classes" else []
+            batch.fixed["labels"] = torch.zeros(len(samples), *sets, dtype=torch.float32 if sets else torch.int64)
+        elif self.loss.weights is not None:
+            return replace(batch, loss_weight=self.loss.weight_of(batch.fixed["labels"]))
+        return batch
+
+    # -- model, loss and metrics ---------------------------------------------------------------------------------------
 
     @hookimpl
-    def build_collator(self, run: Run) -> Collator:
-        return Collator(
-            self.text_model.tokenizer.pad_token_id, self.text_model.width(run, self.data.options), self.loss
-        )
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        datasets = super().build_datasets(run=run)
+        self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.order.names)
+        return datasets
 
-    @hookimpl
-    def build_model(self, run: Run) -> nn.Module:
-        from transformers import AutoModelForSequenceClassification
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
+        ids = self.text_model.tokenizer(list(PROBE), **self.encoding_arguments())["input_ids"]
+        return [{"input_ids": each} for each in ids]
 
-        model: nn.Module = self.text_model.build(AutoModelForSequenceClassification, self.labels)
-        arguments = {"truncation": True, "max_length": self.data.options.max_length}
-        samples = [
-            {"input_ids": ids, "label": 0} for ids in self.text_model.tokenizer(list(PROBE), **arguments)["input_ids"]
-        ]
-        collate = self.build_collator(run)
-
-        def make(*given: Any) -> dict[str, Tensor]:
-            return {name: value for name, value in collate([*(given or samples)]).inputs.items() if name != "labels"}
-
-        check_classifies(run, model, make(), len(self.labels.names), self.text_model.where)
-        check_padding(run, model, self.text_model, collate.width, make)
+    def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
+        check_classifies(run, model, make(), len(self.order.names), self.text_model.where)
         if run.recipe.inference is None:
             check_trains(run, model, make(), self.text_model.where)
             if (sample := shortest(run.datasets["train"])) is not None:
                 check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
-        return model
 
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:
         where = f"{run.recipe.where}: plugins.{self.name}.metrics"
-        if self.problem is not None:
-            return self.problem.metrics(self.labels.names, self.metric_classes, self.config.metrics, where)
-        return classifier_metrics(
-            self.metric_classes, self.config.metrics, where, len(self.labels.names), self.config.threshold
-        )
+        return self.problem.metrics(self.order.names, self.metric_classes, self.config.metrics, where)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
-        from fastloop_plugins.text.masks import forward
+        from fastloop_plugins.text.masks import compute
 
-        inputs = {name: value for name, value in batch.items() if name != "labels"}
-        # inputs with positions are packed rows, which need no mask
-        logits = forward(model, inputs, never="position_ids" in batch).logits
-        if self.problem is not None:
-            return self.problem.output(logits, batch["labels"])
-        return Output(self.loss(logits.float(), batch["labels"]), logits, batch["labels"])
+        return self.problem.output(compute(model, batch).logits, batch["labels"])
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.heads.predictions import prediction_columns
-
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
-        if self.problem is not None:
-            return self.problem.columns(output, self.labels.names)
-        return prediction_columns(output, self.labels.names, self.config.threshold)
-
-    @hookimpl
-    def export_model(self, run: Run, folder: Path) -> Path:
-        return self.text_model.export(run, folder)
+        return self.problem.columns(output, self.order.names)

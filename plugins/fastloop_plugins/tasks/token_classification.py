@@ -23,44 +23,56 @@ not fit into ``max_length`` is divided between words.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Output, Plugin, hookimpl, option
+from fastloop import Output, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, shortest
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import find_metrics
+from fastloop_plugins.tasks.tags.batches import (
+    TaggedSentences,
+    TagModel,
+    batch_sentences,
+    copy_logits,
+    encode_rows,
+    encode_sentences,
+    reorder,
+    sentence_chunks,
+    tagged_samples,
+    word_scores,
+)
 from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
-from fastloop_plugins.tasks.tags.tokens import TagModel
 from fastloop_plugins.text.model import Model
-from fastloop_plugins.text.options import padded_traits
-from fastloop_plugins.text.padding_check import ALIKE, PROBE, check_padding
+from fastloop_plugins.text.padding_check import ALIKE, PROBE
+from fastloop_plugins.text.task import TextTask
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run, Trait
+    from fastloop import Run
     from fastloop.recipe import Recipe
-    from fastloop_plugins.tasks.tags.batches import TagCollator, TaggedSentences
+    from fastloop_plugins.models.label_order import LabelOrder
+    from fastloop_plugins.text.batches import Ragged
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
 
-logger = logging.getLogger("fastloop")
-
-
-class TokenClassification(Plugin):
+class TokenClassification(TextTask):
     """One tag for each word of a sentence."""
 
     name = "token-classification"
-    slot = "task"
-    fallback_hooks = ("compute_loss",)
+    columns = ("words",)
+    labels = "required"
     sections = {"model": Model, "data": TagData}
+    auto_class = "AutoModelForTokenClassification"
+    unused_modules = ()
+    reads_all = False
+    data: TagTextData
+    text_model: TagModel
+    order: LabelOrder
     description = "model, data, loss and metrics of token classification"
 
     @dataclass(kw_only=True)
@@ -82,10 +94,6 @@ class TokenClassification(Plugin):
     def auto_enable(cls, recipe: Recipe) -> str | None:
         return "data has tags of words" if has_tags(recipe) else None
 
-    @classmethod
-    def declare_traits(cls, recipe: Recipe) -> set[Trait]:
-        return padded_traits(recipe)
-
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = TagTextData(recipe)
@@ -94,82 +102,65 @@ class TokenClassification(Plugin):
         self.loss = ClassLoss(self.config.loss, f"{self.place}.loss")
         self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
 
+    # -- sentences -----------------------------------------------------------------------------------------------------
+
+    def encoding_arguments(self) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+        return encode_rows(tokenizer, rows)
+
+    def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
+        super()._order_classes(splits)
+        for split in (splits or {}).values():
+            split.ids = reorder(split.ids, self.order.ids)
+
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
-        from fastloop_plugins.tasks.tags.batches import check_scheme
+        from fastloop_plugins.tasks.tags.metrics import check_scheme
 
-        splits = self._read(run)
+        datasets, size = dict[str, TaggedSentences](), self.data.options.max_length
+        for name, split in self.read_splits(run).items():
+            check_scheme(self.data.classes, name, split, self.config.scheme, f"plugins.{self.name}.scheme")
+            datasets[name] = TaggedSentences(
+                split.ids, split.lengths, *self.text_model.room(size), split=name == "train"
+            )
+            datasets[name].warn(name, len(split.lengths))
         run.state.unreadable += self.data.unreadable
-        for name, split in splits.items():
-            check_scheme(self.data, name, split, self.config.scheme, f"plugins.{self.name}.scheme")
-        datasets = {name: self._dataset(name, split) for name, split in splits.items()}
-        self.loss.set_weights((lambda: datasets["train"].tags()) if "train" in datasets else None, self.labels.names)
-        return self.data.streamed(run, datasets, self.text_model, self.labels.ids)
-
-    def _read(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.tasks.tags.tokens import encode_rows
-        from fastloop_plugins.text import tokens as _text_tokens
-
-        self.data.skip_unreadable = run.settings.skip_unreadable
-        splits = _text_tokens.read(self.data, self.text_model, encoder=encode_rows, first=first, words=True)
-        self.labels = self.text_model.order_labels(self.data.classes)
-        return splits
+        self.loss.set_weights((lambda: datasets["train"].tags()) if "train" in datasets else None, self.order.names)
+        return self.data.streamed(run, datasets, self.text_model)
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
-        from fastloop_plugins.tasks.tags.batches import tagged_samples
-
-        split = self._read(run, count)["train"]
+        split = self.read_splits(run, count)["train"]
         return tagged_samples(self.data, self.text_model, split, self.config.label_tokens == "all")
 
-    def _dataset(self, name: str, split: Split) -> TaggedSentences:
-        from fastloop_plugins.tasks.tags.batches import TaggedSentences
-
-        room, special = self.text_model.room(self.data.options.max_length)
-        dataset = TaggedSentences(split.ids, split.lengths, room, special, split=name == "train", order=self.labels.ids)
-        dataset.warn(name, len(split.lengths))
-        return dataset
-
     @hookimpl
-    def build_prediction_data(self, run: Run, source: Any, start: int, size: int) -> Iterator[TaggedSentences]:
-        from fastloop_plugins.tasks.tags.predictions import sentence_chunks, split_sentences
-
+    def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[TaggedSentences]:
         self.text_model.load_tokenizer(self.data.options.max_length)
-        self.labels = self.text_model.order_labels(self.text_model.class_names())
-        sentences = split_sentences(self.data, run.loaders.first) if source is None else self.data.sentences(source)
+        self._order_classes()
+        sentences = self.data.split_sentences() if source is None else self.data.sentences(source)
         return sentence_chunks(sentences, start, size, self.text_model, self.data.options.max_length)
 
-    @hookimpl
-    def build_collator(self, run: Run, split: str) -> TagCollator:
-        from fastloop_plugins.tasks.tags.batches import TagCollator
+    def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
+        every = self.config.label_tokens == "all"
+        return batch_sentences(samples, self.text_model, self.data.options.max_length, self.loss, every)
 
-        width, pad_token_id = self.text_model.width(run, self.data.options), self.text_model.tokenizer.pad_token_id
-        return TagCollator(
-            pad_token_id, width, self.loss, self.text_model.special_tokens(), self.config.label_tokens == "all"
-        )
+    # -- model, loss and metrics ---------------------------------------------------------------------------------------
+
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
+        found = encode_sentences([text.split() for text in PROBE], self.text_model, self.data.options.max_length)
+        return [found[0], found[1]]
+
+    def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
+        check_classifies(run, model, make(), len(self.order.names), self.text_model.where, tokens=True)
+        if run.recipe.inference is None and (sample := shortest(run.datasets["train"])) is not None:
+            check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
-        from transformers import AutoModelForTokenClassification
-
-        from fastloop_plugins.tasks.tags.batches import OWN, copy_logits
-        from fastloop_plugins.tasks.tags.predictions import encode_sentences
-
-        model: nn.Module = self.text_model.build(AutoModelForTokenClassification, self.labels)
-        probe = encode_sentences([text.split() for text in PROBE], self.text_model, self.data.options.max_length)
-        collate = self.build_collator(run, "train")
-
-        def make(*given: Any) -> dict[str, Tensor]:
-            return {
-                name: value
-                for name, value in collate([*(given or (probe[0], probe[1]))]).inputs.items()
-                if name not in OWN
-            }
-
-        check_classifies(run, model, make(), len(self.labels.names), self.text_model.where, tokens=True)
-        check_padding(run, model, self.text_model, collate.width, make)
-        if run.recipe.inference is None and (sample := shortest(run.datasets["train"])) is not None:
-            check_alone(run, model, lambda: model(**make(sample)), f", or {ALIKE}")
+        model = super().build_model(run=run)
         if run.plugins.in_slot("strategy") == "fsdp":
             model.register_forward_hook(copy_logits)
         return model
@@ -178,18 +169,16 @@ class TokenClassification(Plugin):
     def build_metrics(self) -> MetricCollection:
         from fastloop_plugins.tasks.tags.metrics import tag_metrics
 
-        return tag_metrics(self.labels.names, self.config.scheme, self.metric_classes, self.config.metrics, self.place)
+        return tag_metrics(self.order.names, self.config.scheme, self.metric_classes, self.config.metrics, self.place)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
 
-        from fastloop_plugins.tasks.tags.batches import OWN, word_scores
-        from fastloop_plugins.text.masks import forward
+        from fastloop_plugins.text.masks import compute
 
-        inputs = {name: value for name, value in batch.items() if name not in OWN}
-        # inputs with positions are packed rows, which need no mask
-        logits = forward(model, inputs, never="position_ids" in batch).logits
+        inputs = {name: value for name, value in batch.items() if name not in ("sentences", "rows")}
+        logits = compute(model, inputs).logits
         loss = self.loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
         # selecting the words waits for the device, and only metrics and predictions need them
         if torch.is_grad_enabled():
@@ -198,13 +187,9 @@ class TokenClassification(Plugin):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
-        from fastloop_plugins.tasks.tags.predictions import tag_columns
+        from fastloop_plugins.tasks.tags.metrics import tag_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         sentences: Any = run.datasets[run.loaders.first].words
         words = [sentences[row] for row in batch["rows"].tolist()]
-        return tag_columns(output, words, self.labels.names, self.config.scheme)
-
-    @hookimpl
-    def export_model(self, run: Run, folder: Path) -> Path:
-        return self.text_model.export(run, folder)
+        return tag_columns(output, words, self.order.names, self.config.scheme)

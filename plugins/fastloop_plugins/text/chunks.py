@@ -73,16 +73,13 @@ def token_chunks(
     start: int,
     size: int,
     arguments: Mapping[str, Any],
-    label: Sequence[float] = (),
 ) -> Iterator[Sequences]:
-    """``text_chunks`` as token ids. The label of each is 0, for collators that expect one, or ``label``.
+    """``text_chunks`` as token ids.
 
     Args:
         model: With its tokenizer loaded.
         arguments: Arguments of the tokenizer.
     """
-    import numpy as np
-
     types, facts, has_warned = token_types(data.columns, model), dict[str, int](), False
     for texts, _ in text_chunks(data, source, start, size):
         ids, lengths = flat(encode(model.tokenizer, join_columns(texts, model), [], {**arguments, **types}, facts))
@@ -91,5 +88,4 @@ def token_chunks(
                 "%s", describe_cut("predict, first rows", facts["cut"], len(texts), "texts", data.options.max_length)
             )
             has_warned = True
-        labels = np.array([label] * len(texts), dtype=np.float32) if label else np.zeros(len(texts), dtype=np.int64)
-        yield Sequences(ids, lengths, labels, typed=bool(types))
+        yield Sequences(ids, lengths, typed=bool(types))

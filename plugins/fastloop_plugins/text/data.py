@@ -83,7 +83,7 @@ class TextData(StreamedData):
             ]
         )
         self.inference = recipe.inference
-        self.columns = column_names(self.options.text, f"{self.where}.text")
+        self.columns = self.find_columns()
         self.labels = [] if self.options.label is None else column_names(self.options.label, f"{self.where}.label")
         self.several = isinstance(self.options.label, list)
         self.label_type = self.options.label_type or ("classes" if self.several else "class")
@@ -168,6 +168,10 @@ class TextData(StreamedData):
                 self.open_shards()
         if self.options.read is not None:
             self._check_read()
+
+    def find_columns(self) -> list[str]:
+        """The columns of texts that the options name."""
+        return column_names(self.options.text, f"{self.where}.text")
 
     @property
     def formats(self) -> Sequence[str]:

@@ -24,33 +24,29 @@ if TYPE_CHECKING:
     """Names and contents of the parts of a sample, see the hook."""
 
 
-def labelled_samples(data: TextData, model: TextModel, split: Split) -> Iterator[Sample]:
-    """Rows with labels. Their tokens have no loss of their own."""
-    assert split.labels is not None
-    for row, ids, label in zip(split.texts, split_rows(split), split.labels, strict=True):
-        if data.label_type == "class":
-            name = data.classes[int(label)]
-        elif data.label_type == "classes":
-            name = ", ".join(name for name, has in zip(data.classes, label, strict=True) if has)
-        else:
-            name = f"{label:g}"
-        own = ids[: len(ids) // 2] if split.typed else ids
-        yield [*_text_parts(row, data.columns), ("label", name), ("tokens", show_tokens(model.tokenizer, own))]
-
-
-def column_samples(
-    model: TextModel, split: Split, dataset: Any, columns: Sequence[str], keys: Sequence[str]
-) -> Iterator[Sample]:
-    """Rows of a ``TextTask``, with the tokens of each column. Their tokens have no loss of their own.
+def column_samples(data: TextData, model: TextModel, split: Split, dataset: Any) -> Iterator[Sample]:
+    """Rows of a ``TextTask``, with their labels and the tokens of each text. Their tokens have no loss of their own.
 
     Args:
-        columns: The columns of texts.
-        keys: The names of their ids in a sample.
+        dataset: The samples of ``split``.
     """
     for index, row in enumerate(split.texts):
-        found = dataset[index]
-        tokens = [(f"tokens of {key}", show_tokens(model.tokenizer, found[key])) for key in keys if key in found]
-        yield [*_text_parts(row, columns), *tokens]
+        sample, parts = dataset[index], _text_parts(row, [*data.text_columns()])
+        if split.labels is not None:
+            parts.append(("label", _name_label(data, split.labels[index])))
+        for name, ids in sample.items():
+            if name in ("input_ids", *data.text_columns().values()):
+                what = "tokens" if name == "input_ids" else f"tokens of {name}"
+                parts.append((what, show_tokens(model.tokenizer, ids)))
+        yield parts
+
+
+def _name_label(data: TextData, label: Any) -> str:
+    if data.label_type == "class":
+        return data.classes[int(label)]
+    if data.label_type == "classes":
+        return ", ".join(name for name, has in zip(data.classes, label, strict=True) if has)
+    return f"{label:g}"
 
 
 def split_rows(split: Split) -> list[NDArray[np.int32]]:

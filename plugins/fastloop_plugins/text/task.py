@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.errors import DataError
-from fastloop.options import parse
 from fastloop_plugins.models.checks import shortest
 from fastloop_plugins.models.label_order import name_classes
 from fastloop_plugins.rows.paths import format_of
@@ -21,12 +20,14 @@ from fastloop_plugins.text.model import TextModel
 from fastloop_plugins.text.options import padded_traits
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from torch import Tensor, nn
 
     from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
+    from fastloop_plugins.models.label_order import LabelOrder
     from fastloop_plugins.rows.index import Row
     from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.samples import Sample
@@ -38,11 +39,15 @@ class AnyModel(TextModel):
 
     Args:
         auto_class: The Auto class of transformers that builds the model.
+        what: The kind of that model, for messages.
+        examples: Architectures, for messages.
     """
 
-    def __init__(self, recipe: Recipe, auto_class: str) -> None:
-        self.auto_class = auto_class
-        super().__init__(recipe, classify=True)
+    def __init__(
+        self, recipe: Recipe, auto_class: str, classify: bool = True, what: str = "model", examples: str = ""
+    ) -> None:
+        self.auto_class, self.what, self.examples = auto_class, what, examples
+        super().__init__(recipe, classify)
 
     def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
         super().finish_tokenizer(each_text(texts), max_length, types)
@@ -54,8 +59,9 @@ class AnyModel(TextModel):
         known = getattr(modeling_auto, self.auto_class)._model_mapping._model_mapping  # model_type -> class
         kind, key = config.get("model_type"), ("name" if self.options.config is None else "config")
         if kind in CONFIG_MAPPING and kind not in known and not config.get("auto_map"):
+            remedy = f"Use one that it has, such as {self.examples}" if self.examples else "Use another architecture"
             raise RecipeError(
-                f"{self.where}.{key}: transformers has no {self.auto_class} for {kind!r}. Use another architecture."
+                f"{self.where}.{key}: transformers has no {self.what} for {kind!r} ({self.auto_class}). {remedy}."
             )
 
 
@@ -70,10 +76,19 @@ class ColumnData(TextData):
         self.section = task.sections["data"]  # type: ignore[misc]
         self.task, self.subject = task, f"the task {task.name!r}"
         given = recipe.data.get("label") is not None
-        names = [getattr(parse(self.section, recipe.data, f"{recipe.where}: data"), key) for key in task.columns]
-        places = dict[str, str]()
-        for key, name in zip(task.columns, names, strict=True):
-            where = f"{recipe.where}: data.{key}"
+        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
+        self.columns = [name for name, key in self.places.items() if key in task.prediction_columns()]
+        for path in self.every_file() if len(self.places) > 1 else ():
+            if format_of(path)[0] == ".txt":
+                raise RecipeError(
+                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(self.places)}. Use "
+                    "another format."
+                )
+
+    def find_columns(self) -> list[str]:
+        self.places = places = dict[str, str]()
+        for key in self.task.columns:
+            name, where = getattr(self.options, key), f"{self.where}.{key}"
             if name is None:
                 raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
             if not isinstance(name, str):
@@ -83,15 +98,7 @@ class ColumnData(TextData):
                     f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
                 )
             places[name] = key
-        self.places = places
-        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
-        self.columns = [name for name, key in places.items() if key in task.prediction_columns()]
-        for path in self.every_file() if len(names) > 1 else ():
-            if format_of(path)[0] == ".txt":
-                raise RecipeError(
-                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(names)}. Use another "
-                    "format."
-                )
+        return super().find_columns()
 
     def text_columns(self) -> dict[str, str]:
         return dict(self.places)
@@ -210,7 +217,10 @@ class TextTask(Plugin):
         auto_class: The Auto class of transformers that builds the model.
         unused_modules: Modules of the model that the loss does not read. Their weights are frozen: a strategy would
             wait for their gradients.
+        reads_all: Whether the loss reads the output of all tokens of a text, by ``compute``, ``pool`` or ``split``. A
+            packed batch then has their lengths.
         encoding_version: Increase it when ``encode`` gives other ids, so that cached ones are not used.
+        order: The classes as the model's head numbers them; None: ``auto_class`` has no head for classes.
         data: The ``data`` section. ``data.options`` are its options, and ``data.classes`` the names of classes.
         text_model: The ``model`` section. ``text_model.tokenizer`` is there from ``build_datasets`` on.
     """
@@ -223,7 +233,10 @@ class TextTask(Plugin):
     labels: ClassVar[str] = "none"
     auto_class: ClassVar[str] = "AutoModel"
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)
+    reads_all: ClassVar[bool] = True
+    _probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
     encoding_version: ClassVar[int] = 1
+    order: LabelOrder | None = None
     data: TextData
     text_model: TextModel
 
@@ -277,6 +290,7 @@ class TextTask(Plugin):
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """A batch of samples, before padding or packing: the texts of the first column, then those of the next ones.
+        The samples of ``Sequences`` have one text.
 
         ``loss_weight`` is the number of samples. In prediction, samples have the columns of ``inputs`` only.
         """
@@ -285,13 +299,28 @@ class TextTask(Plugin):
 
         from fastloop_plugins.text.batches import Ragged
 
-        rows = [sample[name] for name in self.columns if name in samples[0] for sample in samples]
+        names = ("input_ids",) if "input_ids" in samples[0] else self.columns
+        rows = [sample[name] for name in names if name in samples[0] for sample in samples]
         fixed = {}
         if "label" in samples[0]:
             fixed["labels"] = torch.from_numpy(np.array([sample["label"] for sample in samples]))
         columns = {"input_ids": (rows, self.text_model.tokenizer.pad_token_id)}
+        if "token_type_ids" in samples[0]:
+            columns["token_type_ids"] = ([sample["token_type_ids"] for sample in samples], 0)
         tokens = sum(map(len, rows))
         return Ragged(columns=columns, fixed=fixed, loss_weight=len(samples), tokens=tokens)
+
+    def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
+        """A long and a short sample, on which the model is tried."""
+        dataset: Any = getattr(self, "_probe", None) or run.datasets[run.loaders.first]
+        return [dataset[int(dataset.lengths.argmax())], shortest(dataset)]
+
+    def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
+        """Raise an error for a model that cannot do the task. Called on every process, before training.
+
+        Args:
+            make: Returns the model's inputs for the given samples; without any, for a long and a short one.
+        """
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
@@ -311,16 +340,42 @@ class TextTask(Plugin):
 
     def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
         """Read and encode the splits. ``show_samples`` needs only the ``first`` rows of train, with their texts."""
+        self.data.skip_unreadable = run.settings.skip_unreadable
+        splits = self._encode_splits(first)
+        self._order_classes(splits)
+        return splits
+
+    def _encode_splits(self, first: int | None) -> dict[str, Split]:
+        """``read_splits`` with the labels as the data numbers them."""
         from fastloop_plugins.text import tokens
 
         def encode(tokenizer: Any, rows: Any, end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
             found = self.encode(tokenizer, rows, arguments["encoding"])
             return name_row_errors(found, lambda index, problem: refuse_row(self.data, rows[index], problem))
 
-        self.data.skip_unreadable = run.settings.skip_unreadable
         code = f"{type(self).__module__}.{type(self).__qualname__}:{self.encoding_version}"
         encoding = self.encoding_arguments()
         return tokens.read(self.data, self.text_model, encoder=encode, first=first, encoding=encoding, code=code)
+
+    def _order_classes(self, splits: Mapping[str, Split] | None = None) -> None:
+        """Set ``order`` and ``data.classes``, if ``auto_class`` has a head for classes. A checkpoint with the same
+        classes keeps its ids.
+
+        Args:
+            splits: Their labels become ids of the model. None: the classes are the model's, as in prediction.
+        """
+        if not self.data.labels or not self.auto_class.endswith(self.text_model.head):
+            return
+        import numpy as np
+
+        names, kind = self.text_model.class_names(), self.data.label_type
+        if splits is not None and (kind != "number" or len(names) > 1):  # the output of a regression has any name
+            names = self.data.classes
+        self.order = self.text_model.order_labels(names)
+        self.data.classes, ids = self.order.names, np.array(self.order.ids)
+        for split in (splits or {}).values():
+            if split.labels is not None and kind != "number":
+                split.labels = ids[split.labels] if kind == "class" else split.labels[:, ids.argsort()]
 
     def check_dataset(self, split: str, dataset: Any) -> None:
         """Log how many texts of a split are longer than ``data.max_length``. A task may raise errors here."""
@@ -333,18 +388,22 @@ class TextTask(Plugin):
         from fastloop_plugins.text.samples import column_samples
 
         split = self.read_splits(run, count)["train"]
-        dataset = self.build_dataset(split, self.encoding_arguments())
-        return column_samples(self.text_model, split, dataset, [*self.data.text_columns()], self.columns)
+        return column_samples(self.data, self.text_model, split, self.build_dataset(split, self.encoding_arguments()))
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences] | None:
         if source is None:  # a split
             return None
+        self.text_model.load_tokenizer(self.data.options.max_length)
+        self._order_classes()
+        return self._encode_chunks(source, start, size)
+
+    def _encode_chunks(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
+        """The samples of a file or of texts, see ``build_prediction_data``."""
         from fastloop_plugins._cache import flat
         from fastloop_plugins.text.chunks import text_chunks
         from fastloop_plugins.text.tokens import Split
 
-        self.text_model.load_tokenizer(self.data.options.max_length)
         arguments = self.encoding_arguments() | {"columns": list(self.prediction_columns())}
 
         def build(texts: list[Any], bad: Bad) -> Sequences:
@@ -357,8 +416,8 @@ class TextTask(Plugin):
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import PaddedCollator
 
-        def build(samples: list[dict[str, Any]]) -> Ragged:  # `compute`, `pool` and `split` read all tokens
-            return replace(self.build_batch(samples), reads_all=True)
+        def build(samples: list[dict[str, Any]]) -> Ragged:
+            return replace(self.build_batch(samples), reads_all=self.reads_all)
 
         return PaddedCollator(build, self.text_model.width(run, self.data.options))
 
@@ -368,19 +427,19 @@ class TextTask(Plugin):
 
         from fastloop_plugins.text.padding_check import check_padding
 
-        if self.data.classes:  # predictions name classes by them
+        if self.data.classes and self.order is None:  # predictions name classes by them
             name_classes(self.text_model.config, self.data.classes)
-        model: nn.Module = self.text_model.build(getattr(transformers, self.auto_class))
+        model: nn.Module = self.text_model.build(getattr(transformers, self.auto_class), self.order)
         for name in self.unused_modules:
             if (module := getattr(model, name, None)) is not None:
                 module.requires_grad_(False)
-        dataset: Any = getattr(self, "_probe", None) or run.datasets[run.loaders.first]
-        samples, collate = [dataset[int(dataset.lengths.argmax())], shortest(dataset)], self.build_collator(run)
+        probe, collate = self._probe_samples(run), self.build_collator(run)
 
-        def make() -> dict[str, Tensor]:
-            inputs = collate(samples).inputs
-            return {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask")}
+        def make(*samples: dict[str, Any]) -> dict[str, Tensor]:
+            inputs = collate([*(samples or probe)]).inputs
+            return {name: inputs[name] for name in self._probe_inputs if name in inputs}
 
+        self.check_model(run, model, make)
         check_padding(run, model, self.text_model, self.text_model.width(run, self.data.options), make)
         return model
 

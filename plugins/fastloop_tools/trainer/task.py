@@ -13,9 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
 from fastloop import Output, Plugin, Run, UsageError, hookimpl
-from fastloop_plugins.tasks.heads.default_collate import DefaultCollator
+from fastloop_plugins.tasks.heads.collate import DefaultCollator, TargetCounter
 from fastloop_plugins.tasks.heads.forward import forward, outputs
-from fastloop_plugins.tasks.heads.target_counts import TargetCounter
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.user_loader import UserLoader
 
@@ -118,7 +117,7 @@ class TrainerTask(Plugin):
     def build_metrics(self) -> Any:
         from torchmetrics import MetricCollection
 
-        from fastloop_plugins.tasks.heads.metric_gather import gather_everywhere
+        from fastloop_plugins.tasks.heads.metrics import gather_everywhere
 
         return gather_everywhere(MetricCollection(dict(self.metrics))) if self.metrics else None
 

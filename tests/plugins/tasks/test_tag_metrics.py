@@ -17,8 +17,7 @@ from tag_helpers import make, trained, write_jsonl, write_splits
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.tasks.tags.batches import IGNORED, word_scores
-from fastloop_plugins.tasks.tags.entities import PREFIXES, find_entities
-from fastloop_plugins.tasks.tags.metrics import SCORES, EntityScores, tag_metrics
+from fastloop_plugins.tasks.tags.metrics import PREFIXES, SCORES, EntityScores, find_entities, tag_metrics
 
 SCHEMES = [None, "IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"]
 STATES = ("hits", "predicted", "actual")

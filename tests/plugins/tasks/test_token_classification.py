@@ -25,8 +25,7 @@ from fastloop.errors import RecipeError
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop_plugins.datasets.dispatches import dispatches
-from fastloop_plugins.tasks.tags.batches import IGNORED, cut_words, windows
-from fastloop_plugins.tasks.tags.tokens import pairs
+from fastloop_plugins.tasks.tags.batches import IGNORED, cut_words, pairs, windows
 
 
 def task_of(run: Any) -> Any:

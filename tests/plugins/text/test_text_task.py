@@ -212,7 +212,9 @@ def test_errors_name_the_key(data, message):
 def test_an_architecture_without_the_head_is_refused():
     wrong = SPANS.replace("AutoModelForQuestionAnswering", "AutoModelForSeq2SeqLM")
     Path("spans.py").write_text(wrong)
-    message = r"model\.config: transformers has no AutoModelForSeq2SeqLM for 'bert'\. Use another architecture\."
+    message = (
+        r"model\.config: transformers has no model for 'bert' \(AutoModelForSeq2SeqLM\)\. Use another architecture\."
+    )
     with pytest.raises(RecipeError, match=message):
         build(resolve(recipe(task="spans.py:Spans")))
 
@@ -379,3 +381,51 @@ def test_compute_passes_neither_labels_nor_lengths_to_the_model():
 
     batch = {"input_ids": 1, "labels": 2, "sequence_lengths": 3, "position_ids": 4}
     assert compute(Model(), batch, use_cache=False) == {"input_ids": 1, "position_ids": 4, "use_cache": False}
+
+
+GRADES = '''
+from torch.nn.functional import cross_entropy
+from fastloop import Output, hookimpl
+from fastloop_plugins.text import Data, Model, TextTask, compute
+
+
+class Grades(TextTask):
+    """Gives each text a class."""
+
+    name = "grades"
+    labels = "required"
+    sections = {"model": Model, "data": Data}
+    auto_class = "AutoModelForSequenceClassification"
+    reads_all = False
+
+    def check_model(self, run, model, make):
+        assert make()["input_ids"].shape[0] == 2
+
+    @hookimpl
+    def compute_loss(self, model, batch):
+        logits = compute(model, batch).logits
+        return Output(cross_entropy(logits, batch["labels"]), logits, batch["labels"])
+'''
+
+
+def test_a_head_for_classes_keeps_the_ids_of_a_checkpoint():
+    Path("grades.py").write_text(GRADES)
+    with Path("grades.csv").open("w") as file:
+        file.write(
+            "text,grade\n" + "".join(f"{WORDS[0]} {word},{'ab'[index % 2]}\n" for index, word in enumerate(WORDS))
+        )
+    data = {"files": {"train": "grades.csv", "validation": "grades.csv"}, "label": "grade"}
+    first = build(resolve(recipe(task="grades.py:Grades", data=data, output="first")))
+    assert first.datasets["train"].labels.tolist()[:3] == [0, 1, 0]
+    model = first.unwrap_model()
+    model.config.id2label, model.config.label2id = {0: "b", 1: "a"}, {"b": 0, "a": 1}
+    model.save_pretrained("checkpoint")
+    task = next(plugin for plugin in first.plugins if plugin.slot == "task")
+    task.text_model.tokenizer.save_pretrained("checkpoint")
+    changed = recipe("packing", task="grades.py:Grades", data=data, output="second")
+    changed.model.clear()
+    changed.model["name"] = "checkpoint"
+    second = build(resolve(changed))
+    assert second.datasets["train"].labels.tolist()[:3] == [1, 0, 1]
+    assert torch.equal(second.unwrap_model().classifier.weight, model.classifier.weight)
+    assert "sequence_lengths" not in next(iter(second.train_loader.steps()))[0].inputs

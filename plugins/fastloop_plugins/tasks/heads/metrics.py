@@ -1,20 +1,21 @@
-"""Metrics of a recipe: classes of torchmetrics by name, or of a file or package."""
+"""Metrics of a recipe: classes of torchmetrics by name, or of a file or package. And columns of predictions."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fastloop import RecipeError
+from fastloop import PluginError, RecipeError
 from fastloop.errors import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torchmetrics import Metric, MetricCollection
 
+    from fastloop import Output
     from fastloop.recipe import Recipe
 
 
@@ -74,19 +75,23 @@ def make_metrics(
     options: Mapping[str, Mapping[str, Any]],
     where: str,
     known: Mapping[str, Any] | None = None,
+    own: Mapping[str, Metric] | None = None,
 ) -> dict[str, Metric]:
-    """Name -> metric.
+    """Name -> metric: those of the task, and those of the recipe.
 
     Args:
         classes: The result of ``find_metrics``.
         where: The recipe and the key, for messages.
         known: Arguments that the task knows, for the metrics that have such a parameter.
+        own: The metrics of the task.
 
     Raises:
-        RecipeError: A metric does not take its arguments.
+        RecipeError: A metric has the name of one of the task, or does not take its arguments.
     """
-    made = {}
+    made = dict(own or {})
     for name, cls in classes.items():
+        if name in made:
+            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
         arguments = {key: value for key, value in options[name].items() if key != "type"}
         for key in (known or {}).keys() & inspect.signature(cls).parameters.keys():
             arguments.setdefault(key, (known or {})[key])
@@ -105,12 +110,38 @@ def collect(metrics: Mapping[str, Metric], where: str) -> MetricCollection:
     """
     from torchmetrics import MetricCollection
 
-    from fastloop_plugins.tasks.heads.metric_gather import gather_everywhere
-
     try:
         return gather_everywhere(MetricCollection(dict(metrics)))
     except KeyError as error:  # names of nn.Module's attributes, such as float
         raise RecipeError(f"{where}: {error.args[0]}. Call the metric something else.") from None
+
+
+def gather_everywhere(metrics: MetricCollection) -> MetricCollection:
+    """Let every metric without a ``dist_sync_fn`` use ``gather``."""
+    from torchmetrics import Metric
+
+    for part in metrics.modules():  # wrappers have the metric that they wrap as a part
+        if isinstance(part, Metric) and part.dist_sync_fn is None:
+            part.dist_sync_fn = gather
+    return metrics
+
+
+def gather(values: Tensor, group: Any = None) -> list[Tensor]:
+    """The values of a state on each process, by rank. Every process must call it.
+
+    Torchmetrics collects samples in lists. Its state of a process without a sample is an empty vector of float32, and
+    collective operations need the dtype and the number of dimensions that the other processes have.
+    """
+    from torch import distributed
+    from torchmetrics.utilities.distributed import gather_all_tensors
+
+    forms: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(forms, (values.numel(), values.dtype, values.shape[1:]), group)
+    if not values.numel() and (filled := [form for form in forms if form[0]]):
+        _, dtype, shape = filled[0]
+        values = values.new_empty((0, *shape), dtype=dtype)
+    gathered: list[Tensor] = gather_all_tensors(values, group)
+    return gathered
 
 
 def classifier_metrics(
@@ -150,18 +181,51 @@ def classifier_metrics(
     if count == 2:
         metrics["f1"] = LambdaInputTransformer(BinaryF1Score(validate_args=False), transform_pred=decide)
     known = {"num_classes": count, "task": "multiclass"} | ({"threshold": threshold} if threshold is not None else {})
-    for name, metric in make_metrics(classes, options, where, known).items():
-        if name in metrics:
-            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
-        is_binary = type(metric).__name__.startswith("Binary")
-        if is_binary and count != 2:
+    metrics = make_metrics(classes, options, where, known, metrics)
+    for name in (name for name, cls in classes.items() if cls.__name__.startswith("Binary")):
+        if count != 2:
             raise RecipeError(
-                f"{where}.{name}.type: {type(metric).__name__} is for two classes, and the data has {count}."
+                f"{where}.{name}.type: {classes[name].__name__} is for two classes, and the data has {count}."
             )
-        metrics[name] = LambdaInputTransformer(metric, transform_pred=probability) if is_binary else metric
+        metrics[name] = LambdaInputTransformer(metrics[name], transform_pred=probability)
     return collect(metrics, where)
 
 
 def probability(logits: Tensor) -> Tensor:
     """The probability of class 1: (N, 2) -> (N,), float32."""
     return logits.float().softmax(1)[:, 1]
+
+
+def prediction_columns(
+    output: Output, names: Sequence[str] | None = None, threshold: float | None = None
+) -> dict[str, list[Any]]:
+    """``label``, ``probability`` and the probability of each class, if the output has class scores (N, C) and class ids
+    (N,) as targets. Otherwise ``output``: the values as they are.
+
+    Args:
+        names: Names of the classes; None: their numbers.
+        threshold: The label is class 1 if its probability is above this; None: the label is the class with the largest
+            probability.
+
+    Raises:
+        PluginError: The output has no predictions.
+    """
+    scores, targets = output.predictions, output.targets
+    if scores is None:
+        raise PluginError("the model's output has no predictions: only its loss is known. Return logits beside it.")
+    classifies = (
+        targets is not None
+        and not targets.is_floating_point()
+        and scores.dim() == 2
+        and targets.shape == scores.shape[:1]
+    )
+    if not classifies or scores.shape[1] < 2:
+        return {"output": scores.float().tolist() if scores.is_floating_point() else scores.tolist()}
+    rows = scores.float().softmax(1).tolist()
+    best = [max(range(len(row)), key=row.__getitem__) if threshold is None else int(row[1] > threshold) for row in rows]
+    labels: Sequence[Any] = names if names is not None else range(scores.shape[1])
+    columns: dict[str, list[Any]] = {
+        "label": [labels[index] for index in best],
+        "probability": [row[index] for row, index in zip(rows, best, strict=True)],
+    }
+    return columns | {f"probability_{label}": [row[index] for row in rows] for index, label in enumerate(labels)}

@@ -1,4 +1,4 @@
-"""Loss, metrics and predictions of text classification for labels that are numbers or sets of classes."""
+"""Loss, metrics and predictions of text classification: for one class a text, sets of classes, and numbers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,41 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError
-from fastloop_plugins.tasks.heads.metrics import collect, make_metrics
+from fastloop_plugins.tasks.heads.losses import LossOptions
+from fastloop_plugins.tasks.heads.metrics import classifier_metrics, collect, make_metrics, prediction_columns
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torchmetrics import Metric, MetricCollection
+
+    from fastloop_plugins.tasks.heads.losses import ClassLoss
+
+
+class SingleLabel:
+    """One class for each text.
+
+    Args:
+        threshold: As in ``classifier_metrics``.
+    """
+
+    problem_type = "single_label_classification"
+
+    def __init__(self, loss: ClassLoss, threshold: float | None) -> None:
+        self.loss, self.threshold = loss, threshold
+
+    def output(self, logits: Tensor, targets: Tensor) -> Output:
+        """Of logits (N, C) and targets (N,)."""
+        return Output(self.loss(logits.float(), targets), logits, targets)
+
+    def metrics(
+        self, names: Sequence[str], classes: Mapping[str, type[Metric]], options: Mapping[str, Any], where: str
+    ) -> MetricCollection:
+        """See ``classifier_metrics``."""
+        return classifier_metrics(classes, options, where, len(names), self.threshold)
+
+    def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
+        """See ``prediction_columns``."""
+        return prediction_columns(output, names, self.threshold)
 
 
 class Regression:
@@ -36,7 +66,7 @@ class Regression:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*will save all targets")  # two numbers for each text
             metrics["spearman"] = SpearmanCorrCoef()
-        return collect(_added(metrics, make_metrics(classes, options, where), where), where)
+        return collect(make_metrics(classes, options, where, own=metrics), where)
 
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """``prediction``: the number of each text."""
@@ -76,7 +106,7 @@ class MultiLabel:
             "f1_macro": MultilabelF1Score(len(names), self.threshold, average="macro"),
             "subset_accuracy": MultilabelExactMatch(len(names), self.threshold),
         }
-        metrics = _added(metrics, make_metrics(classes, options, where, known), where)
+        metrics = make_metrics(classes, options, where, known, metrics)
         return collect(
             {name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()},
             where,
@@ -92,8 +122,10 @@ class MultiLabel:
         return columns | {f"probability_{name}": [row[index] for row in rows] for index, name in enumerate(names)}
 
 
-def make_problem(label_type: str, loss: Any, threshold: float | None, where: str) -> Regression | MultiLabel | None:
-    """The problem of a label type; None: one class for each text.
+def make_problem(
+    label_type: str, loss: ClassLoss, threshold: float | None, where: str
+) -> SingleLabel | MultiLabel | Regression:
+    """The problem of a label type.
 
     Args:
         loss: The task's option ``loss``.
@@ -104,8 +136,8 @@ def make_problem(label_type: str, loss: Any, threshold: float | None, where: str
         RecipeError: An option is for another problem.
     """
     if label_type == "class":
-        return None
-    if loss != "cross_entropy":
+        return SingleLabel(loss, threshold)
+    if loss.options != LossOptions():
         used = "mean squared error" if label_type == "number" else "binary cross entropy"
         raise RecipeError(
             f"{where}.loss: is for one class a text, and data.label_type is {label_type}, which uses {used}. Remove it."
@@ -113,13 +145,6 @@ def make_problem(label_type: str, loss: Any, threshold: float | None, where: str
     if label_type == "number" and threshold is not None:
         raise RecipeError(f"{where}.threshold: is for classes, and data.label_type is number. Remove it.")
     return Regression() if label_type == "number" else MultiLabel(0.5 if threshold is None else threshold)
-
-
-def _added(metrics: dict[str, Any], more: Mapping[str, Metric], where: str) -> dict[str, Any]:
-    for name in more:
-        if name in metrics:
-            raise RecipeError(f"{where}.{name}: the task has a metric {name!r}. Call this one something else.")
-    return metrics | dict(more)
 
 
 def _probabilities(logits: Tensor) -> Tensor:

@@ -1,49 +1,170 @@
-"""Sentences of tagged words as samples, and their collator.
+"""Sentences of tagged words: the model section of ``token-classification``, their token ids, samples and batches.
 
-A sentence that is too long becomes several rows of a batch."""
+A row of the cache has two numbers for each token: its id and its *target*. The target of a word's first token is the id
+of the word's tag, and that of its other tokens is ``~id``, which is negative. In a batch, a sentence that is too long
+becomes several rows.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop import RecipeError
 from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
-from fastloop_plugins.tasks.heads.batches import Collator
-from fastloop_plugins.tasks.tags.tokens import encode_rows
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.samples import show_tokens, split_rows
+from fastloop_plugins.text.task import AnyModel
+from fastloop_plugins.text.tokens import portions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor, nn
 
+    from fastloop.recipe import Recipe
     from fastloop_plugins.rows.index import Row
     from fastloop_plugins.tasks.heads.losses import ClassLoss
     from fastloop_plugins.tasks.tags.data import TagTextData
-    from fastloop_plugins.tasks.tags.entities import Scheme
-    from fastloop_plugins.tasks.tags.tokens import TagModel
-    from fastloop_plugins.text.batches import Width
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
 logger = logging.getLogger("fastloop")
 
-CHECKED = 2000
-"""Sentences of a split whose tags are compared with the scheme, in less than a second."""
-
+EXAMPLES = "bert, distilbert, roberta, deberta-v2, modernbert or xlm-roberta"
+"""Architectures for messages."""
 IGNORED = -100
 """Target that the loss and the metrics ignore."""
-OWN = ("labels", "sentences", "rows")
-"""Inputs of a batch that are not the model's."""
+
+
+class TagModel(AnyModel):
+    """The ``model`` section, with a tokenizer for words.
+
+    Args:
+        data: In inference, its ``classes`` become those of the model.
+    """
+
+    head = "ForTokenClassification"
+    label_key = "data.tags"
+
+    def __init__(self, recipe: Recipe, data: TagTextData) -> None:
+        super().__init__(recipe, "AutoModelForTokenClassification", what="token classifier", examples=EXAMPLES)
+        self.data, self.problem_type = data, None
+
+    def load_tokenizer(self, max_length: int) -> None:
+        super().load_tokenizer(max_length)
+        if self.recipe.inference is not None:
+            self.data.classes = self.class_names()
+        if self.tokenizer is not None:
+            self._separate_words()
+
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+        if self.trained is not None:
+            super().finish_tokenizer([" ".join(["", *words]) for words, _ in texts], max_length)
+            self._separate_words()
+
+    def _separate_words(self) -> None:
+        """Make a byte-level tokenizer put a space before each word, as in a text.
+
+        Raises:
+            RecipeError: The tokenizer does not map tokens to words.
+        """
+        from tokenizers.pre_tokenizers import ByteLevel
+        from transformers import AutoTokenizer
+
+        if not self.tokenizer.is_fast:
+            raise RecipeError(
+                f"{self.where}.tokenizer: {type(self.tokenizer).__name__} does not map tokens to words. Use a fast "
+                "tokenizer."
+            )
+        found = self.tokenizer.backend_tokenizer.pre_tokenizer
+        if not isinstance(found, ByteLevel) or found.add_prefix_space:
+            return
+        if self.trained is None:
+            source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
+            self.tokenizer = self._pretrained(AutoTokenizer, source, add_prefix_space=True)
+            self._ensure_pad_token()
+        found.add_prefix_space = True
+        self.tokenizer.backend_tokenizer.pre_tokenizer = found
+
+    def room(self, max_length: int) -> tuple[int, int]:
+        """Tokens of a row for words, and its special tokens.
+
+        Raises:
+            RecipeError: There is no room.
+        """
+        special = sum(map(len, self.special))
+        if max_length <= special:
+            raise RecipeError(
+                f"{self.recipe.where}: data.max_length: found {max_length}, and a row has {special} special tokens. "
+                "Expected more."
+            )
+        return max_length - special, special
+
+    @cached_property
+    def special(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Ids of the tokens before and after a sentence. Read it when the tokenizer is complete."""
+        found = self.tokenizer(["a"], is_split_into_words=True, return_special_tokens_mask=True)
+        ids, is_special = found["input_ids"], found["special_tokens_mask"]
+        words = len(self.tokenizer(["a"], is_split_into_words=True, add_special_tokens=False)["input_ids"])
+        before = is_special.index(0) if 0 in is_special else len(ids) - words
+        return np.array(ids[:before], dtype=np.int32), np.array(ids[before + words :], dtype=np.int32)
+
+
+def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield the ids and targets of each row, in turn: ``[id, target, id, target, ...]``. No special tokens, no
+    truncation.
+
+    A word without a token, such as a control character, gets the unknown token. A row without words gets one that
+    begins no word.
+
+    Args:
+        rows: Words and the ids of their tags.
+    """
+    stand_in = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.pad_token_id
+    for sentences in portions(rows):
+        found = tokenizer(
+            [words or ["a"] for words, _ in sentences],
+            is_split_into_words=True,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        for index, (words, tags) in enumerate(sentences):
+            yield pairs(found["input_ids"][index], found.word_ids(index), tags, stand_in) if words else [stand_in, ~0]
+
+
+def pairs(ids: Sequence[int], word_ids: Sequence[int], tags: Sequence[int], stand_in: int) -> list[int]:
+    """Ids and targets of one sentence, in turn.
+
+    Args:
+        ids: Ids of the tokens.
+        word_ids: The word of each token, from 0, as a fast tokenizer returns it.
+        tags: The tag of each word.
+        stand_in: The id of a token for a word without one.
+    """
+    found, newest = list[int](), -1
+    for token, word in zip(ids, word_ids, strict=True):
+        if word == newest:
+            found += (token, ~tags[word])
+            continue
+        for tag in tags[newest + 1 : word]:
+            found += (stand_in, tag)
+        found += (token, tags[word])
+        newest = word
+    for tag in tags[newest + 1 :]:
+        found += (stand_in, tag)
+    return found
 
 
 class TaggedSentences(Sequences):
     """A map-style dataset of sentences. A sample has ``input_ids`` and ``targets``, both (tokens,) int32, see
-    ``tasks.tags.tokens``, and ``row``.
+    the module, and ``row``.
 
     Args:
         numbers: Ids and targets of all sentences, in turn, end to end.
@@ -51,7 +172,6 @@ class TaggedSentences(Sequences):
         room: Tokens of a row at most, without special tokens. A longer word keeps its first tokens.
         special: Number of special tokens of a row.
         split: Make each window of a long sentence a sample of its own.
-        order: The data's id of a tag -> the model's id. Empty: they are equal.
         words: The words of each sentence, for predictions.
 
     Attributes:
@@ -66,7 +186,6 @@ class TaggedSentences(Sequences):
         room: int,
         special: int,
         split: bool = False,
-        order: Sequence[int] = (),
         words: list[list[str]] | None = None,
     ) -> None:
         found, counts, self.cut = cut_words(numbers.reshape(-1, 2), lengths // 2, room)
@@ -75,7 +194,7 @@ class TaggedSentences(Sequences):
             ends = np.cumsum(counts)
             parts = [windows(found[end - count : end, 1], room) for end, count in zip(ends, counts, strict=True)]
             counts = np.array([size for sizes in parts for size in sizes], dtype=np.int64)
-        super().__init__(found[:, 0], counts, reordered(found[:, 1], order))
+        super().__init__(found[:, 0], counts, found[:, 1])
         self.counts, self.lengths, self.words = counts, counts + special, words
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -101,24 +220,19 @@ class TaggedSentences(Sequences):
             )
 
 
-def tags_of(numbers: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[list[int]]:
-    """The tag of each word of the first sentences.
+def reorder(numbers: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
+    """Ids and targets of sentences, see ``TaggedSentences``, with other ids of the tags.
 
     Args:
-        numbers: Ids and targets of all sentences, in turn, end to end.
-        lengths: Numbers of each of these sentences.
+        order: Id of a tag -> its other id.
     """
-    targets = numbers[1 : lengths.sum() : 2]
-    return [part[part >= 0].tolist() for part in np.split(targets, np.cumsum(lengths // 2)[:-1])]
-
-
-def reordered(targets: NDArray[np.int32], order: Sequence[int]) -> NDArray[np.int32]:
-    """Targets with other ids of the tags."""
     if list(order) == list(range(len(order))):
-        return targets
-    table, first = np.array(order, dtype=np.int32), targets >= 0
+        return numbers
+    table, found = np.array(order, dtype=np.int32), numbers.copy()
+    targets, first = found[1::2], found[1::2] >= 0
     ids = table[np.where(first, targets, ~targets)]
-    return np.where(first, ids, ~ids)
+    found[1::2] = np.where(first, ids, ~ids)
+    return found
 
 
 def cut_words(
@@ -148,52 +262,44 @@ def windows(targets: NDArray[np.int32], room: int) -> list[int]:
     return [*found, end - begin]
 
 
-class TagCollator(Collator):
-    """Pads the rows of sentences.
+def batch_sentences(
+    samples: list[dict[str, Any]], model: TagModel, max_length: int, loss: ClassLoss, every: bool
+) -> Ragged:
+    """The batch of some sentences, without padding and without a mask.
 
-    A batch has three int64 tensors beside the model's inputs. ``labels`` (rows, tokens) holds the tag or -100.
+    It has three int64 tensors beside the model's inputs. ``labels`` (rows, tokens) holds the tag or -100.
     ``sentences`` (rows, tokens) holds the number of the sentence at the first token of each word, else -1. ``rows``
-    (sentences,) holds each sentence's place in its dataset.
+    (sentences,) holds each sentence's place in its dataset. The ``loss_weight`` is the number of labelled tokens, or
+    their weight.
 
     Args:
-        special: Ids of the tokens before and after a sentence.
-        all_tokens: Whether all tokens of a word have its tag as their target, or only the first one.
+        every: Whether all tokens of a word have its tag as their target, or only the first one.
     """
+    import torch
 
-    def __init__(
-        self, pad_token_id: int, width: Width, loss: ClassLoss, special: tuple[list[int], list[int]], all_tokens: bool
-    ) -> None:
-        super().__init__(pad_token_id, width, loss)
-        self.special = tuple(np.array(ids, dtype=np.int32) for ids in special)
-        self.all_tokens, self.room = all_tokens, width.max_length - sum(map(len, special))
+    before, after = model.special
+    room, _ = model.room(max_length)
+    ids, labels, sentences = list[Any](), list[Any](), list[Any]()
 
-    def build_ragged(self, samples: list[dict[str, Any]]) -> Ragged:
-        """The batch without padding and without a mask. Its ``loss_weight`` is the number of labelled tokens, or their
-        weight."""
-        import torch
-
-        before, after = self.special
-        ids, labels, sentences = list[Any](), list[Any](), list[Any]()
-        for number, sample in enumerate(samples):
-            start = 0
-            for size in windows(sample["targets"], self.room):
-                targets = sample["targets"][start : start + size]
-                ids.append(np.concatenate([before, sample["input_ids"][start : start + size], after]))
-                labels.append(
-                    self._framed(np.where(targets >= 0, targets, ~targets if self.all_tokens else IGNORED), IGNORED)
-                )
-                sentences.append(self._framed(np.where(targets >= 0, number, -1), -1))
-                start += size
-        every = np.concatenate(labels)
-        weight = (every != IGNORED).sum() if self.loss.weights is None else self.loss.weight_of(torch.from_numpy(every))
-        columns = {"input_ids": (ids, self.pad_token_id), "labels": (labels, IGNORED), "sentences": (sentences, -1)}
-        rows = torch.tensor([sample["row"] for sample in samples])
-        return Ragged(columns=columns, fixed={"rows": rows}, loss_weight=float(weight), tokens=sum(map(len, ids)))
-
-    def _framed(self, values: NDArray[Any], fill: int) -> NDArray[Any]:
+    def framed(values: NDArray[Any], fill: int) -> NDArray[Any]:
         """Values of a row's words, and ``fill`` for its special tokens."""
-        before, after = self.special
         return np.pad(values, (len(before), len(after)), constant_values=fill)
+
+    for number, sample in enumerate(samples):
+        start = 0
+        for size in windows(sample["targets"], room):
+            targets = sample["targets"][start : start + size]
+            ids.append(np.concatenate([before, sample["input_ids"][start : start + size], after]))
+            labels.append(framed(np.where(targets >= 0, targets, ~targets if every else IGNORED), IGNORED))
+            sentences.append(framed(np.where(targets >= 0, number, -1), -1))
+            start += size
+    found = np.concatenate(labels)
+    weight = (found != IGNORED).sum() if loss.weights is None else loss.weight_of(torch.from_numpy(found))
+    columns = {
+        "input_ids": (ids, model.tokenizer.pad_token_id), "labels": (labels, IGNORED), "sentences": (sentences, -1)
+    }  # fmt: skip
+    rows = torch.tensor([sample["row"] for sample in samples])
+    return Ragged(columns=columns, fixed={"rows": rows}, loss_weight=float(weight), tokens=sum(map(len, ids)))
 
 
 def copy_logits(module: nn.Module, args: Any, output: Any) -> Any:
@@ -220,17 +326,6 @@ def word_scores(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
     return scores, number.new_full((size,), IGNORED).index_copy(0, places, batch["labels"][found])
 
 
-def check_scheme(data: Any, name: str, split: Any, scheme: Scheme | None, key: str) -> None:
-    """Warn about tags of a split that do not follow the scheme of the recipe, which ``key`` names."""
-    from fastloop_plugins.tasks.tags.entities import describe_misfit, misfit
-
-    if scheme is None or misfit(data.classes, scheme) is not None:
-        return
-    sentences = [[data.classes[tag] for tag in tags] for tags in tags_of(split.ids, split.lengths[:CHECKED])]
-    if message := describe_misfit(sentences, scheme, key):
-        logger.warning("data: %s: %s", name, message)
-
-
 class TagRows:
     """Samples of ``token-classification``: one a sentence. The collator divides a long sentence into several rows of a
     batch.
@@ -238,19 +333,11 @@ class TagRows:
     A sentence without words has no effect. If a micro-batch has only such sentences, ``spare`` replaces the first.
 
     Args:
-        table: Tag in the files -> the data's id of it.
-        order: That id -> the model's id.
+        table: Tag in the files -> its id.
     """
 
-    def __init__(
-        self,
-        data: TagTextData,
-        model: TagModel,
-        table: Mapping[Any, int],
-        order: Sequence[int],
-        spare: Mapping[str, Any],
-    ) -> None:
-        self.data, self.tokenizer, self.table, self.order = data, model.tokenizer, table, order
+    def __init__(self, data: TagTextData, model: TagModel, table: Mapping[Any, int], spare: Mapping[str, Any]) -> None:
+        self.data, self.tokenizer, self.table = data, model.tokenizer, table
         self.room, self.special = model.room(data.options.max_length)
         self.spare = {**spare, "input_ids": spare["input_ids"].copy(), "targets": spare["targets"].copy()}
 
@@ -263,9 +350,7 @@ class TagRows:
                     "Start it again."
                 )
         texts = [(words, [self.table[tag] for tag in tags]) for words, tags in sentences]
-        found = TaggedSentences(
-            *flat(encode_rows(self.tokenizer, texts, [], {})), self.room, self.special, order=self.order
-        )
+        found = TaggedSentences(*flat(encode_rows(self.tokenizer, texts)), self.room, self.special)
         empty = np.empty(0, np.int32)
         samples = [
             found[index] if words else {"input_ids": empty, "targets": empty, "row": index}
@@ -282,12 +367,34 @@ def tagged_samples(data: TagTextData, model: TagModel, split: Split, every: bool
     Args:
         every: Whether all tokens of a word have its tag as their target, and not only the first.
     """
-    before, after = model.special_tokens()
-    for row, numbers in zip(split.texts, split_rows(split), strict=True):
-        words, tags = row
+    before, after = model.special
+    for (words, _), numbers in zip(split.texts, split_rows(split), strict=True):
         ids, found = numbers.reshape(-1, 2).T
-        names = [data.classes[tag] if tag >= 0 else data.classes[~tag] if every else None for tag in found.tolist()]
-        targets = [*(None for _ in before), *names, *(None for _ in after)]
+        names = [data.classes[tag if tag >= 0 else ~tag] for tag in found.tolist()]
+        of_words = [name for name, target in zip(names, found, strict=True) if target >= 0]
+        targets = [name if target >= 0 or every else None for name, target in zip(names, found, strict=True)]
+        targets = [*(None for _ in before), *targets, *(None for _ in after)]
         tokens = show_tokens(model.tokenizer, [*before, *ids, *after], targets)
-        pairs = " ".join(f"{word}/{data.classes[tag]}" for word, tag in zip(words, tags, strict=True))
-        yield [("words", pairs), ("tokens", tokens)]
+        yield [("words", " ".join(map("/".join, zip(words, of_words, strict=True)))), ("tokens", tokens)]
+
+
+def encode_sentences(words: list[list[str]], model: TagModel, max_length: int) -> TaggedSentences:
+    """Sentences without tags as a dataset. Its tags are 0."""
+    rows = [(sentence, [0] * len(sentence)) for sentence in words]
+    return TaggedSentences(*flat(encode_rows(model.tokenizer, rows)), *model.room(max_length), words=words)
+
+
+def sentence_chunks(
+    sentences: Iterable[list[str]], start: int, size: int, model: TagModel, max_length: int
+) -> Iterator[TaggedSentences]:
+    """The sentences from row ``start``, ``size`` at a time. At the end, logs how many were longer than a row of the
+    model."""
+    rest, total, last = islice(sentences, start, None), 0, None
+    long = cut = 0
+    while words := list(islice(rest, size)):
+        last = encode_sentences(words, model, max_length)
+        long, cut, total = long + last.long, cut + last.cut, total + len(words)
+        yield last
+    if last is not None:
+        last.long, last.cut = long, cut
+        last.warn("predict", total)

@@ -102,9 +102,7 @@ class TagTextData(TextData):
     def label_columns(self) -> dict[str, str]:
         return dict.fromkeys(self.labels, "tags")
 
-    def streamed(
-        self, run: Run, datasets: Mapping[str, Any], model: Any, order: Sequence[int] = ()
-    ) -> Mapping[str, Any]:
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: Any) -> Mapping[str, Any]:
         if self.stream is None:
             return datasets
         from fastloop_plugins.tasks.tags.batches import TagRows
@@ -113,7 +111,7 @@ class TagTextData(TextData):
         table = {tag: ids.get(self._name(part, tag), -1) for tag in self._stream_tags()}
         for tag in (tag for tag, index in table.items() if index < 0):
             raise self._unknown_tag(self.stream.index.name(self.stream.index.labels[tag][1]), tag, "train")
-        return self.stream.datasets(run, datasets, TagRows(self, model, table, order, datasets["train"][0]))
+        return self.stream.datasets(run, datasets, TagRows(self, model, table, datasets["train"][0]))
 
     def _stream_tags(self) -> list[Any]:
         """The tags of a streamed training split."""
@@ -252,6 +250,11 @@ class TagTextData(TextData):
         )
 
     # -- prediction ----------------------------------------------------------------------------------------------------
+
+    def split_sentences(self) -> Iterator[list[str]]:
+        """Yield the words of each sentence of the split to predict."""
+        (rows,) = self.load().values()
+        yield from rows.columns["words"]
 
     def sentences(self, source: Path | Iterable[str]) -> Iterator[list[str]]:
         """Yield the words of each sentence of a file, or of each text, which is split at spaces. Tags in the file are

@@ -1,16 +1,28 @@
-"""Metrics of tagged words: accuracy, and precision, recall and F1 of entities.
+"""Entities that the tags of a sentence describe, and metrics of tagged words: accuracy, and precision, recall and F1 of
+entities.
 
-An entity counts if its type, its first and its last word are right. The states are counts for each type of entity, so
-their sums over batches and processes give the metrics of the whole split.
+A scheme has rules for two neighbouring tags: whether an entity starts at the second, continues from the first to the
+second, or ends after the first. An entity that starts but does not end by a rule is none. Without a scheme, entities
+are those of CoNLL's evaluation script (conlleval), which also reads tags in an order that no scheme allows.
+
+Source of the schemes and their names: Sang and Veenstra, "Representing Text Chunks", 1999 (IOB, IOE); Ratinov and Roth,
+"Design Challenges and Misconceptions in Named Entity Recognition", 2009 (BILOU). Where these leave a case open, the
+rules are those of seqeval 1.2.2 in its strict and default modes, so that scores can be compared.
+
+In metrics, an entity counts if its type, its first and its last word are right. The states are counts for each type of
+entity, so their sums over batches and processes give the metrics of the whole split.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -19,14 +31,150 @@ from torchmetrics.classification import MulticlassAccuracy
 from fastloop import RecipeError
 from fastloop_plugins.tasks.heads.metrics import collect, make_metrics
 from fastloop_plugins.tasks.tags.batches import IGNORED
-from fastloop_plugins.tasks.tags.entities import PREFIXES, Scheme, entity_type, find_entities, misfit
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from fastloop import Output
+    from fastloop_plugins.text.tokens import Split
+
 logger = logging.getLogger("fastloop")
 
 SCORES = ("precision", "recall", "f1")
+CHECKED = 2000
+"""Sentences of a split whose tags are compared with the scheme, in less than a second."""
+
+Scheme = Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"]
+Entity = tuple[str, int, int]
+"""Type, first word and last word."""
+
+PREFIXES = {"IOB1": "IB", "IOB2": "IB", "IOE1": "IE", "IOE2": "IE", "IOBES": "IBES", "BILOU": "BILU", None: "IBES"}
+"""Scheme -> first letters of its tags, beside ``O``. None: those of CoNLL's evaluation script."""
+RULES = {
+    "IOB1": ("OI I!I BI I=B B=B", "B=I I=I", "I!I IO IB BO B!I B=B"),
+    "IOB2": ("*B", "B=I I=I", "**"),
+    "IOE1": ("OI I!I EI E=E", "I=I I=E", "I!I IO I!E E=I E=E"),
+    "IOE2": ("OI OE EI EE I!I I!E", "I=I I=E", "E*"),
+    "IOBES": ("*B *S", "B=I B=E I=I I=E", "E* S*"),
+    "BILOU": ("*B *U", "B=I B=L I=I I=L", "L* U*"),
+    None: ("*B *S OI OE EI EE SI SE B!I B!E I!I I!E", "B=I B=E I=I I=E", "**"),
+}
+"""Scheme -> when an entity starts, continues and ends: letters of two neighbouring tags (``*``: any). Between them is
+``=`` for tags of the same type, ``!`` for different types, and nothing for both. The end of a sentence is an ``O``."""
+
+Rules = tuple[frozenset[tuple[str, str, bool]], ...]
+"""Of starts, continuations and ends: the letters of two neighbouring tags, and whether their types are equal."""
+
+
+@cache
+def _rules(scheme: Scheme | None) -> Rules:
+    letters = "O" + PREFIXES[scheme]
+    return tuple(
+        frozenset(
+            (first, second, same)
+            for rule in rules.split()
+            for first in (letters if rule[0] == "*" else rule[0])
+            for second in (letters if rule[-1] == "*" else rule[-1])
+            for same in {"=": (True,), "!": (False,)}.get(rule[1:-1], (True, False))
+        )
+        for rules in RULES[scheme]
+    )
+
+
+def entity_type(tag: str, scheme: Scheme | None) -> str:
+    """The type of a tag that is not ``O``; ``_`` for a tag without one."""
+    return (tag[1:].partition("-")[2] if scheme is None else tag[1:].strip("-")) or "_"
+
+
+def find_entities(sentences: Iterable[Sequence[str]], scheme: Scheme | None) -> list[list[Entity]]:
+    """The entities of each sentence.
+
+    Args:
+        sentences: The tags of each sentence. ``misfit`` finds none that is not of the scheme.
+        scheme: The rules; None: those of CoNLL's evaluation script.
+    """
+    starts, continues, ends = _rules(scheme)
+    types: dict[str, str] = {}
+    found = []
+    for tags in sentences:
+        entities: list[Entity] = []
+        first, before, kind = None, "O", "_"
+        for place, tag in enumerate((*tags, "O")):
+            if tag not in types:
+                types[tag] = entity_type(tag, scheme)
+            pair = (before, tag[0], kind == types[tag])
+            if first is not None and pair not in continues:
+                if pair in ends:
+                    entities.append((kind, first, place - 1))
+                first = None
+            if first is None and pair in starts:
+                first = place
+            before, kind = tag[0], types[tag]
+        found.append(entities)
+    return found
+
+
+def misfit(names: Sequence[str], scheme: Scheme | None) -> str | None:
+    """The first tag that does not describe a part of an entity under a scheme; None if all do."""
+    fits = re.compile(rf"[{PREFIXES[scheme]}](-.+)?|O")
+    return next((name for name in names if not fits.fullmatch(name)), None)
+
+
+def describe_misfit(sentences: Sequence[Sequence[str]], scheme: Scheme, where: str) -> str | None:
+    """Describe the tagged words that belong to no entity under a scheme, and name the scheme that the tags follow; None
+    if there are none.
+
+    Args:
+        sentences: The tags of each sentence; each is one of the scheme.
+        where: The key of the scheme, for the message.
+    """
+    lost = _outside(sentences, scheme)
+    if not lost:
+        return None
+    tagged, (tags, place) = sum(tag != "O" for tags in sentences for tag in tags), lost[0]
+    before = f"{tags[place - 1]!r}" if place else "the beginning of a sentence"
+    names = sorted({tag for tags in sentences for tag in tags})
+    schemes: tuple[Scheme, ...] = get_args(Scheme)
+    fits = next((other for other in schemes if misfit(names, other) is None and not _outside(sentences, other)), None)
+    remedy = f"The tags follow {fits}: {where}={fits}" if fits else f"To count them, as conlleval does: {where}=null"
+    return (
+        f"{len(lost)} of {tagged} tagged words belong to no entity of {scheme}, and metrics leave them out, such as "
+        f"{tags[place]!r} after {before}. {remedy}"
+    )
+
+
+def _outside(sentences: Iterable[Sequence[str]], scheme: Scheme) -> list[tuple[Sequence[str], int]]:
+    """The tagged words that belong to no entity: the tags of the sentence, and the word's place."""
+    found: list[tuple[Sequence[str], int]] = []
+    for tags, entities in zip(sentences, find_entities(sentences, scheme), strict=True):
+        inside = {place for _, first, last in entities for place in range(first, last + 1)}
+        found += [(tags, place) for place, tag in enumerate(tags) if tag != "O" and place not in inside]
+    return found
+
+
+def check_scheme(classes: Sequence[str], name: str, split: Split, scheme: Scheme | None, key: str) -> None:
+    """Warn about tags of a split that do not follow the scheme of the recipe, which ``key`` names.
+
+    Args:
+        classes: The tags in the order of their ids.
+        name: The name of the split.
+    """
+    if scheme is None or misfit(classes, scheme) is not None:
+        return
+    sentences = [[classes[tag] for tag in tags] for tags in tags_of(split.ids, split.lengths[:CHECKED])]
+    if message := describe_misfit(sentences, scheme, key):
+        logger.warning("data: %s: %s", name, message)
+
+
+def tags_of(numbers: NDArray[np.int32], lengths: NDArray[np.int64]) -> list[list[int]]:
+    """The tag of each word of the first sentences.
+
+    Args:
+        numbers: Ids and targets of all sentences, in turn, end to end.
+        lengths: Numbers of each of these sentences.
+    """
+    targets = numbers[1 : lengths.sum() : 2]
+    return [part[part >= 0].tolist() for part in np.split(targets, np.cumsum(lengths // 2)[:-1])]
 
 
 class EntityScores(Metric):
@@ -129,8 +277,36 @@ def tag_metrics(
             tag,
         )
     known = {"num_classes": len(names), "task": "multiclass", "ignore_index": IGNORED}
-    for name, metric in make_metrics(classes, options, f"{where}.metrics", known).items():
-        if name in made:
-            raise RecipeError(f"{where}.metrics.{name}: the task has a metric {name!r}. Call this one something else.")
-        made[name] = metric
-    return collect(made, f"{where}.metrics")
+    where = f"{where}.metrics"
+    return collect(make_metrics(classes, options, where, known, made), where)
+
+
+def tag_columns(
+    output: Output, words: Sequence[list[str]], names: Sequence[str], scheme: Scheme | None
+) -> dict[str, list[Any]]:
+    """``words``, ``tags`` and the ``probabilities`` of these tags: lists of equal lengths. And ``entities``, if the
+    tags describe entities: the type, the first and last word (``start`` and ``end``, from 0, without ``end``) and the
+    words of each.
+
+    Args:
+        output: ``word_scores`` of the sentences.
+        words: The words of each sentence.
+        names: The tags, in the order of their ids.
+    """
+    assert output.predictions is not None
+    assert output.targets is not None
+    probabilities, best = output.predictions.float().softmax(1).max(1)
+    ends = (output.targets == IGNORED).nonzero().flatten().tolist()
+    columns: dict[str, list[Any]] = {"words": [list(sentence) for sentence in words], "tags": [], "probabilities": []}
+    for start, end in zip([0, *(end + 1 for end in ends)], ends, strict=False):
+        columns["tags"].append([names[index] for index in best[start:end].tolist()])
+        columns["probabilities"].append(probabilities[start:end].tolist())
+    if misfit(names, scheme) is None:
+        columns["entities"] = [
+            [
+                {"type": kind, "start": first, "end": last + 1, "text": " ".join(sentence[first : last + 1])}
+                for kind, first, last in entities
+            ]
+            for sentence, entities in zip(words, find_entities(columns["tags"], scheme), strict=True)
+        ]
+    return columns

@@ -1,0 +1,184 @@
+"""Data, model and metrics of ``seq2seq``: an input text and a target text in each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastloop import RecipeError, option
+from fastloop_plugins.rows.table import Bad
+from fastloop_plugins.text.batches import ColumnSequences, join_ids
+from fastloop_plugins.text.next_token_loss import IGNORED
+from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.samples import show_tokens
+from fastloop_plugins.text.task import AnyModel, ColumnData
+from fastloop_plugins.text.tokenizers import end_of
+from fastloop_plugins.text.tokens import encode_marked, portions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.text.samples import Sample
+    from fastloop_plugins.text.tokens import Split
+
+EXAMPLES = "t5, mt5, bart, mbart, pegasus or marian"
+"""Architectures for messages."""
+GENERATED = ("exact_match", "bleu", "chrf")
+"""Names of the metrics."""
+
+
+@dataclass(kw_only=True)
+class PairData(Data):
+    """The ``data`` section of ``seq2seq``."""
+
+    target: Annotated[str | None, option("The column of targets: the texts to generate.")] = None
+    prefix: Annotated[str, option('Text to put before each input, such as "summarize: ".')] = ""
+    max_target_length: Annotated[int, option("Tokens of a target at most, with its end token.", ge=2)] = 128
+
+
+class PairTextData(ColumnData):
+    """The ``data`` section of ``seq2seq``. ``load`` returns inputs, with ``data.prefix``, and targets."""
+
+    options: PairData
+
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        found = super().parse(columns, bad)
+        found[self.columns[0]] = self.add_prefix(found[self.columns[0]])
+        return found
+
+    def add_prefix(self, texts: Iterable[Any]) -> list[str]:
+        """Inputs with ``data.prefix``."""
+        return [f"{self.options.prefix}{text}" for text in texts]
+
+
+def encode_rows(tokenizer: Any, rows: Sequence[tuple[str, str]], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    """Yield the ids of input and target of each row, see ``join_ids``. Every target ends with the tokenizer's end
+    token.
+
+    Args:
+        rows: Inputs and targets.
+        arguments: ``max_length`` and ``max_target_length``, as in the ``data`` section.
+    """
+    most, end = arguments["max_target_length"], end_of(tokenizer)
+
+    def encode_targets(targets: Sequence[str], length: int) -> list[list[int]]:
+        found = tokenizer(text_target=list(targets), truncation=True, max_length=length, return_attention_mask=False)
+        ids: list[list[int]] = found["input_ids"]
+        return ids
+
+    for portion in portions(rows):
+        texts, targets = zip(*portion, strict=True)
+        inputs = encode_marked(tokenizer, texts, {"truncation": True, "max_length": arguments["max_length"]})
+        for found, target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
+            missing = [token for token in end if token not in labels]
+            if cut := len(labels) + len(missing) > most:
+                (labels,) = encode_targets([target], most - len(missing))
+            yield join_ids([found, ([*labels, *missing], cut)])
+
+
+def pair_samples(model: Seq2SeqModel, split: Split, dataset: ColumnSequences) -> Iterator[Sample]:
+    """Rows of an input and a target, for `fastloop plan --samples`. All tokens of a target have a loss."""
+    for index, (text, target) in enumerate(split.texts):
+        ids = dataset[index]
+        yield [
+            ("input", text),
+            ("target", target),
+            ("tokens of the input", show_tokens(model.tokenizer, ids["input_ids"])),
+            ("tokens of the target", show_tokens(model.tokenizer, ids["labels"], [""] * len(ids["labels"]))),
+        ]
+
+
+class Seq2SeqModel(AnyModel):
+    """The ``model`` section, for encoder-decoder models.
+
+    A model from scratch starts each target with the padding token, as T5 does, and ends it with the tokenizer's end
+    token. A tokenizer that is trained here adds the end token to inputs and targets.
+
+    Args:
+        max_target_length: ``data.max_target_length``.
+    """
+
+    def __init__(self, recipe: Recipe, max_target_length: int) -> None:
+        self.max_target_length = max_target_length
+        super().__init__(recipe, "AutoModelForSeq2SeqLM", False, "encoder-decoder", EXAMPLES)
+
+    def load_tokenizer(self, max_length: int) -> None:
+        super().load_tokenizer(max_length)
+        self.check_room("data.max_target_length", self.max_target_length)
+
+    def check_room(self, key: str, length: int) -> None:
+        """Raise an error if the decoder cannot take this many tokens. Call it after ``load_tokenizer``."""
+        names = ("max_position_embeddings", "max_decoder_position_embeddings")
+        room = min(
+            (size for size in (getattr(self.config, name, None) for name in names) if isinstance(size, int)),
+            default=length,
+        )
+        if length > room:
+            raise RecipeError(f"{self.recipe.where}: {key}: found {length}, and the model takes {room} tokens at most.")
+
+    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+        if self.trained is None:
+            return
+        from tokenizers.processors import TemplateProcessing
+
+        super().finish_tokenizer(texts, max(max_length, self.max_target_length))
+        end = self.tokenizer.eos_token
+        template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, self.tokenizer.eos_token_id)])
+        self.tokenizer.backend_tokenizer.post_processor = template
+
+    def end(self) -> int:
+        """The id of the token that ends a text."""
+        (found,) = end_of(self.tokenizer)
+        return found
+
+    def _build(self, auto: Any, labels: Any) -> Any:
+        given, config, pad = self.options.config, self.config, self.tokenizer.pad_token_id
+        if given is not None:
+            config.pad_token_id = pad
+            if "forced_eos_token_id" not in given and hasattr(config, "forced_eos_token_id"):
+                config.forced_eos_token_id = self.end()
+        if getattr(config, "decoder_start_token_id", None) is None or (
+            given is not None and "decoder_start_token_id" not in given
+        ):
+            config.decoder_start_token_id = pad
+        return super()._build(auto, labels)
+
+
+def generated_metrics(
+    run: Run, split: str, tokenizer: Any, generate: Callable[[dict[str, Tensor]], list[str]]
+) -> dict[str, float]:
+    """Compare generated texts with the decoded targets of a split. Every process must call it, and gets the metrics of
+    all samples.
+
+    Args:
+        generate: A batch -> a text for each sample.
+
+    Returns:
+        ``exact_match``, the share of equal texts; ``bleu`` (4-grams of words separated by spaces, Papineni et al.,
+        2002) and ``chrf`` (6-grams of characters, Popovic, 2015), both of the whole split. All are between 0 and 1.
+    """
+    import torch
+    from torchmetrics.functional.text import bleu_score, chrf_score
+
+    from fastloop import loop
+    from fastloop.evaluation_results import evaluating
+
+    pairs: list[tuple[str, str]] = []
+    with evaluating(run.model), torch.no_grad():
+        for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
+            texts, labels = generate(batch.inputs), batch.inputs["labels"]
+            targets = tokenizer.batch_decode(
+                labels.masked_fill(labels == IGNORED, tokenizer.pad_token_id), skip_special_tokens=True
+            )
+            pairs += list(zip(texts, targets, strict=True)) if batch.samples else []
+    pairs = [pair for part in run.processes.all_gather_object(pairs) for pair in part]
+    generated, targets = [text for text, _ in pairs], [[target] for _, target in pairs]
+    return {
+        "exact_match": sum(text == target for text, target in pairs) / len(pairs),
+        "bleu": bleu_score(generated, targets).item(),
+        # a tensor: no scores of sentences
+        "chrf": float(chrf_score(generated, targets, n_word_order=0)),  # type: ignore[arg-type]
+    }

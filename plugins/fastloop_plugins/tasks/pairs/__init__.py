@@ -1,1 +1,0 @@
-"""Inputs and targets of an encoder-decoder."""

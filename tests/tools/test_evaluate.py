@@ -189,6 +189,8 @@ def test_a_file_and_an_exported_model(trained, cli):
     few = write_csv(Path("few.csv"), [row for row in texts(30) if row["label"] == "good"])
     found = results(cli, trained / "run", "--file", few)
     assert [row["samples"] for row in found["classes"]] == [0, 0, 10]
+    streamed = ("data.streaming=true", "data.shuffle_buffer=10")  # as a run that trained on a stream
+    assert results(cli, trained / "run", "--file", few, *streamed)["metrics"] == found["metrics"]
     numbers = write_csv(Path("numbers.csv"), [row | {"label": CLASSES.index(row["label"])} for row in texts(24, 100)])
     assert results(cli, trained / "run", "--file", numbers)["metrics"] == summary(trained / "run")["validation"]
 

@@ -36,7 +36,7 @@ def read_chunks(
         RecipeError: The file does not exist, its format is unknown, or it lacks a column.
     """
     if isinstance(source, Path):
-        path = find_files(data.recipe, str(source), "predict", "FILE")[0]
+        path = find_files(data.recipe, str(source), "predict", "FILE", data.formats)[0]
         rows: Iterator[Sequence[Any]] = iter(data.layout(predicts=True).rows(str(path)))
         name = f"{path}, row"
     else:

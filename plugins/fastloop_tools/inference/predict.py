@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fastloop")
 
-FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt", ".conll", ".gz", ".bz2", ".zst")
-"""Suffixes of an argument that is a file and not a text."""
-
 
 def predict(
     target: Target,
@@ -104,9 +101,11 @@ def read_source(name: str) -> Path | Iterable[str]:
     if not name.strip():
         raise UsageError("found an empty text to predict. Expected a FILE, - for stdin, or a TEXT.")
     if len(name) < 4096 and "\n" not in name:
+        from fastloop_plugins.rows.paths import COMPRESSIONS, FORMATS, installed_formats
+
         if Path(name).exists():
             return Path(name)
-        if name.lower().endswith(FILES) and " " not in name:
+        if " " not in name and name.lower().endswith((*FORMATS, *installed_formats(), ".conll", *COMPRESSIONS)):
             raise UsageError(f"{name}: no such file.")
     return [name]
 

@@ -78,7 +78,8 @@ def read_file_instead(recipe: Recipe, file: Path) -> None:
     assert recipe.inference is not None
     if not file.is_file():
         raise UsageError(f"--file {file}: no such file.")
-    elsewhere = ("name", "subset", "sources", "module", "arguments", "splits", "limit")
+    elsewhere = {"name", "subset", "revision", "sources", "module", "arguments", "splits", "limit"}
+    elsewhere |= {"streaming", "shuffle_buffer", "lanes", "mix"}  # of training rows
     recipe.data = {key: value for key, value in recipe.data.items() if key not in elsewhere}
     recipe.data["files"] = {recipe.inference.split: str(file)}
 

@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from fastloop import PluginError, RecipeError
+from fastloop.errors import UsageError
+from fastloop.recipe import make_recipe
 from fastloop_plugins.rows import paths
 from fastloop_plugins.rows.formats import Layout, reader_of
 from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.options import Read
+from fastloop_plugins.text.chunks import text_chunks
+from fastloop_plugins.text.data import TextData
+from fastloop_tools.inference.predict import read_source
 
 PAGE = Path(__file__).parents[3] / "docs" / "data.md"
 
@@ -55,6 +60,17 @@ def test_it_is_read_in_memory_compressed_and_as_a_stream(entry):
     reader = Reader(index, layout(), ["text", "label"])
     assert next(reader.read(2, 950)) == ("film 2998", "0")
     reader.close()
+
+
+def test_predict_reads_it_and_a_missing_file_is_no_text(entry):
+    Path("a.ltsv").write_text("text:a film\ttime:3\n")
+    Path("b.ltsv.gz").write_bytes(gzip.compress(b"text:a film\n"))
+    data = TextData(make_recipe({"data": {"files": {"train": "a.ltsv"}, "text": "text"}}), labelled=False)
+    for name in ("a.ltsv", "b.ltsv.gz"):
+        ((texts, _),) = text_chunks(data, read_source(name), 0, 8)
+        assert texts == ["a film"]
+    with pytest.raises(UsageError, match=r"^no\.ltsv: no such file\.$"):
+        read_source("no.ltsv")
 
 
 def test_errors_name_the_file_the_line_and_the_reader(entry):

@@ -135,8 +135,8 @@ class Embedding(TextTask):
         return MetricCollection({"retrieval": Retrieval()})
 
     @hookimpl
-    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, list[Any]]:
-        return {"vector": self.vectors(run.model, batch).tolist()}
+    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"vector": self.vectors(run.model, batch)}
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

@@ -17,7 +17,7 @@ PROBES = (("one two", "three"), ("x " * 9, "y"), ("x", "y " * 9), ("x " * 9, "y 
 class Joiner:
     """Joins the ids of two texts, each tokenized alone, to those of the pair.
 
-    A pair has up to ``max_length`` tokens: the longer text is truncated first, as by the strategy ``longest_first``. One
+    A pair has up to ``max_length`` tokens: the longer text is truncated first, by the strategy ``longest_first``. One
     token may differ if both texts had been cut to ``max_length`` alone: it is not known which was longer.
 
     Raises:

@@ -117,13 +117,9 @@ class Embedding(TextTask):
 
     @hookimpl
     def build_metrics(self) -> Any:
-        from torchmetrics import MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+        from fastloop_embeddings.metrics import Retrieval, collect
 
-        if self.config.loss in SCORED:
-            return MetricCollection({"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()})
-        from fastloop_embeddings.metrics import Retrieval
-
-        return MetricCollection({"retrieval": Retrieval()})
+        return collect(None if self.config.loss in SCORED else Retrieval())
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
 from torchmetrics.utilities import dim_zero_cat
 
 DEPTH = 10
@@ -17,6 +18,15 @@ CHUNK = 1024
 """Queries that are compared with all documents at a time. It limits the memory of the similarities."""
 SHIFTS = torch.tensor([0, 16, 32, 48])
 """Places of the 16-bit parts of a 64-bit number. float32 holds each part exactly."""
+
+
+def collect(rankings: Metric | None) -> MetricCollection:
+    """The metrics of a task: of ``rankings``; None: of scores."""
+    if rankings is not None:
+        return MetricCollection({"rankings": rankings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all scores are kept
+        return MetricCollection({"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()})
 
 
 class Retrieval(Metric):
@@ -58,10 +68,8 @@ class Retrieval(Metric):
 
 
 class Ranking(Metric):
-    """The metrics of the documents that each query comes with. Equal scores count as the worst order.
-
-    Queries without a relevant document are left out.
-    """
+    """The metrics of the documents that each query comes with, of queries with relevant ones. Equal scores count as the
+    worst order."""
 
     full_state_update = False
     total: Tensor

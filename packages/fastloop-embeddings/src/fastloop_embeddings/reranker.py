@@ -113,13 +113,9 @@ class Reranker(TextTask):
 
     @hookimpl
     def build_metrics(self) -> Any:
-        from torchmetrics import MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+        from fastloop_embeddings.metrics import Ranking, collect
 
-        if self.config.loss == "binary":
-            return MetricCollection({"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()})
-        from fastloop_embeddings.metrics import Ranking
-
-        return MetricCollection({"ranking": Ranking()})
+        return collect(None if self.config.loss == "binary" else Ranking())
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -306,8 +306,8 @@ def build_prediction_data(run: Run, source: Any, start: int, size: int) -> Itera
 
 @first
 def predict(run: Run, batch: Any) -> Mapping[str, Sequence[Any]] | None:
-    """First. Column -> a prediction for each sample of the batch: ``Batch.inputs`` on the device, as in
-    ``compute_loss``; no gradients."""
+    """First. Column -> a prediction for each sample of the batch, or a tensor (samples, ...): ``Batch.inputs`` on the
+    device, as in ``compute_loss``; no gradients."""
 
 
 @hookspec

@@ -21,6 +21,7 @@ from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from test_evaluate import CODE
 from text_helpers import TINY_GPT
 
+from fastloop import UsageError
 from fastloop_tools.inference.output import Output
 
 
@@ -295,8 +296,40 @@ class Ranking(Plugin):
 PREDICT = """
     @hookimpl
     def predict(self, run, batch):
-        return {"score": run.hooks.compute_loss(run=run, model=run.model, batch=batch).predictions.tolist()[RANGE]}
+        return {"score": run.hooks.compute_loss(run=run, model=run.model, batch=batch).predictions[RANGE]}
 """
+
+
+@pytest.mark.parametrize("out", ["out.npy", "out.parquet", "out.jsonl"])
+def test_tensors_are_written_as_arrays(tmp_path, out):
+    """In two parts; a sample that could not be read is NaN."""
+    import numpy as np
+    import torch
+    from pyarrow import parquet
+
+    vectors = torch.arange(10, dtype=torch.float32).view(5, 2)
+    output = Output(tmp_path / out, {})
+    output.add({"vector": [*vectors[:3]]}, last=False)
+    output.add({"vector": [*vectors[3:], None]}, last=True)
+    output.finish()
+    expected = np.concatenate([vectors.numpy(), np.full((1, 2), np.nan, np.float32)])
+    if out == "out.npy":
+        found = np.load(tmp_path / out, allow_pickle=False)
+        assert found.dtype == np.float32
+    else:
+        found = np.array([row["vector"] for row in read(str(tmp_path / out))], np.float32)
+    np.testing.assert_array_equal(found, expected)
+    if out == "out.parquet":
+        assert str(parquet.read_schema(tmp_path / out).field("vector").type) == "list<element: float>"
+    two = Output(tmp_path / f"two-{out}", {})
+    rows = {"label": ["a", "b"], "score": [*torch.tensor([0.5, 1.0])]}
+    if out == "out.npy":
+        with pytest.raises(UsageError, match=r"\.npy holds one column of numbers, and the task predicts label, score"):
+            two.add(rows, last=True)
+    else:
+        two.add(rows, last=True)
+        two.finish()
+        assert read(str(tmp_path / f"two-{out}")) == [{"label": "a", "score": 0.5}, {"label": "b", "score": 1.0}]
 
 
 @pytest.mark.parametrize("rows", [None, ":", ":1"], ids=["no-hook", "hook", "too-few"])
@@ -382,7 +415,7 @@ def test_what_is_refused(trained, language_model, cli):
     assert "found nothing to predict" in refused(run)
     assert "nowhere.csv: no such file" in refused(run, "nowhere.csv")
     assert "FILE: .: a folder, expected a file." in refused(run, ".")
-    assert "expected one of: .csv, .jsonl, .parquet" in refused(run, "a text", "--out", "out.xml")
+    assert "expected one of: .csv, .jsonl, .parquet, .npy" in refused(run, "a text", "--out", "out.xml")
     assert "expected a file in an existing folder" in refused(run, "a text", "--out", "nowhere/out.csv")
     for name, content in (("other.csv", "words,label\na,b\n"), ("other.jsonl", '{"words": "a"}\n')):
         Path(name).write_text(content)

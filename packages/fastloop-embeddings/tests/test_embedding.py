@@ -1,110 +1,80 @@
 """Tests of embedding: it learns, predicts and exports vectors, refuses what it cannot do, and conforms."""
 
 import json
-import random
-import subprocess
-import sys
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from fastloop import UsageError
 from fastloop.testing import TEXTS, Conformance, with_dropout
+from text_runs import DATA, SCORED, fastloop, refused, rows, run_python, train_divided, write_collection, write_recipe
 
-WORDS = "red blue green old new big small fast slow dog cat bird fish house tree river".split()
-
-
-def rows(count: int = 64):
-    """Rows of words, the same words in another order, and other words; with the score 1 or 0."""
-    draw, found = random.Random(0), []
-    for index in range(count):
-        words = draw.sample(WORDS, draw.randint(2, 9))
-        text, same, other = (" ".join(draw.sample(each, len(each))) for each in (words, words, draw.sample(WORDS, 4)))
-        scored = {"first": text, "second": other if index % 2 else same, "score": 1.0 - index % 2}
-        found.append({"text": text, "other": same, "negative": other} | scored)
-    return {"train": found, "validation": found[: count // 4], "test": found[: count // 4]}
-
-
-DATA = {"module": f"{__file__}:rows", "max_length": 32}
-SCORED = {"text": "first", "other": "second", "label": "score", "label_type": "number"}
-TRAIN = {"epochs": 15, "batch_size": 16, "lr": 3e-3, "device": "cpu"}
-
-
-FORKS = """
-import json, os, runpy, sys
-import accelerate, datasets, torchmetrics, transformers
-import fastloop.defaults, fastloop.lifecycle
-for folder, *arguments in json.loads(sys.stdin.read()):
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        sys.argv = ["fastloop", *arguments]
-        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        runpy.run_module("fastloop", run_name="__main__", alter_sys=True)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != int(sys.argv[1]):
-        sys.exit(f"{arguments}: exit code {code}: " + open(f"{folder}/output.txt").read())
-"""
-"""Runs commands of fastloop, each in a process forked from this one, which has imported torch."""
-
-
-def fastloop(commands, code=0):
-    """Run commands of fastloop: [folder, argument, ...] each. Each writes ``output.txt`` in its folder."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(code)]
-    done = subprocess.run(command, input=json.dumps(commands), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def write_recipe(folder, options, data, *plugins, model=TEXTS["model"], **train):
-    recipe = {"model": model, "data": DATA | data, "output": "run", "plugins": [{"embedding": options}]}
-    recipe |= {"plugins": recipe["plugins"] + list(plugins), "train": TRAIN | train}
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-
+from fastloop_embeddings.embedding import Embedding
 
 CASES = {
-    "multiple_negatives": ({"dims": [8, 16]}, {"negative": "negative"}, ("recall@1", 0.9)),
+    "multiple_negatives": (
+        {"dims": [8, 16]},
+        {"negative": "negative", "beir": "collection"},
+        ("recall@1", 0.9),
+    ),
     "triplet": ({"loss": "triplet", "pooling": "first", "normalize": False}, {"negative": "negative"}, ("mrr@10", 0.5)),
     "cosent": ({"loss": "cosent", "pooling": "last"}, SCORED, ("spearman", 0.8)),
     "cosine": ({"loss": "cosine"}, SCORED, ("spearman", 0.8)),
 }
-
-
 TEXTS_TO_PREDICT = ["red dog", "dog red", "old slow house", "fish"]
+SUFFIXES = {"multiple_negatives": "npy", "triplet": "jsonl", "cosent": "parquet", "cosine": "jsonl"}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder for each case, with a trained model in ``run`` and the vectors that it predicts in ``vectors.jsonl``."""
-    folders, commands = {}, []
+    """A folder for each case, with a trained model in ``run``, and vectors of ``TEXTS_TO_PREDICT`` and others."""
+    folders, commands, more = {}, [], {}
     for case, (options, data, _) in CASES.items():
         folders[case] = folder = tmp_path_factory.mktemp(case)
+        if "beir" in data:
+            queries, documents, _ = write_collection(folder / "collection")
+            more[case] = queries + documents
+        elif "label" in data:
+            more[case] = [row[name] for name in ("first", "second") for row in rows()["validation"]]
         write_recipe(folder, options, data)
-        (folder / "texts.csv").write_text("\n".join([data.get("text", "text"), *TEXTS_TO_PREDICT]) + "\n")
+        texts = [*TEXTS_TO_PREDICT, *more.get(case, ())]
+        (folder / "texts.csv").write_text("\n".join([data.get("text", "text"), *texts]) + "\n")
         commands.append([str(folder), "train", "recipe.yaml"])
-        commands.append([str(folder), "predict", "run", "texts.csv", "--out", "vectors.jsonl"])
+        commands.append([str(folder), "predict", "run", "texts.csv", "--out", f"vectors.{SUFFIXES[case]}"])
     fastloop(commands)
     return folders
 
 
 def predicted(folder):
-    return [json.loads(line)["vector"] for line in (folder / "vectors.jsonl").read_text().splitlines()]
+    """The vectors in the file that `fastloop predict` wrote, (texts, D)."""
+    (path,) = folder.glob("vectors.*")
+    if path.suffix == ".npy":
+        return np.load(path)
+    if path.suffix == ".parquet":
+        from pyarrow import parquet
+
+        return np.array(parquet.read_table(path)["vector"].to_pylist())
+    return np.array([json.loads(line)["vector"] for line in path.read_text().splitlines()])
+
+
+def validated(folder):
+    """The metrics of the validation split."""
+    return json.loads((folder / "run" / "summary.json").read_text())["validation"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_learns_and_predicts(trained, case):
     options, _, (metric, least) = CASES[case]
-    found = json.loads((trained[case] / "run" / "summary.json").read_text())["validation"]
-    assert found[metric] > least
-    vectors = predicted(trained[case])
-    assert len(vectors) == len(TEXTS_TO_PREDICT)
+    assert validated(trained[case])[metric] > least
     normalized = options.get("normalize", True)
-    assert (abs(sum(number**2 for number in vectors[0]) - 1) < 1e-5) == normalized
+    assert (abs((predicted(trained[case])[0] ** 2).sum() - 1) < 1e-5) == normalized
     modules = json.loads((trained[case] / "run" / "model" / "modules.json").read_text())
     assert [module["path"] for module in modules] == ["", "1_Pooling", "2_Normalize"][: 2 + normalized]
 
 
 def test_sentence_transformers_computes_the_same_vectors(trained):
     pytest.importorskip("sentence_transformers")
-    import numpy as np
-
     script = """
 import json, sys
 from sentence_transformers import SentenceTransformer
@@ -112,67 +82,109 @@ texts, *folders = json.loads(sys.stdin.read())
 models = [SentenceTransformer(folder, device="cpu") for folder in folders]
 print(json.dumps([[model.similarity_fn_name, model.encode(texts).tolist()] for model in models]))
 """
-    given = json.dumps([TEXTS_TO_PREDICT, *(str(folder / "run" / "model") for folder in trained.values())])
-    command = [sys.executable, "-W", "ignore", "-c", script]
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    for folder, (similarity, theirs) in zip(trained.values(), json.loads(done.stdout.splitlines()[-1]), strict=True):
+    found = run_python(script, [TEXTS_TO_PREDICT, *(str(folder / "run" / "model") for folder in trained.values())])
+    for folder, (similarity, theirs) in zip(trained.values(), found, strict=True):
         assert similarity == "cosine"
-        np.testing.assert_allclose(predicted(folder), theirs, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(predicted(folder)[: len(theirs)], theirs, rtol=1e-4, atol=1e-5)
 
 
-REFUSED = {
-    "triplet": ({"loss": "triplet"}, {}, [], {}, "data.negative: missing, and the loss triplet reads it"),
-    "negative": ({"loss": "cosine"}, SCORED | {"negative": "negative"}, [], {}, "data.negative: the loss cosine"),
-    "classes": ({"loss": "cosine"}, SCORED | {"label_type": "class"}, [], {}, "label_type: found class, expected numb"),
-    "dims": ({"dims": [8, 17]}, {}, [], {}, "dims: found 17, and vectors of the model have 16 numbers"),
-    "no dims": ({"dims": [0]}, {}, [], {}, "dims: found [0], expected 1 or more"),
-}
+def test_spearman_equals_that_of_scipy(trained):
+    stats = pytest.importorskip("scipy.stats")
+    scores = [row["score"] for row in rows()["validation"]]
+    for case in ("cosent", "cosine"):
+        vectors = predicted(trained[case])[len(TEXTS_TO_PREDICT) :]
+        vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+        first, second = np.split(vectors, 2)
+        expected = stats.spearmanr((first * second).sum(1), scores).statistic
+        assert validated(trained[case])["spearman"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_a_search_equals_one_by_numpy(trained, tmp_path):
+    queries, documents, relevant = write_collection(tmp_path)
+    vectors = predicted(trained["multiple_negatives"])[len(TEXTS_TO_PREDICT) :]
+    similar = vectors[: len(queries)] @ vectors[len(queries) :].T
+    gains = np.zeros(similar.shape)
+    for one, other, gain in relevant:
+        gains[one, other] = gain
+    ranked = np.take_along_axis(gains, (-similar).argsort(1), 1)
+    places = np.arange(1, len(documents) + 1)
+    hits = ranked > 0
+    expected = {f"beir_recall@{k}": (hits[:, :k].sum(1) / hits.sum(1)).mean() for k in (1, 10, 100)}
+    expected["beir_mrr@10"] = (hits / places)[:, :10].max(1).mean()
+    ideal = -np.sort(-gains, 1)
+    dcg, best = ((each / np.log2(places + 1))[:, :10].sum(1) for each in (ranked, ideal))
+    expected["beir_ndcg@10"] = (dcg / best).mean()
+    found = validated(trained["multiple_negatives"])
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+    metrics = pytest.importorskip("sklearn.metrics")
+    assert found["beir_ndcg@10"] == pytest.approx(metrics.ndcg_score(gains, similar, k=10), abs=1e-5)
 
 
 def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
-    for name, (options, data, plugins, given, _) in REFUSED.items():
-        (tmp_path / name).mkdir()
-        write_recipe(tmp_path / name, options, data, *plugins, **given)
-    fastloop([[str(tmp_path / name), "train", "recipe.yaml"] for name in REFUSED], code=2)
-    for name, (*_, message) in REFUSED.items():
-        assert message in " ".join((tmp_path / name / "output.txt").read_text().split())
+    write_collection(tmp_path / "layout")
+    with (tmp_path / "layout" / "qrels" / "dev.tsv").open("a") as file:
+        file.write("q0\tnowhere\t1\n")
+    beir = {"beir": str(tmp_path / "layout")}
+    cases = {
+        "triplet": ({"loss": "triplet"}, {}, {}, "data.negative: missing, and the loss triplet reads it"),
+        "negative": ({"loss": "cosine"}, SCORED | {"negative": "negative"}, {}, "data.negative: the loss cosine"),
+        "classes": ({"loss": "cosine"}, SCORED | {"label_type": "class"}, {}, "label_type: found class, expected numb"),
+        "dims": ({"dims": [8, 17]}, {}, {}, "dims: found 17, and vectors of the model have 16 numbers"),
+        "no dims": ({"dims": [0]}, {}, {}, "dims: found [0], expected 1 or more"),
+        "no folder": ({}, {"beir": "nowhere"}, {}, "nowhere/corpus.jsonl is missing. Expected a folder as BEIR"),
+        "no id": ({}, beir, {"epochs": 1}, "dev.tsv, line 17: found 'q0\\tnowhere\\t1', expected the id of a query"),
+    }
+    refused(tmp_path, cases)
+
+
+def test_groups_of_processes_are_refused():
+    task = Embedding()
+    loaders = SimpleNamespace(processes=SimpleNamespace(world_size=2))
+    with pytest.raises(UsageError, match="found 2 shares of a step over 4 processes, and the loss multiple_negatives"):
+        task.check_run(SimpleNamespace(loaders=loaders, world_size=4))
+    task.check_run(SimpleNamespace(loaders=loaders, world_size=2))
+    Embedding(loss="cosine").check_run(SimpleNamespace(loaders=loaders, world_size=4))
 
 
 DIVIDED = {
     "multiple_negatives": ({"dims": [8, 16]}, {"negative": "negative"}),
     "cosent": ({"loss": "cosent"}, SCORED),
 }
+PLUGINS = Path(__file__).with_name("text_plugins.py")
+WAYS = {
+    "whole": ({}, (), ()),
+    "parts": ({"micro_batch_size": 8}, (), ()),
+    "packed": ({"micro_batch_size": 8}, ("packing",), ()),
+    "full memory": ({}, ("auto-micro-batch", f"{PLUGINS}:FullMemory"), ()),
+    "processes": ({"micro_batch_size": 6}, ("ddp",), ("--nproc", "2")),
+}
+SIZES = {"batch_size": 24, "epochs": 2, "log_every": 1, "eval_batch_size": 16}
+"""The last batch has 16 of 24 rows, of which one process has fewer; it also has none of validation."""
+WITHOUT_DROPOUT = with_dropout(TEXTS, 0.0)["model"]
 
 
 def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path):
-    """The last batch has 16 of 24 rows, of which one process has fewer; it also has none of validation."""
-    commands, found = [], {}
-    for case, (options, data) in DIVIDED.items():
-        for name, train, more in (
-            ("whole", {}, ()),
-            ("parts", {"micro_batch_size": 8}, ()),
-            ("processes", {"micro_batch_size": 6}, ("--nproc", "2")),
-        ):
-            found[case, name] = folder = tmp_path / f"{case}-{name}"
-            folder.mkdir()
-            own = {"batch_size": 24, "epochs": 2, "log_every": 1, "eval_batch_size": 16} | train
-            write_recipe(
-                folder, options, data, *["ddp"] * len(more[1:]), model=with_dropout(TEXTS, 0.0)["model"], **own
-            )
-            commands.append([str(folder), "train", "recipe.yaml", *more])
-    fastloop(commands)
-    for (case, _), folder in found.items():
-        for split, key in (("training", "loss"), ("validation", "recall@10"), ("validation", "spearman")):
-            values, whole = (read_values(place, split, key) for place in (folder, found[case, "whole"]))
-            assert len(whole) == 6 or split == "validation"
-            assert values == pytest.approx(whole, rel=1e-3), (folder.name, key)
+    train_divided(tmp_path, DIVIDED, WAYS, model=WITHOUT_DROPOUT, **SIZES)
 
 
-def read_values(folder, split, key):
-    """The values of a key in ``metrics.jsonl``."""
-    points = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
-    return [point[key] for point in points if key in point and point.get("split", "training") == split]
+def test_micro_batches_of_similar_length_do_not_change_the_loss(tmp_path):
+    """``length-bucketing`` draws other steps. ``max_tokens`` divides them unevenly, and batches of evaluation, too."""
+    bucketing = {"window": 2}
+    ways = {
+        "whole": ({}, ({"length-bucketing": bucketing},), ()),
+        "uneven": ({}, ({"length-bucketing": bucketing | {"max_tokens": 200}},), ()),
+    }
+    train_divided(tmp_path, {"pairs": ({}, {})}, ways, splits=("training",), model=WITHOUT_DROPOUT, **SIZES)
+
+
+@pytest.mark.parametrize("plugins", [(), ("packing", "fast-dropout")], ids=["padded", "packing and fast-dropout"])
+def test_the_second_pass_has_the_dropout_of_the_first(tmp_path, plugins):
+    write_recipe(tmp_path, {}, {}, *plugins, model=with_dropout(TEXTS, 0.3)["model"], micro_batch_size=4, epochs=1)
+    recipe = json.loads((tmp_path / "recipe.yaml").read_text())
+    recipe["plugins"][0] = f"{PLUGINS}:Checked"
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    fastloop([[str(tmp_path), "train", "recipe.yaml"]])
+    assert (tmp_path / "output.txt").read_text().count("difference") == 4
 
 
 class TestConformance(Conformance):

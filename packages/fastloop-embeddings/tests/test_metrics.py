@@ -1,11 +1,11 @@
-"""Metrics of retrieval equal a table computed by hand."""
+"""Metrics of rankings equal tables computed by hand, and those of scikit-learn."""
 
 import math
 
 import pytest
 import torch
 
-from fastloop_embeddings.metrics import Retrieval, rank
+from fastloop_embeddings.metrics import Ranking, Retrieval, rank
 
 ANGLES = {"a": 0, "b": 10, "c": 25, "d": 45, "e": 80, "f": 130}
 """Documents, as angles in degrees. The nearest of a query at 0 degrees is a, then b, and so on."""
@@ -15,12 +15,15 @@ def vector(angle: float):
     return [math.cos(math.radians(angle)), math.sin(math.radians(angle))]
 
 
+ONES = torch.ones(4)
+
+
 def test_rankings_by_hand():
     documents = torch.tensor([vector(angle) for angle in ANGLES.values()])
     queries = torch.tensor([vector(angle) for angle in (0, 0, 44)])
     # query 0: a c relevant, at ranks 1 and 3; query 1: e, at rank 5; query 2 (d c b e a f): b, at rank 3
     relevant = torch.tensor([[0, 0], [0, 2], [1, 4], [2, 1]])
-    found = {name: value.item() for name, value in rank(queries, documents, relevant, (1, 3, 10)).items()}
+    found = {name: value.item() for name, value in rank(queries, documents, relevant, ONES, (1, 3, 10)).items()}
     second, third, fifth = 1 / math.log2(3), 1 / math.log2(4), 1 / math.log2(6)
     assert found == pytest.approx(
         {
@@ -31,6 +34,35 @@ def test_rankings_by_hand():
             "ndcg@10": ((1 + third) / (1 + second) + fifth + third) / 3,
         }
     )
+    graded = rank(queries, documents, relevant, torch.tensor([1.0, 3, 2, 2]), (1,))
+    assert graded["ndcg@10"].item() == pytest.approx(((1 + 3 * third) / (3 + second) + fifth + third) / 3)
+
+
+def test_candidates_by_hand():
+    """Query 0: relevant at ranks 2 and 3 (with gains 2 and 1); query 1: none; query 2: equal scores, so at rank 3."""
+    absent = float("nan")
+    scores = torch.tensor([[0.5, 0.9, 0.4, 0.0], [1, 2, 3, 0.0], [0.1, 0.1, 0.1, 0.0]])
+    labels = torch.tensor([[2, 0, 1, absent], [0, 0, 0, absent], [1, 0, 0, absent]])
+    whole, parts = Ranking(), Ranking()
+    whole.update(scores, labels)
+    for row in range(3):
+        parts.update(scores[row : row + 1], labels[row : row + 1])
+    found = {name: value.item() for name, value in whole.compute().items()}
+    assert found == pytest.approx({name: value.item() for name, value in parts.compute().items()})
+    second, third = 1 / math.log2(3), 1 / math.log2(4)
+    first = (2 * second + third) / (2 + second)
+    assert found == pytest.approx({"recall@1": 0, "mrr@10": (1 / 2 + 1 / 3) / 2, "ndcg@10": (first + third) / 2})
+
+
+def test_candidates_equal_those_of_scikit_learn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    draw = torch.Generator().manual_seed(0)
+    scores, labels = torch.randn(50, 30, generator=draw), torch.randint(4, (50, 30), generator=draw).float()
+    labels[labels == 3] = -1
+    ranking = Ranking()
+    ranking.update(scores, labels)
+    expected = metrics.ndcg_score(labels.clamp(min=0).numpy(), scores.numpy(), k=10)
+    assert ranking.compute()["ndcg@10"].item() == pytest.approx(expected)
 
 
 def test_batches_and_equal_texts_do_not_change_the_values():
@@ -52,6 +84,6 @@ def test_more_queries_than_one_part_compares(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     queries, documents = torch.randn(7, 4, generator=draw), torch.randn(20, 4, generator=draw)
     relevant = torch.stack([torch.arange(7), torch.arange(7)], 1)
-    expected = rank(queries, documents, relevant, (5,))
+    expected = rank(queries, documents, relevant, torch.ones(7), (5,))
     monkeypatch.setattr("fastloop_embeddings.metrics.CHUNK", 3)
-    assert rank(queries, documents, relevant, (5,)) == expected
+    assert rank(queries, documents, relevant, torch.ones(7), (5,)) == expected

@@ -173,9 +173,10 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attention in the form of transformers' attention functions: from (B, H, T, D) to (B, T, H, D).
 
-    Calls transformers' ``sdpa`` without gradients, for dropout without ``drops``, and for sequences too long to keep
-    their probabilities. It also calls it with a causal mask, which would mask half of the scores, and for a trained
-    bias. Such a bias is ``position_bias`` (T5), or a mask with gradients (BEiT).
+    Calls transformers' ``sdpa`` for dropout without ``drops``; and for no dropout, if there are no gradients, sequences
+    are too long to keep their probabilities, or a causal mask would mask half of the scores. It also calls it for a
+    trained bias. Such a bias is ``position_bias`` (T5), or a mask with gradients (BEiT). Dropout draws the same masks
+    with and without gradients, for tasks that compute a step's rows twice.
     """
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
@@ -184,9 +185,10 @@ def attention(
         and query.shape[2] > 1
         and bool(kwargs.get("is_causal") or getattr(module, "is_causal", False))
     )
-    torchs = not drops if dropout else causal or query.shape[2] * key.shape[2] > LONGEST**2
+    long = query.shape[2] * key.shape[2] > LONGEST**2
+    torchs = not drops if dropout else causal or long or not torch.is_grad_enabled()
     biased = kwargs.get("position_bias") is not None or (attention_mask is not None and attention_mask.requires_grad)
-    if torchs or biased or not torch.is_grad_enabled():
+    if torchs or biased:
         plain: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )

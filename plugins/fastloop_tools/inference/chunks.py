@@ -96,6 +96,7 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
                 )
                 raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
             for name, values in found.items():
+                values = values.cpu() if isinstance(values, torch.Tensor) else values
                 columns.setdefault(name, {}).update(zip(batch.ids, values, strict=True))
     for part in run.processes.all_gather_object(columns):
         for name, column in part.items():

@@ -14,9 +14,9 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastloop.cli.streams import has_reader
 from fastloop.errors import UsageError
@@ -24,9 +24,8 @@ from fastloop.runtime import files
 
 log = logging.getLogger("fastloop")
 
-FORMATS = (".csv", ".jsonl", ".parquet")
-
-Columns = Mapping[str, list[Any]]
+Columns = Mapping[str, Any]
+"""Name -> a value for each row: a list, or an array of numbers, (rows, ...)."""
 
 
 class Output:
@@ -73,29 +72,23 @@ class Output:
         """Whether all parts are there."""
         return bool(self.parts) and self.parts[-1].suffix == ".last"
 
-    def add(self, columns: Columns, last: bool) -> None:
-        """Write the predictions of the next chunk.
+    def add(self, columns: Mapping[str, list[Any]], last: bool) -> None:
+        """Write the predictions of the next chunk. Values that are tensors of one shape are written as arrays.
 
         Raises:
             SystemExit: The program that reads stdout has closed it, as ``head`` does. No more samples are predicted.
+            UsageError: The format cannot hold these columns.
         """
+        table = {name: as_array(values) for name, values in columns.items()}
         if self.path is None:
-            sys.stdout.writelines(json_lines(columns))
+            sys.stdout.writelines(json_lines(table))
             sys.stdout.flush()
             if not has_reader():
                 raise SystemExit(1)
             return
         part = self.folder / (f"{len(self.parts):08}" + ".last" * last)
         unfinished = self.folder / "unfinished"
-        if self.path.suffix == ".parquet":
-            import pyarrow  # type: ignore[import-untyped]
-            from pyarrow import parquet
-
-            parquet.write_table(pyarrow.table(dict(columns)), unfinished)
-        else:
-            lines = json_lines(columns) if self.path.suffix == ".jsonl" else csv_lines(columns, header=not self.parts)
-            with unfinished.open("w", encoding="utf-8", newline="") as file:
-                file.writelines(lines)
+        FORMATS[self.path.suffix].write(table, unfinished, not self.parts)
         unfinished.replace(part)
         self.parts.append(part)
 
@@ -104,27 +97,30 @@ class Output:
         if self.path is None:
             return
         joined = self.folder / "joined"
-        if self.path.suffix == ".parquet":
-            import pyarrow
-            from pyarrow import parquet
-
-            # a part of empty lists has no type for them
-            schema = pyarrow.unify_schemas([parquet.read_schema(part) for part in self.parts])
-            with parquet.ParquetWriter(joined, schema) as writer:
-                for part in self.parts:
-                    writer.write_table(parquet.read_table(part).cast(schema))
-        else:
-            with joined.open("wb") as target:
-                for part in self.parts:
-                    with part.open("rb") as source:
-                        shutil.copyfileobj(source, target)
+        FORMATS[self.path.suffix].join(self.parts, joined)
         joined.replace(self.path)
         shutil.rmtree(self.folder)
 
 
+def as_array(values: list[Any]) -> Any:
+    """Tensors of one shape as an array, (rows, ...); a missing one is NaN. Other values stay a list."""
+    import torch
+
+    found = [value for value in values if isinstance(value, torch.Tensor)]
+    if not found or len({(value.shape, value.dtype) for value in found}) > 1:
+        return [value.tolist() if isinstance(value, torch.Tensor) else value for value in values]
+    if len(found) < len(values):
+        if not found[0].is_floating_point():
+            return [None if value is None else value.tolist() for value in values]
+        missing = torch.full_like(found[0], float("nan"))
+        found = [missing if value is None else value for value in values]
+    return torch.stack(found).numpy()
+
+
 def rows(columns: Columns) -> Iterator[dict[str, Any]]:
     """The rows of a table."""
-    for values in zip(*columns.values(), strict=True):
+    lists = [values if isinstance(values, list) else values.tolist() for values in columns.values()]
+    for values in zip(*lists, strict=True):
         yield dict(zip(columns, values, strict=True))
 
 
@@ -142,3 +138,100 @@ def csv_lines(columns: Columns, header: bool) -> Iterator[str]:
     for row in rows(columns):
         writer.writerow([json.dumps(value) if isinstance(value, list) else value for value in row.values()])
     yield line.getvalue()
+
+
+def write_csv(columns: Columns, path: Path, first: bool) -> None:
+    """A part with ``csv_lines``."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(csv_lines(columns, header=first))
+
+
+def write_jsonl(columns: Columns, path: Path, first: bool) -> None:
+    """A part with ``json_lines``."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(json_lines(columns))
+
+
+def join_lines(parts: Sequence[Path], path: Path) -> None:
+    """Put text files end to end."""
+    with path.open("wb") as target:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, target)
+
+
+def write_parquet(columns: Columns, path: Path, first: bool) -> None:
+    """A part in Parquet. Rows of an array are lists of numbers."""
+    import numpy as np
+    import pyarrow  # type: ignore[import-untyped]
+    from pyarrow import parquet
+
+    def column(values: Any) -> Any:
+        if isinstance(values, list) or values.ndim == 1:
+            return values
+        if values.ndim > 2:
+            return values.tolist()
+        ends = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
+        return pyarrow.ListArray.from_arrays(ends, values.ravel())
+
+    parquet.write_table(pyarrow.table({name: column(values) for name, values in columns.items()}), path)
+
+
+def join_parquet(parts: Sequence[Path], path: Path) -> None:
+    """One file with the rows of all parts."""
+    import pyarrow
+    from pyarrow import parquet
+
+    # a part of empty lists has no type for them
+    schema = pyarrow.unify_schemas([parquet.read_schema(part) for part in parts])
+    with parquet.ParquetWriter(path, schema) as writer:
+        for part in parts:
+            writer.write_table(parquet.read_table(part).cast(schema))
+
+
+def write_npy(columns: Columns, path: Path, first: bool) -> None:
+    """A part with the array of the only column."""
+    import numpy as np
+
+    arrays = list(columns.values())
+    if len(arrays) != 1 or isinstance(arrays[0], list):
+        raise UsageError(
+            f"--out: .npy holds one column of numbers, and the task predicts {', '.join(columns)}. Write .parquet."
+        )
+    with path.open("wb") as file:
+        np.save(file, arrays[0], allow_pickle=False)
+
+
+def join_npy(parts: Sequence[Path], path: Path) -> None:
+    """One array with the rows of all parts, copied part by part."""
+    import numpy as np
+
+    arrays = [np.load(part, mmap_mode="r", allow_pickle=False) for part in parts]
+    shape = (sum(map(len, arrays)), *arrays[0].shape[1:])
+    joined = np.lib.format.open_memmap(path, mode="w+", dtype=arrays[0].dtype, shape=shape)
+    start = 0
+    for array in arrays:
+        joined[start : start + len(array)] = array
+        start += len(array)
+    joined.flush()
+
+
+class Format(NamedTuple):
+    """A format of files of predictions.
+
+    Attributes:
+        write: Writes a part: ``write(columns, path, first)``; ``first``: it is the first part.
+        join: Makes the file from its parts: ``join(parts, path)``.
+    """
+
+    write: Callable[[Columns, Path, bool], None]
+    join: Callable[[Sequence[Path], Path], None]
+
+
+FORMATS = {
+    ".csv": Format(write_csv, join_lines),
+    ".jsonl": Format(write_jsonl, join_lines),
+    ".parquet": Format(write_parquet, join_parquet),
+    ".npy": Format(write_npy, join_npy),
+}
+"""Suffix -> format."""

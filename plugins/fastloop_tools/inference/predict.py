@@ -37,7 +37,7 @@ def predict(
     ] = None,
     out: Annotated[
         Path | None,
-        output_file("--out", "File to write: .csv, .jsonl or .parquet. Without it: JSON lines on stdout.", Path),
+        output_file("--out", "File to write: .csv, .jsonl, .parquet or .npy. Without it: JSON lines on stdout.", Path),
     ] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Predict a split of the recipe's data.")] = None,
     chunk: Annotated[int, typer.Option(min=1, metavar="ROWS", help="Rows to read, predict and write at once.")] = 4096,

@@ -179,6 +179,19 @@ def test_a_model_trains_resumes_to_the_bit_and_evaluates_as_without(tiny_run, tm
     assert all(torch.equal(rest.weights[name], whole.weights[name]) for name in whole.weights)
 
 
+def test_attention_draws_the_same_masks_without_gradients():
+    """A step that computes its rows twice, first without gradients, needs the same masks in both passes."""
+    from fastloop_plugins.kernels._fast_dropout import attention
+
+    rows = [torch.randn(2, 3, 5, 4) for _ in range(3)]
+    found = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(enabled):
+            found.append(attention(nn.Module(), *rows, None, dropout=0.5)[0])
+    assert torch.equal(*found)
+
+
 def test_without_dropout_it_changes_nothing(tiny_run):
     from fastloop.testing import tiny_model
 

@@ -1,1 +1,1 @@
-"""Text embeddings for fastloop: the task ``embedding``."""
+"""Text embeddings and rerankers for fastloop: the tasks ``embedding`` and ``reranker``."""

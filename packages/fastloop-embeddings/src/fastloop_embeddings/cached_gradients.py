@@ -1,8 +1,8 @@
 """A step whose loss compares all of its rows, however micro-batches and processes divide it.
 
-Gradient caching: Gao et al., 2021, https://arxiv.org/abs/2101.06983. A first pass computes the vectors of all rows
-without gradients. The loss of all vectors gives a gradient for each vector, and a second pass, with the same dropout,
-propagates it into the weights. A step then costs one more forward pass, and needs the memory of one micro-batch.
+Gao et al., 2021, https://arxiv.org/abs/2101.06983. A first pass computes the vectors of all rows without gradients.
+Their loss gives a gradient for each, and a second pass, with the same dropout, propagates it into the weights. A step
+costs one more forward pass, and needs the memory of one micro-batch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ class CachedGradients:
     Args:
         columns: Texts of a row.
         vectors: ``vectors(model, inputs)`` computes those of the texts of a batch, (columns * rows, D).
-        loss: ``loss(columns, scores)`` computes the loss from the vectors of each column, (rows, D), and the scores of
-            the rows, (rows,) or None.
+        loss: ``loss(columns, scores)``, of the vectors of each column, (rows, D), and scores, (rows,) or None.
     """
 
     def __init__(self, columns: int, vectors: Callable[..., Tensor], loss: Callable[..., Tensor]) -> None:
@@ -44,15 +43,13 @@ class CachedGradients:
             found = [self.rows(self.vectors(run.model, batch.inputs))[: batch.samples] for batch in batches]
         restore_random_states(states)
         scores = [batch.inputs["labels"][: batch.samples] for batch in batches if "labels" in batch.inputs]
-        own = torch.cat(found)
-        start, total = place_of(processes, own)
-        leaf = gather(processes, own, start, total).requires_grad_()
-        every_score = gather(processes, torch.cat(scores), start, total) if scores else None
-        self.value = self.loss(leaf.unbind(1), every_score)
+        every = processes.all_gather_object([torch.cat(parts).cpu() for parts in (found, scores) if parts])
+        leaf, *rest = (torch.cat(parts).to(run.device) for parts in zip(*every, strict=True))
+        self.value = self.loss(leaf.requires_grad_().unbind(1), rest[0] if rest else None)
         (gradient,) = torch.autograd.grad(self.value, leaf)
-        sizes = [len(part) for part in found]
-        parts = gradient[start : start + len(own)].split(sizes)
-        self.waiting = [(part, total / max(size, 1)) for part, size in zip(parts, sizes, strict=True)]
+        sizes, start = [*map(len, found)], sum(len(rows) for rows, *_ in every[: processes.rank])
+        parts = gradient[start : start + sum(sizes)].split(sizes)
+        self.waiting = [(part, len(leaf) / max(size, 1)) for part, size in zip(parts, sizes, strict=True)]
         try:
             loss = run.accumulate_gradients(batches)
         finally:
@@ -61,10 +58,8 @@ class CachedGradients:
         return loss
 
     def next_loss(self, vectors: Tensor) -> Tensor:
-        """A loss of the next micro-batch with the cached gradients. Its value is that of the whole step.
-
-        The core weights it by the micro-batch's share of the step's rows, which the factor reverses.
-        """
+        """A loss of the next micro-batch with the cached gradients and the value of the whole step. The core weights it
+        by the micro-batch's share of the step's rows, which the factor reverses."""
         gradients, factor = self.waiting.pop(0)
         product = (self.rows(vectors)[: len(gradients)] * gradients).sum() * factor
         value: Any = self.value
@@ -73,25 +68,3 @@ class CachedGradients:
     def rows(self, vectors: Tensor) -> Tensor:
         """The vectors of each row, (rows, columns, D)."""
         return vectors.view(self.columns, -1, vectors.shape[1]).transpose(0, 1)
-
-
-def place_of(processes: Any, own: Tensor) -> tuple[int, int]:
-    """Index of the first of this process's rows among those of all processes, and the number of all."""
-    import torch
-
-    if processes.world_size == 1:
-        return 0, len(own)
-    counts = torch.zeros(processes.world_size, dtype=torch.int64)
-    counts[processes.rank] = len(own)
-    found = processes.all_reduce_sum(counts).tolist()
-    return sum(found[: processes.rank]), sum(found)
-
-
-def gather(processes: Any, own: Tensor, start: int, total: int) -> Tensor:
-    """The rows of all processes, by rank: (total, ...)."""
-    if processes.world_size == 1:
-        return own
-    every = own.new_zeros((total, *own.shape[1:]))
-    every[start : start + len(own)] = own
-    result: Tensor = processes.all_reduce_mean(every) * processes.world_size  # the others have zeros in these rows
-    return result

@@ -1,30 +1,22 @@
 """Trains text embeddings: vectors of texts whose angles measure similarity.
 
-    model: {name: distilbert-base-uncased}
-    data:  {files: {train: questions.csv}, text: question, other: paraphrase, max_length: 64}
+    data: {files: {train: questions.csv}, text: question, other: paraphrase, max_length: 64}
     plugins:
       - embedding: {loss: multiple_negatives}
 
-Pairs of similar texts suffice for ``multiple_negatives``; a column ``data.negative`` adds hard negatives. ``triplet``
-needs that column. ``cosent`` and ``cosine`` read a similarity for each row:
-
-    data:  {files: {train: scores.csv}, text: first, other: second, label: score, label_type: number}
-
-``dims`` sums the loss over prefixes of the vectors, which are then useful on their own (Matryoshka). ``fastloop
-predict`` writes the vector of each text, and ``SentenceTransformer(folder)`` loads the exported model.
+``README.md`` describes its losses and options.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, UsageError, hookimpl
 from fastloop_plugins.text import Model, TextTask, compute, pool
 
-from fastloop_embeddings import losses
 from fastloop_embeddings.cached_gradients import CachedGradients
-from fastloop_embeddings.options import Options, PairData
+from fastloop_embeddings.options import SCORED, SPANS_ROWS, EmbeddingOptions, SearchedData, read_columns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,43 +25,40 @@ if TYPE_CHECKING:
 
 
 class Embedding(TextTask):
-    """Learns vectors from pairs of similar texts, from triplets, or from pairs with a score."""
+    """Learns vectors of texts."""
 
     name = "embedding"
-    sections = {"model": Model, "data": PairData}
+    sections = {"model": Model, "data": SearchedData}
     description = "learns vectors of texts"
 
-    Config = Options
+    Config = EmbeddingOptions
 
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
-        loss, data, negative = self.config.loss, f"{recipe.where}: data", recipe.data.get("negative") is not None
-        if loss == "triplet" and not negative:
+        loss, data = self.config.loss, f"{recipe.where}: data"
+        if loss == "triplet" and recipe.data.get("negative") is None:
             raise RecipeError(f"{data}.negative: missing, and the loss triplet reads it. Name a column of texts.")
-        if loss in losses.SCORED and negative:
-            raise RecipeError(f"{data}.negative: the loss {loss} reads a score for each pair. Remove it.")
-        self.columns = ("text", "other", "negative") if negative else ("text", "other")  # type: ignore[misc]
-        self.labels = "required" if loss in losses.SCORED else "none"  # type: ignore[misc]
-        super().check_recipe(recipe)
-        if loss in losses.SCORED and self.data.label_type != "number":
-            raise RecipeError(f"{data}.label_type: found {self.data.label_type}, expected number: scores are numbers.")
+        read_columns(self, recipe, loss in SCORED)
         if any(size < 1 for size in self.config.dims):
             raise RecipeError(f"{recipe.where}: plugins.embedding.dims: found {self.config.dims}, expected 1 or more.")
+        self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
+        for name in ("corpus.jsonl", "queries.jsonl", "qrels") if self.folder is not None else ():
+            if not (self.folder / name).exists():
+                raise RecipeError(f"{data}.beir: {self.folder / name} is missing. Expected a folder as BEIR has it.")
         self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
 
     @hookimpl
     def check_run(self, run: Run) -> None:
         sharing = run.loaders.processes.world_size
-        if self.config.loss in losses.SPANS_ROWS and sharing not in (1, run.world_size):
+        if self.config.loss in SPANS_ROWS and sharing not in (1, run.world_size):
             raise UsageError(
-                f"embedding: found {sharing} shares of a step over {run.world_size} processes: the loss "
-                f"{self.config.loss} compares all rows of a step, and cannot collect them from groups of processes. "
-                "Let all processes share the rows, as with ddp and fsdp, or set loss to cosine or triplet."
+                f"embedding: found {sharing} shares of a step over {run.world_size} processes, and the loss "
+                f"{self.config.loss} compares all rows. Use ddp or fsdp, or set loss to cosine or triplet."
             )
 
     @hookimpl
     def train_step(self, run: Run, batches: list[Batch]) -> Any:
-        return self.cached.step(run, batches) if self.config.loss in losses.SPANS_ROWS else None
+        return self.cached.step(run, batches) if self.config.loss in SPANS_ROWS else None
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Any:
         """As in ``TextTask``, and ``keys``: a number for each text, (texts,) int64. Metrics find equal texts by it."""
@@ -86,10 +75,8 @@ class Embedding(TextTask):
     def build_model(self, run: Run) -> Any:
         size = self.vector_size()
         if self.config.dims and max(self.config.dims) > size:
-            raise RecipeError(
-                f"{run.recipe.where}: plugins.embedding.dims: found {max(self.config.dims)}, and vectors of the model "
-                f"have {size} numbers. Expected at most {size}."
-            )
+            found = f"found {max(self.config.dims)}, and vectors of the model have {size} numbers"
+            raise RecipeError(f"{run.recipe.where}: plugins.embedding.dims: {found}. Expected at most {size}.")
         return super().build_model(run)
 
     def vector_size(self) -> int:
@@ -108,11 +95,13 @@ class Embedding(TextTask):
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
         import torch
 
+        from fastloop_embeddings.losses import cosine_similarities
+
         vectors, scores = self.vectors(model, batch), batch.get("labels")
         columns = vectors.chunk(len(self.columns))
         loss = self.cached.next_loss(vectors) if self.cached.waiting else self.loss(columns, scores)
         if scores is not None:
-            return Output(loss, losses.cosine_similarities(columns), scores)
+            return Output(loss, cosine_similarities(columns), scores)
         rows = len(columns[0])
         return Output(loss, torch.stack(columns, 1), batch["keys"].view(-1, rows).T)
 
@@ -120,23 +109,30 @@ class Embedding(TextTask):
         """The loss of the vectors of each column, (N, D) each, summed over ``dims``."""
         import torch
 
+        from fastloop_embeddings import losses
+
         with torch.autocast(columns[0].device.type, enabled=False):  # similarities in 16 bits would round too much
             parts = [losses.truncate(columns, size) for size in self.config.dims] or [columns]
             return torch.stack([losses.compute(part, scores, self.config) for part in parts]).sum()
 
     @hookimpl
     def build_metrics(self) -> Any:
-        from torchmetrics import MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+        from fastloop_embeddings.metrics import Retrieval, collect
 
-        if self.config.loss in losses.SCORED:
-            return MetricCollection({"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()})
-        from fastloop_embeddings.metrics import Retrieval
+        return collect(None if self.config.loss in SCORED else Retrieval())
 
-        return MetricCollection({"retrieval": Retrieval()})
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
+        metrics = yield
+        if self.folder is None:
+            return metrics
+        from fastloop_embeddings.search import search
+
+        return metrics | search(run, self, self.folder, split, self.vectors)
 
     @hookimpl
-    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, list[Any]]:
-        return {"vector": self.vectors(run.model, batch).tolist()}
+    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"vector": self.vectors(run.model, batch)}
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

@@ -10,30 +10,22 @@ MODES = {"mean": "mean_tokens", "first": "cls_token", "last": "lasttoken"}
 
 
 def write_modules(folder: Path, size: int, pooling: str, normalized: bool, max_length: int) -> None:
-    """Write ``modules.json`` and the configurations that it names, beside model and tokenizer.
+    """Write ``modules.json`` and the configurations that it names. Sentence Transformers since 2.3 reads this layout.
 
-    Every release of Sentence Transformers since 2.3 reads this layout.
-
-    Args:
-        size: Numbers of a vector.
-        pooling: A key of ``MODES``.
-        normalized: Whether vectors have length 1.
-        max_length: Tokens of a text at most.
+    Vectors have ``size`` numbers, and length 1 if they are ``normalized``. ``pooling`` is a key of ``MODES``.
     """
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")] + [("2_Normalize", "Normalize")] * normalized
-    listed = [
-        {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for index, (path, kind) in enumerate(modules)
-    ]
+    modes = {f"pooling_mode_{end}": how == pooling for how, end in MODES.items()}
+    files = {
+        "1_Pooling/config.json": {"word_embedding_dimension": size, **modes},
+        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {}, "similarity_fn_name": "cosine"},
+        "modules.json": [
+            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for index, (path, kind) in enumerate(modules)
+        ],
+    }
     for path, _ in modules:
         (folder / path).mkdir(exist_ok=True)
-    modes = {f"pooling_mode_{end}": how == pooling for how, end in MODES.items()}
-    write(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": size, **modes})
-    write(folder / "sentence_bert_config.json", {"max_seq_length": max_length, "do_lower_case": False})
-    write(folder / "config_sentence_transformers.json", {"prompts": {}, "similarity_fn_name": "cosine"})
-    write(folder / "modules.json", listed)
-
-
-def write(path: Path, content: object) -> None:
-    """Write a JSON file."""
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,35 +1,39 @@
-"""Metrics of retrieval: the similar text of each row is searched for among all texts of the split."""
+"""Metrics of rankings: recall, MRR@10 and nDCG@10. The gain of a document in nDCG is linear, as in trec_eval."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from torchmetrics import Metric
+from torch.nn.utils.rnn import pad_sequence
+from torchmetrics import Metric, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics.utilities import dim_zero_cat
 
 DEPTH = 10
 """Documents of a ranking that MRR and nDCG read, as in most retrieval benchmarks."""
-
 CHUNK = 1024
 """Queries that are compared with all documents at a time. It limits the memory of the similarities."""
-
-
 SHIFTS = torch.tensor([0, 16, 32, 48])
 """Places of the 16-bit parts of a 64-bit number. float32 holds each part exactly."""
 
 
+def collect(rankings: Metric | None) -> MetricCollection:
+    """The metrics of a task: of ``rankings``; None: of scores."""
+    if rankings is not None:
+        return MetricCollection({"rankings": rankings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that all scores are kept
+        return MetricCollection({"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()})
+
+
 class Retrieval(Metric):
-    """Recall at several depths, MRR@10 and nDCG@10 of the nearest documents of each query, by cosine similarity.
+    """The metrics of the nearest documents of each query, by cosine similarity.
 
     A query is a text of the first column; documents are those of all further columns. Equal texts count once, and a
-    query may have several relevant documents. Recall is the share of its relevant documents. The values do not depend
-    on the size of batches.
-
-    Args:
-        recall_at: Depths of recall.
+    query may have several relevant documents.
     """
 
     full_state_update = False
@@ -37,65 +41,95 @@ class Retrieval(Metric):
     keys: list[Tensor]
     shape: Tensor
 
-    def __init__(self, recall_at: Sequence[int] = (1, 10)) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.recall_at = tuple(recall_at)
         # a process without rows contributes an empty float32 vector, so the states of others have to be such vectors
         self.add_state("vectors", default=[], dist_reduce_fx="cat")
         self.add_state("keys", default=[], dist_reduce_fx="cat")
         self.add_state("shape", default=torch.zeros(2, dtype=torch.int64), dist_reduce_fx="max")
 
     def update(self, vectors: Tensor, keys: Tensor) -> None:
-        """Add rows.
-
-        Args:
-            vectors: One for each text of each row, (rows, columns, D). The second column is relevant to the first.
-            keys: A number for each text, (rows, columns) int64. Equal texts have equal numbers.
-        """
+        """Add the vectors of rows, (rows, columns, D), of which the second column is relevant to the first, and a
+        number for each text, (rows, columns) int64. Equal texts have equal numbers."""
         self.vectors.append(vectors.float().flatten())
         self.keys.append((keys[..., None] >> SHIFTS.to(keys.device) & 0xFFFF).float().flatten())
         self.shape = self.shape.new_tensor(vectors.shape[1:])
 
     def compute(self) -> dict[str, Tensor]:
         columns, size = self.shape.tolist()
-        vectors = joined(self.vectors).view(-1, columns, size)
-        parts = joined(self.keys).view(-1, columns, len(SHIFTS)).long()
+        vectors = dim_zero_cat(self.vectors).view(-1, columns, size)
+        parts = dim_zero_cat(self.keys).view(-1, columns, len(SHIFTS)).long()
         keys = (parts << SHIFTS.to(parts.device)).sum(-1)
         queries, query_of = unique(vectors[:, 0], keys[:, 0])
         documents, document_of = unique(vectors[:, 1:].flatten(0, 1), keys[:, 1:].flatten())
         wanted = zip((query_of, document_of), keys.T.contiguous(), strict=False)  # the first two columns
         relevant = torch.stack([torch.searchsorted(known, found) for known, found in wanted], 1).unique(dim=0)
-        return rank(queries, documents, relevant, self.recall_at)
+        return rank(queries, documents, relevant, torch.ones_like(relevant[:, 0]), (1, 10))
 
 
-def rank(queries: Tensor, documents: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:
-    """Compute the metrics, means over queries.
+class Ranking(Metric):
+    """The metrics of the documents that each query comes with, of queries with relevant ones. Equal scores count as the
+    worst order."""
+
+    full_state_update = False
+    total: Tensor
+    queries: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", default=torch.zeros(3), dist_reduce_fx="sum")
+        self.add_state("queries", default=torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, scores: Tensor, labels: Tensor) -> None:
+        """Add queries: scores of their documents, and how relevant they are (0 or less: not), (queries, documents)
+        each. NaN as a label: there is no document."""
+        kept = (labels > 0).any(1)
+        gains, order = labels[kept].nan_to_num(0).clamp(min=0).sort(dim=1)
+        scores = scores.masked_fill(labels.isnan(), float("-inf"))[kept].gather(1, order)
+        if len(gains):
+            found = gains.gather(1, scores.argsort(dim=1, descending=True, stable=True))
+            self.total += torch.stack([*measure(found, gains, (1,)).values()]) * len(gains)
+            self.queries += len(gains)
+
+    def compute(self) -> dict[str, Tensor]:
+        return dict(zip(("recall@1", f"mrr@{DEPTH}", f"ndcg@{DEPTH}"), self.total / self.queries, strict=True))
+
+
+def rank(
+    queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, recall_at: Sequence[int]
+) -> dict[str, Tensor]:
+    """The metrics of an exact search by cosine similarity among vectors, (Q, D) and (C, D).
 
     Args:
-        queries: Vectors, (Q, D).
-        documents: Vectors, (C, D).
-        relevant: Distinct pairs of the index of a query and that of a document which is relevant to it, (P, 2) int64.
-            Every query has one or more.
+        relevant: Distinct pairs of a query and a document that is relevant to it, (P, 2) int64: one or more a query.
+        gains: How relevant each is, (P,) above 0.
         recall_at: Depths of recall.
     """
-    depth = min(max(DEPTH, *recall_at), len(documents))
-    documents = normalize(documents).T
-    count = torch.bincount(relevant[:, 0], minlength=len(queries)).double()
-    wanted = relevant[:, 0] * documents.shape[1] + relevant[:, 1]
-    hits = []
+    size, documents = len(documents), normalize(documents).T
+    pairs, order = (relevant[:, 0] * size + relevant[:, 1]).sort()
+    gains, found = gains[order].float(), []
     for start in range(0, len(queries), CHUNK):
-        part = normalize(queries[start : start + CHUNK]) @ documents
-        found = part.topk(depth).indices
-        rows = torch.arange(start, start + len(part), device=found.device)[:, None]
-        hits.append(torch.isin(rows * documents.shape[1] + found, wanted))
-    hit = torch.cat(hits).double()  # (Q, depth)
-    places = torch.arange(1, depth + 1, device=hit.device, dtype=hit.dtype)
-    discounts = 1 / (places[:DEPTH] + 1).log2()
-    best = discounts.cumsum(0)[count.long().clamp(max=len(discounts)) - 1]
+        similar = normalize(queries[start : start + CHUNK]) @ documents
+        best = similar.topk(min(max(DEPTH, *recall_at), size)).indices
+        keys = best + size * torch.arange(start, start + len(best), device=best.device)[:, None]
+        places = torch.searchsorted(pairs, keys).clamp(max=len(pairs) - 1)
+        found.append(gains[places] * (pairs[places] == keys))
+    counts = torch.bincount(relevant[:, 0], minlength=len(queries)).tolist()
+    return measure(torch.cat(found), pad_sequence(gains.split(counts), batch_first=True), recall_at)
+
+
+def measure(found: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:
+    """Means over queries, from the gains of their documents, best score first, (Q, depth), and those of all relevant
+    documents in any order, filled with 0, (Q, most)."""
+    hit, count = found > 0, (relevant > 0).sum(1)
+    places = torch.arange(1, DEPTH + 1, device=found.device)
+    ideal = relevant.sort(dim=1, descending=True).values
+    dcg, best = (
+        (each[:, :DEPTH] / (places + 1).log2()[: each.shape[1]]).sum(1, dtype=torch.float64) for each in (found, ideal)
+    )
     metrics = {f"recall@{k}": (hit[:, :k].sum(1) / count).mean() for k in recall_at}
-    metrics[f"mrr@{DEPTH}"] = (hit[:, :DEPTH] / places[:DEPTH]).max(1).values.mean()
-    metrics[f"ndcg@{DEPTH}"] = ((hit[:, :DEPTH] * discounts).sum(1) / best).mean()
-    return metrics
+    metrics[f"mrr@{DEPTH}"] = (hit[:, :DEPTH] / places[: hit.shape[1]]).max(1).values.mean()
+    return metrics | {f"ndcg@{DEPTH}": (dcg / best).mean()}
 
 
 def unique(vectors: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,8 +138,3 @@ def unique(vectors: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     places = torch.arange(len(keys), device=keys.device)
     first = places.new_full((len(found),), len(keys)).scatter_reduce(0, inverse, places, "amin")
     return vectors[first], found
-
-
-def joined(parts: Any) -> Tensor:
-    """The parts of a state end to end. Torchmetrics has joined those of several processes."""
-    return parts if isinstance(parts, Tensor) else torch.cat(parts)

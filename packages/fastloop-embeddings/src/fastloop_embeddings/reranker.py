@@ -1,0 +1,136 @@
+"""Trains a cross-encoder: a model that reads a query and a document together, and scores how well they fit.
+
+    data: {files: {train: answers.csv}, text: question, other: answer, max_length: 256}
+    plugins:
+      - reranker: {loss: multiple_negatives}
+
+``README.md`` describes its losses and options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Output, RecipeError, hookimpl
+from fastloop_plugins.text import Model, Ragged, TextTask, compute, padded_traits
+
+from fastloop_embeddings.options import PairData, RerankerOptions, read_columns
+from fastloop_embeddings.pairs import Joiner, draw, group
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastloop import Run
+
+
+class Reranker(TextTask):
+    """Learns scores of pairs of texts."""
+
+    name = "reranker"
+    inputs = ("text", "other")
+    auto_class = "AutoModelForSequenceClassification"
+    unused_modules = ()
+    sections = {"model": Model, "data": PairData}
+    description = "learns scores of pairs of texts"
+    most = 1  # documents of a query
+
+    Config = RerankerOptions
+
+    @classmethod
+    def declare_traits(cls, recipe: Any) -> set[Any]:
+        return {"output-per-text", *padded_traits(recipe)}
+
+    @hookimpl
+    def check_recipe(self, recipe: Any) -> None:
+        loss = self.config.loss
+        if loss != "binary" and recipe.data.get("streaming"):
+            where = f"{recipe.where}: data.streaming"
+            raise RecipeError(f"{where}: the loss {loss} reads several rows at once. Use the loss binary.")
+        read_columns(self, recipe, loss != "multiple_negatives")
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        datasets: Mapping[str, Any] = super().build_datasets(run)
+        lists = dict[str, Any]()
+        for split, rows in datasets.items():
+            if self.config.loss == "list_net":
+                lists[split] = group(rows)
+            elif self.config.loss == "multiple_negatives":
+                seed = run.recipe.train.seed if split == "train" else 0  # other runs are evaluated on the same texts
+                lists[split] = draw(rows, self.columns[1:], self.config.negatives, seed)
+            elif (labels := getattr(rows, "labels", None)) is not None and not 0 <= labels.min() <= labels.max() <= 1:
+                found = f"found numbers from {labels.min():g} to {labels.max():g}, and the loss binary needs 0 to 1"
+                raise RecipeError(f"{run.recipe.where}: data.label: {split}: {found}.")
+        self.most = max((len(each) for rows in lists.values() for each in rows.documents), default=1)
+        return lists or datasets
+
+    @hookimpl
+    def build_collator(self, run: Run) -> Any:
+        tokenizer, options = self.text_model.tokenizer, self.data.options
+        self.join = Joiner(tokenizer, options.max_length, f"{run.recipe.where}: model")
+        collate = super().build_collator(run)
+        collate.ragged = self.build_batch  # without ``reads_all``: the model reads the first token of a pair only
+        return collate
+
+    def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
+        """The pairs of all samples: those of the first one, then those of the next ones."""
+        import numpy as np
+        import torch
+
+        keys = [[key for key in sample if key not in ("text", "label")] for sample in samples]
+        found = [
+            self.join(sample["text"], sample[key]) for sample, own in zip(samples, keys, strict=True) for key in own
+        ]
+        columns = {"input_ids": ([ids for ids, _ in found], self.text_model.tokenizer.pad_token_id)}
+        if self.join.typed:
+            columns["token_type_ids"] = ([types for _, types in found], 0)
+        fixed = {}
+        if "label" in samples[0]:
+            labels = np.full((len(samples), self.most), np.nan, np.float32)
+            for row, sample, own in zip(labels, samples, keys, strict=True):
+                row[: len(own)] = sample["label"]
+            fixed["labels"] = torch.from_numpy(labels)
+        tokens = sum(len(ids) for ids, _ in found)
+        return Ragged(columns=columns, fixed=fixed, loss_weight=len(samples), tokens=tokens)
+
+    @hookimpl
+    def build_model(self, run: Run) -> Any:
+        self.text_model.config.num_labels = 1
+        return super().build_model(run)
+
+    @hookimpl
+    def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
+        """``predictions`` and ``targets`` are scores and labels of the documents, (queries, most documents) each."""
+        from fastloop_embeddings.losses import compute_of_lists
+
+        scores, labels = self.scores(model, batch), batch.get("labels")
+        if labels is None:  # pairs to predict, with which `packing` tries the model
+            return Output(scores.mean(), scores)
+        lists = scores.new_zeros(labels.shape).masked_scatter(~labels.isnan(), scores)
+        pair = (scores, labels[:, 0]) if self.config.loss == "binary" else (lists, labels)
+        return Output(compute_of_lists(lists, labels, self.config), *pair)
+
+    @hookimpl
+    def build_metrics(self) -> Any:
+        from fastloop_embeddings.metrics import Ranking, collect
+
+        return collect(None if self.config.loss == "binary" else Ranking())
+
+    @hookimpl
+    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        scores = self.scores(run.model, batch).sigmoid()
+        if "labels" not in batch or self.config.loss == "binary":
+            return {"score": scores}
+        sizes = (~batch["labels"].isnan()).sum(1).tolist()  # a sample of a split has the scores of its documents
+        return {"score": [part.tolist() for part in scores.split(sizes)]}
+
+    def scores(self, model: Any, batch: Mapping[str, Any]) -> Any:
+        """The score of each pair before the sigmoid, (pairs,) float32."""
+        return compute(model, batch).logits.float()[:, 0]
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        tokenizer = self.text_model.tokenizer  # CrossEncoder reads the length of pairs there
+        tokenizer.model_max_length = tokenizer.init_kwargs["model_max_length"] = self.data.options.max_length
+        return super().export_model(run, folder)

@@ -31,6 +31,7 @@ class Reranker(TextTask):
     inputs = ("text", "other")
     auto_class = "AutoModelForSequenceClassification"
     unused_modules = ()
+    reads_all = False  # the model reads the first token of a pair
     sections = {"model": Model, "data": PairData}
     description = "learns scores of pairs of texts"
     most = 1  # documents of a query
@@ -69,9 +70,7 @@ class Reranker(TextTask):
     def build_collator(self, run: Run) -> Any:
         tokenizer, options = self.text_model.tokenizer, self.data.options
         self.join = Joiner(tokenizer, options.max_length, f"{run.recipe.where}: model")
-        collate = super().build_collator(run)
-        collate.ragged = self.build_batch  # without ``reads_all``: the model reads the first token of a pair only
-        return collate
+        return super().build_collator(run)
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """The pairs of all samples: those of the first one, then those of the next ones."""

@@ -69,7 +69,7 @@ class TextModel:
 
     Attributes:
         tokenizer: None until ``load_tokenizer`` or ``finish_tokenizer``.
-        problem_type: Transformers' name of a classifier's problem. A task may set it before ``build``.
+        problem_type: Transformers' name of a classifier's problem; None: the checkpoint's.
 
     Raises:
         RecipeError: An option is invalid.

@@ -34,6 +34,14 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.tokens import Split
 
 
+PROBLEM_TYPES = {
+    "class": "single_label_classification",
+    "number": "regression",
+    "classes": "multi_label_classification",
+}
+"""``data.label_type`` -> transformers' name of a classifier's problem."""
+
+
 class AnyModel(TextModel):
     """The ``model`` section of a ``TextTask``.
 
@@ -372,6 +380,8 @@ class TextTask(Plugin):
         if splits is not None and (kind != "number" or len(names) > 1):  # the output of a regression has any name
             names = self.data.classes
         self.order = self.text_model.order_labels(names)
+        if self.text_model.problem_type is not None:
+            self.text_model.problem_type = PROBLEM_TYPES[kind]
         self.data.classes, ids = self.order.names, np.array(self.order.ids)
         for split in (splits or {}).values():
             if split.labels is not None and kind != "number":

@@ -24,8 +24,6 @@ class SingleLabel:
         threshold: As in ``classifier_metrics``.
     """
 
-    problem_type = "single_label_classification"
-
     def __init__(self, loss: ClassLoss, threshold: float | None) -> None:
         self.loss, self.threshold = loss, threshold
 
@@ -46,8 +44,6 @@ class SingleLabel:
 
 class Regression:
     """One number for each text: mean squared error, as in transformers."""
-
-    problem_type = "regression"
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
         """Of logits (N, 1) and targets (N,)."""
@@ -80,8 +76,6 @@ class MultiLabel:
     Args:
         threshold: A text has a class if its probability is above this.
     """
-
-    problem_type = "multi_label_classification"
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

@@ -32,7 +32,7 @@ from fastloop_plugins.models.checks import check_causal
 from fastloop_plugins.tasks.tags.data import has_tags
 from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
 from fastloop_plugins.text.chat.model import ChatModel, CompletionModel, DecoderModel, DecoderOptions
-from fastloop_plugins.text.options import language_traits
+from fastloop_plugins.text.options import SamplingOptions, language_traits
 from fastloop_plugins.text.padding_check import PROBE, ROUNDING, check_prompts, report_padding
 from fastloop_plugins.text.task import TextTask
 
@@ -60,17 +60,10 @@ class CausalLM(TextTask):
     text_model: DecoderModel
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(SamplingOptions):
         """Options of `fastloop predict`."""
 
         max_new_tokens: Annotated[int, option("Tokens to generate for each text at most.", ge=1)] = 64
-        temperature: Annotated[
-            float, option("Divides the logits before drawing a token; 0: take the most probable token.", ge=0)
-        ] = 0.0
-        top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
-        top_p: Annotated[
-            float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)
-        ] = None
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -217,10 +210,7 @@ class CausalLM(TextTask):
         from fastloop_plugins.text.chat.prompts import end_tokens
 
         config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
-        drawing: dict[str, Any] = {"do_sample": False}
-        if config.temperature:
-            drawing = {"do_sample": True, "temperature": config.temperature}
-            drawing |= {"top_k": config.top_k or 0, "top_p": config.top_p or 1.0}
+        drawing = {"do_sample": False, **config.sampling()}
         end = end_tokens(tokenizer) if self.data.options.messages else tokenizer.eos_token_id
         ends = {"eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
         ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, **drawing, **ends)  # type: ignore[operator]

@@ -36,7 +36,7 @@ from fastloop_plugins.tasks._pairs import (
 )
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.next_token_loss import IGNORED
-from fastloop_plugins.text.options import text_traits
+from fastloop_plugins.text.options import SamplingOptions, text_traits
 from fastloop_plugins.text.padding_check import PROBE
 from fastloop_plugins.text.task import TextTask
 
@@ -69,7 +69,7 @@ class Seq2Seq(TextTask):
     text_model: Seq2SeqModel
 
     @dataclass(kw_only=True)
-    class Config:
+    class Config(SamplingOptions):
         """Options of evaluation and of `fastloop predict`."""
 
         generate: Annotated[bool, option("In evaluation, also generate the texts, for exact_match, bleu and chrf.")] = (
@@ -79,14 +79,6 @@ class Seq2Seq(TextTask):
             int | None, option("Tokens to generate for each text at most; null: data.max_target_length.", ge=1)
         ] = None
         num_beams: Annotated[int, option("Candidates that beam search keeps; 1: no beam search.", ge=1)] = 1
-        temperature: Annotated[
-            float,
-            option("In predict: divides the logits before drawing a token; 0: take the most probable token.", ge=0),
-        ] = 0.0
-        top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
-        top_p: Annotated[
-            float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)
-        ] = None
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -218,14 +210,7 @@ class Seq2Seq(TextTask):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        config = self.config
-        drawing = {
-            "do_sample": True,
-            "temperature": config.temperature,
-            "top_k": config.top_k or 0,
-            "top_p": config.top_p or 1.0,
-        }
-        return {"text": self._generate(run, batch, **drawing if config.temperature else {})}
+        return {"text": self._generate(run, batch, **self.config.sampling())}
 
     def _generate(self, run: Run, batch: Mapping[str, Tensor], **more: Any) -> list[str]:
         """A text for each sample of a batch; greedy or by beam search, unless ``more`` has other arguments of

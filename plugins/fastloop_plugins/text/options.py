@@ -118,3 +118,23 @@ def language_traits(recipe: Recipe) -> set[Trait]:
     if not rows and (not recipe.data.get("streaming") or recipe.data.get("blocks")):
         return text_traits(recipe) | {"next-token-loss", "fixed-length"}
     return padded_traits(recipe) | {"next-token-loss"}
+
+
+@dataclass(kw_only=True)
+class SamplingOptions:
+    """Options of `fastloop predict` for tasks that generate texts."""
+
+    temperature: Annotated[
+        float, option("Divides the logits before drawing a token; 0: take the most probable token.", ge=0)
+    ] = 0.0
+    top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
+    top_p: Annotated[
+        float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)
+    ] = None
+
+    def sampling(self) -> dict[str, Any]:
+        """Arguments of ``generate`` that draw tokens; none at temperature 0."""
+        if not self.temperature:
+            return {}
+        drawn = {"temperature": self.temperature, "top_k": self.top_k or 0, "top_p": self.top_p or 1.0}
+        return {"do_sample": True, **drawn}

@@ -343,7 +343,7 @@ class TextTask(Plugin):
         for name, dataset in datasets.items():
             self.check_dataset(name, dataset)
         run.state.unreadable += self.data.unreadable
-        self._probe = next(iter(datasets.values()))
+        self._probe = next(iter(datasets.values()), None)
         return self.data.streamed(run, datasets, self.text_model)
 
     def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:

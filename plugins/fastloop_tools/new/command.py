@@ -65,9 +65,10 @@ def plugin(name: Name, folder: Folder = None, license: License = "MIT", author: 
 
 @new.command("task")
 def task(name: Name, folder: Folder = None, license: License = "MIT", author: Author = "") -> None:
-    """Create a package with a working task on texts: it learns vectors of texts from pairs.
+    """Create a package with a working task on texts.
 
-    It has tests, a README, a recipe with rows, and a CI file. Existing files are not overwritten.
+    The task learns vectors of texts from pairs. The package has tests, a README, a recipe with rows, and a CI file.
+    Existing files are not overwritten.
     """
     create(name, folder, license, author, task=True)
 

@@ -9,11 +9,10 @@ from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from fastloop.errors import UsageError
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # `fastloop --help` does not wait for numpy
+    import numpy as np
     from numpy.typing import NDArray
 
 Points = list[tuple[float, float]]
@@ -25,6 +24,12 @@ BLOCK = 2**22
 TAIL = 4096
 """Bytes before the end of what was read. If they have changed, the run has begun or resumed again, and the file is read
 from its start."""
+
+
+def _no_groups() -> NDArray[np.float64]:
+    import numpy as np
+
+    return np.empty((0, 3))
 
 
 @dataclass(eq=False)
@@ -42,7 +47,7 @@ class Series:
     last: float = math.nan
     least: float = math.inf
     most: float = -math.inf
-    _groups: NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 3)))
+    _groups: NDArray[np.float64] = field(default_factory=_no_groups)
     """The last step, the sum and the number of neighbours, (groups, 3); all groups but the last have ``_size``."""
     _size: int = 1
 
@@ -56,6 +61,8 @@ class Series:
 
     def extend(self, points: Sequence[tuple[float, float]] | NDArray[np.float64]) -> Series:
         """Add points, (points, 2), and return the series."""
+        import numpy as np
+
         added = np.asarray(points, dtype=np.float64).reshape(-1, 2)
         added = added[np.isfinite(added[:, 1])]
         if not len(added):
@@ -139,6 +146,8 @@ class Metrics:
 
 def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:
     """Value -> its points, (points, 2), of the lines of a log. Values that are no numbers have none."""
+    import numpy as np
+
     alike: dict[tuple[Any, ...], list[dict[str, Any]]] = {}  # lines of one split with the same keys
     for row in rows:
         alike.setdefault((row.get("split"), *row), []).append(row)

@@ -42,11 +42,11 @@ from _measure import (
     caution,
     load,
     machine,
-    method,
     ratio,
     rounds,
     show_machine,
     show_ratio,
+    source,
     spawn,
     table,
     write,
@@ -292,8 +292,8 @@ def main() -> None:
     if options.arm:
         print(json.dumps(work(options.arm, options.data, options.seed)))
         return
-    if not (source := options.data / "train.parquet").is_file():
-        parser.error(f"{source}: no such file. --data names the folder.")
+    if not (reviews := options.data / "train.parquet").is_file():
+        parser.error(f"{reviews}: no such file. --data names the folder.")
     found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
     started = time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
@@ -301,7 +301,7 @@ def main() -> None:
             folder = Path(temporary) / str(number)
             if not folder.exists():
                 folder.mkdir()
-                draw(source, folder, options.steps, number)
+                draw(reviews, folder, options.steps, number)
             own = ["-W", "ignore", __file__, "--arm", arm, "--data", folder, "--seed", number]
             row = spawn(own, {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
             found[number][arm] = row
@@ -312,11 +312,9 @@ def main() -> None:
     results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
     print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('embeddings', results, options.results)}")
     if options.results == RESULTS:
-        about = method((__doc__ or "").partition("--repeats 1     # whether it runs\n\n")[2], __file__)
         said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps. {load(every)}"
         said += f" {caution(options.repeats)} `auto` selected: {', '.join(found[0]['fastloop']['plugins'])}."
-        raw = "Raw figures: `benchmarks/results/embeddings.json`."
-        write_section("Embeddings", "\n\n".join([arms, speeds, said, about, raw]))
+        write_section("Embeddings", "\n\n".join([source(__doc__, __file__), arms, speeds, said]))
 
 
 if __name__ == "__main__":

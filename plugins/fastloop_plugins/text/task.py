@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -196,6 +197,16 @@ class StreamedRows:
         return [samples[index] for index in range(len(samples))]
 
 
+def longest_and_shortest(dataset: Any) -> list[dict[str, Any]]:
+    """The longest sample of a dataset, and its shortest one."""
+    return [dataset[int(dataset.lengths.argmax())], shortest(dataset)]
+
+
+def build_ragged(task: TextTask, samples: list[dict[str, Any]]) -> Ragged:
+    """A batch of a task before padding. Workers that are spawned get it by pickle."""
+    return replace(task.build_batch(samples), reads_all=task.reads_all)
+
+
 class TextTask(Plugin):
     """Base class of tasks on texts.
 
@@ -245,6 +256,7 @@ class TextTask(Plugin):
     _probe_inputs: ClassVar[tuple[str, ...]] = ("input_ids", "attention_mask", "token_type_ids")
     encoding_version: ClassVar[int] = 1
     order: LabelOrder | None = None
+    _probe: list[dict[str, Any]] | None = None
     data: TextData
     text_model: TextModel
 
@@ -320,8 +332,7 @@ class TextTask(Plugin):
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
         """A long and a short sample, on which the model is tried."""
-        dataset: Any = getattr(self, "_probe", None) or run.datasets[run.loaders.first]
-        return [dataset[int(dataset.lengths.argmax())], shortest(dataset)]
+        return self._probe or longest_and_shortest(run.datasets[run.loaders.first])
 
     def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
         """Raise an error for a model that cannot do the task. Called on every process, before training.
@@ -343,7 +354,8 @@ class TextTask(Plugin):
         for name, dataset in datasets.items():
             self.check_dataset(name, dataset)
         run.state.unreadable += self.data.unreadable
-        self._probe = next(iter(datasets.values()), None)
+        first = next(iter(datasets.values()), None)
+        self._probe = longest_and_shortest(first) if first is not None and len(first) else None
         return self.data.streamed(run, datasets, self.text_model)
 
     def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
@@ -426,10 +438,7 @@ class TextTask(Plugin):
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
         from fastloop_plugins.text.batches import PaddedCollator
 
-        def build(samples: list[dict[str, Any]]) -> Ragged:
-            return replace(self.build_batch(samples), reads_all=self.reads_all)
-
-        return PaddedCollator(build, self.text_model.width(run, self.data.options))
+        return PaddedCollator(partial(build_ragged, self), self.text_model.width(run, self.data.options))
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from fastloop import Plugin, RecipeError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
-from fastloop.recipe import Inference, make_recipe
+from fastloop.recipe import Inference, load_recipe, make_recipe
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_tools.inference.chunks import Chunks
 
@@ -266,3 +267,16 @@ def test_batched_predictions_of_a_model_that_ignores_padding_are_made():
         AutoModelForCausalLM, {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 16, "initializer_range": 0.2}
     )
     predicting("causal-lm", {})
+
+
+@pytest.mark.parametrize("name", ["quickstart", "tokens_names", "seq2seq_dates"])
+def test_a_spawned_worker_gets_the_collator_without_the_data(name):
+    recipe = load_recipe(name)
+    recipe.data["arguments"] = recipe.data.get("arguments", {}) | {"train": 400, "validation": 20, "test": 20}
+    run = build(resolve(recipe))
+    collate = run.hooks.build_collator(run=run, split="train")
+    pickled = pickle.dumps(collate)
+    assert len(pickled) < 2**20
+    samples = [run.datasets["train"][index] for index in (0, 1)]
+    for key, value in collate(samples).inputs.items():
+        assert torch.equal(pickle.loads(pickled)(samples).inputs[key], value)

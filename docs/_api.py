@@ -102,7 +102,7 @@ class Member:
 
 def api_reference() -> str:
     """Every class of the page."""
-    text = ["Contents: " + ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in RULES) + ".\n"]
+    text = []
     for cls, rules in RULES.items():
         found = members(cls)
         if unknown := {name for name in rules if name} - {member.name for member in found}:

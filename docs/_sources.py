@@ -79,7 +79,7 @@ PHASES = {
 """First hook of a phase -> the phase."""
 
 
-SHOWN = 5
+SHOWN = 2
 """Plugins that the section of a hook names. `fastloop plugins NAME` lists all hooks of a plugin."""
 
 
@@ -94,10 +94,10 @@ def annotated_loop() -> str:
 
 
 def kind(name: str, spec: Any) -> str:
-    """How the results of several plugins are combined."""
+    """How the results of several plugins are combined; empty for a hook that is called on every plugin."""
     if spec.fastloop_spec["firstresult"]:
         return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
-    return "chain" if (spec.__doc__ or "").startswith("Chain.") else "every plugin, in order"
+    return "chain" if (spec.__doc__ or "").startswith("Chain.") else ""
 
 
 def all_hooks() -> str:
@@ -111,11 +111,12 @@ def all_hooks() -> str:
         )
         answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
         more = f" and {len(answered) - SHOWN} more" * (len(answered) > SHOWN)
+        combined = kind(name, spec)
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
             f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
-            f"Kind: {kind(name, spec)}. Ours: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
+            f"Kind: {combined}. " * bool(combined) + f"Ours: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
         ]
     return "\n".join(text)
 
@@ -154,12 +155,10 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     facts = {
         "slot": f"`{cls.slot}`" if cls.slot else "",
         "numerics": cls.numerics if cls.slot != "task" else "",
-        "only observes": "it has the option [`on_error`](index.md)" if cls.read_only else "",
+        "only observes": "has the option [`on_error`](index.md)" if cls.read_only else "",
         "on by default": "when it applies" if default else "",
         "requires": references(cls.requires),
         "conflicts with": "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items()),
-        "runs after": references(cls.runs_after),
-        "runs before": references(cls.runs_before),
         "needs": "; ".join(requirement(item) for item in cls.requirements if not isinstance(item, When)),
         "some options need": "; ".join(conditional),
         "adds metrics": ", ".join(f"`{metric}`" for metric in cls.adds_metrics),

@@ -1,4 +1,4 @@
-"""Batches samples of similar length together, so that little padding is computed.
+"""Batches samples of similar length together.
 
     plugins:
       - length-bucketing: {window: 100, max_tokens: 8192}

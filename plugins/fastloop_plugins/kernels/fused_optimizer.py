@@ -1,4 +1,4 @@
-"""Steps the optimizer in one pass over the weights: with a fused kernel, or with one call for all tensors.
+"""Steps the optimizer in one pass over the weights.
 
     plugins:
       - fused-optimizer: {implementation: fused}

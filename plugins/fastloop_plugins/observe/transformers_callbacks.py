@@ -15,8 +15,7 @@ have the order of the HF Trainer, except for these:
 
 * ``on_log`` with the values of a log point is called on the main process only.
 * Gradients are already cleared in ``on_optimizer_step``.
-* ``on_epoch_end`` follows the last evaluation after a stop, and precedes a last evaluation or save that is no multiple
-  of steps.
+* ``on_epoch_end`` follows the last evaluation after a stop, and precedes one that is no multiple of steps.
 * ``on_predict`` is the evaluation of the test split. ``on_push_begin`` does not occur.
 """
 

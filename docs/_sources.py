@@ -79,6 +79,8 @@ PHASES = {
 """First hook of a phase -> the phase."""
 
 
+EVERY = "every plugin, in order"
+"""The kind of most hooks, which the page does not show."""
 SHOWN = 2
 """Plugins that the section of a hook names. `fastloop plugins NAME` lists all hooks of a plugin."""
 
@@ -94,10 +96,10 @@ def annotated_loop() -> str:
 
 
 def kind(name: str, spec: Any) -> str:
-    """How the results of several plugins are combined; empty for a hook that is called on every plugin."""
+    """How the results of several plugins are combined."""
     if spec.fastloop_spec["firstresult"]:
         return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
-    return "chain" if (spec.__doc__ or "").startswith("Chain.") else ""
+    return "chain" if (spec.__doc__ or "").startswith("Chain.") else EVERY
 
 
 def all_hooks() -> str:
@@ -116,7 +118,7 @@ def all_hooks() -> str:
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
             f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
-            f"Kind: {combined}. " * bool(combined) + f"Ours: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
+            f"Kind: {combined}. " * (combined != EVERY) + f"Ours: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
         ]
     return "\n".join(text)
 
@@ -131,13 +133,17 @@ def implementers(hook: str) -> Iterator[tuple[str, str]]:
 # -- plugins -----------------------------------------------------------------------------------------------------------
 
 
+FIRST = re.compile(r": |\. |, (?:so that|and|which|the|instead of|pretrained|in forward|with|for|at) ")
+"""Where the list of plugins ends a summary: the plugin's page has all of it."""
+
+
 def plugin_lists() -> str:
     """Our plugins by subpackage, one line each."""
     groups: dict[str, list[str]] = {}
     for name, cls in ours().items():
         group = cls.__module__.split(".")[1]
         numerics = "" if cls.slot == "task" else f" ({cls.numerics})"
-        first = re.split(r": |, so that |\. ", summary(cls).rstrip("."))[0]
+        first = FIRST.split(summary(cls).rstrip("."))[0]
         groups.setdefault(group, []).append(f"- [`{name}`]({name}.md){numerics} {first}.")
     text = []
     for group, rows in sorted(groups.items()):

@@ -9,8 +9,8 @@ checkpoints, and the exported model. With ``--resume``, a newer complete checkpo
 verified, also on a new machine. A new run refuses a URL that holds a run. Runs of a sweep or search get ``SWEEP/RUN``
 as ``folder``.
 
-A failed upload is repeated, then logged, and training continues. If the last upload fails, the command fails. ``s3://``
-needs ``pip install 'fastloop-train[s3]'``, other protocols the package that fsspec names; it finds the credentials.
+A failed upload is repeated, then logged; if the last one fails, the command fails. ``s3://`` needs ``pip install
+'fastloop-train[s3]'``, other protocols the package that fsspec names; it finds the credentials.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
       - token-cache: {folder: auto}
 
 Later runs with the same texts, tokenizer files and options, and other processes of the same run, map them into memory.
-If ``data.files`` and a pretrained tokenizer are unchanged, a run reads no text at all. ``auto`` is the folder
-``fastloop/tokens`` in the user's cache, which you can delete at any time. If others may write to the folder, each user
-has a part of it, ``user-ID``.
+``auto`` is the folder ``fastloop/tokens`` in the user's cache, which you can delete at any time. If others may write to
+the folder, each user has a part of it, ``user-ID``.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 If a process makes no progress for ``timeout`` seconds, every process writes the stacks of its threads to
 ``watchdog/rank-R.txt`` in the run folder and exits with code 1. The error names the process that is behind the others.
-A warning appears after half of that time. Several machines must share the run folder. Set ``timeout`` above the
-duration of the longest save, the first batch and a compilation.
+Several machines must share the run folder. Set ``timeout`` above the duration of the longest save, the first batch and
+a compilation.
 """
 
 from __future__ import annotations

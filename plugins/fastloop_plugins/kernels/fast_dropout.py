@@ -4,8 +4,8 @@
       - fast-dropout
 
 The generator is twenty times as fast as torch's. Attention with dropout, for which torch has no fast kernel, is
-computed by matrix products. Rate, scale and independence match ``nn.Dropout``; the random numbers differ. On other
-devices the plugin does nothing. ``compile`` breaks its graph at each mask.
+computed by matrix products. Rate, scale and independence match ``nn.Dropout``; the random numbers differ. ``compile``
+breaks its graph at each mask.
 """
 
 from __future__ import annotations

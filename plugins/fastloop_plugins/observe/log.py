@@ -6,8 +6,8 @@
 
 A log point has the step, the epoch from 1 and, over the steps since the last one, the mean ``loss``,
 ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients before
-clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. Values of ``run.log()``
-follow under their own names. An evaluation is an object with its ``split``.
+clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. An evaluation is an object
+with its ``split``.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
     plugins:
       - speed-check
 
-It times 20 steps after the first five, counts padding and page faults, and measures the load of other programs, for the
-plugins' ``estimate_speedup``. Plugins that change which samples a step trains on are left out, and so are runs that end
-within a minute.
+It times 20 steps for the plugins' ``estimate_speedup``. Plugins that change which samples a step trains on are left
+out, and so are runs that end within a minute.
 """
 
 from __future__ import annotations

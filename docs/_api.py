@@ -129,7 +129,7 @@ def entries_of(cls: type, verb: str, found: list[tuple[Member, str]]) -> list[st
         return []
     common = Counter(rule for _, rule in found).most_common(1)[0][0]
     made = [entry(cls, member, "" if rule == common else f" {verb.capitalize()}: {rule}.") for member, rule in found]
-    return [f"May a plugin {verb} these? {common[0].upper()}{common[1:]}.\n", *made, ""]
+    return [f"{verb.capitalize()}: {common}.\n", *made, ""]
 
 
 def entry(cls: type, member: Member, rule: str) -> str:

@@ -60,10 +60,10 @@ def option_list(rows: list[OptionInfo]) -> str:
 
 
 def value(row: OptionInfo) -> str:
-    """Type and default of a key. A default of null shows that null is permitted, too."""
+    """Type and default of a key. A default of null is not shown."""
     if row.default == "(required)":
-        return row.type
-    return f"{row.type.removesuffix(' | null') if row.default == 'null' else row.type} = {row.default}"
+        return f"{row.type}, required"
+    return row.type.removesuffix(" | null") if row.default == "null" else f"{row.type} = {row.default}"
 
 
 # -- the loop and its hooks --------------------------------------------------------------------------------------------
@@ -238,10 +238,6 @@ def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any
             yield f"{name} {word}", command
 
 
-MANY = 3
-"""Commands that share an entry, from which on the page describes it once."""
-
-
 def argument(parameter: Any) -> str:
     """The form of an argument or an option on the command line."""
     if parameter.param_type_name == "argument":
@@ -257,10 +253,13 @@ def described(parameter: Any) -> str:
 
 
 def commands() -> str:
-    """The first sentence of every command, and its arguments and options. Those of many commands come first, once."""
+    """The first sentence of every command, and its arguments and options. Those of several commands come first, once."""
     counts = Counter(described(parameter) for _, command in leaves() for parameter in command.params)
-    shared = [entry for entry, count in counts.items() if count >= MANY]
-    text = ["Arguments and options of several commands, with a default in brackets:\n", *shared, ""]
+    shared: dict[str, str] = {}  # an option with several meanings: the most frequent one
+    for entry, count in counts.most_common():
+        if count > 1:
+            shared.setdefault(entry.split("`")[1], entry)
+    text = ["Arguments and options of several commands, with a default in brackets:\n", *shared.values(), ""]
     for name, command in leaves():
         entries = [described(parameter) for parameter in command.params]
         usage = [argument(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
@@ -269,8 +268,8 @@ def commands() -> str:
             f"    {' '.join([name, *usage])}\n",
             " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split()) + "\n",
         ]
-        also = [code for entry in entries if entry in shared and (code := entry.split("`")[1]) not in usage]
-        text += [entry for entry in entries if entry not in shared]
+        also = [code for entry in entries if shared.get(code := entry.split("`")[1]) == entry and code not in usage]
+        text += [entry for entry in entries if entry not in shared.values()]
         text += [f"- as above: {', '.join(f'`{code}`' for code in also)}"] * bool(also) + [""]
     return "\n".join(text)
 

@@ -81,8 +81,6 @@ PHASES = {
 
 EVERY = "every plugin, in order"
 """The kind of most hooks, which the page does not show."""
-SHOWN = 2
-"""Plugins that the section of a hook names. `fastloop plugins NAME` lists all hooks of a plugin."""
 
 
 def hooks() -> dict[str, Any]:
@@ -111,14 +109,13 @@ def all_hooks() -> str:
         arguments = ", ".join(
             f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items()
         )
-        answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
-        more = f" and {len(answered) - SHOWN} more" * (len(answered) > SHOWN)
+        example = next((f"Example: [`{plugin}`](plugins/{plugin}.md){how}." for plugin, how in implementers(name)), "")
         combined = kind(name, spec)
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
             f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
-            f"Kind: {combined}. " * (combined != EVERY) + f"Ours: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
+            f"Kind: {combined}. " * (combined != EVERY) + example + "\n",
         ]
     return "\n".join(text)
 
@@ -253,7 +250,7 @@ def described(parameter: Any) -> str:
 
 
 def commands() -> str:
-    """The first sentence of every command, and its arguments and options. Those of several commands come first, once."""
+    """The first sentence of every command, its arguments and options. Those of several commands come first, once."""
     counts = Counter(described(parameter) for _, command in leaves() for parameter in command.params)
     shared: dict[str, str] = {}  # an option with several meanings: the most frequent one
     for entry, count in counts.most_common():

@@ -4,9 +4,8 @@
       - auto
 
 Each plugin's rule, its method ``recommend``, decides by device, dtypes, number of processes, task and model. It
-measures nothing; `fastloop tune` does. The run's own ``recipe.yaml`` lists the selected plugins instead of ``auto``,
-and `fastloop plan` shows the reasons. Plugins that the recipe turns off (``packing: false``, ``--without packing``)
-stay off.
+measures nothing; `fastloop tune` does. `fastloop plan` shows the reasons. Plugins that the recipe turns off (``packing:
+false``, ``--without packing``) stay off.
 
 While the run is built, a selected plugin that fails, or with which the loss or gradients of two samples fail, is left
 out with a warning. ``numerics: changes-training`` also permits plugins that group samples by length.

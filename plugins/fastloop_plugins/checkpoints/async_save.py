@@ -3,8 +3,8 @@
     plugins:
       - async-save
 
-A save copies weights and optimizer state to host memory, and a thread writes the copy. Each save waits for the previous
-one. If a write fails, ``train.on_save_error`` decides at the end of the current step.
+A save copies weights and optimizer state to host memory, and a thread writes the copy. If a write fails,
+``train.on_save_error`` decides at the end of the current step.
 
 The copy takes as much host memory as the checkpoint has bytes, page-locked on an accelerator, for the rest of the run.
 """

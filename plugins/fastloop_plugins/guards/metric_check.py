@@ -3,8 +3,8 @@
     plugins:
       - metric-check
 
-Before the first step, every metric is updated once with the first batch of each evaluated split, and reset. Iterable
-datasets are left out. An error names the metric, the split, and the shapes and dtypes of the metric's arguments.
+Before the first step, every metric is updated once with the first batch of each evaluated split, and reset. An error
+names the metric, the split, and the shapes and dtypes of the metric's arguments.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ batch. ``bad_batches.jsonl`` in the run folder lists the samples of such steps a
 a failure: loss scaling skips the step.
 
 On a CPU, each step is checked before its weights change; on other devices, every ``every`` steps, at the end of an
-epoch and before each checkpoint. There, ``skip`` costs a wait of the host at each step, unless the optimizer is a fused
-Adam, AdamW or SGD.
+epoch and before each checkpoint. There, ``skip`` costs a wait of the host at each step, unless Adam, AdamW or SGD is
+fused.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
       - watchdog: {timeout: 600}
 
 If a process makes no progress for ``timeout`` seconds, every process writes the stacks of its threads to
-``watchdog/rank-R.txt`` in the run folder and exits with code 1. The error names the process that is behind the others.
-Several machines must share the run folder. Set ``timeout`` above the duration of the longest save, the first batch and
-a compilation.
+``watchdog/rank-R.txt`` in the run folder and exits with code 1. Several machines must share the run folder. Set
+``timeout`` above the duration of the longest save, the first batch and a compilation.
 """
 
 from __future__ import annotations

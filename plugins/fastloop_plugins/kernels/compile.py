@@ -4,7 +4,7 @@
       - compile: {mode: default}
 
 Lengths are padded to ``data.pad_to_multiple_of``, by default 64. A model that cannot be compiled runs eagerly, with one
-warning. The summary's ``compile`` counts graphs, graph breaks and recompilations.
+warning.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with
 few shapes: ``data.padding: max_length``, and whole batches. ``.item()`` in the forward breaks a graph, unless

@@ -7,7 +7,6 @@ On Linux, ``fastloop train`` restarts itself with tcmalloc if that is installed 
 with glibc's malloc configured to keep freed memory. From Python, a warning shows what to set.
 
 On CUDA, the plugin sets ``expandable_segments:True``. A user's own value and a backend other than ``native`` are kept.
-The summary's ``allocator`` counts page faults and CUDA's allocation retries.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 Each tracker is a package of its own; ``pip install 'fastloop-train[trackers]'`` installs W&B and MLflow's client. A
 tracker reads its settings from the environment, such as ``MLFLOW_TRACKING_URI``. The recipe's keys are parameters,
-without its secrets. Numbers of the summary are logged as ``summary/...``. A resumed run is a new run of the tracker.
-The plugin ``tensorboard`` continues the curves. fastloop's tests read the files of MLflow and offline W&B only.
+without its secrets. A resumed run is a new run of the tracker. The plugin ``tensorboard`` continues the curves.
+fastloop's tests read the files of MLflow and offline W&B only.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 The processes of a machine divide its cores evenly, with one thread for each core, or as many as a container's quota
 permits. Some processors compute with numbers below 1e-38 a hundred times slower. OpenMP's threads spin while they wait,
-which is fastest on an idle machine. If other programs use half a core or more at the start, waiting threads sleep;
-``wait: passive`` is for machines whose load comes later.
+and sleep if other programs use half a core or more at the start. ``wait: passive`` is for machines whose load comes
+later.
 """
 
 from __future__ import annotations

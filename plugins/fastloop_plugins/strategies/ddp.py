@@ -5,7 +5,7 @@
 
 Start one process for each device: ``fastloop train recipe.yaml --nproc 4``, ``torchrun`` or ``accelerate launch``.
 ``train.batch_size`` is the total over all processes. ``compress: bf16`` all-reduces gradients in bf16, which rounds
-them. fp16 has smaller errors, but overflows above 65,504.
+them. fp16 has smaller errors, but overflows.
 """
 
 from __future__ import annotations

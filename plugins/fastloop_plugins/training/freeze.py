@@ -4,8 +4,8 @@
       - freeze: {match: ["*.embeddings.*", "*.layer.0.*"]}
 
 In patterns of parameter names, ``*`` stands for any characters, dots included. With ``lora``, a pattern of a layer
-freezes its adapters. Every pattern must match a parameter, and some parameter must stay trained. Dropout stays active
-in frozen modules, and batch norm updates its statistics.
+freezes its adapters. Every pattern must match a parameter. Dropout stays active in frozen modules, and batch norm
+updates its statistics.
 """
 
 from __future__ import annotations

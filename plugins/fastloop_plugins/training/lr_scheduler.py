@@ -13,8 +13,8 @@ transformers, or ``file.py:name``, called with ``(optimizer, **arguments)``:
       - lr-scheduler: {schedule: warmup_stable_decay, warmup: 0.05, arguments: {num_decay_steps: 100}}
 
 The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and ``num_warmup_steps``, unless
-``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. A run with
-``CosineAnnealingLR`` or ``OneCycleLR`` does not resume with another number of steps.
+``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. With ``CosineAnnealingLR`` or
+``OneCycleLR``, a run resumes only with the same number of steps.
 """
 
 from __future__ import annotations

@@ -190,9 +190,9 @@ def page(found: dict[Pair, list[Result]]) -> str:
         "",
         "## Not accepted",
         "",
-        "The tiny model could not be built, or the task refuses it without plugins.",
+        "The tiny model could not be built, or the task refuses it without plugins. A run shows the reason.",
         "",
-        *refusals({pair: results[0] for pair, results in found.items() if pair not in accepted}),
+        *refusals(found.keys() - accepted.keys()),
     ]
     return "\n".join(text) + "\n"
 
@@ -232,19 +232,12 @@ def reasons(accepted: dict[Pair, list[Result]]) -> list[str]:
     return lines
 
 
-def refusals(results: dict[Pair, Result]) -> list[str]:
-    """An entry for each reason, with the pairs that it holds for. The reason is that of the first pair."""
-    groups: dict[str, list[Pair]] = {}
-    for pair, result in results.items():
-        groups.setdefault(without_names(result["detail"]), []).append(pair)
-    lines = []
-    for pairs in groups.values():
-        tasks: dict[str, list[str]] = {}
-        for task, kind in pairs:
-            tasks.setdefault(task, []).append(kind)
-        named = "; ".join(f"{task}: {', '.join(kinds)}" for task, kinds in tasks.items())
-        lines.append(f"- {named}: {shortened(results[pairs[0]]['detail'])}")
-    return lines
+def refusals(pairs: Iterable[Pair]) -> list[str]:
+    """The architectures that each task does not accept."""
+    tasks: dict[str, list[str]] = {}
+    for task, kind in sorted(pairs):
+        tasks.setdefault(task, []).append(kind)
+    return [f"- {task}: `{', '.join(kinds)}`" for task, kinds in tasks.items()]
 
 
 def reason_of(result: Result) -> str:

@@ -1,4 +1,4 @@
-"""How fastloop scales: with the length of sequences, the batch, the data and the number of plugins.
+"""How fastloop scales with the length of sequences and the data; scaling.json also has the batch and the plugins.
 
     python benchmarks/scaling.py                     # under ten minutes on two cores
     python benchmarks/scaling.py --only plugins --repeats 5
@@ -264,15 +264,15 @@ def main() -> None:
     facts = machine("torch", "transformers", "accelerate", "fastloop-train")
     results = {"machine": facts, "plugins": PLUGINS, "seconds": time.perf_counter() - started, "load": load(raw)}
     print(write("scaling", results | {"medians": medians, "raw": raw}, options.results))
-    shown = [
-        f"### {study}\n\n"
+    shown = {
+        study: f"### {study}\n\n"
         + table(HEADS[study], [row(study, value, one, next(iter(found.values()))) for value, one in found.items()], 0)
         for study, found in medians.items()
-    ]
-    print("\n\n".join(shown))
+    }
+    print("\n\n".join(shown.values()))
     if options.results == RESULTS and set(options.only) == set(STUDIES):
-        about = source(__doc__, __file__)
-        write_section("Scaling", "\n\n".join([about, *shown, f"{show_machine(facts)} {load(raw)}"]))
+        tables = [shown["length"], shown["data"], f"{show_machine(facts)} {load(raw)}"]
+        write_section("Scaling", "\n\n".join([source(__doc__, __file__), *tables]))
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class Member:
 
 def api_reference() -> str:
     """Every class of the page."""
-    text = ["Contents: " + ", ".join(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in RULES) + ".\n"]
+    text = []
     for cls, rules in RULES.items():
         found = members(cls)
         if unknown := {name for name in rules if name} - {member.name for member in found}:
@@ -129,7 +129,7 @@ def entries_of(cls: type, verb: str, found: list[tuple[Member, str]]) -> list[st
         return []
     common = Counter(rule for _, rule in found).most_common(1)[0][0]
     made = [entry(cls, member, "" if rule == common else f" {verb.capitalize()}: {rule}.") for member, rule in found]
-    return [f"May a plugin {verb} these? {common[0].upper()}{common[1:]}.\n", *made, ""]
+    return [f"{verb.capitalize()}: {common}.\n", *made, ""]
 
 
 def entry(cls: type, member: Member, rule: str) -> str:

@@ -60,10 +60,10 @@ def option_list(rows: list[OptionInfo]) -> str:
 
 
 def value(row: OptionInfo) -> str:
-    """Type and default of a key. A default of null shows that null is permitted, too."""
+    """Type and default of a key. A default of null is not shown."""
     if row.default == "(required)":
-        return row.type
-    return f"{row.type.removesuffix(' | null') if row.default == 'null' else row.type} = {row.default}"
+        return f"{row.type}, required"
+    return row.type.removesuffix(" | null") if row.default == "null" else f"{row.type} = {row.default}"
 
 
 # -- the loop and its hooks --------------------------------------------------------------------------------------------
@@ -79,8 +79,8 @@ PHASES = {
 """First hook of a phase -> the phase."""
 
 
-SHOWN = 5
-"""Plugins that the section of a hook names. `fastloop plugins NAME` lists all hooks of a plugin."""
+EVERY = "every plugin, in order"
+"""The kind of most hooks, which the page does not show."""
 
 
 def hooks() -> dict[str, Any]:
@@ -97,7 +97,7 @@ def kind(name: str, spec: Any) -> str:
     """How the results of several plugins are combined."""
     if spec.fastloop_spec["firstresult"]:
         return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
-    return "chain" if (spec.__doc__ or "").startswith("Chain.") else "every plugin, in order"
+    return "chain" if (spec.__doc__ or "").startswith("Chain.") else EVERY
 
 
 def all_hooks() -> str:
@@ -109,13 +109,13 @@ def all_hooks() -> str:
         arguments = ", ".join(
             f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items()
         )
-        answered = [f"[`{plugin}`](plugins/{plugin}.md){how}" for plugin, how in implementers(name)]
-        more = f" and {len(answered) - SHOWN} more" * (len(answered) > SHOWN)
+        example = next((f"Example: [`{plugin}`](plugins/{plugin}.md){how}." for plugin, how in implementers(name)), "")
+        combined = kind(name, spec)
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
             f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
-            f"Kind: {kind(name, spec)}. Ours: {', '.join(answered[:SHOWN]) or 'none'}{more}.\n",
+            f"Kind: {combined}. " * (combined != EVERY) + example + "\n",
         ]
     return "\n".join(text)
 
@@ -130,13 +130,17 @@ def implementers(hook: str) -> Iterator[tuple[str, str]]:
 # -- plugins -----------------------------------------------------------------------------------------------------------
 
 
+FIRST = re.compile(r": |\. |, (?:so that|and|which|the|instead of|pretrained|in forward|with|for|at) ")
+"""Where the list of plugins ends a summary: the plugin's page has all of it."""
+
+
 def plugin_lists() -> str:
     """Our plugins by subpackage, one line each."""
     groups: dict[str, list[str]] = {}
     for name, cls in ours().items():
         group = cls.__module__.split(".")[1]
         numerics = "" if cls.slot == "task" else f" ({cls.numerics})"
-        first = re.split(r": |, so that |\. ", summary(cls).rstrip("."))[0]
+        first = FIRST.split(summary(cls).rstrip("."))[0]
         groups.setdefault(group, []).append(f"- [`{name}`]({name}.md){numerics} {first}.")
     text = []
     for group, rows in sorted(groups.items()):
@@ -154,12 +158,10 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     facts = {
         "slot": f"`{cls.slot}`" if cls.slot else "",
         "numerics": cls.numerics if cls.slot != "task" else "",
-        "only observes": "it has the option [`on_error`](index.md)" if cls.read_only else "",
+        "only observes": "has the option [`on_error`](index.md)" if cls.read_only else "",
         "on by default": "when it applies" if default else "",
         "requires": references(cls.requires),
         "conflicts with": "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items()),
-        "runs after": references(cls.runs_after),
-        "runs before": references(cls.runs_before),
         "needs": "; ".join(requirement(item) for item in cls.requirements if not isinstance(item, When)),
         "some options need": "; ".join(conditional),
         "adds metrics": ", ".join(f"`{metric}`" for metric in cls.adds_metrics),
@@ -233,10 +235,6 @@ def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any
             yield f"{name} {word}", command
 
 
-MANY = 3
-"""Commands that share an entry, from which on the page describes it once."""
-
-
 def argument(parameter: Any) -> str:
     """The form of an argument or an option on the command line."""
     if parameter.param_type_name == "argument":
@@ -252,10 +250,13 @@ def described(parameter: Any) -> str:
 
 
 def commands() -> str:
-    """The first sentence of every command, and its arguments and options. Those of many commands come first, once."""
+    """The first sentence of every command, its arguments and options. Those of several commands come first, once."""
     counts = Counter(described(parameter) for _, command in leaves() for parameter in command.params)
-    shared = [entry for entry, count in counts.items() if count >= MANY]
-    text = ["Arguments and options of several commands, with a default in brackets:\n", *shared, ""]
+    shared: dict[str, str] = {}  # an option with several meanings: the most frequent one
+    for entry, count in counts.most_common():
+        if count > 1:
+            shared.setdefault(entry.split("`")[1], entry)
+    text = ["Arguments and options of several commands, with a default in brackets:\n", *shared.values(), ""]
     for name, command in leaves():
         entries = [described(parameter) for parameter in command.params]
         usage = [argument(parameter) for parameter in command.params if parameter.param_type_name == "argument"]
@@ -264,8 +265,8 @@ def commands() -> str:
             f"    {' '.join([name, *usage])}\n",
             " ".join(inspect.cleandoc(command.help or "").partition("\n\n")[0].split()) + "\n",
         ]
-        also = [code for entry in entries if entry in shared and (code := entry.split("`")[1]) not in usage]
-        text += [entry for entry in entries if entry not in shared]
+        also = [code for entry in entries if shared.get(code := entry.split("`")[1]) == entry and code not in usage]
+        text += [entry for entry in entries if entry not in shared.values()]
         text += [f"- as above: {', '.join(f'`{code}`' for code in also)}"] * bool(also) + [""]
     return "\n".join(text)
 

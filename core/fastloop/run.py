@@ -59,17 +59,17 @@ class Run:
         accelerator: Accelerate's ``Accelerator``.
         device: The device of this process.
         clock: Seconds by phase.
-        loaders: Datasets, samplers, collators and loaders by split; the ones in use most are passed through.
+        loaders: Datasets, samplers, collators and loaders by split.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
-        optimizer: Torch's optimizer, or Accelerate's wrapper for loss scaling or a strategy. ``run.optimizer["NAME"]``
+        optimizer: Torch's optimizer, or a wrapper of it. ``run.optimizer["NAME"]``
             for a dict.
         scheduler: Stepped by the loop, once a step. ``run.scheduler["NAME"]`` for a dict. None: a constant learning
             rate.
         metrics: The task's metrics, or None.
         schedule: When to evaluate, save and stop.
-        saver: The pending checkpoint, and the step of the newest complete one.
-        signals: The stop signal that this process received.
-        resume_point: ``(checkpoint folder, warnings)`` to resume from; None: start from the beginning.
+        saver: The pending and the newest complete checkpoint.
+        signals: The stop signal of this process.
+        resume_point: ``(checkpoint folder, warnings)`` to resume from, or None.
         scalars: The values since the last log point; see ``log``.
         updates: Calls of ``apply_gradients`` in the current step.
     """
@@ -131,16 +131,16 @@ class Run:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the complete run; None for data of unknown length without ``max_steps``."""
+        """Optimizer steps of the complete run; None: unknown."""
         return self.schedule.total_steps
 
     def unwrap_model(self) -> nn.Module:
-        """The model as built, without the wrappers of Accelerate, a strategy or a compiler."""
+        """The model as built, without wrappers."""
         return self._built_model
 
     @contextmanager
     def substitute_model(self, model: nn.Module) -> Iterator[None]:
-        """Make ``unwrap_model()`` return another model inside the block, such as one with merged adapters to export."""
+        """Make ``unwrap_model()`` return another model inside the block."""
         original, self._built_model = self._built_model, model
         try:
             yield
@@ -183,7 +183,7 @@ class Run:
         return self._totals[1]
 
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:
-        """Compute the gradients of a step's micro-batches and add them to ``grad``. Every process must call it.
+        """Add the gradients of a step's micro-batches to ``grad``. Every process must call it.
 
         Each micro-batch's mean loss is weighted by its samples or target tokens. The result is the gradient of the mean
         over the full step, however it is split over micro-batches and processes. Gradients are reduced once, at the
@@ -224,7 +224,7 @@ class Run:
         fastloop.loop.apply_gradients(self, loss, optimizer)
 
     def gradient_norm(self) -> Tensor:
-        """The total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in
+        """Total 2-norm of the step's gradients before clipping: 0-dim, float, on the device. Call it in
         ``before_optimizer_step``.
 
         It is computed once a step; with ``train.max_grad_norm``, clipping has computed it. Gradients keep their bits.
@@ -243,7 +243,7 @@ class Run:
         return self._gradient_norm.to(self.device, non_blocking=True)
 
     def step_was_skipped(self) -> bool:
-        """Whether fp16's loss scaling found an overflow and skipped the newest optimizer step. The counters include a
+        """Whether fp16's loss scaling skipped the newest optimizer step. The counters include a
         skipped step and its samples. With a fused optimizer, the first call after a step waits for the device."""
         return self._skipped_steps.newest()
 

@@ -21,7 +21,7 @@ class Schedule:
     """The schedule of a run, from the recipe's ``train`` and the run's counters.
 
     Attributes:
-        total_steps: Optimizer steps of the whole run; None for data of unknown length without ``max_steps``.
+        total_steps: Optimizer steps of the whole run; None: unknown.
         epoch_samples: Samples of an epoch; None: unknown, an epoch ends with the loader.
     """
 
@@ -75,7 +75,7 @@ class Schedule:
         return (due or state.evaluate_requested) and self.needs_evaluation()
 
     def save_due(self, epoch_ended: bool = False) -> bool:
-        """Whether to save now: on request, by ``train.save_every``, and at the run's end."""
+        """Whether to save now."""
         state, every = self._state, self._train.save_every
         if state.save_requested:
             return True

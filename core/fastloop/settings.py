@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """Typed settings. The recipe and the machine give the first values, and plugins set others in ``configure``. During
-    ``configure``, the object holds the values so far.
+    """Typed settings. Plugins set some in ``configure``, where the object holds the values so far.
 
     Handlers have the names of attributes of Accelerate's ``Accelerator``.
     """
@@ -36,8 +35,7 @@ class Settings:
     init_handler: Any = None
     """``InitProcessGroupKwargs``."""
     process_timeout: float | None = None
-    """Seconds that a process waits for another in an exchange, before the run ends with an error; None: torch's
-    default."""
+    """Seconds that a process waits for another in an exchange; None: torch's default."""
     num_workers: int = 0
     """Worker processes of a loader; 0: the process reads its batches itself."""
     loader_class: type[DataLoader[Any]] | None = None
@@ -51,7 +49,7 @@ class Settings:
     prefetch_factor: int | None = None
     """Batches that a worker reads ahead; None: torch's default."""
     pin_memory: bool = False
-    """Put batches into page-locked memory, so that copies to the device do not block. Works without workers, too. True
+    """Put batches into page-locked memory. Works without workers, too. True
     on CUDA."""
     timeout: float = 0.0
     """Seconds to wait for a batch before the run ends with an error; 0: no limit."""
@@ -63,7 +61,7 @@ class Settings:
     """Split -> ``READING`` fields for it. A plugin that sets such a field for all splits overrides it, in any order.
     The fields of this object have the values for ``train``; ``of`` returns those of a split."""
     pad_to_multiple_of: int | None = None
-    """Tasks pad lengths to a multiple of this many tokens, so that shapes are few. The recipe's
+    """Tasks pad lengths to a multiple of this many tokens. The recipe's
     ``data.pad_to_multiple_of``; a plugin may set a default for it. None: lengths are not padded further."""
     arrange: Callable[[Any, list[int], int, Generator | None], list[int]] | None = None
     """``arrange(dataset, ids, batch_size, generator)`` returns ``ids`` in the order of training, the same on all
@@ -71,10 +69,10 @@ class Settings:
     ``ids`` are sorted and ``generator`` is None. Each optimizer step takes the next ``batch_size`` samples; its
     processes and micro-steps take consecutive shares of them."""
     skip_unreadable: bool = False
-    """Leave an unreadable sample of a map-style dataset out of its batch, instead of ending the run. Tasks also skip
+    """Leave unreadable samples out, instead of ending the run. Tasks also skip
     rows that they cannot read."""
     reader_class: Callable[[Any], Dataset[Any]] | None = None
-    """Class of the dataset that a loader reads a map-style dataset through: a subclass of ``MapReader``. None:
+    """Subclass of ``MapReader``, through which a loader reads a map-style dataset. None:
     ``MapReader`` itself. ``skip-unreadable`` sets one that leaves unreadable samples out."""
     placing: Callable[[Iterable[list[Batch]], Callable[[list[Batch]], list[Batch]]], Iterable[list[Batch]]] | None = (
         None
@@ -82,11 +80,11 @@ class Settings:
     """``placing(steps, place)`` yields the batches of ``steps`` on the device; ``place`` moves one step. None: move
     each step when the loop needs it."""
     split: Callable[[Any, list[int], int], list[list[int]]] | None = None
-    """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches, instead of shares of
-    ``micro_batch_size``. It must return every id once, and the same result on all processes. In each micro-step, every
-    process takes the next micro-batch. Also used for evaluation."""
+    """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches. It must return every id once,
+    and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also used for
+    evaluation."""
     same_batches: bool = False
-    """All processes train on all samples of a step, because each computes a part of one model."""
+    """All processes train on all samples of a step."""
     optimizer: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Arguments of the optimizer's class beside ``lr`` and ``weight_decay``, such as ``fused``. It starts with those in
     ``train.optimizer``, which plugins cannot change."""

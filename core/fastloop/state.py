@@ -29,16 +29,15 @@ class State:
         epoch: Epochs completed.
         epoch_samples: Samples drawn in the current epoch, over all processes.
         samples: Samples trained on so far, over all processes.
-        tokens: Tokens trained on so far, without padding, over all processes; 0 if the task does not count them.
+        tokens: Tokens trained on so far, without padding, over all processes.
         metrics: Split (``validation``, ``test``) -> its newest metrics.
         evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
         best: ``{"step", "metric", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
         evaluate_requested: Whether an evaluation is requested and not yet done.
         save_requested: Whether a save is requested and not yet done.
         stop_reason: Why training ends early; None while it continues.
-        left_out: ``[epoch, epoch_samples]`` at the beginning of each step to skip, because it failed and the run was
-            rolled back.
-        unreadable: Samples so far that could not be read, over all processes. Their batches do not contain them.
+        left_out: ``[epoch, epoch_samples]`` at the beginning of each step to skip after a rollback.
+        unreadable: Unreadable samples so far, over all processes. Their batches do not contain them.
     """
 
     step: int = 0
@@ -97,8 +96,8 @@ class Batch:
 
     Attributes:
         inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors.
-        loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights; weights
-            accumulated micro-batches. 0: ``samples``.
+        loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights; 0:
+            ``samples``.
         samples: Number of samples.
         tokens: Number of tokens without padding. With 0, the default, ``tokens_per_second`` is 0 too.
         ids: Sample ids: indices of a map-style dataset, positions in an iterable one.
@@ -158,8 +157,8 @@ class Output:
 
     Attributes:
         loss: 0-dim tensor: the mean over the batch's ``loss_weight``.
-        predictions: First argument of the metrics, of shape (N, ...): evaluation concatenates several batches along the
-            first dimension before it updates a metric. None without metrics.
+        predictions: First argument of the metrics, of shape (N, ...): evaluation concatenates several batches. None
+            without metrics.
         targets: Second argument of the metrics, of shape (N, ...).
     """
 

@@ -25,9 +25,8 @@ METHODS = (
 
 
 class Strategy(Plugin):
-    """The base class of plugins in the slot ``strategy``, and itself the strategy of a run without one: Accelerate's
-    default, which is DDP for several processes. A subclass overrides the methods that differ. It may implement hooks,
-    too.
+    """The base class of plugins in the slot ``strategy``, and the strategy of a run without one: Accelerate's default.
+    A subclass overrides the methods that differ, and may implement hooks.
 
     The core places the model on its device and applies the run's precision to its forward, and then calls ``prepare``.
 
@@ -80,7 +79,7 @@ class Strategy(Plugin):
         return norm if scaler is None else norm / scaler.scale(norm.new_ones(()))
 
     def model_state(self, run: Run) -> dict[str, Tensor]:
-        """Weights by the names of the model as built: full tensors, ``DTensor`` shards, or on the main process only."""
+        """Weights by name: full tensors, ``DTensor`` shards, or on the main process only."""
         return run.unwrap_model().state_dict()
 
     def load_model_state(self, run: Run, state: Mapping[str, Tensor]) -> None:
@@ -92,7 +91,7 @@ class Strategy(Plugin):
         model.load_state_dict({name: shard_like(tensor, own.get(name)) for name, tensor in state.items()})
 
     def optimizer_state(self, run: Run) -> dict[str, Any]:
-        """The state in the format of torch's ``Optimizer.state_dict()``, so that a run can resume with any strategy."""
+        """The state in the format of torch's ``Optimizer.state_dict()``."""
         state: dict[str, Any] = run.optimizer.state_dict()
         return state
 

@@ -3,14 +3,12 @@
     plugins:
       - auto
 
-Each plugin of fastloop has a rule, its method ``recommend``, which decides by device, dtypes, number of processes, task
-and type of the model. The rules measure nothing; `fastloop tune` does. The run's own ``recipe.yaml`` lists the selected
-plugins instead of ``auto``, and `fastloop plan` shows the reasons. Plugins that the recipe turns off (``packing:
+Each plugin's rule, its method ``recommend``, decides by device, dtypes, number of processes, task and model. It
+measures nothing; `fastloop tune` does. `fastloop plan` shows the reasons. Plugins that the recipe turns off (``packing:
 false``, ``--without packing``) stay off.
 
-The selected plugins are tried on the model while the run is built. One that fails, or with which the loss or gradients
-of two samples fail, is left out with a warning. ``numerics`` is the largest effect on the numbers that a selected
-plugin may have. ``changes-training`` also permits plugins that group samples by length.
+While the run is built, a selected plugin that fails, or with which the loss or gradients of two samples fail, is left
+out with a warning. ``numerics: changes-training`` also permits plugins that group samples by length.
 """
 
 from __future__ import annotations

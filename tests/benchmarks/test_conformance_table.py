@@ -25,7 +25,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_every_plugin_of_ours_is_on_the_page_and_breaks_no_promise() -> None:
     text = (ROOT / "docs" / "conformance.md").read_text(encoding="utf-8")
     lists = re.findall(r"(?m)^- .*: `(.+)`$", text)
-    names = [entry.split()[0] for names in lists for entry in names.split(", ")]
+    names = [name for names in lists for name in names.split(", ")]
     ours = [name for name, point in installed().items() if is_own(point)]
     projects = [
         tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in ROOT.glob("examples/*/pyproject.toml")
@@ -42,9 +42,6 @@ REPORT = f"""<testsuites><testsuite>
 <testcase name="test_declared">{EMA}</testcase>
 <testcase name="test_numerics">{EMA}<failure message="promised and not kept" /></testcase>
 <testcase name="test_processes[ddp]">{EMA}<skipped message="declared: not with it" /></testcase>
-<testcase name="test_cost"><properties><property name="plugin" value="ema" />
-<property name="seconds a step without it" value="0.001" /><property name="seconds a step with it" value="0.0025" />
-</properties></testcase>
 </testsuite></testsuites>"""
 
 
@@ -56,7 +53,7 @@ def test_a_report_becomes_a_page(script: Any, tmp_path: Path) -> None:
     assert lines[0].startswith(
         "- options, documented, batch norm, saved, loaded, killed, resumed, off, deepspeed, fsdp (1); "
     )
-    assert lines[0].endswith("numerics class FAILED (2); ddp (3): `ema 1.00/2.50`")
+    assert lines[0].endswith("numerics class FAILED (2); ddp (3): `ema`")
     assert lines[-3:] == ["1. not reported", "2. promised and not kept", "3. declared: not with it"]
 
 

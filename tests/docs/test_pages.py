@@ -282,7 +282,7 @@ def test_every_hook_is_shown_with_its_docstring():
         assert f"{hook}({', '.join(inspect.signature(spec).parameters)[:3]}" in part
         assert inspect.cleandoc(spec.__doc__).splitlines()[-1].rpartition(". ")[2] in part
     assert "Kind: chain." in text.partition("### `before_prepare`")[2].partition("\n### ")[0]
-    assert "[`ema`](plugins/ema.md) (wraps it)" in text.partition("### `evaluate`")[2].partition("\n### ")[0]
+    assert "[`amp`](plugins/amp.md) (wraps it)" in text.partition("### `evaluate`")[2].partition("\n### ")[0]
     assert "for each micro-step:" in text
 
 
@@ -299,7 +299,7 @@ def test_every_plugin_has_a_page_with_its_every_option(plugin):
     for row in describe(cls.Config):
         assert f"- `{row.name}: {row.type.removesuffix(' | null')}" in text
         assert row.help.partition("`")[0] in text
-    for other in (*cls.requires, *cls.conflicts, *cls.runs_after, *cls.runs_before):
+    for other in (*cls.requires, *cls.conflicts):
         assert f"`{other.removeprefix('slot:')}`" in text
     assert cls.slot is None or f"- slot: `{cls.slot}`" in text
     section = (

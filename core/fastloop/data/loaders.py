@@ -71,7 +71,7 @@ class Loaders:
 
     @property
     def first(self) -> str:
-        """The split that plugins fit the others to: ``train``, or the only one of a run that does not train."""
+        """``train``, or the only split of a run that does not train."""
         return "train" if self._recipe.inference is None else self._recipe.inference.split
 
     def set_datasets(self, datasets: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Loaders:
             self.evaluation[split] = loader
 
     def replace(self, split: str, dataset: Any) -> Loader:
-        """Build the loader of another dataset for an evaluated split, in the dataset's order."""
+        """Build the loader of another dataset for an evaluated split."""
         if split in self.evaluation:
             self.evaluation[split].close()
         self.datasets[split], self.samplers[split] = dataset, None

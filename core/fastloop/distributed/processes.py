@@ -41,7 +41,7 @@ class Processes:
         self.host_group: torch.distributed.ProcessGroup | None = self.new_host_group() if needs_group else None
 
     def new_host_group(self) -> torch.distributed.ProcessGroup:
-        """A further group for CPU tensors and objects, such as that of a thread. Every process must call it."""
+        """A further group for CPU tensors and objects. Every process must call it."""
         group: torch.distributed.ProcessGroup = torch.distributed.new_group(timeout=self._timeout, backend="gloo")
         return group
 

@@ -198,22 +198,21 @@ class Plugin:
     """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``. ``__init__`` may set it
     from options."""
     for_inference: ClassVar[bool] = False
-    """Whether runs that only evaluate or predict have the plugin too: it changes how data is read or how the forward
-    pass is computed. In such a run, the only split replaces ``train``, there is no optimizer, and ``check_run`` and
-    ``before_fit`` are not called."""
+    """Whether runs that only evaluate or predict have the plugin too. In such a run, the only split replaces ``train``,
+    there is no optimizer, and ``check_run`` and ``before_fit`` are not called."""
     sections: ClassVar[Mapping[str, type]] = {}
     """For a task: ``model`` and ``data`` -> the dataclass of their keys. `fastloop schema` and the docs show them."""
     numerics: ClassVar[Numerics] = "bitwise"
     """How the plugin affects the numbers."""
     description: ClassVar[str] = ""
-    """The plugin's effect on a run in a few words, for `fastloop plan`."""
+    """The plugin's effect in a few words, for `fastloop plan`."""
     read_only: ClassVar[bool] = False
-    """Whether the plugin only observes: a run without it computes the same numbers. It must not wrap hooks, implement
+    """Whether a run without it computes the same numbers. It must not wrap hooks, implement
     hooks that change a run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that
     a failure on one process does not block the others. Users can set ``on_error: disable`` to disable it when it
     fails."""
     publishes: ClassVar[bool] = False
-    """Whether the plugin sends results out of the run folder, such as to a server. Commands that discard the run
+    """Whether the plugin sends results to a server or elsewhere. Commands that discard the run
     folder, such as `bench` and `train --fast-dev-run`, leave it out."""
     fallback_hooks: tuple[str, ...] = ()
     """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from
@@ -222,7 +221,7 @@ class Plugin:
     """A class or module of hooks that the plugin declares."""
 
     on_error: Literal["raise", "disable"] = "raise"
-    """For a ``read_only`` plugin, what an error in a hook does: fail the run, or disable the plugin. A disabled
+    """For a ``read_only`` plugin: fail the run on an error, or disable the plugin. A disabled
     plugin's ``teardown`` is still called, so that it can close files and end threads; no other hook is."""
 
     @dataclass(kw_only=True)
@@ -263,14 +262,12 @@ class Plugin:
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
-        """For `fastloop profile`: the time of a step that this plugin would save, given a profile of the run; None for
-        no estimate."""
+        """For `fastloop profile`: the time of a step that this plugin would save; None: no estimate."""
         return None
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """For `auto`: why the plugin makes training of this recipe faster on this machine, and its options; None: it
-        may not.
+        """For `auto`: why the plugin makes training faster, and its options; None: it may not.
 
         It decides by rules, from the recipe and the machine. It must not measure anything, read data or use a
         network."""
@@ -281,7 +278,7 @@ class Plugin:
         return {}
 
     def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
-        """Build a run of a recipe that lists the selected plugins, or of one without some of them. Every process calls
+        """Build a run with the selected plugins, or without some of them. Every process calls
         it.
 
         ``build`` builds a ``Run(recipe, plugins)``. If that fails, it tears the run down and raises the error of the

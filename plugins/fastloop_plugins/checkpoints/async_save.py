@@ -3,12 +3,10 @@
     plugins:
       - async-save
 
-A save copies the weights and the optimizer state to host memory, and a thread writes the copy. The files are the same
-as without the plugin. Each save waits for the previous one, and the end of the run for the last one. If a write fails,
+A save copies weights and optimizer state to host memory, and a thread writes the copy. If a write fails,
 ``train.on_save_error`` decides at the end of the current step.
 
-The copy needs as much host memory as the checkpoint has bytes, for the rest of the run; on an accelerator it is
-page-locked. With sharded weights, each process copies and writes its own shards.
+The copy takes as much host memory as the checkpoint has bytes, page-locked on an accelerator, for the rest of the run.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     plugins:
       - checkpoint-best: {monitor: accuracy, keep_checkpoints: 1}
 
-They lie in ``checkpoints/best-*`` of the run folder, which the rotation of resume checkpoints does not touch. ``best``
-in ``summary.json`` has the step, the metric's name and value, and the path.
+They lie in ``checkpoints/best-*`` of the run folder, which ``train.keep_checkpoints`` does not count. ``best`` in
+``summary.json`` has step, metric, value and path.
 """
 
 from __future__ import annotations

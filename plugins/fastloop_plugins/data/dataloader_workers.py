@@ -1,12 +1,11 @@
-"""Reads and collates batches in worker processes, so that the device does not wait for data.
+"""Reads and collates batches in worker processes.
 
     plugins:
       - dataloader-workers: {num_workers: 4}
 
-The batches, and a dataset's random numbers, are the same for any number of workers from 1. ``auto`` uses all but one of
-the process's CPU cores, and at most 8; on CUDA, it leaves token ids in memory to the thread of ``device-prefetch``,
-because the training process must unpack each batch of a worker. ``/dev/shm`` needs room for ``num_workers`` x
-``prefetch_factor`` batches of each process; Docker gives it 64 MiB (``--shm-size``).
+Batches and random numbers are the same for any number of workers from 1. ``auto`` uses all but one of the process's CPU
+cores, and at most 8; on CUDA, it leaves token ids in memory to the thread of ``device-prefetch``. ``/dev/shm`` needs
+room for ``num_workers`` x ``prefetch_factor`` batches of each process; Docker gives it 64 MiB (``--shm-size``).
 """
 
 from __future__ import annotations

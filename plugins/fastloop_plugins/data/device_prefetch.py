@@ -3,11 +3,10 @@
     plugins:
       - device-prefetch
 
-Copies go from page-locked memory to the GPU on a separate CUDA stream. A thread reads and collates the next batches if
-that draws no random numbers, such as token ids in memory. Other data is read ahead with ``dataloader-workers``.
+A thread reads and collates the next batches if that draws no random numbers, such as token ids in memory. Other data is
+read ahead with ``dataloader-workers``.
 
-If a batch of your own dataset and collator follows from the ids of its samples, set ``deterministic = True`` on both. A
-task of your own also declares it, so that ``auto`` adds no workers.
+If a batch of your own dataset and collator follows from the ids of its samples, set ``deterministic = True`` on both.
 """
 
 from __future__ import annotations

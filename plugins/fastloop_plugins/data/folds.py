@@ -5,10 +5,10 @@
     plugins:
       - folds: {number: 0, of: 5}
 
-The samples of ``train`` and ``validation`` are divided into folds of equal size, with an equal share of each class if
-every sample has one: an integer attribute ``labels`` or ``targets`` of the datasets, or the last tensor of a
-``TensorDataset``. The ``test`` split stays as it is. Runs with the same ``train.seed`` have the same folds. `fastloop
-evaluate` refuses these two splits of such a run; its summary has the fold's metrics.
+The samples of ``train`` and ``validation`` are divided into equal folds, with an equal share of each class if every
+sample has one: an integer attribute ``labels`` or ``targets`` of the datasets, or the last tensor of a
+``TensorDataset``. ``train.seed`` determines the folds. `fastloop evaluate` refuses these two splits of such a run; its
+summary has the fold's metrics.
 """
 
 from __future__ import annotations

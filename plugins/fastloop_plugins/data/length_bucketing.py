@@ -1,11 +1,11 @@
-"""Batches samples of similar length together, so that little padding is computed.
+"""Batches samples of similar length together.
 
     plugins:
       - length-bucketing: {window: 100, max_tokens: 8192}
 
 Samples are shuffled, sorted by length inside windows of ``window`` batches, and the batches are shuffled again.
-Evaluation sorts all samples by length. Datasets are map-style with ``lengths`` or ``input_ids``. ``max_tokens`` limits
-the tokens of a micro-batch, padding included; steps still take ``train.batch_size`` samples.
+Datasets are map-style with ``lengths`` or ``input_ids``. ``max_tokens`` limits the tokens of a micro-batch, padding
+included; steps still take ``train.batch_size`` samples.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     plugins:
       - packing
 
-Samples, batches and order stay the same; only the shape changes, from (samples, longest) to (1, all tokens). For
-transformers models with selectable attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). Before training,
-the plugin computes two sequences both ways, and refuses a model whose results differ, as with a sliding window that is
-shorter than a sequence.
+Only the shape of batches changes, from (samples, longest) to (1, all tokens). For transformers models with selectable
+attention (BERT, DistilBERT, RoBERTa, GPT-2, Llama and similar). A trial before training refuses a model whose results
+differ, as with a short sliding window.
 
 On CUDA in half precision one kernel computes a whole row, padded to a multiple of ``data.pad_to_multiple_of`` tokens,
 so ``compile`` makes few graphs. Elsewhere attention is called once a sequence, and under ``compile`` a graph ends at

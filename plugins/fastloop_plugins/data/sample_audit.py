@@ -5,7 +5,7 @@
 
 ``sample-audit/rank-R.jsonl`` in the run folder has a line for each optimizer step of process R: ``step`` and ``epoch``
 (both from 0), and for each micro-batch its data-loader ``worker`` (-1: the process itself) and sample ``ids``. The main
-process checks them at an epoch's end. Machines share the folder.
+process checks them at an epoch's end, so machines must share the folder.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@
       - skip-unreadable: {limit: 100}
 
 A sample is unreadable if the dataset raises an error for it; in the text tasks, also if a row is not valid CSV or JSON,
-if its text is not a string, or if it has no label. The step of a skipped sample is smaller by one. The log names the
-first skipped samples, and the summary's ``unreadable_samples`` counts them. An iterable dataset ends at its first
-error.
+if its text is not a string, or if it has no label. The log names the first skipped samples, and the summary's
+``unreadable_samples`` counts them. An iterable dataset ends at its first error.
 """
 
 from __future__ import annotations

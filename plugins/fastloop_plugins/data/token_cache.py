@@ -1,12 +1,11 @@
-"""Caches token ids on disk, so that texts are tokenized once.
+"""Caches token ids on disk.
 
     plugins:
       - token-cache: {folder: auto}
 
-The cache holds token ids under a hash of the texts, the tokenizer's files and the options. Later runs, and other
-processes of the same run, map them into memory. If ``data.files`` and a pretrained tokenizer are unchanged, a run reads
-no text at all. ``auto`` is the folder ``fastloop/tokens`` in the user's cache, which you can delete at any time. If
-others may write to the folder, each user has a part of it, ``user-ID``.
+Later runs with the same texts, tokenizer files and options, and other processes of the same run, map them into memory.
+``auto`` is the folder ``fastloop/tokens`` in the user's cache, which you can delete at any time. If others may write to
+the folder, each user has a part of it, ``user-ID``.
 """
 
 from __future__ import annotations

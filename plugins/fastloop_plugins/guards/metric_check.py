@@ -1,11 +1,10 @@
-"""Tries the task's metrics on a batch before training, and explains their failures. On by default.
+"""Tries the task's metrics on a batch before training, and explains their failures.
 
     plugins:
       - metric-check
 
-Before the first step, every metric is updated once with the first batch of each evaluated split, and reset. Iterable
-datasets are left out. An error names the metric, the split, and the shapes and dtypes of the metric's arguments. A
-metric that fails later gets the same message.
+Before the first step, every metric is updated once with the first batch of each evaluated split, and reset. An error
+names the metric, the split, and the shapes and dtypes of the metric's arguments.
 """
 
 from __future__ import annotations

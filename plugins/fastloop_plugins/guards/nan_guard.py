@@ -3,13 +3,13 @@
     plugins:
       - nan-guard: {action: rollback, limit: 3}
 
-``stop`` ends the run. ``skip`` leaves weights and optimizer unchanged. ``rollback`` loads the newest checkpoint and
-resumes from there without the bad batch. ``bad_batches.jsonl`` in the run folder lists the samples of each such step,
-and of each step whose loss is a spike. An overflow in fp16 is not a failure: loss scaling skips the step.
+``skip`` leaves weights and optimizer unchanged. ``rollback`` loads the newest checkpoint and resumes without the bad
+batch. ``bad_batches.jsonl`` in the run folder lists the samples of such steps and of spikes. An overflow in fp16 is not
+a failure: loss scaling skips the step.
 
 On a CPU, each step is checked before its weights change; on other devices, every ``every`` steps, at the end of an
-epoch and before each checkpoint. There, ``skip`` costs a wait of the host at each step, unless the optimizer is a fused
-Adam, AdamW or SGD.
+epoch and before each checkpoint. There, ``skip`` costs a wait of the host at each step, unless Adam, AdamW or SGD is
+fused.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Checks that the optimizer holds the parameters that the model trains, and that its first steps change them.
 
-On by default.
-
     plugins:
       - optimizer-check
 
-If a plugin replaces weights after the optimizer was built, the new ones silently never train. The plugin compares the
-model's parameters with the optimizer's, by identity: a difference after ``build_optimizer`` is a warning, and one that
-``prepare``, ``after_prepare`` or ``before_fit`` introduces an error. Parameters that the first steps do not change are
-one warning. Later steps cost nothing.
+Weights that a plugin replaces after the optimizer was built would silently never train. A difference after
+``build_optimizer`` is a warning, and one that ``prepare``, ``after_prepare`` or ``before_fit`` introduces an error.
+Parameters that the first steps do not change are one warning.
 """
 
 from __future__ import annotations

@@ -4,10 +4,8 @@
       - watchdog: {timeout: 600}
 
 If a process makes no progress for ``timeout`` seconds, every process writes the stacks of its threads to
-``watchdog/rank-R.txt`` in the run folder and exits with code 1. The error names the process that is behind the others.
-A warning appears after half of that time. Several machines must share the run folder. Set ``timeout`` above the
-duration of the longest save, the first batch and a compilation. Without this plugin, torch notices a hang after 30
-minutes.
+``watchdog/rank-R.txt`` in the run folder and exits with code 1. Several machines must share the run folder. Set
+``timeout`` above the duration of the longest save, the first batch and a compilation.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     plugins:
       - attention: {implementation: auto}
 
-``auto`` selects FlashAttention 2 if its package is installed, the device is CUDA and the run computes in half
-precision. On a CPU it selects ``blocked``, which trains twice as fast as torch's kernel there. Otherwise it selects
-torch's scaled_dot_product_attention (``sdpa``). For transformers models; the other names come from transformers. On
-Hopper, ``sdpa`` prefers cuDNN's attention, which spends tens of milliseconds on a plan for each new shape, so keep
-shapes few, or set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``.
+``auto`` selects FlashAttention 2 if its package is installed, on CUDA in half precision. On a CPU it selects
+``blocked``, which trains twice as fast as torch's kernel there. Otherwise it selects torch's
+scaled_dot_product_attention (``sdpa``). For transformers models, whose names it takes. On Hopper, ``sdpa`` prefers
+cuDNN's attention, which is slow at each new shape: keep shapes few, or set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Stores the weights of convolutions in channels-last memory format, the fastest format for convolution kernels.
+"""Stores the weights of convolutions in channels-last memory format, the fastest for convolutions.
 
     plugins:
       - channels-last
 
-Activations follow the format of the weights. For models with 2-d or 3-d convolutions; the gain is largest with ``amp``
-on CUDA.
+For models with 2-d or 3-d convolutions; the gain is largest with ``amp`` on CUDA.
 """
 
 from __future__ import annotations

@@ -3,10 +3,8 @@
     plugins:
       - cls-last-layer
 
-In the last layer, keys and values need every token; queries, the output projection, the feed-forward part and the norms
-need only the first. With six layers, this saves a seventh of all computation. A trial on the model before training
-verifies the loss and its gradient. For tasks that declare ``output-per-text``, such as ``text-classification``, with
-architectures like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA, CamemBERT, ...).
+With six layers, this saves a seventh of all computation. For tasks that declare ``output-per-text``, such as
+``text-classification``, with architectures like BERT and DistilBERT (RoBERTa, XLM-R, ELECTRA, CamemBERT, ...).
 """
 
 from __future__ import annotations

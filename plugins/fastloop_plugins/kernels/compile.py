@@ -1,15 +1,14 @@
-"""Compiles the model with torch.compile: fused kernels instead of one kernel for each operation.
+"""Compiles the model with torch.compile.
 
     plugins:
       - compile: {mode: default}
 
-Lengths are padded to ``data.pad_to_multiple_of``, by default 64, so that the compiler meets few shapes. Compiled code
-is cached between runs. A model that cannot be compiled runs eagerly, with one warning. Weights keep their names. The
-summary's ``compile`` counts graphs, graph breaks and recompilations.
+Lengths are padded to ``data.pad_to_multiple_of``, by default 64. A model that cannot be compiled runs eagerly, with one
+warning.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with
-few shapes: ``data.padding: max_length``, and whole batches. ``print`` in the forward does not break a graph.
-``.item()`` does, unless ``capture_scalars`` is set.
+few shapes: ``data.padding: max_length``, and whole batches. ``.item()`` in the forward breaks a graph, unless
+``capture_scalars`` is set.
 """
 
 from __future__ import annotations

@@ -5,12 +5,10 @@
       - packing
       - cpu-attention
 
-Torch has no fast attention with dropout on a CPU. This kernel computes all sequences of a packed row, or a batch of
-sequences of equal length, in one call. Batches with a padding mask keep the attention that the model has. The kernel is
-compiled once into the user's cache. It needs a processor with AVX512-BF16, a C compiler, bf16 precision, and heads of
-32, 64 or 128 features. Otherwise the plugin logs the reason and changes nothing. Rate and independence of dropout match
-``nn.Dropout``; the random numbers differ. Method: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and
-Work Partitioning", 2023.
+The kernel computes all sequences of a packed row, or a batch of sequences of equal length, in one call. Batches with a
+padding mask keep the model's attention. It needs a processor with AVX512-BF16, a C compiler, bf16 precision, and heads
+of 32, 64 or 128 features. Otherwise the plugin logs the reason and changes nothing. Method: Dao, "FlashAttention-2:
+Faster Attention with Better Parallelism and Work Partitioning", 2023.
 """
 
 from __future__ import annotations

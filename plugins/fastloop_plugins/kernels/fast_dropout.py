@@ -3,10 +3,9 @@
     plugins:
       - fast-dropout
 
-On a CPU, torch draws the numbers of a mask one by one, and dropout in attention disables its fast attention kernel.
-This plugin uses a generator that is twenty times as fast, and computes attention with dropout by matrix products. Rate,
-scale and independence match ``nn.Dropout``; the random numbers differ. On other devices the plugin does nothing.
-``compile`` breaks its graph at each mask.
+The generator is twenty times as fast as torch's. Attention with dropout, for which torch has no fast kernel, is
+computed by matrix products. Rate, scale and independence match ``nn.Dropout``; the random numbers differ. ``compile``
+breaks its graph at each mask.
 """
 
 from __future__ import annotations

@@ -3,13 +3,11 @@
     plugins:
       - fused-loss
 
-With the 50,257 tokens of GPT-2, a batch of 16 x 1,024 tokens has 3.3 GB of float32 logits, and cross entropy keeps
-several times that. With this plugin, only the logits of ``chunk_tokens`` tokens exist at a time. Loss and gradients
-differ only by rounding. For tasks that declare ``next-token-loss``, such as ``causal-lm``.
+A batch of 16 x 1,024 tokens of GPT-2 has 3.3 GB of float32 logits. With this plugin, only those of ``chunk_tokens``
+tokens exist at a time. For tasks that declare ``next-token-loss``, such as ``causal-lm``.
 
-On CUDA, liger-kernel computes it, if it is installed: ``pip install 'fastloop-train[liger]'``. Elsewhere, and with
-``model.pad_vocab_to``, torch computes each chunk. A model that changes its logits after the head, such as by a soft
-cap, is refused.
+On CUDA, liger-kernel computes it, if it is installed (``pip install 'fastloop-train[liger]'``). Elsewhere, and with
+``model.pad_vocab_to``, torch computes each chunk. A model that changes its logits after the head is refused.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Steps the optimizer in one pass over the weights: with a fused kernel, or with one call for all tensors.
+"""Steps the optimizer in one pass over the weights.
 
     plugins:
       - fused-optimizer: {implementation: fused}
 
-``fused`` updates weights and moments in one kernel (CUDA, CPU and others). ``foreach`` runs each operation in one call
-for all weights, for optimizers without a fused kernel. ``8bit`` keeps the moments of Adam, AdamW and others in 8 bits,
-with bitsandbytes: a quarter of the memory, at lower precision. Weights with fewer than 4096 elements keep 32-bit
-moments. Method: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.
+``fused`` updates weights and moments in one kernel (CUDA, CPU and others). ``foreach`` is for optimizers without a
+fused kernel. ``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, with bitsandbytes: a quarter of the
+memory, at lower precision. Method: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.
 """
 
 from __future__ import annotations

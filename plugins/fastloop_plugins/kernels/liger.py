@@ -5,7 +5,7 @@
 
 For the architectures that liger-kernel supports (Llama, Qwen, Gemma, Mistral and others), on CUDA. Head and loss are
 fused only if the model computes the loss from ``labels`` in the batch. For ``causal-lm`` and other tasks that declare
-``next-token-loss``, add `fused-loss`. Liger patches some functions of transformers for the entire process.
+``next-token-loss``, add `fused-loss`. Liger patches functions of transformers for the entire process.
 """
 
 from __future__ import annotations

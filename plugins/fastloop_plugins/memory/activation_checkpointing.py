@@ -3,9 +3,8 @@
     plugins:
       - activation-checkpointing: {every: 1}
 
-Only the inputs of a block are kept between forward and backward. Dropout draws the same numbers both times. For
-transformers models, the plugin disables the key-value cache during training, which alone can change the last bits.
-Method: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+Dropout draws the same numbers both times. For transformers models, the key-value cache is off during training, which
+can change the last bits. Method: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
 """
 
 from __future__ import annotations

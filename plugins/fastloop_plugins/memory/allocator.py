@@ -1,14 +1,12 @@
-"""Tunes the memory allocator for training: freed memory stays in the process, so the next step does not page-fault.
+"""Tunes the memory allocator for training: freed memory stays in the process, so steps do not page-fault.
 
     plugins:
       - allocator
 
 On Linux, ``fastloop train`` restarts itself with tcmalloc if that is installed (Debian: libtcmalloc-minimal4), else
-with glibc's malloc configured to keep freed memory. From Python, a warning shows the environment variables to set.
+with glibc's malloc configured to keep freed memory. From Python, a warning shows what to set.
 
-On CUDA, the plugin sets ``expandable_segments:True``, so that segments grow instead of fragmenting when lengths vary. A
-user's own value and a backend other than ``native`` are kept. The summary's ``allocator`` counts page faults in a step,
-and CUDA's allocation retries.
+On CUDA, the plugin sets ``expandable_segments:True``. A user's own value and a backend other than ``native`` are kept.
 """
 
 from __future__ import annotations

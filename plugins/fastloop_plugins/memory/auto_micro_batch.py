@@ -3,11 +3,10 @@
     plugins:
       - auto-micro-batch
 
-A step keeps its samples and gets more micro-steps, so results differ only by the order of sums. ``micro_batch.json`` in
-the run folder holds the sizes, with which later runs of the recipe start. ``out_of_memory/`` holds the contents of the
-memory (CUDA: for pytorch.org/memory_viz). With several processes the run ends, since some wait for the gradients of the
-failed one; started again with ``--resume`` or by torchrun's ``--max-restarts``, all use the smaller batch. On a CPU,
-the system kills a process that uses too much memory. With ``limit_gib`` the allocation fails instead.
+A step keeps its samples, so results differ only by the order of sums. ``micro_batch.json`` in the run folder holds the
+sizes that later runs of the recipe start with. ``out_of_memory/`` holds the contents of the memory (CUDA: for
+pytorch.org/memory_viz). With several processes the run ends; started again with ``--resume`` or by torchrun's
+``--max-restarts``, all use the smaller batch. On a CPU, the system kills the process unless ``limit_gib`` is set.
 """
 
 from __future__ import annotations

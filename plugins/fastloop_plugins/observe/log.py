@@ -1,4 +1,4 @@
-"""Writes the log of a run to the run folder: ``metrics.jsonl`` (one object a log point) and ``log.txt``. On by default.
+"""Writes the log of a run to the run folder: ``metrics.jsonl`` (one object a log point) and ``log.txt``.
 
     plugins:
       - log
@@ -6,8 +6,8 @@
 
 A log point has the step, the epoch from 1 and, over the steps since the last one, the mean ``loss``,
 ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients before
-clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. Values of ``run.log()``
-follow under their own names. An evaluation is an object with its ``split``. A resumed run continues the same files.
+clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. An evaluation is an object
+with its ``split``.
 """
 
 from __future__ import annotations

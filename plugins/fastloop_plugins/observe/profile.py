@@ -4,9 +4,9 @@
       - profile: {wait: 5, warmup: 2, active: 5}
 
 Each process writes a trace, ``profile/rank0.*.pt.trace.json.gz`` for ui.perfetto.dev, chrome://tracing and TensorBoard,
-and ``profile/rank0.operations.txt``, the operations that took longest. Both show the loop's regions (``fastloop/data``,
-``fastloop/loss``, ...) and plugins' hooks (``fastloop/ema.after_step``). With ``memory`` on CUDA, the plugin also
-writes a history of allocations, for pytorch.org/memory_viz. Profiled steps are an eighth to a third slower.
+and ``profile/rank0.operations.txt``, the operations that took longest. Both show the loop's regions (``fastloop/data``)
+and plugins' hooks (``fastloop/ema.after_step``). ``memory`` on CUDA writes a history of allocations, for
+pytorch.org/memory_viz.
 """
 
 from __future__ import annotations

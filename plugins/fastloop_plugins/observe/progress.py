@@ -1,9 +1,7 @@
-"""Shows the progress of a run: a bar on a terminal and in a notebook, plain lines elsewhere. On by default.
+"""Shows the progress of a run: a bar on a terminal and in a notebook, plain lines elsewhere.
 
-    plugins:
-      - progress: {every: 10}
-
-``every`` is the interval of plain lines in seconds; ``refresh`` is the interval of the bar.
+plugins:
+  - progress: {every: 10}
 """
 
 from __future__ import annotations

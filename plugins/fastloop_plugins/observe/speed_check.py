@@ -1,14 +1,10 @@
 """Logs one line if a plugin that the recipe does not list is estimated to make training 1.3 times as fast.
 
-On by default.
-
     plugins:
       - speed-check
 
-It times 20 steps after the first five, counts padding and page faults, and measures the load of other programs, for the
-plugins' ``estimate_speedup``. It needs no profiler: `fastloop profile` measures. Plugins that change which samples a
-step trains on are left out, and so are runs that end within a minute. One more line follows if saves take that much of
-the time.
+It times 20 steps for the plugins' ``estimate_speedup``. Plugins that change which samples a step trains on are left
+out, and so are runs that end within a minute.
 """
 
 from __future__ import annotations

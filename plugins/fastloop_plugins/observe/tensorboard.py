@@ -4,7 +4,7 @@
       - tensorboard
     train: {log_every: 10}
 
-Needs the extra: ``pip install 'fastloop-train[tensorboard]'``. View it with ``tensorboard --logdir runs``.
+View them with ``tensorboard --logdir runs``.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
       - trackers: {trackers: [mlflow, wandb], project: reviews}
 
 Each tracker is a package of its own; ``pip install 'fastloop-train[trackers]'`` installs W&B and MLflow's client. A
-tracker reads its settings from the environment: ``MLFLOW_TRACKING_URI``, ``WANDB_MODE=offline``, and so on. The
-recipe's keys are parameters, without its secrets. Numbers of the summary are logged as ``summary/...``. A resumed run
-is a new run of the tracker. For TensorBoard, use the plugin ``tensorboard``, which continues the curves. fastloop's
-tests read the files of MLflow and offline W&B only.
+tracker reads its settings from the environment, such as ``MLFLOW_TRACKING_URI``. The recipe's keys are parameters,
+without its secrets. A resumed run is a new run of the tracker. The plugin ``tensorboard`` continues the curves.
+fastloop's tests read the files of MLflow and offline W&B only.
 """
 
 from __future__ import annotations

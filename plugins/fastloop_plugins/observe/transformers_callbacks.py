@@ -10,13 +10,12 @@
 
 A callback receives ``TrainingArguments`` made from the recipe, a ``TrainerState``, and a ``TrainerControl`` whose
 ``should_training_stop``, ``should_save`` and ``should_evaluate`` work. ``should_log`` is ignored with a warning, and
-``should_epoch_stop`` is an error. ``arguments`` adds fields that callbacks read; they do not change the run. The events
-have the order of the HF Trainer, except for these:
+``should_epoch_stop`` is an error. ``arguments`` does not change the run. The events have the order of the HF Trainer,
+except for these:
 
 * ``on_log`` with the values of a log point is called on the main process only.
 * Gradients are already cleared in ``on_optimizer_step``.
-* ``on_epoch_end`` follows the last evaluation after a stop, and precedes a last evaluation or save that is no multiple
-  of steps.
+* ``on_epoch_end`` follows the last evaluation after a stop, and precedes one that is no multiple of steps.
 * ``on_predict`` is the evaluation of the test split. ``on_push_begin`` does not occur.
 """
 

@@ -4,8 +4,8 @@
       - amp: {dtype: auto}
 
 ``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients
-overflow. A skipped step and its samples count, but the learning rate schedule does not advance. For fp8, list
-``torchao-fp8`` in addition to ``amp: {dtype: bf16}``.
+overflow. A skipped step counts, but does not advance the learning rate schedule. For fp8, list ``torchao-fp8`` in
+addition to ``amp: {dtype: bf16}``.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     plugins:
       - matmul-precision: {precision: high}
 
-For CUDA devices with TF32 units (compute capability 8.0 and later). It also applies to convolutions. With ``amp`` in
-bf16, little is left to gain. The setting is global to the process; the plugin restores it at the end of the run.
+For CUDA devices with TF32 units (compute capability 8.0 and later). With ``amp`` in bf16, little is left to gain.
 """
 
 from __future__ import annotations

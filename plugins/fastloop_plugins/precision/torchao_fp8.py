@@ -6,8 +6,8 @@
       - compile
 
 Weights and optimizer stay in fp32. For CUDA devices with fp8 matrix units (H100 and newer). It pays off for layers with
-thousands of features, together with ``compile``, which fuses the casts. ``amp: {dtype: bf16}`` covers the rest of the
-forward pass. ``rowwise`` scales each row separately, which is more accurate and slower.
+thousands of features, together with ``compile``. ``rowwise`` scales each row separately, which is more accurate and
+slower.
 """
 
 from __future__ import annotations

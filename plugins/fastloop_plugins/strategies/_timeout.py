@@ -9,7 +9,7 @@ from fastloop_plugins._time import parse_time
 
 Timeout = Annotated[
     float | str | None,
-    option("Time to wait for another process, in seconds or such as 10m; null: torch's default, 10 or 30 minutes."),
+    option("Longest wait for another process, in seconds or such as 10m; null: torch's 10 or 30 minutes."),
 ]
 
 

@@ -4,10 +4,9 @@
       - cpu-affinity: {denormals: false}
 
 The processes of a machine divide its cores evenly, with one thread for each core, or as many as a container's quota
-permits. Numbers below 1e-38 become zero, since some processors compute with them a hundred times slower. OpenMP's
-threads spin while they wait, which is fastest on an idle machine. If other programs use half a core or more at the
-start, waiting threads sleep; ``wait: passive`` is for machines whose load comes later. With one of two cores busy,
-MiniLM trains on 1.3 samples a second with spinning threads, and on 5.5 with sleeping ones.
+permits. Some processors compute with numbers below 1e-38 a hundred times slower. OpenMP's threads spin while they wait,
+and sleep if other programs use half a core or more at the start. ``wait: passive`` is for machines whose load comes
+later.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
       - ddp
 
 Start one process for each device: ``fastloop train recipe.yaml --nproc 4``, ``torchrun`` or ``accelerate launch``.
-``train.batch_size`` is the total over all processes. With one process, the plugin does nothing. ``compress: bf16``
-all-reduces gradients in bf16, which rounds them. fp16 has smaller errors, but overflows above 65,504.
+``train.batch_size`` is the total over all processes. ``compress: bf16`` all-reduces gradients in bf16, which rounds
+them. fp16 has smaller errors, but overflows.
 """
 
 from __future__ import annotations

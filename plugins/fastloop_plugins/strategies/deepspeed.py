@@ -4,8 +4,8 @@
       - deepspeed: {stage: 2}
 
 Stage 1 shards the optimizer state, stage 2 also the gradients, stage 3 also the weights. With ``amp`` in bf16, the
-weights stay in fp32. Every process builds the full model on its CPU first. A checkpoint of shards resumes on any number
-of processes, under another stage, another strategy, or none.
+weights stay in fp32. Every process builds the full model on its CPU first. A checkpoint resumes on any number of
+processes, under another stage or strategy.
 
 ``config`` names a JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a
 contradiction is an error. ``"bf16": {"enabled": true}`` in it keeps the weights in bf16 with a sharded copy in fp32, as

@@ -4,14 +4,12 @@
       - fsdp
 
 With ``amp`` in bf16, weights are gathered in bf16, gradients are reduced in fp32, and the weights that the optimizer
-steps stay in fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16, so the model must
-not mix in tensors of another dtype. ``shard_within: 8`` shards within groups of 8 consecutive processes, such as those
-of a machine (hybrid sharding). ``cpu_offload`` needs a GPU.
+steps stay in fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16. ``shard_within: 8``
+shards within groups of 8 processes, such as those of a machine (hybrid sharding). ``cpu_offload`` needs a GPU.
 
 Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open; others are
 refused. Parameters without dimensions, and optimizers such as Adafactor and Rprop, whose operations torch lacks for
-shards, are refused. A weight that no process used in a step keeps its value. Any number of processes can read the
-sharded checkpoint; ``model/`` holds the full weights. Method: Zhao et al., "PyTorch FSDP", 2023.
+shards, are refused. Any number of processes can read the sharded checkpoint. Method: Zhao et al., "PyTorch FSDP", 2023.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@
 
 The model must have a plan: the layers to divide by columns and by rows (``tp_plan``), as Llama, Qwen and Mistral have.
 Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole. Experts and
-fused layers are refused. The processes exchange activations in each layer, so they need a fast connection. The plugin
-is not tested with ``compile``, and not on a GPU.
+fused layers are refused. The processes need a fast connection. The plugin is not tested with ``compile``, and not on a
+GPU.
 
-All processes together form one copy of the model, and ``train.batch_size`` is not divided. Dropout of the attention
-weights repeats between the shares of the heads. Any number of processes can read the sharded checkpoint. Method:
-Shoeybi et al., "Megatron-LM", 2019.
+Dropout of the attention weights repeats between the shares of the heads. Any number of processes can read the sharded
+checkpoint. Method: Shoeybi et al., "Megatron-LM", 2019.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
       - ema: {decay: 0.999}
 
 After every ``update_every``-th step, the average moves by ``1 - decay`` towards the weights. With ``warmup``, the decay
-starts small, at ``(1 + n) / (10 + n)`` after ``n`` updates, so that the average quickly leaves the initial weights.
+is at most ``(1 + n) / (10 + n)`` after ``n`` updates, so the average quickly leaves the initial weights.
 """
 
 from __future__ import annotations

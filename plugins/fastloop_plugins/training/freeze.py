@@ -3,9 +3,9 @@
     plugins:
       - freeze: {match: ["*.embeddings.*", "*.layer.0.*"]}
 
-``match`` is one pattern of parameter names of the model as built, or a list: ``*`` stands for any characters, dots
-included. With ``lora``, a pattern of a layer freezes its adapters. Every pattern must match a parameter, and some
-parameter must stay trained. Dropout stays active in frozen modules, and batch norm updates its statistics.
+In patterns of parameter names, ``*`` stands for any characters, dots included. With ``lora``, a pattern of a layer
+freezes its adapters. Every pattern must match a parameter. Dropout stays active in frozen modules, and batch norm
+updates its statistics.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@
 
 With ``s`` steps done, ``w`` warm-up steps and ``n`` steps in the run, the rate is ``lr * s / w`` during warm-up. Then
 it is ``lr`` times, with ``p = (s - w) / (n - w)``: linear ``1 - p``, cosine ``(1 + cos(pi p)) / 2``, constant 1; scaled
-to end at ``min_ratio``. Other schedules are a class of ``torch.optim.lr_scheduler``, a name of transformers'
-``get_scheduler``, or ``file.py:name``, a function or class ``(optimizer, **arguments)``:
+to end at ``min_ratio``. Other schedules are a class of ``torch.optim.lr_scheduler``, a name of ``get_scheduler`` of
+transformers, or ``file.py:name``, called with ``(optimizer, **arguments)``:
 
     plugins:
       - lr-scheduler: {schedule: OneCycleLR, arguments: {pct_start: 0.1}}
       - lr-scheduler: {schedule: warmup_stable_decay, warmup: 0.05, arguments: {num_decay_steps: 100}}
 
 The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and ``num_warmup_steps``, unless
-``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. A run with
-``CosineAnnealingLR`` or ``OneCycleLR`` does not resume with another number of steps.
+``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. With ``CosineAnnealingLR`` or
+``OneCycleLR``, a run resumes only with the same number of steps.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     plugins:
       - muon-optimizer: {adamw: ["head.*"]}      # optional: 2-D weights that AdamW steps
 
-AdamW also steps embeddings and the output layer of a language model, as the method prescribes; for a classifier's
-output layer, set ``adamw``. Both use ``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn:
-match_rms_adamw`` scales Muon's updates to the size of AdamW's. The arguments in ``train.optimizer`` are Muon's. Several
-processes need ``ddp``: sharded weights are refused.
+AdamW also steps embeddings and the output layer of a language model; for a classifier's, set ``adamw``. Both use
+``train.lr`` and ``train.weight_decay``: by default, ``adjust_lr_fn: match_rms_adamw`` scales Muon's updates to the size
+of AdamW's. The arguments in ``train.optimizer`` are Muon's. Several processes need ``ddp``: sharded weights are
+refused.
 
 Methods: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; Liu et al., "Muon is Scalable
 for LLM Training", 2025.

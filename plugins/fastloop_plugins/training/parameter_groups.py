@@ -12,11 +12,11 @@ On by default if the recipe has one of its keys.
     plugins:
       - parameter-groups                             # needs no entry
 
-``match`` is one pattern of parameter names of the model as built, or a list: ``*`` stands for any characters, dots
-included. The other keys are arguments of the optimizer; a later entry overrides an earlier one. Schedules multiply the
-rate of each group. With ``n`` blocks, block ``i`` (from 0) learns with ``lr * layer_lr_decay ** (n - i)``, parameters
-before the first block with exponent ``n + 1``, and those after the last block with ``lr``. An ``lr`` of an entry does
-not decay. Norms are modules whose class name contains ``Norm``. Method: Clark et al., "ELECTRA", 2020.
+In patterns of parameter names, ``*`` stands for any characters, dots included. The other keys are arguments of the
+optimizer; a later entry overrides an earlier one. Schedules multiply the rate of each group. With ``n`` blocks, block
+``i`` (from 0) learns with ``lr * layer_lr_decay ** (n - i)``, parameters before the first block with exponent ``n +
+1``, and those after the last block with ``lr``. An ``lr`` of an entry does not decay. Method: Clark et al., "ELECTRA",
+2020.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def test_a_thread_changes_no_number(work: str) -> None:
 
 
 def test_the_training_thread_collates_only_the_first_batch_of_a_pass() -> None:
-    """The count in docs/benchmarks.md."""
+    """One batch of ten, on CUDA without workers."""
     counts = []
     for thread in (False, True):
         shutil.rmtree("run", ignore_errors=True)

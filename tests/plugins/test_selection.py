@@ -169,7 +169,7 @@ def test_plugins_whose_hooks_raise_leave_with_their_reasons(caplog):
     ]
     assert {"amp", "fast-dropout", "reads-mean"} <= set(run.plugins.names())
     assert not {"packing", "cls-last-layer"} & {*run.plugins.names(), *run.recipe.plugins}
-    assert type(run.loaders.collators["train"]).__name__ == "Collator", "that of the task, without packing"
+    assert type(run.loaders.collators["train"]).__name__ == "PaddedCollator", "that of the task, without packing"
     assert execute(run)["status"] == "completed"
 
 

@@ -1,7 +1,9 @@
 """Shows the progress of a run: a bar on a terminal and in a notebook, plain lines elsewhere.
 
-plugins:
-  - progress: {every: 10}
+    plugins:
+      - progress: {every: 10}
+
+On by default.
 """
 
 from __future__ import annotations

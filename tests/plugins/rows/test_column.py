@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import random
+import threading
 import tracemalloc
 from pathlib import Path
 
@@ -18,6 +19,12 @@ from fastloop_plugins.rows.column import Column, in_blocks
 
 SIZE = 500
 """Characters of a text."""
+
+
+@pytest.fixture(autouse=True)
+def _with_a_store_of_its_own(monkeypatch):
+    """Columns of an earlier test may be alive, in cycles that nothing has collected yet."""
+    monkeypatch.setattr(column, "CURRENT", threading.local())
 
 
 @pytest.mark.parametrize("in_memory", [column.IN_MEMORY, 100])

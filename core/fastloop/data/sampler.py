@@ -92,10 +92,15 @@ class StepSampler(Sampler[MicroBatchIds]):
             return [part[first : first + size] for part, size in parts for first in range(0, len(part), size)]
         return [ids[first : first + self.micro_batch_size] for first in range(0, len(ids), self.micro_batch_size)]
 
+    def steps(self, first: int = 0) -> Iterator[tuple[int, list[list[int]]]]:
+        """Yield the place of each step's first sample in the epoch, and the micro-batches of all processes."""
+        order, size = self.order(), self.batch_size
+        return (
+            (start, self.micro_batches(list(order[start : start + size]))) for start in range(first, self.size, size)
+        )
+
     def __iter__(self) -> Iterator[MicroBatchIds]:
-        order = self.order()
-        for start in range(self.start, self.size, self.batch_size):
-            parts = self.micro_batches(list(order[start : start + self.batch_size]))
+        for start, parts in self.steps(self.start):
             for first in range(0, len(parts), self.world_size):
                 own = first + self.rank
                 ids = MicroBatchIds(parts[own] if own < len(parts) else parts[first][:1])

@@ -126,9 +126,9 @@ class LengthBucketing(Plugin):
             logger.warning("length-bucketing: all samples have length %d: there is nothing to sort", lengths[0])
             return
         sampler: Any = run.train_loader.sampler
-        ids, size, micro = list(sampler.order()), sampler.batch_size, run.loaders.micro_batch_size
-        steps = [sampler.micro_batches(ids[first : first + size]) for first in range(0, len(ids), size)]
-        plain = [list(range(first, min(first + micro, len(ids)))) for first in range(0, len(ids), micro)]
+        size, micro = sampler.size, run.loaders.micro_batch_size
+        steps = [micro_batches for _, micro_batches in sampler.steps()]
+        plain = [list(range(first, min(first + micro, size))) for first in range(0, size, micro)]
         shapes = self.shapes(lengths, (batch for step in steps for batch in step))
         share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
         logger.info(

@@ -168,8 +168,7 @@ class Packing(Plugin):
         lengths, sampler = getattr(run.datasets["train"], "lengths", None), run.train_loader.sampler
         if lengths is None or sampler is None:
             return
-        order, size = list(sampler.order()), sampler.batch_size
-        steps = [sampler.micro_batches(order[first : first + size]) for first in range(0, len(order), size)]
+        steps = [micro_batches for _, micro_batches in sampler.steps()]
         batches = [[int(lengths[index]) for index in batch] for step in steps for batch in step]
         rows = [sum(batch) for batch in batches]
         share = 1 - sum(rows) / sum(max(batch) * len(batch) for batch in batches)

@@ -21,13 +21,11 @@ from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.json import Json
 from fastloop_plugins.rows.lines import codec_of
 from fastloop_plugins.rows.options import Read
-from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, format_of, installed_formats
+from fastloop_plugins.rows.paths import COMPRESSIONS, CONLL, PACKED, format_of, installed_formats
 from fastloop_plugins.rows.table import Table, list_values, missing_column
 from fastloop_plugins.rows.text import Text
 from fastloop_plugins.rows.webdataset import Tar
 
-CONLL = ".conll"
-"""Suffix of CoNLL files."""
 READERS: dict[str, type[File] | None] = {
     ".csv": Delimited,
     ".tsv": Delimited,

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".tar", ".txt")
 """Suffixes of the files that text tasks read."""
+CONLL = ".conll"
+"""Suffix of CoNLL files, which token classification reads, too."""
 GROUP = "fastloop.formats"
 """Entry-point group of readers of other packages. The name of an entry is a suffix, such as ``.toml``, and its value a
 class that extends ``File``."""

@@ -101,11 +101,11 @@ def read_source(name: str) -> Path | Iterable[str]:
     if not name.strip():
         raise UsageError("found an empty text to predict. Expected a FILE, - for stdin, or a TEXT.")
     if len(name) < 4096 and "\n" not in name:
-        from fastloop_plugins.rows.paths import COMPRESSIONS, FORMATS, installed_formats
+        from fastloop_plugins.rows.paths import COMPRESSIONS, CONLL, FORMATS, installed_formats
 
         if Path(name).exists():
             return Path(name)
-        if " " not in name and name.lower().endswith((*FORMATS, *installed_formats(), ".conll", *COMPRESSIONS)):
+        if " " not in name and name.lower().endswith((*FORMATS, *installed_formats(), CONLL, *COMPRESSIONS)):
             raise UsageError(f"{name}: no such file.")
     return [name]
 

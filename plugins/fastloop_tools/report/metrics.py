@@ -19,6 +19,8 @@ Points = list[tuple[float, float]]
 """(step, value) of each point."""
 MOST = 300
 """Most points that a series keeps: a line of about one point for each of its pixels on the page."""
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
 BLOCK = 2**22
 """Bytes that are read at once."""
 TAIL = 4096
@@ -130,7 +132,7 @@ class Metrics:
             if len(rows) != (count or len(data) > 0):
                 raise ValueError("a row that is not a line")
             points = read_points(rows)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except MALFORMED:
             if not count:
                 return
             number = self._number + 1 + find_malformed(data)
@@ -176,6 +178,6 @@ def find_malformed(data: bytes) -> int:
     for index, line in enumerate(lines):
         try:
             read_points([from_json(line)])
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        except MALFORMED:
             return index
     return len(lines) - 1

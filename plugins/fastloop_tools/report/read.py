@@ -12,14 +12,12 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml as plain
-from fastloop_tools.report.metrics import Metrics, Series
+from fastloop_tools.report.metrics import MALFORMED, Metrics, Series
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
 """The file that a folder has instead of a run -> its part of ``Found``."""
 EVALUATIONS = "evaluation"
 """The folder in a run folder with results of ``fastloop evaluate``."""
-MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
 
 
 @dataclass

@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
 from fastloop.recipe import secrets
-from fastloop_tools.report.read import MALFORMED
+from fastloop_tools.report.metrics import MALFORMED
 from fastloop_tools.report.tables import compare, flat
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 

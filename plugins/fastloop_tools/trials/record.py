@@ -13,7 +13,8 @@ from typing import Any
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime import files
-from fastloop_tools.report.read import MALFORMED, read_json
+from fastloop_tools.report.metrics import MALFORMED
+from fastloop_tools.report.read import read_json
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 from fastloop_tools.trials.statistics import mean_interval
 from fastloop_tools.trials.tables import show_table

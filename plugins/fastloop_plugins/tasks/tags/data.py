@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.conll import Columns
-from fastloop_plugins.rows.formats import CONLL, Layout
-from fastloop_plugins.rows.paths import find_files, format_of
+from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.paths import CONLL, find_files, format_of
 from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData

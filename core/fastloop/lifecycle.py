@@ -21,10 +21,10 @@ from fastloop.checkpoint import folder, resume
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
-from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
+from fastloop.plugins.installed import part
 from fastloop.plugins.manager import make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
@@ -186,17 +186,16 @@ def explain_errors(run: Run) -> Iterator[None]:
 
 
 def _build_accelerator(run: Run) -> None:
-    recipe, plugins = run.recipe, run.plugins
     # torch does not know the quota of a control group
     if (cores := platform_support.cores()) < len(platform_support.processors()):
         torch.set_num_threads(min(torch.get_num_threads(), cores))
-    run.settings = plugins.configure(recipe)
-    run.accelerator, run.processes = build_accelerator(recipe, plugins, run.settings)
+    run.settings = run.plugins.configure(run.recipe)
+    run.accelerator, run.processes = build_accelerator(run.recipe, run.plugins, run.settings)
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
-    sharing = Processes() if run.settings.same_batches else run.processes
-    run.loaders = Loaders(recipe, run.settings, sharing, *micro_batches(recipe, sharing.world_size))
+    sharing = part("process-groups").take_every(run.processes, run.settings.processes_per_batch)
+    run.loaders = Loaders(run.recipe, run.settings, sharing, *micro_batches(run.recipe, sharing.world_size))
 
 
 def _build_loaders(run: Run) -> None:

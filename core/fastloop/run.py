@@ -178,7 +178,7 @@ class Run:
             if self.loaders.processes.world_size == 1:
                 self._totals = batches, repeat(own).__next__  # no Python call
             else:
-                sums = self.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
+                sums = self.loaders.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
                 self._totals = batches, cache(lambda: BatchTotals.read(sums()))
         return self._totals[1]
 

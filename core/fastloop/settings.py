@@ -83,8 +83,8 @@ class Settings:
     """``split(dataset, ids, processes)`` divides a step's sample ids into micro-batches. It must return every id once,
     and the same result on all processes. In each micro-step, every process takes the next micro-batch. Also used for
     evaluation."""
-    same_batches: bool = False
-    """All processes train on all samples of a step."""
+    processes_per_batch: int = 1
+    """This many consecutive processes train on the same samples; 0: all processes. If there are fewer, all of them."""
     optimizer: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Arguments of the optimizer's class beside ``lr`` and ``weight_decay``, such as ``fused``. It starts with those in
     ``train.optimizer``, which plugins cannot change."""

@@ -49,8 +49,8 @@ def plan(
 
     settings = resolution.configure(loaded)
     world_size = nproc or ranks.world_size()
-    part("plugin-checks").check_processes(loaded, resolution, world_size)
-    sharing = 1 if settings.same_batches else world_size
+    part("plugin-checks").check_processes(loaded, resolution, settings, world_size)
+    sharing = max(1, world_size // (settings.processes_per_batch or world_size))
     device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)
     values = vars(settings) | {

@@ -39,7 +39,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
-    part("plugin-checks").check_processes(recipe, resolution, world_size() if recipe.inference is None else 1)
+    part("plugin-checks").check_processes(recipe, resolution, settings, world_size() if recipe.inference is None else 1)
     # explicit, because otherwise Accelerate does not connect processes on CPUs
     cpu = this_machine(recipe.train.device).device == "cpu"
     if AcceleratorState._shared_state and AcceleratorState().mixed_precision != settings.mixed_precision:

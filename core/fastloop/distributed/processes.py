@@ -26,6 +26,7 @@ class Processes:
         world_size: Number of processes.
         is_main: Whether this process writes files and logs: rank 0.
         host_group: The process group for CPU tensors and objects; None: the default group, or one process.
+        device_group: The process group for tensors on the device; None: the default group.
 
     Args:
         timeout: How long a process waits for another; None: torch's default.
@@ -39,6 +40,7 @@ class Processes:
         self.is_main = self.rank == 0
         self._timeout = timeout
         self.host_group: torch.distributed.ProcessGroup | None = self.new_host_group() if needs_group else None
+        self.device_group: torch.distributed.ProcessGroup | None = None
 
     def new_host_group(self) -> torch.distributed.ProcessGroup:
         """A further group for CPU tensors and objects. Every process must call it."""
@@ -70,7 +72,7 @@ class Processes:
     def all_reduce_mean(self, tensor: Tensor) -> Tensor:
         """Average a device tensor over all processes, in place. The host does not wait."""
         if self.world_size > 1:
-            torch.distributed.all_reduce(tensor)
+            torch.distributed.all_reduce(tensor, group=self.device_group)
             tensor /= self.world_size
         return tensor
 

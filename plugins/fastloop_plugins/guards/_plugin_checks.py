@@ -24,6 +24,7 @@ from fastloop.plugins.plugin import DISTRIBUTION, Numerics, Plugin
 from fastloop.plugins.resolve import predecessors, refers
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
+from fastloop.settings import Settings
 from fastloop.strategy import METHODS, Strategy
 
 log = logging.getLogger("fastloop")
@@ -111,17 +112,24 @@ def check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None
         )
 
 
-def check_processes(recipe: Recipe, resolution: PluginSet, processes: int) -> None:
-    """Check that a strategy connects the processes of a run, if it has several.
+def check_processes(recipe: Recipe, resolution: PluginSet, settings: Settings, processes: int) -> None:
+    """Check that a strategy connects the processes of a run, if it has several, and divides them evenly.
 
     Raises:
-        PluginError: No plugin fills the slot ``strategy``.
+        PluginError: No plugin fills the slot ``strategy``, or the number of processes does not fit.
     """
     if processes > 1 and resolution.in_slot("strategy") is None:
         raise PluginError(
             f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which "
             "joins them. "
             "List one: `fastloop plugins` shows who fills it."
+        )
+    size = settings.processes_per_batch
+    if 0 < size < processes and processes % size:
+        raise PluginError(
+            f"{recipe.where}: plugin {settings.writers['processes_per_batch']!r} divides each layer over {size} "
+            f"processes, and {processes} are not a multiple of {size}. Start "
+            f"{processes // size * size} or {(processes // size + 1) * size}."
         )
 
 

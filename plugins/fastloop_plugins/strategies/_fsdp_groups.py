@@ -52,19 +52,26 @@ def _post_backward(group: Any, post_backward: Callable[[], None], gradients: Gra
     post_backward()
 
 
-def make_mesh(run: Run, shard_within: int | None) -> DeviceMesh:
-    """The processes in one dimension to shard over, or with ``shard_within`` in two: (copies of the model, shards of
-    one)."""
+def make_meshes(run: Run, shard_within: int | None, tensor: int | None) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The processes to shard over, and those that divide each layer.
+
+    The first mesh has one dimension, or with ``shard_within`` two: (copies of the model, shards of one). The second one
+    has one dimension of consecutive processes; None: layers are not divided.
+    """
     from torch.distributed.device_mesh import init_device_mesh
 
-    size, world_size = shard_within or run.world_size, run.world_size
+    where, world_size = f"{run.recipe.where}: plugins.fsdp.shard_within", run.world_size
+    inner = min(tensor or 1, world_size)
+    size = shard_within or world_size
     if world_size % size:
         fits = ", ".join(str(part) for part in range(2, world_size + 1) if world_size % part == 0)
-        problem = f"{world_size} processes are not a multiple of {size}. Expected one of: {fits}."
-        raise PluginError(f"{run.recipe.where}: plugins.fsdp.shard_within: {problem}")
-    if size == world_size:
-        return init_device_mesh(run.device.type, (size,))
-    return init_device_mesh(run.device.type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+        raise PluginError(f"{where}: {world_size} processes are not a multiple of {size}. Expected one of: {fits}.")
+    if size % inner:
+        raise PluginError(f"{where}: {size} processes are not a multiple of the {inner} of plugins.fsdp.tensor.")
+    shape = (world_size // size, size // inner, inner)
+    mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    outer = mesh["shard"] if size == world_size else mesh["replicate", "shard"]
+    return outer, mesh["tensor"] if inner > 1 else None
 
 
 @contextmanager

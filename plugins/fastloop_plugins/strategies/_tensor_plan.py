@@ -20,21 +20,43 @@ HEADS = ("num_attention_heads", "num_key_value_heads")
 GATHERED = ("colwise_rep", "colwise_gather_output")
 """Styles of a linear layer that is divided by columns, and whose full output each process gets."""
 
+ADAPTERS = {"colwise": "lora_B", "rowwise": "lora_A"}
+"""Style of a linear layer -> which of its low-rank adapters is divided like it. The other one stays whole."""
+
 
 class SummedGradients(ParallelStyle):
     """Keeps a module whole. Each process applies it to its share of the heads, so its gradients are summed over the
     processes."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def total(gradient: Tensor) -> Tensor:
-            gradient = gradient.clone()
-            torch.distributed.all_reduce(gradient, group=device_mesh.get_group())
-            return gradient
+        forward, group = module.forward, device_mesh.get_group()
 
-        for weight in module.parameters():
-            if weight.requires_grad:
-                weight.register_hook(total)  # type: ignore[no-untyped-call]
+        def forward_summed(*inputs: Any, **options: Any) -> Any:
+            whole = dict(module._parameters)  # those of the moment: fsdp exchanges them
+            try:
+                for name, weight in whole.items():
+                    module._parameters[name] = weight if weight is None else _Sum.apply(weight, group)  # type: ignore[no-untyped-call]
+                return forward(*inputs, **options)
+            finally:
+                module._parameters.update(whole)
+
+        module.forward = forward_summed
         return module
+
+
+class _Sum(torch.autograd.Function):
+    """Returns a tensor unchanged, and sums its gradient over the processes of a group."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> dict[str, ParallelStyle]:
@@ -58,18 +80,24 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
         rule = rule_of(rules, name)
         if rule is None or rule == "replicate" or any(uses[id(weight)] > 1 for weight in module.parameters()):
             continue
-        style, size = _style(rule, module)
-        if style is None:
+        layer = getattr(module, "base_layer", module)  # without adapters
+        style, size = _style(rule, layer)
+        if style is None or (layer is not module and rule not in ADAPTERS):
             raise PluginError(
-                f"{where}: the plan of the model has {rule!r} for {name}, a {type(module).__name__}. Use fsdp or ddp."
+                f"{where}: the plan of the model has {rule!r} for {name}, a {type(layer).__name__}"
+                f"{' with adapters' * (layer is not module)}. Use fsdp or ddp."
             )
-        if size % processes and (rule in GATHERED or isinstance(module, nn.Embedding)):
+        if size % processes and (rule in GATHERED or isinstance(layer, nn.Embedding)):
             continue  # its inputs and outputs are whole in any case
         if size % processes:
             raise PluginError(
                 f"{where}: {name} has {size} features, not a multiple of the {processes} processes. Use fsdp or ddp."
             )
-        found[name] = style
+        if layer is module:
+            found[name] = style
+            continue
+        found[f"{name}.base_layer"] = style
+        found |= {f"{name}.{ADAPTERS[rule]}.{adapter}": style for adapter in getattr(module, ADAPTERS[rule])}
     return found
 
 

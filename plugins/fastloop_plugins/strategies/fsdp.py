@@ -7,6 +7,10 @@ With ``amp`` in bf16, weights are gathered in bf16, gradients are reduced in fp3
 steps stay in fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16. ``shard_within: 8``
 shards within groups of 8 processes, such as those of a machine (hybrid sharding). ``cpu_offload`` needs a GPU.
 
+``tensor: 4`` also divides each layer over 4 consecutive processes, which train on the same samples
+(`tensor-parallel`); the others shard. With ``shard_within: 4``, too, each 4 processes hold one copy of the model, as
+with ddp around tensor parallelism.
+
 Under ``accelerate launch``, the recipe takes over the settings of ``fsdp_config`` that it leaves open; others are
 refused. Parameters without dimensions, and optimizers such as Adafactor and Rprop, whose operations torch lacks for
 shards, are refused. Any number of processes can read the sharded checkpoint. Method: Zhao et al., "PyTorch FSDP", 2023.
@@ -22,10 +26,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Device, PluginError, Strategy, When, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
-from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_mesh
+from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_meshes
 from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
+from fastloop_plugins.strategies._tensor_group import CONFLICTS, TensorGroup, clip_divided, step_one_by_one
 from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
@@ -33,6 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
+    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._memory_layout import Layout
 
@@ -61,6 +67,9 @@ class FSDP(Strategy):
         shard_within: Annotated[int | None, option("Processes that share one copy of the model; null: all.", ge=2)] = (
             None
         )
+        tensor: Annotated[
+            int | None, option("Consecutive processes that divide each layer (tensor-parallel); null: none.", ge=2)
+        ] = None
         param_dtype: Annotated[
             Literal["fp32", "bf16"] | None,
             option("Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32."),
@@ -86,23 +95,33 @@ class FSDP(Strategy):
         super().__init__(**options)
         self.gradients: Gradients | None = None  # with one process
         self.order: ModuleOrder | None = None
+        self.group: TensorGroup | None = None  # with divided layers
         if "bf16" in (self.config.param_dtype, self.config.reduce_dtype):
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
     @hookimpl
-    def check_recipe(self, recipe: Recipe) -> None:
+    def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
         from fastloop_plugins.strategies._fsdp_launcher import take_over
 
         take_over(recipe, self)
+        if self.config.tensor is None:
+            return
+        where = f"{recipe.where}: plugins.fsdp.tensor"
+        for name in CONFLICTS.keys() & plugins.names():
+            raise PluginError(f"{where}: excludes the plugin {name!r}: {CONFLICTS[name]} Remove one of them.")
+        if self.config.meta_device:
+            raise PluginError(f"{where}: needs the full model in each process. Set plugins.fsdp.meta_device: false.")
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
+        settings = {"processes_per_batch": self.config.tensor} if self.config.tensor else {}
+        settings |= read_timeout(self)
         if not self.config.cpu_offload:
-            return read_timeout(self)
+            return settings
         from accelerate.utils import InitProcessGroupKwargs
 
         # gradients are on the host when they are clipped
-        return {"init_handler": InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl"), **read_timeout(self)}
+        return {"init_handler": InitProcessGroupKwargs(backend="cpu:gloo,cuda:nccl"), **settings}
 
     @hookimpl(wrapper=True)
     def build_model(self, run: Run) -> Generator[None, Any, Any]:
@@ -133,7 +152,8 @@ class FSDP(Strategy):
         if "bf16" in (given, config.reduce_dtype):
             policy = MixedPrecisionPolicy(dtypes[given], dtypes[config.reduce_dtype], torch.float32)
         offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
-        options: dict[str, Any] = {"mesh": make_mesh(run, config.shard_within), "offload_policy": offload}
+        mesh, inner_mesh = make_meshes(run, config.shard_within, config.tensor)
+        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
         blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if not blocks:
             logger.warning(
@@ -142,6 +162,8 @@ class FSDP(Strategy):
         refuse_ties(model, blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if precision == given == "bf16" and run.device.type == "cpu":
             match_norm_inputs(model)
+        if inner_mesh is not None:
+            self.group = TensorGroup(run, model, inner_mesh, f"{run.recipe.where}: plugins.fsdp.tensor")
         meta = MetaInit(run, model) if config.meta_device else None
         # without autocast, dtypes must match between blocks
         inner = policy if precision == "bf16" else replace(policy, output_dtype=None)
@@ -163,10 +185,25 @@ class FSDP(Strategy):
             return super().prepare(run, model, optimizer)
         from fastloop_plugins.strategies._sharded_parameters import try_step
 
+        if self.group is not None:
+            step_one_by_one(optimizer)
         try_step(optimizer, run.recipe.where)
         self.gradients = Gradients(run, model.parameters())
         fill_gradients(model, self.gradients)
         return model, optimizer
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        if self.group is not None:
+            self.group.share_metrics(run)
+
+    @hookimpl
+    def before_step(self, run: Run) -> None:
+        if self.group is not None:
+            self.group.draw_together(run)
+
+    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
+        return super().clip_gradients(run, max_norm) if self.group is None else clip_divided(run.model, max_norm)
 
     @hookimpl(wrapper=True)
     def compute_loss(self) -> Generator[None, Any, Any]:

@@ -5,7 +5,7 @@
 
 The model must have a plan: the layers to divide by columns and by rows (``tp_plan``), as Llama, Qwen and Mistral have.
 Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole. Experts and
-fused layers are refused. The processes need a fast connection. The plugin is not tested with ``compile``, and not on a
+fused layers are refused. `fsdp: {tensor: N}` divides layers over N processes, and shards over the rest. The processes need a fast connection. The plugin is not tested with ``compile``, and not on a
 GPU.
 
 Dropout of the attention weights repeats between the shares of the heads. Any number of processes can read the sharded
@@ -15,13 +15,12 @@ checkpoint. Method: Shoeybi et al., "Megatron-LM", 2019.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError, Strategy, hookimpl
-from fastloop_plugins._models import transformers_model
+from fastloop import Strategy, hookimpl
+from fastloop_plugins.strategies._tensor_group import CONFLICTS, TensorGroup, clip_divided, find_plan, step_one_by_one
 from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
@@ -41,15 +40,7 @@ class TensorParallel(Strategy):
     name = "tensor-parallel"
     numerics = "reassociated"
     runs_after = ("activation-checkpointing",)
-    conflicts = {
-        "auto-micro-batch": "it divides a step's samples over the processes, and here each process trains on all "
-        "of them.",
-        "ema": "torch cannot average divided and whole weights together.",
-        "fused-optimizer": "torch's fused optimizers cannot step divided and whole weights together.",
-        "lora": "adapters wrap the layers that the plan names.",
-        "sample-audit": "it counts each sample once, and here every process trains on it.",
-        "torchao-fp8": "it replaces the layers that the plan names.",
-    }
+    conflicts = CONFLICTS
     description = "divides the layers of a transformers model over the processes"
 
     @dataclass(kw_only=True)
@@ -82,73 +73,45 @@ class TensorParallel(Strategy):
         """
         from fastloop_plugins.strategies._memory_tensor import Share
 
-        found, rules = cls._plan(model, precision, f"{where}: plugins.{cls.name}")
+        found, rules = find_plan(model, precision, f"{where}: plugins.{cls.name}")
         return Share(found, rules, processes, f"{where}: plugins.{cls.name}")
-
-    @staticmethod
-    def _plan(model: nn.Module, precision: str, where: str) -> tuple[Any, Any]:
-        """The transformers model in ``model``, and its plan."""
-        if precision == "fp16":
-            raise PluginError(f"{where}: works in fp32 and bf16; the recipe's precision is 'fp16'.")
-        found = transformers_model(model)
-        if not (rules := getattr(found, "tp_plan", None)):
-            name = type(found or model).__name__
-            raise PluginError(f"{where}: {name} has no plan (tp_plan of a transformers model). Use fsdp or ddp.")
-        return found, rules
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.drew_together = False
+        self.group: TensorGroup | None = None  # with one process
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {"same_batches": True, **read_timeout(self)}
+        return {"processes_per_batch": 0, **read_timeout(self)}
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import parallelize_module
 
-        from fastloop_plugins.strategies._tensor_plan import styles
-
-        where = f"{run.recipe.where}: plugins.tensor-parallel"
         if run.world_size == 1:
             logger.info("tensor-parallel: one process, so there is nothing to divide")
             return
-        found, rules = self._plan(model, run.accelerator.mixed_precision, where)
         mesh = init_device_mesh(run.device.type, (run.world_size,))
-        parallelize_module(found, mesh, styles(found, rules, run.world_size, where))
+        self.group = TensorGroup(run, model, mesh, f"{run.recipe.where}: plugins.{self.name}")
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
-        if run.world_size == 1:
+        if self.group is None:
             return super().prepare(run, model, optimizer)
         from fastloop_plugins.strategies._sharded_parameters import try_step
 
+        step_one_by_one(optimizer)
         try_step(optimizer, run.recipe.where)
         return model, optimizer
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        for metric in run.metrics.values(copy_state=False) if run.metrics is not None else ():
-            metric.sync_on_compute = False  # every process has all predictions
+        if self.group is not None:
+            self.group.share_metrics(run)
 
     @hookimpl
     def before_step(self, run: Run) -> None:
-        """Draw the same random numbers on all processes: activations between divided layers must be equal."""
-        from fastloop.runtime.random_states import random_states, restore_random_states
-
-        if not self.drew_together and run.world_size > 1:
-            restore_random_states(run.processes.all_gather_object(random_states())[0])
-        self.drew_together = True
+        if self.group is not None:
+            self.group.draw_together(run)
 
     def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        """Torch's own cannot clip divided and whole gradients together."""
-        from fastloop.distributed.tensors import total_norm
-
-        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
-        norm = total_norm(gradients)
-        if max_norm < math.inf:
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-            for gradient in gradients:
-                gradient.mul_(scale)
-        return norm
+        return clip_divided(run.model, max_norm)

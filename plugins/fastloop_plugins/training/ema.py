@@ -54,6 +54,10 @@ class EMA(Plugin):
         }
         from fastloop.distributed.tensors import shard_like
 
+        groups: dict[Any, list[str]] = {}  # torch cannot average weights of several meshes in one call
+        for name, weight in self.weights.items():
+            groups.setdefault(getattr(weight, "device_mesh", None), []).append(name)
+        self.groups = list(groups.values())
         loaded, self.average = self.average, {name: weight.detach().clone() for name, weight in self.weights.items()}
         for name, tensor in loaded.items():
             self.average[name].copy_(shard_like(tensor, self.average[name]))
@@ -71,7 +75,9 @@ class EMA(Plugin):
             else self.config.decay
         )
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.values()), list(self.weights.values()), 1 - decay)
+            for names in self.groups:
+                averages, weights = ([tensors[name] for name in names] for tensors in (self.average, self.weights))
+                torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @hookimpl
     def after_fit(self) -> None:

@@ -174,6 +174,26 @@ class LoRA(Plugin):
             from fastloop_plugins.training import _four_bit
 
             _four_bit.dequantize(adapted)
+        _replicate_adapters(adapted)
         merged = adapted.merge_and_unload()  # training has ended
         with run.substitute_model(merged):
             return (yield)
+
+
+def _replicate_adapters(model: nn.Module) -> None:
+    """Hold the adapters of each sharded layer in full on every process, so that torch can multiply and add them. Every
+    process must call it."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    from fastloop.distributed.tensors import gather_full
+
+    for layer in model.modules():
+        base = getattr(getattr(layer, "base_layer", None), "weight", None)
+        if not isinstance(base, DTensor):
+            continue
+        mesh = base.device_mesh
+        for adapter in (*layer.lora_A.values(), *layer.lora_B.values()):  # type: ignore[operator]
+            full = gather_full(adapter.weight.detach())
+            whole = distribute_tensor(full, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            adapter.weight = nn.Parameter(whole, requires_grad=False)

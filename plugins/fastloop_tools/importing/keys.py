@@ -180,7 +180,7 @@ REASONS = {
     "loss_watchdog_patience": "list the plugin nan-guard, which acts on values that are not finite",
     "sequence_parallel_degree": "fastloop has no sequence parallelism; use fsdp or tensor-parallel",
     "context_parallel_size": "fastloop has no context parallelism; use fsdp or tensor-parallel",
-    "tensor_parallel_size": "list the plugin tensor-parallel",
+    "tensor_parallel_size": "list the plugin tensor-parallel, or set plugins.fsdp.tensor",
     "hub_model_id": "upload the model after the run: `fastloop export RUN --push` (docs/export.md)",
     "push_to_hub": "upload the model after the run: `fastloop export RUN --push` (docs/export.md)",
     "resume_from_checkpoint": "a checkpoint of fastloop resumes with --resume; for weights: model.weights",

@@ -1,0 +1,97 @@
+"""Processes that compute a part of each layer for the same samples: tensor parallelism, alone or within ``fsdp``."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError
+from fastloop_plugins._models import transformers_model
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from fastloop import Run
+
+CONFLICTS = {
+    "auto-micro-batch": "it divides a step's samples over the processes, and here some train on the same ones.",
+    "fused-optimizer": "torch's fused optimizers cannot step divided and whole weights together.",
+    "sample-audit": "it counts each sample once, and here several processes train on it.",
+    "torchao-fp8": "it replaces the layers that the plan names.",
+}
+"""Plugins that do not work with divided layers -> why."""
+
+
+def find_plan(model: nn.Module, precision: str, where: str) -> tuple[Any, Any]:
+    """The transformers model in ``model``, and its plan: the layers to divide by columns and by rows (``tp_plan``).
+
+    Raises:
+        PluginError: There is no plan, or the precision is fp16.
+    """
+    if precision == "fp16":
+        raise PluginError(f"{where}: works in fp32 and bf16; the recipe's precision is 'fp16'.")
+    found = transformers_model(model)
+    if not (rules := getattr(found, "tp_plan", None)):
+        name = type(found or model).__name__
+        raise PluginError(f"{where}: {name} has no plan (tp_plan of a transformers model). Use fsdp or ddp.")
+    return found, rules
+
+
+class TensorGroup:
+    """Consecutive processes that share every layer of a model.
+
+    Args:
+        model: A model with a plan. Its layers become this process's parts, in place.
+        mesh: The processes of the group, in one dimension.
+        where: The plugin, for messages.
+
+    Raises:
+        PluginError: The processes cannot divide the model.
+    """
+
+    def __init__(self, run: Run, model: nn.Module, mesh: DeviceMesh, where: str) -> None:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        from fastloop_plugins.strategies._tensor_plan import styles
+
+        self.size = mesh.size()
+        self.drew_together = False
+        found, rules = find_plan(model, run.accelerator.mixed_precision, where)
+        parallelize_module(found, mesh, styles(found, rules, self.size, where))
+
+    def share_metrics(self, run: Run) -> None:
+        """Let metrics count each sample once: every process of a group has the same predictions."""
+        for metric in run.metrics.values(copy_state=False) if run.metrics is not None else ():
+            metric.sync_on_compute = run.loaders.processes.world_size > 1
+            metric.process_group = run.loaders.processes.device_group
+
+    def draw_together(self, run: Run) -> None:
+        """Let the processes draw the same random numbers, once: activations between divided layers must be equal."""
+        from fastloop.runtime.random_states import random_states, restore_random_states
+
+        if not self.drew_together:
+            restore_random_states(run.processes.all_gather_object(random_states())[run.rank // self.size * self.size])
+        self.drew_together = True
+
+
+def step_one_by_one(optimizer: Optimizer) -> None:
+    """Step the parameters in a Python loop: torch's multi-tensor operations cannot mix divided and whole weights."""
+    for member in getattr(optimizer, "members", {"": optimizer}).values():
+        for group in member.param_groups:
+            if group.get("foreach", False) is None:
+                group["foreach"] = False
+
+
+def clip_divided(model: nn.Module, max_norm: float) -> Tensor:
+    """Clip as ``Strategy.clip_gradients`` does. Torch's own cannot clip divided and whole gradients together."""
+    from fastloop.distributed.tensors import total_norm
+
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    norm = total_norm(gradients)
+    if max_norm < math.inf:
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        for gradient in gradients:
+            gradient.mul_(scale)
+    return norm

@@ -1,0 +1,129 @@
+"""``fsdp`` with divided layers, on a mesh of two by two processes, trains like one process and resumes elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from strategy_helpers import same, save_at_end
+from strategy_runs import all_of
+from test_tensor_parallel import EVEN, LLAMA, QWEN, TIED, TRAIN, run
+
+from fastloop.testing import ProcessResult
+from fastloop.testing.tasks import TEXTS, write_texts
+
+pytestmark = pytest.mark.slow
+
+MESH = {"fsdp": {"tensor": 2}}
+COPIES = {"fsdp": {"tensor": 2, "shard_within": 2}}
+"""Two whole copies of the model, each divided over two processes."""
+LORA = {"lora": {"target_modules": "all-linear"}}
+SHORT = TRAIN | {"epochs": 2}
+CLASSES = {"model": {"config": LLAMA, "tokenizer": {"kind": "word"}}, "data": TEXTS["data"]}
+
+
+def classify(name: str, *plugins: Any) -> dict[str, Any]:
+    """A run of text classification, whose metrics count samples."""
+    return {"name": name, "recipe": CLASSES, "plugins": ["text-classification", *plugins], "train": SHORT}
+
+
+PLAIN = [
+    run("plain"),
+    run("plain qwen", config=QWEN, train=SHORT),
+    run("plain tied", config=TIED, train=SHORT | {"max_grad_norm": None}),
+    run("plain lora", LORA, train=SHORT),
+    run("plain ema", "ema", train=SHORT, **EVEN),
+    classify("plain classes"),
+]
+FOUR = [
+    run("mesh", MESH, "checkpoint-best", "async-save", train=TRAIN | {"micro_batch_size": 2}),
+    run("mesh qwen", MESH, "activation-checkpointing", config=QWEN, train=SHORT | {"micro_batch_size": 2}),
+    run("mesh tied", MESH, "packing", config=TIED, train=SHORT | {"max_grad_norm": None}),
+    run("mesh lora", COPIES, LORA, train=SHORT),
+    run("mesh ema", MESH, "ema", train=SHORT, **EVEN),
+    classify("mesh classes", MESH),
+    run("mesh to copies", COPIES, resume="mesh"),
+    run("plain to mesh", MESH, resume="plain"),
+    run("mesh to fsdp", "fsdp", resume="mesh"),
+    run("fsdp to mesh", MESH, resume="mesh to fsdp", step=8),
+    run("sharded heads", {"fsdp": {"tensor": 4}}),
+    run("mesh in a mesh", {"fsdp": {"tensor": 4, "shard_within": 2}}),
+    run("mesh of the main process", {"fsdp": {"tensor": 2, "meta_device": True}}),
+    run("mesh with an audit", MESH, "sample-audit"),
+]
+AFTER = [run("mesh to plain", resume="mesh")]
+THREE = [run("uneven mesh", MESH)]
+save_at_end([PLAIN, FOUR, AFTER], 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where all runs are."""
+    folder = tmp_path_factory.mktemp("mesh")
+    write_texts(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(processes: Callable[..., list[ProcessResult]], folder: Path) -> dict[str, dict[str, Any]]:
+    """Results of the first processes, by name."""
+    starts = [
+        processes(count, all_of, runs, folder=folder) for count, runs in ((1, PLAIN), (4, FOUR), (1, AFTER), (3, THREE))
+    ]
+    return {name: result for start in starts for name, result in start[0].result.items()}
+
+
+@pytest.mark.parametrize("kind", ["", " qwen", " tied", " lora", " ema", " classes"])
+def test_numbers_are_those_of_one_process(results, folder, kind):
+    mesh, plain = results[f"mesh{kind}"], results[f"plain{kind}"]
+    same(mesh, plain, 1e-5)
+    assert plain["losses"][-1] < 0.99 * plain["losses"][0]
+    assert mesh["summary"]["samples"] == plain["summary"]["samples"]
+    weights, whole = (load_file(folder / f"{run}{kind}" / "model" / "model.safetensors") for run in ("mesh", "plain"))
+    assert weights.keys() >= whole.keys()
+    assert all(torch.allclose(weights[key], whole[key], rtol=1e-4, atol=1e-5) for key in whole)
+
+
+@pytest.mark.parametrize("name", ["mesh to copies", "plain to mesh", "mesh to fsdp", "fsdp to mesh", "mesh to plain"])
+def test_resume_on_another_mesh(results, name):
+    assert len(results[name]["losses"]) == (4 if name == "fsdp to mesh" else 8)
+    same(results[name], results["plain"], 1e-5)
+
+
+def test_each_process_holds_a_part_of_its_part(folder, results):
+    files = list((folder / "mesh/checkpoints/step-00000004/sharded").glob("*.safetensors"))
+    shapes = {name: tensor.shape for path in files for name, tensor in load_file(path).items()}
+    assert len(files) == 4
+    assert shapes["model.model.layers.0.mlp.up_proj.weight"] == (8, 16)  # of (32, 16)
+    assert shapes["model.model.layers.1.self_attn.o_proj.weight"] == (8, 8)  # of (16, 16)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("sharded heads", "num_key_value_heads of the model is 2, not a multiple of the 4 processes. Use fsdp or ddp."),
+        (
+            "mesh in a mesh",
+            "plugins.fsdp.shard_within: 2 processes are not a multiple of the 4 of plugins.fsdp.tensor.",
+        ),
+        (
+            "mesh of the main process",
+            "plugins.fsdp.tensor: needs the full model in each process. Set plugins.fsdp.meta_device: false.",
+        ),
+        (
+            "mesh with an audit",
+            "plugins.fsdp.tensor: excludes the plugin 'sample-audit': it counts each sample once, and here several "
+            "processes train on it. Remove one of them.",
+        ),
+        (
+            "uneven mesh",
+            "plugin 'fsdp' divides each layer over 2 processes, and 3 are not a multiple of 2. Start 2 or 4.",
+        ),
+    ],
+)
+def test_meshes_that_do_not_fit_are_refused(results, name, message):
+    assert results[name]["error"].endswith(message)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
-    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._memory_layout import Layout
 
@@ -96,21 +95,21 @@ class FSDP(Strategy):
         self.gradients: Gradients | None = None  # with one process
         self.order: ModuleOrder | None = None
         self.group: TensorGroup | None = None  # with divided layers
+        if self.config.tensor:
+            self.conflicts = CONFLICTS  # type: ignore[misc]
         if "bf16" in (self.config.param_dtype, self.config.reduce_dtype):
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
     @hookimpl
-    def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
+    def check_recipe(self, recipe: Recipe) -> None:
         from fastloop_plugins.strategies._fsdp_launcher import take_over
 
         take_over(recipe, self)
-        if self.config.tensor is None:
-            return
-        where = f"{recipe.where}: plugins.fsdp.tensor"
-        for name in CONFLICTS.keys() & plugins.names():
-            raise PluginError(f"{where}: excludes the plugin {name!r}: {CONFLICTS[name]} Remove one of them.")
-        if self.config.meta_device:
-            raise PluginError(f"{where}: needs the full model in each process. Set plugins.fsdp.meta_device: false.")
+        if self.config.tensor and self.config.meta_device:
+            raise PluginError(
+                f"{recipe.where}: plugins.fsdp.tensor: needs the full model in each process. Set "
+                "plugins.fsdp.meta_device: false."
+            )
 
     @hookimpl
     def configure(self) -> dict[str, Any]:

@@ -3,10 +3,10 @@
     plugins:
       - tensor-parallel
 
-The model must have a plan: the layers to divide by columns and by rows (``tp_plan``), as Llama, Qwen and Mistral have.
-Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole. Experts and
-fused layers are refused. `fsdp: {tensor: N}` divides layers over N processes, and shards over the rest. The processes need a fast connection. The plugin is not tested with ``compile``, and not on a
-GPU.
+The model must have a plan: the layers to divide by columns and by rows (``tp_plan``), as Llama, Qwen and Mistral
+have. Layers without a rule, tied weights, and a vocabulary that the processes cannot divide evenly stay whole.
+Experts and fused layers are refused. `fsdp: {tensor: N}` divides layers over N processes, and shards over the rest.
+The processes need a fast connection. The plugin is not tested with ``compile``, and not on a GPU.
 
 Dropout of the attention weights repeats between the shares of the heads. Any number of processes can read the sharded
 checkpoint. Method: Shoeybi et al., "Megatron-LM", 2019.

@@ -116,7 +116,7 @@ def test_each_process_holds_a_part_of_its_part(folder, results):
         ),
         (
             "mesh with an audit",
-            "plugins.fsdp.tensor: excludes the plugin 'sample-audit': it counts each sample once, and here several "
+            "plugins 'fsdp' and 'sample-audit' exclude each other: it counts each sample once, and here several "
             "processes train on it. Remove one of them.",
         ),
         (

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fastloop import PluginError
+from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_plugins.strategies.tensor_parallel import TensorParallel
 from fastloop_tools.scale.estimate import estimate
 
@@ -88,6 +89,29 @@ def test_the_table_has_a_row_for_the_whole_batch(tmp_path, monkeypatch):
     assert again.activations < row.activations
     assert again.wire > row.wire > 0  # the recomputed forward is exchanged again
     assert ddp.flops < row.flops < 1.2 * ddp.flops  # half of the work on twice the samples, and the whole head
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "name"), [({}, "fsdp x tensor 2"), ({"shard_within": 2}, "hsdp x tensor 2")])
+def test_a_row_of_a_mesh_is_the_share_of_a_process(process_group, tmp_path, monkeypatch, options, name):
+    """Beside weights, it has the samples of two processes, and sends for both dimensions."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(("A", "B"))
+    mesh = {"fsdp": {"tensor": 2, **options}}
+    rows = {row.name: row for row in estimate(tiny("decoder", mesh), 4).variants if not row.checkpointing}
+    assert [name for name, row in rows.items() if row.listed] == [name]
+    torch.distributed.destroy_process_group()
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**LLAMA | {"vocab_size": 301}))
+    accelerator, recipe = SimpleNamespace(mixed_precision="no"), SimpleNamespace(where="r.yaml")
+    run: Any = SimpleNamespace(recipe=recipe, accelerator=accelerator, device=torch.device("cpu"), world_size=4)
+    FSDP(**mesh["fsdp"]).before_prepare(run=run, model=model)
+    held = sum(part.to_local().nbytes for part in model.parameters())  # type: ignore[attr-defined]
+    row = rows[name]
+    assert row.gradients == pytest.approx(held, rel=0.05)
+    assert row.samples == 2 * rows["ddp"].samples
+    least = 2 * 0.5 * held * (1 if options else 0.5)  # a ring over two processes reduces the gradients
+    assert row.wire > least
 
 
 @pytest.mark.slow

@@ -68,10 +68,10 @@ def make_meshes(run: Run, shard_within: int | None, tensor: int | None) -> tuple
         raise PluginError(f"{where}: {world_size} processes are not a multiple of {size}. Expected one of: {fits}.")
     if size % inner:
         raise PluginError(f"{where}: {size} processes are not a multiple of the {inner} of plugins.fsdp.tensor.")
-    shape = (world_size // size, size // inner, inner)
-    mesh = init_device_mesh(run.device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
-    outer = mesh["shard"] if size == world_size else mesh["replicate", "shard"]
-    return outer, mesh["tensor"] if inner > 1 else None
+    sizes = {"replicate": world_size // size, "shard": size // inner, "tensor": inner}
+    sizes = {name: part for name, part in sizes.items() if part > 1 or name == "shard"}
+    mesh = init_device_mesh(run.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return mesh["replicate", "shard"] if "replicate" in sizes else mesh["shard"], mesh["tensor"] if inner > 1 else None
 
 
 @contextmanager

@@ -22,19 +22,18 @@ def shard(weight: Weight, processes: int) -> float:
 def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
     """The plain form, the one with shards within each machine (``hsdp``), and the one with shards in the host's
     memory."""
-    from fastloop_plugins.strategies.fsdp import FSDP
-
-    plain = sharded(layout, layout.processes)
+    plain, tensor = sharded(layout, layout.processes), layout.tensor
     offloads, within = bool(layout.options.get("cpu_offload")), layout.options.get("shard_within")
-    yield {"name": "fsdp", "options": {}, "listed": not offloads and not within} | plain
-    size = within or layout.per_node
-    if (
-        "shard_within" in FSDP.Config.__dataclass_fields__
-        and 1 < size < layout.processes
-        and layout.processes % size == 0
-    ):
-        listed = bool(within) and not offloads
-        yield {"name": "hsdp", "options": {"shard_within": size}, "listed": listed} | sharded(layout, size)
+    is_mesh = (layout.options.get("tensor") or 1) == tensor
+    mesh, suffix = ({"tensor": tensor}, f" x tensor {tensor}") if tensor > 1 else ({}, "")
+    yield {"name": f"fsdp{suffix}", "options": mesh, "listed": is_mesh and not offloads and not within} | plain
+    size = within // tensor if within else layout.per_node
+    if size < layout.processes and layout.processes % max(size, 1) == 0 and size * tensor > 1:
+        options = {"shard_within": size * tensor} | mesh
+        listed = is_mesh and bool(within) and not offloads
+        yield {"name": f"hsdp{suffix}", "options": options, "listed": listed} | sharded(layout, size)
+    if tensor > 1:
+        return
     if layout.device == "cpu" or layout.processes == 1:
         return
     host = plain["weights"] + plain["gradients"] + plain["optimizer"] - layout.buffers

@@ -14,9 +14,10 @@ A strategy overrides the class method ``estimate_memory(layout)``. It yields a m
 * ``weights_cast``: whether it stores the forward pass's copy of the weights, so that autocast makes none; default
   False.
 
-A strategy that divides the layers themselves, and trains on the same samples in each process, also declares a class
-method ``divide_model(model, processes, precision, where)``. It makes a model of fake tensors the share of a process,
-and ``layout`` then describes the share. It returns an object whose attribute ``sent`` counts the bytes that forward and
+A strategy that divides the layers themselves, over processes that train on the same samples, also declares two class
+methods. ``divisions(processes, per_node)`` returns the numbers of processes that it can divide a layer over; 1: none.
+``divide_model(model, processes, precision, where)`` makes a model of fake tensors the share of a process, and
+``layout`` then describes the share. It returns an object whose attribute ``sent`` counts the bytes that forward and
 backward send.
 """
 
@@ -66,8 +67,9 @@ class Layout:
     Attributes:
         weights: All parameters, in the order of the model.
         buffers: Bytes of the model's buffers.
-        processes: Number of processes.
-        per_node: Processes of one machine.
+        processes: Number of processes that train on different samples.
+        per_node: Those of one machine.
+        tensor: Number of processes that divide each layer, and train on the same samples.
         micro_steps: Micro-batches of an optimizer step on one process.
         precision: ``no``, ``bf16`` or ``fp16``.
         samples: Samples of a micro-batch on one process.
@@ -79,6 +81,7 @@ class Layout:
     buffers: int = 0
     processes: int = 1
     per_node: int = 1
+    tensor: int = 1
     micro_steps: int = 1
     precision: str = "no"
     samples: int = 1

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle
 
+from fastloop_plugins.strategies._tensor_group import find_plan
 from fastloop_plugins.strategies._tensor_plan import GATHERED, SummedGradients, rule_of, styles
 
 
@@ -20,9 +21,9 @@ class Share:
     """The share that one of several processes has of a model.
 
     Args:
-        model: A transformers model of fake tensors. Its divided layers shrink in place.
-        rules: Its ``tp_plan``.
+        model: A model of fake tensors, with a plan. Its divided layers shrink in place.
         processes: Number of processes.
+        precision: The recipe's.
         where: The plugin, for messages.
 
     Attributes:
@@ -30,13 +31,14 @@ class Share:
             gathered one.
 
     Raises:
-        PluginError: The processes cannot divide the model.
+        PluginError: The processes cannot divide the model, or the precision is refused.
     """
 
-    def __init__(self, model: Any, rules: Any, processes: int, where: str) -> None:
+    def __init__(self, model: nn.Module, processes: int, precision: str, where: str) -> None:
         self.processes, self.sent = processes, 0.0
-        for name, style in styles(model, rules, processes, where).items():
-            self._divide(model.get_submodule(name), style, rule_of(rules, name))
+        found, rules = find_plan(model, precision, where)
+        for name, style in styles(found, rules, processes, where).items():
+            self._divide(found.get_submodule(name), style, rule_of(rules, name))
 
     def _send(self, size: float, rounds: int = 2) -> None:
         self.sent += rounds * size * (self.processes - 1) / self.processes

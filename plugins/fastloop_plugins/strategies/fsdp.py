@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._memory_layout import Layout
+    from fastloop_plugins.strategies._memory_tensor import Share
 
 logger = logging.getLogger("fastloop")
 
@@ -89,6 +90,23 @@ class FSDP(Strategy):
         from fastloop_plugins.strategies import _memory_fsdp
 
         return _memory_fsdp.estimate(layout)
+
+    @classmethod
+    def divisions(cls, processes: int, per_node: int) -> list[int]:
+        """For `fastloop plan`: a layer is divided over 1, 2, 4, ... processes of one machine."""
+        sizes = [2**power for power in range(per_node.bit_length())]
+        return [size for size in sizes if per_node % size == 0 and (size == 1 or size < processes)]
+
+    @classmethod
+    def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> Share:
+        """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
+
+        Raises:
+            PluginError: The model or the precision is refused.
+        """
+        from fastloop_plugins.strategies._memory_tensor import Share
+
+        return Share(model, processes, precision, f"{where}: plugins.{cls.name}.tensor")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Strategy, hookimpl
-from fastloop_plugins.strategies._tensor_group import CONFLICTS, TensorGroup, clip_divided, find_plan, step_one_by_one
+from fastloop_plugins.strategies._tensor_group import CONFLICTS, TensorGroup, clip_divided, step_one_by_one
 from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
@@ -65,6 +65,11 @@ class TensorParallel(Strategy):
         }
 
     @classmethod
+    def divisions(cls, processes: int, per_node: int) -> list[int]:
+        """For `fastloop plan`: all processes divide each layer."""
+        return [processes]
+
+    @classmethod
     def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> Share:
         """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
 
@@ -73,8 +78,7 @@ class TensorParallel(Strategy):
         """
         from fastloop_plugins.strategies._memory_tensor import Share
 
-        found, rules = find_plan(model, precision, f"{where}: plugins.{cls.name}")
-        return Share(found, rules, processes, f"{where}: plugins.{cls.name}")
+        return Share(model, processes, precision, f"{where}: plugins.{cls.name}")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -149,35 +149,38 @@ def estimate(
             device_memory=memory,
         )
         for name, cls in strategies(recipe):
-            options, own = listed.get(name, {}), whole
-            if processes > 1 and hasattr(cls, "divide_model"):
-                try:
-                    own = divided(opened, resolved, cls, processes, listed.get(CHECKPOINTING, {}))
-                except PluginError:
-                    if name in listed:
-                        raise
-                    continue
-            fake, weights, measured = own
-            layout = Layout(
-                weights=weights_of(fake, options.get("blocks"), weights),
-                buffers=sum(buffer.nbytes for buffer in fake.run.unwrap_model().buffers()),
-                processes=processes,
-                per_node=nproc,
-                micro_steps=fake.micro_steps,
-                precision=fake.precision,
-                samples=fake.micro_batch_size,
-                device="cpu" if recipe.train.device == "cpu" else "cuda",
-                options=options,
-            )
-            for row in cls.estimate_memory(layout):
-                for checkpointing in (False, True):
-                    if (checkpointing, bool(row.get("weights_cast"))) not in measured:
+            options = listed.get(name, {})
+            for size in cls.divisions(processes, nproc) if hasattr(cls, "divisions") else [1]:
+                fake, weights, measured = whole
+                if size > 1:
+                    try:
+                        fake, weights, measured = divided(opened, resolved, cls, size, processes // size, listed)
+                    except PluginError:
+                        if name in listed and size in (options.get("tensor"), processes):
+                            raise
                         continue
-                    found = measured[checkpointing, bool(row.get("weights_cast"))]
-                    chosen = name in listed and row.get("listed", True) and checkpointing == (CHECKPOINTING in listed)
-                    result.variants.append(
-                        _variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth)
-                    )
+                layout = Layout(
+                    weights=weights_of(fake, options.get("blocks"), weights),
+                    buffers=sum(buffer.nbytes for buffer in fake.run.unwrap_model().buffers()),
+                    processes=processes // size,
+                    per_node=nproc // size,
+                    tensor=size,
+                    micro_steps=fake.micro_steps,
+                    precision=fake.precision,
+                    samples=fake.micro_batch_size,
+                    device="cpu" if recipe.train.device == "cpu" else "cuda",
+                    options=options,
+                )
+                for row in cls.estimate_memory(layout):
+                    for checkpointing in (False, True):
+                        if (checkpointing, bool(row.get("weights_cast"))) not in measured:
+                            continue
+                        found = measured[checkpointing, bool(row.get("weights_cast"))]
+                        is_listed = name in listed and row.get("listed", True)
+                        chosen = is_listed and checkpointing == (CHECKPOINTING in listed)
+                        result.variants.append(
+                            _variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth)
+                        )
 
     def accepts(variant: Variant) -> bool:
         return command is None or command.changed(recipe, variant, result.variants).is_accepted()
@@ -187,18 +190,23 @@ def estimate(
 
 
 def divided(
-    opened: ExitStack, resolved: ResolvedRecipe, strategy: Any, processes: int, options: Mapping[str, Any]
+    opened: ExitStack, resolved: ResolvedRecipe, strategy: Any, size: int, groups: int, listed: Mapping[str, Any]
 ) -> tuple[FakeRun, tuple[Weight, ...], dict[tuple[bool, bool], Activations]]:
-    """The share of a process in a model that a strategy divides, its weights, and its activations for the samples of
-    all processes.
+    """The share of a process in a model that a strategy divides, its weights, and its activations for the samples of a
+    group.
+
+    Args:
+        size: Processes of a group, which divide each layer.
+        groups: Number of groups, which share the samples of a step.
+        listed: The plugins of the recipe, with their options.
 
     Raises:
         PluginError: The strategy cannot divide the model.
     """
     with quiet():
-        fake = opened.enter_context(open_fake(resolved, 1))
-    share = strategy.divide_model(fake.run.unwrap_model(), processes, fake.precision, resolved.recipe.where)
-    return fake, weights_of(fake, None), measure(fake, options, share)
+        fake = opened.enter_context(open_fake(resolved, groups))
+    share = strategy.divide_model(fake.run.unwrap_model(), size, fake.precision, resolved.recipe.where)
+    return fake, weights_of(fake, None), measure(fake, listed.get(CHECKPOINTING, {}), share)
 
 
 def _variant(

@@ -98,6 +98,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "packing": {"task": TEXTS},
     "trackers": {"options": {"trackers": []}},  # test_trackers.py trains with real ones
     "remote-output": {"options": {"url": "uploads"}},
+    "context-parallel": {"task": LANGUAGE},
     "seq2seq": {"task": PAIRS},
     "token-cache": {"task": TEXTS, "options": {"folder": "tokens"}},
     "profile": {"options": {"wait": 1, "warmup": 1, "active": 1}},

@@ -380,7 +380,7 @@ def test_keys_of_axolotl(config, dotted, value):
     ("config", "note"),
     [
         (DEEPSPEED, "deepspeed: deepspeed_configs/zero3_bf16.json: no such file here"),
-        (DEEPSPEED, "sequence_parallel_degree: fastloop has no sequence parallelism"),
+        (DEEPSPEED, "sequence_parallel_degree: list the plugin context-parallel"),
         (PRETRAIN, "eval_steps: 0.25 is a share of the run; set train.evaluate_every"),
         (SHAREGPT, "datasets: some/more: a recipe reads one data set"),
         (SHAREGPT, "chat_template: llama3: save it as a Jinja file"),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 NAME = "fastloop_context"
 """The attention implementation, for transformers."""
@@ -85,25 +87,40 @@ def attention(
     """
     key, value = slices.gather(key), slices.gather(value)
     length = key.shape[2] // (2 * slices.size)
-    positions = torch.arange(key.shape[2], device=key.device)
     parts = []
     for place, part in zip(slices.places, query.chunk(2, 2), strict=True):
         for number, block in enumerate(torch.split(part, BLOCK, 2)):
             first = place * length + number * BLOCK
-            last = first + block.shape[2]
-            row, column = positions[first:last, None], positions[None, :last]
-            allowed = column <= row
-            if sliding_window is not None:
-                allowed &= column > row - sliding_window
-            if slices.documents is not None:
-                owners = slices.documents
-                allowed = (allowed & (owners[:, first:last, None] == owners[:, None, :last]))[:, None]
-            parts.append(
-                torch.nn.functional.scaled_dot_product_attention(
-                    block, key[:, :, :last], value[:, :, :last], allowed, dropout, scale=scaling, enable_gqa=True
-                )
+            attend = partial(
+                _attend, first=first, owners=slices.documents, window=sliding_window, dropout=dropout, scaling=scaling
             )
+            # backward makes the mask again: the masks of all blocks and layers would need more memory than all else
+            parts.append(checkpoint(attend, block, key, value, use_reentrant=False))
     return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    block: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int,
+    owners: Tensor | None,
+    window: int | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """The attention of consecutive queries, (B, heads, queries, D), of which the first is the token ``first``."""
+    last = first + block.shape[2]
+    positions = torch.arange(last, device=key.device)
+    row, column = positions[first:, None], positions[None]
+    allowed = column <= row
+    if window is not None:
+        allowed &= column > row - window
+    if owners is not None:
+        allowed = (allowed & (owners[:, first:last, None] == owners[:, None, :last]))[:, None]
+    return torch.nn.functional.scaled_dot_product_attention(
+        block, key[:, :, :last], value[:, :, :last], allowed, dropout, scale=scaling, enable_gqa=True
+    )
 
 
 def find_documents(position_ids: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ PACKERS: dict[str, Callable[[bytes], bytes]] = {
 def packed(path: str, head: bytes, part: bytes, size: int, tail: bytes = b"") -> str:
     """A compressed file of ``head``, then ``size`` bytes of ``part``, repeated, then ``tail``."""
     pack = PACKERS[Path(path).suffix]
-    block = part * (16 * MIB // len(part))
+    block = part * (MIB // len(part))
     Path(path).write_bytes(pack(head) + pack(block) * (size // len(block)) + pack(tail))
     return path
 

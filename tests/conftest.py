@@ -54,6 +54,17 @@ def pytest_configure(config: pytest.Config) -> None:
         use_server(worker["fork_server"])
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Write the compiled tests for the next run, even under PYTHONDONTWRITEBYTECODE. The rewriting of assertions takes
+    a third of the collection."""
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = before
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Write the names of failed tests to the file that ``.ci/run`` names. Several processes may write a name."""
     if report.failed and (file := os.environ.get("FASTLOOP_FAILED_TESTS")):

@@ -259,8 +259,11 @@ def test_memory_stays_flat(record_property):
     for name, count in (("small", small), ("large", large)):
         write_long_rows(f"{name}.parquet", count)
     classify("small.parquet")  # imports
-    # Threads that fall behind on a busy machine hold more rows: the least of three peaks has the fewest.
-    peaks = [min(peak_memory(f"{name}.parquet") for _ in range(3)) for name in ("small", "large")]
+    least = min(peak_memory("small.parquet") for _ in range(3))
+    for _ in range(3):  # threads that fall behind on a busy machine hold more rows
+        peaks = [least, peak_memory("large.parquet")]
+        if peaks[1] - least < FLAT:
+            break
     record_property("peaks", peaks)
     assert Path("large.parquet").stat().st_size > 9.9 * large * 1000
     assert peaks[1] - peaks[0] < FLAT, f"peaks: {[f'{peak / MIB:.0f} MiB' for peak in peaks]}"

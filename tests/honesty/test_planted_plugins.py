@@ -391,9 +391,10 @@ class Made(Plugin):
     description = "what a test wants"
 '''
 CHECKS = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", "processes[ddp]", "off")
-WHOLE = {*{planted.check: name for name, planted in reversed(PLANTED.items())}.values(), "refuses-without-a-declaration"}
-"""The plugins whose twins pass all checks: the first one for each check, and one that refuses to run. The twins of the
-others pass the check that finds the error."""
+FIRST = {planted.check: name for name, planted in reversed(PLANTED.items())}
+"""Check -> the first plugin whose error it finds."""
+WHOLE = {*FIRST.values(), "refuses-without-a-declaration"}
+"""The plugins whose twins pass all checks. The twins of the others pass the check that finds the error."""
 
 
 def install(site: Path, name: str, code: str) -> None:

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from multiprocessing import connection
 from pathlib import Path
 
@@ -27,12 +28,13 @@ import json, os, runpy, sys, traceback
 import accelerate, datasets, torchmetrics.classification
 import fastloop.defaults, fastloop.lifecycle
 for line in sys.stdin:
-    folder, arguments, streams = json.loads(line)
+    folder, arguments, streams, variables = json.loads(line)
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.chdir(folder)
+            os.environ.update(variables)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             for number, file in enumerate(streams, start=1):
                 os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
@@ -112,35 +114,37 @@ class CleanVenv:
         return subprocess.run([self.python, *arguments], cwd=cwd, env=own, capture_output=True, text=True, timeout=900)
 
 
-class ForkingVenv:
-    """``fastloop`` commands of a venv, in processes forked from one of its Python that has imported torch. Use it in a
-    ``with`` block.
+class ForkingPython:
+    """``fastloop`` commands of a Python, in processes forked from one that has imported torch. Use it in a ``with``
+    block.
 
-    Packages in the venv are found and imported by each command, as in a new Python.
+    Packages beside it are found and imported by each command, as in a new Python.
+
+    Args:
+        python: Its interpreter.
+        environment: All of its environment variables.
     """
 
-    def __init__(self, venv: CleanVenv) -> None:
-        self.venv = venv
+    def __init__(self, python: str | Path, environment: Mapping[str, str]) -> None:
+        self.command, self.environment = [python, "-c", FORKS], environment
 
-    def __enter__(self) -> ForkingVenv:
+    def __enter__(self) -> ForkingPython:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._server = subprocess.Popen(
-            [self.venv.python, "-c", FORKS], cwd=self.venv.folder, env=self.venv.environment(), text=True, **pipes
-        )
+        self._server = subprocess.Popen(self.command, env=self.environment, text=True, **pipes)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._server.kill()
         self._server.communicate()
 
-    def run(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run ``fastloop ARGUMENTS`` in a folder. Its output is text; it may fail."""
+    def run(self, *arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+        """Run ``fastloop ARGUMENTS`` in a folder, with more variables. Its output is text; it may fail."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
         streams = [cwd / ".stdout", cwd / ".stderr"]
         for stream in streams:
             stream.unlink(missing_ok=True)
-        self._server.stdin.write(json.dumps([str(cwd), arguments, [str(stream) for stream in streams]]) + "\n")
+        self._server.stdin.write(json.dumps([str(cwd), arguments, [*map(str, streams)], environment]) + "\n")
         self._server.stdin.flush()
         assert connection.wait([self._server.stdout], 300), "the command takes longer than 300 seconds"
         code = int(self._server.stdout.readline())

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from package_helpers import CleanVenv, ForkingVenv, build_wheels
+from package_helpers import CleanVenv, ForkingPython, build_wheels
 
 pytestmark = pytest.mark.slow
 
@@ -157,13 +157,12 @@ output: out
 
 
 @pytest.fixture(scope="module")
-def venv(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> Iterator[ForkingVenv]:
+def venv(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> Iterator[ForkingPython]:
     """A venv with fastloop and every bad package."""
     folder = tmp_path_factory.mktemp("bad")
-    with ForkingVenv(
-        CleanVenv(folder / "venv", fastloop_wheel, *build_wheels(folder, *(bad.write(folder) for bad in BAD)))
-    ) as venv:
-        yield venv
+    venv = CleanVenv(folder / "venv", fastloop_wheel, *build_wheels(folder, *(bad.write(folder) for bad in BAD)))
+    with ForkingPython(venv.python, venv.environment()) as commands:
+        yield commands
 
 
 @pytest.fixture
@@ -173,7 +172,7 @@ def recipe(tmp_path: Path) -> str:
     return "r.yaml"
 
 
-def fastloop(venv: ForkingVenv, *arguments: str) -> tuple[int, str, str]:
+def fastloop(venv: ForkingPython, *arguments: str) -> tuple[int, str, str]:
     done = venv.run(*arguments, cwd=Path.cwd())
     assert "Traceback" not in done.stderr
     return done.returncode, done.stdout, done.stderr

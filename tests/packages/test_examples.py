@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from package_helpers import ROOT, CleanVenv, ForkingVenv, build_wheels
+from package_helpers import ROOT, CleanVenv, ForkingPython, build_wheels
 
 pytestmark = pytest.mark.slow
 
@@ -64,13 +64,13 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, fastloop_wheel: Path) -> tup
 
 
 @pytest.fixture(scope="module")
-def forking(shelf: tuple[CleanVenv, Path]) -> Iterator[ForkingVenv]:
+def forking(shelf: tuple[CleanVenv, Path]) -> Iterator[ForkingPython]:
     """The venv, for trainings that need no new Python."""
-    with ForkingVenv(shelf[0]) as venv:
+    with ForkingPython(shelf[0].python, shelf[0].environment()) as venv:
         yield venv
 
 
-def train(venv: CleanVenv | ForkingVenv, folder: Path, recipe: str, *overrides: str) -> dict:
+def train(venv: CleanVenv | ForkingPython, folder: Path, recipe: str, *overrides: str) -> dict:
     """Train a recipe in a folder with the command line; returns the summary."""
     python = ("-m", "fastloop") if isinstance(venv, CleanVenv) else ()
     done = venv.run(*python, "train", recipe, "output=run", "train.device=cpu", *overrides, cwd=folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import datasets
 import pytest
 import yaml
 from hub_server import Hub, commit_of, hub_server
+from package_helpers import ForkingPython
 from saving_helpers import record, steps, summary
 from streaming_helpers import KILL, MODEL, STREAM, ids_by_step, samples_of, write_lines
 from text_helpers import make_run, rows
@@ -45,13 +45,15 @@ def write_hub(root: Path) -> None:
         write_split(root / "own/partial/convert/default" / f"partial-{split}", "0000", first, end)
 
 
-def train(url: str, *arguments: str, **environment: str) -> tuple[int, str]:
+def trainer(url: str) -> ForkingPython:
+    """A Python that has read the hub's address from its environment: huggingface_hub reads it when it is imported."""
+    variables = {"HF_ENDPOINT": url, "HF_HOME": str(Path("home").resolve()), "HF_HUB_OFFLINE": "0"}
+    return ForkingPython(sys.executable, os.environ | variables)
+
+
+def train(python: ForkingPython, *arguments: str, **environment: str) -> tuple[int, str]:
     """The exit code and the output of ``fastloop train recipe.yaml`` in a process of its own."""
-    variables = {"HF_ENDPOINT": url, "HF_HOME": str(Path("home").resolve()), "HF_HUB_OFFLINE": "0"} | environment
-    done = subprocess.run(
-        [sys.executable, "-m", "fastloop", "train", "recipe.yaml", *arguments],
-        env=os.environ | variables, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    done = python.run("train", "recipe.yaml", *arguments, cwd=Path.cwd(), **environment)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -85,25 +87,25 @@ def ranges(hub: Hub) -> int:
 def test_a_killed_run_on_a_dataset_of_the_hub_resumes_to_the_same_bits():
     write_hub(root := Path("hub").resolve())
     write_recipe()
-    with hub_server(root) as (url, hub):
-        code, out = train(url, "output=whole")
+    with hub_server(root) as (url, hub), trainer(url) as python:
+        code, out = train(python, "output=whole")
         assert code == 0, out
         commit = commit_of(root / "own/films/main")
         assert f"data: own/films at commit {commit}\n" in out
         assert f"data: train {ROWS}, streamed from 10 row groups in 2 files, validation 24" in out
         assert ranges(hub) > 0
         assert not any("main/data" in request for request in hub.requests), "each request names the commit"
-        assert train(url, KILL_AT="27")[0] == -9
+        assert train(python, KILL_AT="27")[0] == -9
         assert steps()[-1] == 20
         # the dataset gets other rows: the commit of the first start is still there
         shutil.copytree(root / "own/films/main", root / "own/films/earlier")
         write_split(root / "own/films/main/data", "train", 7, ROWS)
-        code, out = train(url, "--resume")
+        code, out = train(python, "--resume")
         assert code == 2, out
         assert f"'revision': '{commit}'" in out
         assert "was saved with data = " in out
         assert "Resume with the same, or start a new run." in out
-        code, out = train(url, "--resume", f"data.revision={commit}")
+        code, out = train(python, "--resume", f"data.revision={commit}")
         assert code == 0, out
         assert record() == record("whole")
         assert summary()["sample-audit"]["repeated"] == summary()["sample-audit"]["missing"] == 0
@@ -113,8 +115,11 @@ def test_a_killed_run_on_a_dataset_of_the_hub_resumes_to_the_same_bits():
 def test_what_cannot_be_streamed_from_a_hub_is_named():
     write_hub(root := Path("hub").resolve())
     write_recipe()
-    with hub_server(root, {"own/private": "RepoNotFound", "own/gated": "GatedRepo"}) as (url, _):
-        code, out = train(url, "data.name=own/scripted", "train.max_steps=2")
+    with (
+        hub_server(root, {"own/private": "RepoNotFound", "own/gated": "GatedRepo"}) as (url, _),
+        trainer(url) as python,
+    ):
+        code, out = train(python, "data.name=own/scripted", "train.max_steps=2")
         assert code == 0, out
         assert f"data: own/scripted, the hub's Parquet copy at commit {commit_of(root / 'own/scripted/convert')}" in out
         assert f"data: train {ROWS}, streamed from 10 row groups in 2 files, validation 24" in out
@@ -130,15 +135,9 @@ def test_what_cannot_be_streamed_from_a_hub_is_named():
             ("data.splits.train=training", "data.splits.train: there is no split 'training'. There are: train, valid"),
             ("data.splits.validation=null", "data.validation_fraction: cannot hold with data.streaming"),
         ):
-            code, out = train(url, change)
+            code, out = train(python, change)
             assert code == 2, out
             assert problem in out.splitlines()[-1], out
-    code, out = train(url)
-    assert (code, out.count("\n")) == (2, 1), out
-    assert (
-        f"data.name: 'own/films' is not a local folder, and the hub ({url}), which data.streaming reads, cannot be"
-        in out
-    )
 
 
 @pytest.mark.slow
@@ -147,10 +146,17 @@ def test_without_a_hub_a_local_copy_is_proposed_and_works():
     write_split(Path("folder/data"), "validation", ROWS, ROWS + 24)
     write_recipe()
     files = ["data.files.train=folder/data/train-*.parquet", "data.files.validation=folder/data/validation-*.parquet"]
-    for change in (["data.name=folder"], files):
-        code, out = train("http://127.0.0.1:9", *change, "train.max_steps=2")
-        assert code == 0, out
-        assert f"data: train {ROWS}, streamed from 10 row groups in 2 files, validation 24" in out
+    with trainer(url := "http://127.0.0.1:9") as python:
+        code, out = train(python)
+        assert (code, out.count("\n")) == (2, 1), out
+        assert (
+            f"data.name: 'own/films' is not a local folder, and the hub ({url}), which data.streaming reads, cannot be"
+            in out
+        )
+        for change in (["data.name=folder"], files):
+            code, out = train(python, *change, "train.max_steps=2")
+            assert code == 0, out
+            assert f"data: train {ROWS}, streamed from 10 row groups in 2 files, validation 24" in out
 
 
 def stream(**changes: Any) -> Any:

@@ -85,7 +85,7 @@ RULES: dict[type, dict[str, str]] = {
         "start()": CORE,
         "take_failure()": CORE,
     },
-    Loaders: {"": "no", "set_datasets()": CORE, "build()": CORE, "close()": CORE},
+    Loaders: {"": "no", "set_datasets()": CORE, "build()": CORE, "copy_train()": CORE, "close()": CORE},
 }
 """Class -> whether a plugin may change an attribute or call a method; ``""`` is the rule of the other attributes. It
 may call the other methods."""

@@ -32,8 +32,10 @@ from fastloop import Trainer
 from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
+from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Observer
 from fastloop.recipe import Train
+from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop_plugins import text as text_toolkit
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
@@ -42,6 +44,8 @@ ACCEPT = (
     "CHANGELOG.md, and follow docs/stability.md, which states how a name is deprecated before it changes or goes."
 )
 NOTHING = "(none)"
+FUNCTIONS = (evaluating, preserve_random_states, random_states, restore_random_states)
+"""Public functions for passes of a plugin's own: docs/loop.md describes them."""
 
 
 def current() -> dict[str, str]:
@@ -81,6 +85,7 @@ def python_lines() -> Iterator[tuple[str, str]]:
     named |= {f"fastloop.testing.{name}": getattr(fastloop.testing, name) for name in fastloop.testing.__all__}
     named |= {f"{text_toolkit.__name__}.{name}": getattr(text_toolkit, name) for name in text_toolkit.__all__}
     named |= {f"{cls.__module__}.{cls.__name__}": cls for cls in RULES if cls not in named.values()}
+    named |= {f"{function.__module__}.{function.__name__}": function for function in FUNCTIONS}
     for name, value in named.items():
         function = (
             getattr(value, "__wrapped__", None) or getattr(value, "_get_wrapped_function", lambda found=value: found)()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cache
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from fastloop.errors import PluginError, SaveError
 from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
+from fastloop.runtime.random_states import preserve_random_states
 from fastloop.runtime.regions import each, region
 from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
@@ -156,6 +157,19 @@ class Run:
             if self.is_main:
                 weights[name] = full.cpu()
         return weights
+
+    def training_batches(self, epoch: int = 0) -> Iterator[Batch]:
+        """Read the micro-batches of a training epoch apart from the loop, on the device: to re-estimate the statistics
+        of batch norm, for example. Every process must call it, and read as many.
+
+        The loop keeps its place in the data, and the random states are restored after the last batch or when the
+        iterator is closed. So the training stays the same. The batches are those that the loop trains on in this epoch.
+
+        Raises:
+            DataError: A sample could not be read.
+        """
+        with closing(self.loaders.copy_train()) as loader, preserve_random_states():
+            yield from chain.from_iterable(self.to_device(loader.steps(epoch)))
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""

@@ -77,12 +77,9 @@ class Schedule:
     def save_due(self, epoch_ended: bool = False) -> bool:
         """Whether to save now."""
         state, every = self._state, self._train.save_every
-        if state.save_requested:
-            return True
-        if every is None:
-            return False
+        if state.save_requested or every is None:
+            return state.save_requested
         if epoch_ended:
             return every == "epoch" or self.should_stop() or state.epoch >= self._train.epochs
-        if isinstance(every, int) and state.step % every == 0:
-            return True
-        return self.should_stop() and not self.is_epoch_done()  # otherwise the epoch's end saves
+        due = isinstance(every, int) and state.step % every == 0
+        return due or (self.should_stop() and not self.is_epoch_done())  # otherwise the epoch's end saves

@@ -11,7 +11,7 @@ from torch import Tensor
 from fastloop import Batch, Plugin, PluginError, hookimpl
 from fastloop.distributed.tensors import total_norm
 from fastloop.runtime.random_states import random_states, restore_random_states
-from fastloop.testing import VECTORS, Call, tiny_model, train
+from fastloop.testing import VECTORS, Call, tiny_data, tiny_model, train
 from fastloop.testing.runs import STOPS_AT, DisableDropout, InterruptAtStep
 
 SCHEDULE = {"lr-scheduler": {"schedule": "linear", "warmup": 3}}
@@ -65,6 +65,25 @@ class TwoUpdates(Plugin):
             loss = run.accumulate_gradients(batches)
             run.apply_gradients(loss)
         return loss
+
+
+class Averages(Plugin):
+    """Averages the inputs of the next epoch, in the middle of each one."""
+
+    name = "averages"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    @hookimpl
+    def after_step(self, run) -> None:
+        if run.state.step in (3, 14):
+            batches = [*run.training_batches(run.state.epoch + 1)]
+            self.means.append(torch.cat([batch.inputs[0] for batch in batches]).mean(0))
+            next(batch := run.training_batches())
+            torch.rand(1)
+            batch.close()
 
 
 def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
@@ -299,3 +318,15 @@ def test_two_processes_compute_what_one_does(processes, tmp_path, plugin):
     assert first.losses == pytest.approx(alone.losses, rel=1e-5)
     assert first.lrs == alone.lrs
     torch.testing.assert_close(first.weights, alone.weights, rtol=1e-4, atol=1e-6)
+
+
+def test_reading_training_batches_elsewhere_does_not_change_the_training(tiny_run):
+    plain = tiny_run(device="cpu")
+    averages = Averages()
+    found = tiny_run([averages], device="cpu")
+    inputs = tiny_data().tensors[0]
+    assert len(averages.means) == 2
+    for mean in averages.means:
+        torch.testing.assert_close(mean, inputs.mean(0))
+    assert found.losses == plain.losses
+    assert equal(found.weights, plain.weights)

@@ -89,6 +89,9 @@ def plan(
     if splitter := settings.writers.get("split"):
         shares = f"over {world_size} processes, split by {splitter}"
     typer.echo(f"batch    {loaded.train.batch_size} samples a step {shares}")
+    wrappers = [impl.plugin_name for impl in resolution.manager.hook.compute_loss.get_hookimpls() if impl.wrapper]
+    if len(wrappers) > 1:
+        typer.echo(f"loss     {' around '.join([*reversed(wrappers), str(resolution.in_slot('task'))])}")
     typer.echo(
         f"length   {loaded.train.max_steps or f'{loaded.train.epochs} epochs'}{' steps' * bool(loaded.train.max_steps)}"
     )

@@ -119,6 +119,10 @@ class Loaders:
         else:
             self.evaluation[split] = loader
 
+    def copy_train(self) -> Loader:
+        """Build another loader of the training split. The one of the loop keeps its place."""
+        return self._build_loader("train", self.micro_batch_size, getattr(self.train.sampler, "pieces", 1))
+
     def replace(self, split: str, dataset: Any) -> Loader:
         """Build the loader of another dataset for an evaluated split."""
         if split in self.evaluation:

@@ -183,7 +183,8 @@ class Plugin:
     name: ClassVar[str] = ""
     """Name in recipes, in lower case with hyphens."""
     slot: ClassVar[str | None] = None
-    """A role that only one plugin of a run may fill, such as ``task``, ``strategy`` or ``precision``."""
+    """A role that only one plugin of a run may fill, such as ``task``, ``strategy`` or ``precision``. The name of a
+    default plugin is a role, too: ``slot = "progress"`` replaces that plugin."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Names (or ``slot:NAME``) of plugins that must be in the same run."""
     conflicts: ClassVar[Mapping[str, str]] = {}

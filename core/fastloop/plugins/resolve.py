@@ -159,13 +159,15 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     reasons = {plugin.name: recipe.selected.get(plugin.name, "listed in the recipe") for plugin in plugins}
     plugins += (given := list(objects))
     reasons |= {plugin.name: "given in Python" for plugin in given}
-    filled = {plugin.slot for plugin in plugins}
+    filled = {plugin.slot: plugin.name for plugin in plugins}
     for cls in [point.load() for name, point in defaults().items() if name not in left_out]:
         if same := next((plugin for plugin in plugins if plugin.name == cls.name), None):
             checks.check_replacement(recipe, same, cls)
+        elif cls.name in filled:
+            reasons[filled[cls.name]] += f"; replaces {cls.name!r}"
         elif not (cls.slot and cls.slot in filled) and _takes_part(cls, recipe) and (reason := cls.auto_enable(recipe)):
             plugins.append(cls())
-            filled.add(cls.slot)
+            filled[cls.slot] = cls.name
             reasons[cls.name] = f"on by default: {reason}"
     checks.check_together(plugins, names, recipe.where)
     ordered = order(plugins, reasons)

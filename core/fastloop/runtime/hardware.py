@@ -33,18 +33,13 @@ def this_machine(device: str = "auto") -> Machine:
     """Query torch for the device and its dtypes. ``device="cpu"`` ignores accelerators."""
     import torch
 
-    kind = "cpu"
-    if device == "auto" and torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator().type  # type: ignore[union-attr]
+    accelerator = torch.accelerator.current_accelerator(check_available=True) if device == "auto" else None
+    kind = "cpu" if accelerator is None else accelerator.type
     dtypes = ["fp32"]
     if kind == "cuda":
         name = torch.cuda.get_device_name()
-        capability = torch.cuda.get_device_capability()
-        if torch.cuda.is_bf16_supported(including_emulation=False):
-            dtypes.append("bf16")
-        dtypes.append("fp16")
-        if capability >= (8, 9):  # Ada, Hopper and later have fp8 matrix units
-            dtypes.append("fp8")
+        dtypes += ["bf16"] * torch.cuda.is_bf16_supported(including_emulation=False) + ["fp16"]
+        dtypes += ["fp8"] * (torch.cuda.get_device_capability() >= (8, 9))  # from Ada and Hopper on
     elif kind == "cpu":
         name = torch.backends.cpu.get_cpu_capability()
         dtypes.append("bf16")  # correct everywhere

@@ -42,6 +42,8 @@ def seed_all(seed: int) -> None:
 def preserve_random_states(enabled: bool = True) -> Iterator[None]:
     """Restore the random states at the end of the block. For code that a resumed run repeats."""
     states = random_states() if enabled else None
-    yield
-    if states is not None:
-        restore_random_states(states)
+    try:
+        yield
+    finally:
+        if states is not None:
+            restore_random_states(states)

@@ -83,7 +83,7 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], where:
         check_declarations(plugin, where)
         if sum(other.name == plugin.name for other in plugins) > 1:
             raise PluginError(f"{where}: plugin {plugin.name!r} appears twice. Remove one.")
-        rivals = [other for other in plugins if plugin.slot and other.slot == plugin.slot]
+        rivals = [other for other in plugins if plugin.slot and plugin.slot in (other.slot, other.name)]
         if len(rivals) > 1:
             names, fix = _keep_one(rivals)
             raise PluginError(f"{where}: {names} fill the slot {plugin.slot!r}. {fix}")

@@ -316,6 +316,42 @@ def test_plan_shows_that_all_processes_train_on_the_same_samples(cli):
     assert "32 samples a step = 32 x 1 micro-steps on every process" in out
 
 
+INSTEAD = """
+from fastloop import Plugin, hookimpl
+
+class Wrapper(Plugin):
+    @hookimpl(wrapper=True)
+    def compute_loss(self):
+        return (yield)
+
+class Inner(Wrapper):
+    name = "inner"
+    slot = "progress"
+
+class Outer(Wrapper):
+    name = "outer"
+    runs_before = ("inner",)
+
+class Rival(Plugin):
+    name = "rival"
+    slot = "progress"
+"""
+
+
+def test_plan_shows_wrappers_of_the_loss_and_the_default_that_a_plugin_replaces(cli, tmp_path):
+    (tmp_path / "own.py").write_text(INSTEAD)
+    arguments = "plan", "quickstart", "train.device=cpu", "--with"
+    inner, outer, rival = (f"{tmp_path / 'own.py'}:{name}" for name in ("Inner", "Outer", "Rival"))
+    _, out, _ = cli(*arguments, f"{inner},{outer}", "-v")
+    assert "inner  (slot progress, bitwise, listed in the recipe; replaces 'progress'" in out
+    assert ". progress" not in out
+    assert "loss     outer around inner around text-classification\n" in out
+    for other, name in ((rival, "rival"), ("progress", "progress")):
+        code, _, error = cli(*arguments, f"{inner},{other}")
+        assert code == 2
+        assert f"'inner' and '{name}' fill the slot 'progress'. Keep one" in " ".join(error.split())
+
+
 def test_plan_fits_80_columns_and_shows_moves(cli, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     _, out, _ = cli("plan", "quickstart", "train.device=cpu", "--with", "compile,lora")

@@ -16,6 +16,7 @@ PUBLIC = ("fastloop", "fastloop.testing", "fastloop_plugins.text", "fastloop_plu
 """Modules whose ``__all__`` is public."""
 NAMES = {module: {*import_module(module).__all__} for module in PUBLIC}
 NAMES["fastloop.runtime.random_states"] = {"random_states", "restore_random_states"}  # docs/loop.md names them
+NAMES["fastloop.evaluation_results"] = {"evaluating"}
 
 
 def private_imports(code: str) -> Iterator[str]:
@@ -46,7 +47,7 @@ def test_a_package_imports_only_public_names(project):
     assert {file.name: found for file in files if (found := [*private_imports(file.read_text())])} == {}
     lines = {file.name: len(file.read_text().splitlines()) for file in files}
     assert {name: count for name, count in lines.items() if count > 150} == {}
-    assert 0 < sum(lines.values()) <= 900
+    assert 0 < sum(lines.values()) <= 1_000
 
 
 @pytest.mark.slow

@@ -2,19 +2,15 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fastloop import UsageError
 from fastloop.testing import TEXTS, Conformance, with_dropout
 from text_runs import DATA, SCORED, fastloop, refused, rows, run_python, train_divided, write_collection, write_recipe
 
-from fastloop_embeddings.embedding import Embedding
-
 CASES = {
     "multiple_negatives": (
-        {"dims": [8, 16]},
+        {"dims": [8, 16], "query_prompt": "old tree ", "document_prompt": "river : "},
         {"negative": "negative", "beir": "collection"},
         ("recall@1", 0.9),
     ),
@@ -28,13 +24,15 @@ SUFFIXES = {"multiple_negatives": "npy", "triplet": "jsonl", "cosent": "parquet"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder for each case, with a trained model in ``run``, and vectors of ``TEXTS_TO_PREDICT`` and others."""
+    """A folder for each case, with a trained model in ``run``, vectors of ``TEXTS_TO_PREDICT`` and others, and for a
+    collection those of its documents and ``TEXTS_TO_PREDICT`` in ``documents.npy``."""
     folders, commands, more = {}, [], {}
     for case, (options, data, _) in CASES.items():
         folders[case] = folder = tmp_path_factory.mktemp(case)
         if "beir" in data:
             queries, documents, _ = write_collection(folder / "collection")
-            more[case] = queries + documents
+            more[case] = queries
+            (folder / "documents.csv").write_text("\n".join(["other", *TEXTS_TO_PREDICT, *documents]) + "\n")
         elif "label" in data:
             more[case] = [row[name] for name in ("first", "second") for row in rows()["validation"]]
         write_recipe(folder, options, data)
@@ -42,6 +40,8 @@ def trained(tmp_path_factory):
         (folder / "texts.csv").write_text("\n".join([data.get("text", "text"), *texts]) + "\n")
         commands.append([str(folder), "train", "recipe.yaml"])
         commands.append([str(folder), "predict", "run", "texts.csv", "--out", f"vectors.{SUFFIXES[case]}"])
+    arguments = "predict run documents.csv --out documents.npy plugins.embedding.predict=other"
+    commands.append([str(folders["multiple_negatives"]), *arguments.split()])
     fastloop(commands)
     return folders
 
@@ -80,12 +80,17 @@ import json, sys
 from sentence_transformers import SentenceTransformer
 texts, *folders = json.loads(sys.stdin.read())
 models = [SentenceTransformer(folder, device="cpu") for folder in folders]
-print(json.dumps([[model.similarity_fn_name, model.encode(texts).tolist()] for model in models]))
+encode = lambda model, name: model.encode(texts, prompt_name=name).tolist()
+print(json.dumps([[model.similarity_fn_name, encode(model, "query"), encode(model, "document")] for model in models]))
 """
     found = run_python(script, [TEXTS_TO_PREDICT, *(str(folder / "run" / "model") for folder in trained.values())])
-    for folder, (similarity, theirs) in zip(trained.values(), found, strict=True):
+    for folder, (similarity, theirs, documents) in zip(trained.values(), found, strict=True):
         assert similarity == "cosine"
         np.testing.assert_allclose(predicted(folder)[: len(theirs)], theirs, rtol=1e-4, atol=1e-5)
+        if (folder / "documents.npy").exists():
+            assert abs(np.array(theirs) - documents).max() > 1e-2  # the prompts count
+            own = np.load(folder / "documents.npy")[: len(documents)]
+            np.testing.assert_allclose(own, documents, rtol=1e-4, atol=1e-5)
 
 
 def test_spearman_equals_that_of_scipy(trained):
@@ -100,9 +105,10 @@ def test_spearman_equals_that_of_scipy(trained):
 
 
 def test_a_search_equals_one_by_numpy(trained, tmp_path):
-    queries, documents, relevant = write_collection(tmp_path)
-    vectors = predicted(trained["multiple_negatives"])[len(TEXTS_TO_PREDICT) :]
-    similar = vectors[: len(queries)] @ vectors[len(queries) :].T
+    _, documents, relevant = write_collection(tmp_path)
+    found = predicted(trained["multiple_negatives"]), np.load(trained["multiple_negatives"] / "documents.npy")
+    queries, vectors = (each[len(TEXTS_TO_PREDICT) :] for each in found)
+    similar = queries @ vectors.T
     gains = np.zeros(similar.shape)
     for one, other, gain in relevant:
         gains[one, other] = gain
@@ -135,15 +141,6 @@ def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
         "no id": ({}, beir, {"epochs": 1}, "dev.tsv, line 17: found 'q0\\tnowhere\\t1', expected the id of a query"),
     }
     refused(tmp_path, cases)
-
-
-def test_groups_of_processes_are_refused():
-    task = Embedding()
-    loaders = SimpleNamespace(processes=SimpleNamespace(world_size=2))
-    with pytest.raises(UsageError, match="found 2 shares of a step over 4 processes, and the loss multiple_negatives"):
-        task.check_run(SimpleNamespace(loaders=loaders, world_size=4))
-    task.check_run(SimpleNamespace(loaders=loaders, world_size=2))
-    Embedding(loss="cosine").check_run(SimpleNamespace(loaders=loaders, world_size=4))
 
 
 DIVIDED = {

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from fastloop_embeddings.metrics import Ranking, Retrieval, rank
+from fastloop_embeddings.metrics import Ranking, Retrieval, measure, search
 
 ANGLES = {"a": 0, "b": 10, "c": 25, "d": 45, "e": 80, "f": 130}
 """Documents, as angles in degrees. The nearest of a query at 0 degrees is a, then b, and so on."""
@@ -16,6 +16,10 @@ def vector(angle: float):
 
 
 ONES = torch.ones(4)
+
+
+def rank(queries, documents, relevant, gains, recall_at):
+    return measure(*search(queries, documents, relevant, gains, max(10, *recall_at)), recall_at)
 
 
 def test_rankings_by_hand():

@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 from fastloop.testing import TEXTS, Conformance, with_dropout
-from text_runs import DATA, SCORED, fastloop, refused, run_python, train_divided, write_recipe
+from text_runs import DATA, SCORED, fastloop, refused, run_python, train_divided, write_collection, write_recipe
 
 NEGATIVE = {"negative": "negative"}
+COLLECTION = {"beir": "collection", "candidates": "candidates.trec"}
 CASES = {
-    "multiple_negatives": ({"negatives": 3}, NEGATIVE, ("mrr@10", 0.5)),
+    "multiple_negatives": ({"negatives": 3}, NEGATIVE | COLLECTION, ("mrr@10", 0.5)),
     "binary": ({"loss": "binary"}, SCORED, ("spearman", 0.3)),
     "list_net": ({"loss": "list_net"}, SCORED | {"module": DATA["module"].replace(":rows", ":lists")}, ("mrr@10", 0.6)),
 }
@@ -24,14 +25,89 @@ def trained(tmp_path_factory):
     for case, (options, data, _) in CASES.items():
         folders[case] = folder = tmp_path_factory.mktemp(case)
         write_recipe(folder, options, data, task="reranker", epochs=25)
+        write_candidates(folder)
         names = [data.get("text", "text"), data.get("other", "other")]
         (folder / "pairs.csv").write_text("\n".join(map(",".join, [names, *PAIRS])) + "\n")
         for suffix in ("npy", "jsonl"):
             commands.append([str(folder), "predict", "run", "pairs.csv", "--out", f"scores.{suffix}"])
         commands[-2:-2] = [[str(folder), "train", "recipe.yaml"]]
         commands.append([str(folder), "predict", "run", "--split", "test", "--with", "packing", "--out", "test.jsonl"])
+    arguments = ["predict", "run", "candidates.csv", "--out", "candidates.npy"]
+    commands.append([str(folders["multiple_negatives"]), *arguments])
     fastloop(commands)
     return folders
+
+
+CANDIDATES = 12
+
+
+def write_candidates(folder):
+    """A collection, and candidates for all of its queries but the last one, as a ranking and as pairs to predict.
+    Returns the documents that each query is given with, and pairs of relevant ones."""
+    queries, documents, relevant = write_collection(folder / "collection")
+    lists = [[(3 * query + 7 * place) % len(documents) for place in range(CANDIDATES)] for query in range(len(queries))]
+    lists[-1] = []
+    pairs = [(query, document) for query, names in enumerate(lists) for document in names]
+    lines = [f"q{query} Q0 c{document} 1 0.5 first" for query, document in [*pairs, (9, 9)]]
+    (folder / "candidates.trec").write_text("\n".join(lines) + "\n")
+    rows = [f"{queries[query]},{documents[document]}" for query, document in pairs]
+    (folder / "candidates.csv").write_text("\n".join(["text,other", *rows]) + "\n")
+    return pairs, (len(queries), len(documents)), relevant
+
+
+def test_a_ranking_of_candidates_equals_one_by_scikit_learn(trained, tmp_path):
+    metrics = pytest.importorskip("sklearn.metrics")
+    pairs, shape, relevant = write_candidates(tmp_path)
+    gains, scores = np.zeros(shape), np.full(shape, -1.0)
+    scores[tuple(np.transpose(pairs))] = np.load(trained["multiple_negatives"] / "candidates.npy")
+    for query, document, gain in relevant:
+        gains[query, document] = gain
+    order = (-scores[:-1]).argsort(1)[:, :10]
+    hits = np.take_along_axis(gains[:-1], order, 1) > 0
+    expected = {"beir_mrr@10": (hits / np.arange(1, 11)).max(1).sum() / len(gains)}  # the last query has no candidate
+    expected["beir_ndcg@10"] = metrics.ndcg_score(gains[:-1], scores[:-1], k=10) * len(hits) / len(gains)
+    found = json.loads((trained["multiple_negatives"] / "run" / "summary.json").read_text())["validation"]
+    assert 0 < expected["beir_mrr@10"] < 1
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_metrics_of_a_ranking_equal_a_table(monkeypatch, tmp_path):
+    """Documents in the order of their scores, equal ones in the order of the file, and their gains::
+
+    q1    d3 0    d1 2    d2 0               relevant: d1 2, d4 1
+    q2    d4 3    d1 0    d2 0    d3 1       relevant: d4 3, d3 1
+    """
+    import torch
+
+    from fastloop_embeddings import search
+    from fastloop_embeddings.metrics import measure
+
+    def ranked(candidates, scores):
+        monkeypatch.setattr(search, "compute_all", lambda *arguments: torch.tensor(scores))
+        return measure(*judged.rerank(None, None, candidates, None), (1,))
+
+    texts = {name: name for name in ("d1", "d2", "d3", "d4")}
+    judged = search.Judged(
+        {"q1": "one", "q2": "two"}, texts, {"q1": {"d1": 2.0, "d4": 1.0}, "q2": {"d4": 3.0, "d3": 1.0}}
+    )
+    path = tmp_path / "candidates.trec"
+    lines = [
+        f"{query} Q0 {name} 0 0 x"
+        for query, names in (("q2", "4123"), ("q1", "123"))
+        for name in map("d{}".format, names)
+    ]
+    path.write_text("\n".join(lines))
+    found = ranked(path, [0.3, 0.3, 0.9, 4.0, 3.0, 3.0, 1.0])
+    second, third, fifth = (1 / np.log2(place) for place in (3, 4, 5))
+    ndcg = (2 * second / (2 + second) + (3 + fifth) / (3 + second)) / 2
+    assert {name: float(value) for name, value in found.items()} == pytest.approx(
+        {"recall@1": 0.25, "mrr@10": 0.75, "ndcg@10": ndcg}
+    )
+    everything = ranked(None, [4.0, 3.0, 2.0, 1.0, 1.0, 2.0, 3.0, 4.0])  # without candidates: all four documents
+    ndcg = ((2 + fifth) / (2 + second) + 1) / 2
+    assert {name: float(value) for name, value in everything.items()} == pytest.approx(
+        {"recall@1": 0.5, "mrr@10": 1.0, "ndcg@10": ndcg}
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -61,12 +137,32 @@ print(json.dumps([CrossEncoder(folder, device="cpu").predict(pairs).tolist() for
 
 
 def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
-    stars = {"module": DATA["module"].replace(":rows", ":stars")}
+    stars, lists = ({"module": DATA["module"].replace(":rows", f":{name}")} for name in ("stars", "training"))
+    (tmp_path / "train.csv").write_text("first,second,score\none,two,1\n")
+    files = {"module": None, "files": {"train": str(tmp_path / "train.csv")}}
+    write_candidates(tmp_path)
+    ranked = {"beir": str(tmp_path / "collection"), "candidates": str(tmp_path / "bad.trec")}
+    (tmp_path / "bad.trec").write_text("q0 Q0 c1 1 0.5 first\nq0 Q0 nowhere 2 0.4 first\n")
     cases = {
         "negative": ({"loss": "binary"}, SCORED | NEGATIVE, {}, "data.negative: the loss binary reads a score"),
         "streaming": ({}, {"streaming": True}, {}, "data.streaming: the loss multiple_negatives reads several rows"),
         "classes": ({"loss": "list_net"}, SCORED | {"label_type": "class"}, {}, "label_type: found class, expected n"),
         "stars": ({"loss": "binary"}, SCORED | stars, {}, "data.label: train: found numbers from 0 to 5, and the loss"),
+        "lists": ({"loss": "list_net"}, SCORED | lists, {}, "data.files.validation: missing, and rows that are held"),
+        "files": ({"loss": "list_net"}, SCORED | files, {}, "or set data.validation_fraction: 0"),
+        "alone": (
+            {},
+            {"candidates": "bad.trec"},
+            {},
+            "bad.trec, and data.beir is None. Expected a file, and the folder",
+        ),
+        "missing": ({}, ranked | {"candidates": "no.trec"}, {}, "Expected a file, and the folder of its documents"),
+        "line": (
+            {},
+            ranked,
+            {"epochs": 1},
+            "bad.trec, line 2: found 'q0 Q0 nowhere 2 0.4 first', expected a query, Q0",
+        ),
     }
     refused(
         tmp_path,
@@ -87,7 +183,9 @@ WAYS = {
 
 def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path):
     """The last batch has fewer rows, of which one process has fewer; it also has none of validation."""
-    cases = {case: (options, data) for case, (options, data, _) in CASES.items()}
+    write_candidates(tmp_path)
+    found = {name: str(tmp_path / path) for name, path in COLLECTION.items()}
+    cases = {case: (options, data | (found if "beir" in data else {})) for case, (options, data, _) in CASES.items()}
     model = with_dropout(TEXTS, 0.0)["model"]
     sizes = {"batch_size": 24, "epochs": 2, "log_every": 1, "eval_batch_size": 16}
     train_divided(tmp_path, cases, WAYS, task="reranker", model=model, **sizes)

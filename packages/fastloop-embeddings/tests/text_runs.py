@@ -142,3 +142,8 @@ def lists(count: int = 16):
 def stars():
     """``rows`` with scores from 0 to 5."""
     return {split: [row | {"score": 5 * row["score"]} for row in found] for split, found in rows().items()}
+
+
+def training():
+    """``lists`` without splits to evaluate."""
+    return {"train": lists()["train"]}

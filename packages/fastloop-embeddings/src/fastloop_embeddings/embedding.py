@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, RecipeError, UsageError, hookimpl
+from fastloop import Output, RecipeError, hookimpl
 from fastloop_plugins.text import Model, TextTask, compute, pool
 
 from fastloop_embeddings.cached_gradients import CachedGradients
-from fastloop_embeddings.options import SCORED, SPANS_ROWS, EmbeddingOptions, SearchedData, read_columns
+from fastloop_embeddings.options import SCORED, SPANS_ROWS, EmbeddingOptions, PairData, PairTask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,37 +24,38 @@ if TYPE_CHECKING:
     from fastloop import Batch, Run
 
 
-class Embedding(TextTask):
+class Embedding(PairTask):
     """Learns vectors of texts."""
 
     name = "embedding"
-    sections = {"model": Model, "data": SearchedData}
+    sections = {"model": Model, "data": PairData}
     description = "learns vectors of texts"
 
     Config = EmbeddingOptions
 
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
-        loss, data = self.config.loss, f"{recipe.where}: data"
+        loss = self.config.loss
         if loss == "triplet" and recipe.data.get("negative") is None:
-            raise RecipeError(f"{data}.negative: missing, and the loss triplet reads it. Name a column of texts.")
-        read_columns(self, recipe, loss in SCORED)
+            raise RecipeError(f"{recipe.where}: data.negative: missing, and the loss triplet reads it. Name a column.")
+        self.read_columns(recipe, loss in SCORED)
         if any(size < 1 for size in self.config.dims):
             raise RecipeError(f"{recipe.where}: plugins.embedding.dims: found {self.config.dims}, expected 1 or more.")
-        self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
-        for name in ("corpus.jsonl", "queries.jsonl", "qrels") if self.folder is not None else ():
-            if not (self.folder / name).exists():
-                raise RecipeError(f"{data}.beir: {self.folder / name} is missing. Expected a folder as BEIR has it.")
         self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
 
-    @hookimpl
-    def check_run(self, run: Run) -> None:
-        sharing = run.loaders.processes.world_size
-        if self.config.loss in SPANS_ROWS and sharing not in (1, run.world_size):
-            raise UsageError(
-                f"embedding: found {sharing} shares of a step over {run.world_size} processes, and the loss "
-                f"{self.config.loss} compares all rows. Use ddp or fsdp, or set loss to cosine or triplet."
-            )
+    def prediction_columns(self) -> tuple[str, ...]:
+        return (self.config.predict,)
+
+    def encoding_arguments(self) -> dict[str, Any]:
+        query, document = self.config.query_prompt, self.config.document_prompt
+        return super().encoding_arguments() | {"prompts": {"text": query, "other": document, "negative": document}}
+
+    @staticmethod
+    def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+        prompts = [arguments["prompts"][name] for name in arguments["columns"]]
+        texts = ((row,) if isinstance(row, str) else row for row in rows)
+        prompted: Any = (tuple(map(str.__add__, prompts, row)) for row in texts)
+        return TextTask.encode(tokenizer, prompted, arguments)
 
     @hookimpl
     def train_step(self, run: Run, batches: list[Batch]) -> Any:
@@ -121,14 +122,8 @@ class Embedding(TextTask):
 
         return collect(None if self.config.loss in SCORED else Retrieval())
 
-    @hookimpl(wrapper=True, trylast=True)
-    def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
-        metrics = yield
-        if self.folder is None:
-            return metrics
-        from fastloop_embeddings.search import search
-
-        return metrics | search(run, self, self.folder, split, self.vectors)
+    def rank(self, run: Run, collection: Any) -> Any:
+        return collection.search(run, self, self.vectors)
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -140,6 +135,7 @@ class Embedding(TextTask):
 
         super().export_model(run, folder)
         if run.is_main:
-            options = self.data.options
-            write_modules(folder, self.vector_size(), self.config.pooling, self.config.normalize, options.max_length)
+            options, length = self.config, self.data.options.max_length
+            prompts = {"query": options.query_prompt, "document": options.document_prompt}
+            write_modules(folder, self.vector_size(), options.pooling, options.normalize, length, prompts)
         return folder

@@ -64,7 +64,8 @@ class Retrieval(Metric):
         documents, document_of = unique(vectors[:, 1:].flatten(0, 1), keys[:, 1:].flatten())
         wanted = zip((query_of, document_of), keys.T.contiguous(), strict=False)  # the first two columns
         relevant = torch.stack([torch.searchsorted(known, found) for known, found in wanted], 1).unique(dim=0)
-        return rank(queries, documents, relevant, torch.ones_like(relevant[:, 0]), (1, 10))
+        gains = torch.ones_like(relevant[:, 0])
+        return measure(*search(queries, documents, relevant, gains, DEPTH), (1, DEPTH))
 
 
 class Ranking(Metric):
@@ -95,32 +96,30 @@ class Ranking(Metric):
         return dict(zip(("recall@1", f"mrr@{DEPTH}", f"ndcg@{DEPTH}"), self.total / self.queries, strict=True))
 
 
-def rank(
-    queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, recall_at: Sequence[int]
-) -> dict[str, Tensor]:
-    """The metrics of an exact search by cosine similarity among vectors, (Q, D) and (C, D).
+def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """The arguments of ``measure`` for an exact search by cosine similarity among vectors, (Q, D) and (C, D).
 
     Args:
         relevant: Distinct pairs of a query and a document that is relevant to it, (P, 2) int64: one or more a query.
         gains: How relevant each is, (P,) above 0.
-        recall_at: Depths of recall.
+        depth: Documents of a ranking.
     """
     size, documents = len(documents), normalize(documents).T
     pairs, order = (relevant[:, 0] * size + relevant[:, 1]).sort()
     gains, found = gains[order].float(), []
     for start in range(0, len(queries), CHUNK):
         similar = normalize(queries[start : start + CHUNK]) @ documents
-        best = similar.topk(min(max(DEPTH, *recall_at), size)).indices
+        best = similar.topk(min(depth, size)).indices
         keys = best + size * torch.arange(start, start + len(best), device=best.device)[:, None]
         places = torch.searchsorted(pairs, keys).clamp(max=len(pairs) - 1)
         found.append(gains[places] * (pairs[places] == keys))
     counts = torch.bincount(relevant[:, 0], minlength=len(queries)).tolist()
-    return measure(torch.cat(found), pad_sequence(gains.split(counts), batch_first=True), recall_at)
+    return torch.cat(found), pad_sequence(gains.split(counts), batch_first=True)
 
 
 def measure(found: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:
     """Means over queries, from the gains of their documents, best score first, (Q, depth), and those of all relevant
-    documents in any order, filled with 0, (Q, most)."""
+    documents in any order, (Q, most), both filled with 0. ``recall_at``: depths of recall."""
     hit, count = found > 0, (relevant > 0).sum(1)
     places = torch.arange(1, DEPTH + 1, device=found.device)
     ideal = relevant.sort(dim=1, descending=True).values

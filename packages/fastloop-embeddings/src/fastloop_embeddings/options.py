@@ -1,17 +1,28 @@
-"""Options of the tasks, and of their section ``data``."""
+"""Options of the tasks and of their section ``data``, and what both tasks do with them."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import RecipeError, option
+from fastloop import RecipeError, hookimpl, option
 from fastloop_plugins.text import Data, TextTask
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastloop import Run
 
 SPANS_ROWS = ("multiple_negatives", "cosent")
 """Losses that compare the rows of a batch with each other. Those of parts of a batch do not add up to its loss."""
 SCORED = ("cosent", "cosine")
 """Losses that read a score for each row. The others read pairs of similar texts."""
+
+NO_VALIDATION = (
+    "data.files.validation: missing, and rows that are held out of train would divide the lists of list_net. Give a "
+    "validation split, or set data.validation_fraction: 0."
+)
 
 
 @dataclass(kw_only=True)
@@ -20,13 +31,16 @@ class PairData(Data):
 
     other: Annotated[str, option("The column of the texts that those of data.text are compared with.")] = "other"
     negative: Annotated[str | None, option("The column of hard negatives: texts that are not similar.")] = None
+    beir: Annotated[str | None, option("Folder in the layout of BEIR, which evaluations search, too.")] = None
 
 
 @dataclass(kw_only=True)
-class SearchedData(PairData):
-    """The ``data`` section of ``embedding``."""
+class RankedData(PairData):
+    """The ``data`` section of ``reranker``."""
 
-    beir: Annotated[str | None, option("Folder in the layout of BEIR, which evaluations search, too.")] = None
+    candidates: Annotated[
+        str | None, option("File in the format of trec_eval: the documents to rank for each query of data.beir.")
+    ] = None
 
 
 @dataclass(kw_only=True)
@@ -41,6 +55,11 @@ class EmbeddingOptions:
     normalize: Annotated[bool, option("Scale the vectors to length 1.")] = True
     temperature: Annotated[float, option("multiple_negatives, cosent: divides similarities.", gt=0)] = 0.05
     margin: Annotated[float, option("triplet: how much nearer the similar text must be.", gt=0)] = 1.0
+    query_prompt: Annotated[str, option("Text before each text of data.text.")] = ""
+    document_prompt: Annotated[str, option("Text before each text of data.other and data.negative.")] = ""
+    predict: Annotated[
+        Literal["text", "other"], option("The column that a file to predict has: data.text or data.other.")
+    ] = "text"
     dims: Annotated[list[int], option("Sum the loss over the first so many numbers of vectors; empty: use all.")] = (
         field(default_factory=list)
     )
@@ -58,13 +77,33 @@ class RerankerOptions:
     temperature: Annotated[float, option("multiple_negatives: divides scores between 0 and 1.", gt=0)] = 0.1
 
 
-def read_columns(task: Any, recipe: Any, scored: bool) -> None:
-    """Check the recipe of a task whose rows have a score each, or texts that fit and maybe one that does not."""
-    data, negative = f"{recipe.where}: data", recipe.data.get("negative") is not None
-    if scored and negative:
-        raise RecipeError(f"{data}.negative: the loss {task.config.loss} reads a score for each pair. Remove it.")
-    task.columns = ("text", "other", "negative") if negative else ("text", "other")
-    task.labels = "required" if scored else "none"
-    TextTask.check_recipe(task, recipe)
-    if scored and task.data.label_type != "number":
-        raise RecipeError(f"{data}.label_type: found {task.data.label_type}, expected number: scores are numbers.")
+class PairTask(TextTask):
+    """A task on pairs of texts. Its ``rank(run, judged)`` ranks the documents of a ``search.Judged`` collection."""
+
+    folder: Path | None  # of the collection
+
+    def read_columns(self, recipe: Any, scored: bool) -> None:
+        """Check the recipe. ``scored``: rows have a score each; otherwise texts that fit, and maybe one that does
+        not."""
+        data, negative = f"{recipe.where}: data", recipe.data.get("negative") is not None
+        if scored and negative:
+            raise RecipeError(f"{data}.negative: the loss {self.config.loss} reads a score for each pair. Remove it.")
+        self.columns = ("text", "other", "negative") if negative else ("text", "other")
+        self.labels = "required" if scored else "none"
+        TextTask.check_recipe(self, recipe)
+        if scored and self.data.label_type != "number":
+            found = f"found {self.data.label_type}, expected number: scores are numbers"
+            raise RecipeError(f"{data}.label_type: {found}.")
+        self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
+        for name in ("corpus.jsonl", "queries.jsonl", "qrels") if self.folder is not None else ():
+            if not (self.folder / name).exists():
+                raise RecipeError(f"{data}.beir: {self.folder / name} is missing. Expected a folder as BEIR has it.")
+
+    @hookimpl(wrapper=True, trylast=True)
+    def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
+        metrics = yield
+        if self.folder is None:
+            return metrics
+        from fastloop_embeddings.search import evaluate
+
+        return metrics | evaluate(run, self, split)

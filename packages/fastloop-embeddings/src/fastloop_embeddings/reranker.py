@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl
-from fastloop_plugins.text import Model, Ragged, TextTask, compute, padded_traits
+from fastloop_plugins.text import Model, Ragged, compute, padded_traits
 
-from fastloop_embeddings.options import PairData, RerankerOptions, read_columns
+from fastloop_embeddings.options import NO_VALIDATION, PairTask, RankedData, RerankerOptions
 from fastloop_embeddings.pairs import Joiner, draw, group
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 
-class Reranker(TextTask):
+class Reranker(PairTask):
     """Learns scores of pairs of texts."""
 
     name = "reranker"
@@ -32,7 +32,7 @@ class Reranker(TextTask):
     auto_class = "AutoModelForSequenceClassification"
     unused_modules = ()
     reads_all = False  # the model reads the first token of a pair
-    sections = {"model": Model, "data": PairData}
+    sections = {"model": Model, "data": RankedData}
     description = "learns scores of pairs of texts"
     most = 1  # documents of a query
 
@@ -46,13 +46,25 @@ class Reranker(TextTask):
     def check_recipe(self, recipe: Any) -> None:
         loss = self.config.loss
         if loss != "binary" and recipe.data.get("streaming"):
-            where = f"{recipe.where}: data.streaming"
-            raise RecipeError(f"{where}: the loss {loss} reads several rows at once. Use the loss binary.")
-        read_columns(self, recipe, loss != "multiple_negatives")
+            problem = f"the loss {loss} reads several rows at once. Use the loss binary."
+            raise RecipeError(f"{recipe.where}: data.streaming: {problem}")
+        self.read_columns(recipe, loss != "multiple_negatives")
+        options, where = self.data.options, f"{recipe.where}: data.candidates"
+        self.candidates = None if options.candidates is None else recipe.find(options.candidates)
+        if self.candidates is not None and (self.folder is None or not self.candidates.is_file()):
+            found = f"found {self.candidates}, and data.beir is {options.beir}"
+            raise RecipeError(f"{where}: {found}. Expected a file, and the folder of its documents.")
+        self.holds_out = loss == "list_net" and options.validation_fraction > 0 and self.data.inference is None
+        if self.holds_out and self.data.files and self.data.splits.validation not in self.data.files:
+            raise RecipeError(f"{recipe.where}: {NO_VALIDATION}")
+        if loss == "list_net":
+            options.validation_fraction = 0.0  # rows that are held out would be drawn one by one
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         datasets: Mapping[str, Any] = super().build_datasets(run)
+        if self.holds_out and "validation" not in datasets:
+            raise RecipeError(f"{run.recipe.where}: {NO_VALIDATION}")
         lists = dict[str, Any]()
         for split, rows in datasets.items():
             if self.config.loss == "list_net":
@@ -123,6 +135,9 @@ class Reranker(TextTask):
             return {"score": scores}
         sizes = (~batch["labels"].isnan()).sum(1).tolist()  # a sample of a split has the scores of its documents
         return {"score": [part.tolist() for part in scores.split(sizes)]}
+
+    def rank(self, run: Run, collection: Any) -> Any:
+        return collection.rerank(run, self, self.candidates, self.scores)
 
     def scores(self, model: Any, batch: Mapping[str, Any]) -> Any:
         """The score of each pair before the sigmoid, (pairs,) float32."""

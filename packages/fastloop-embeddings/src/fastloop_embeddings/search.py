@@ -1,4 +1,4 @@
-"""Search in a collection of documents in the layout of BEIR: Thakur et al., 2021, https://arxiv.org/abs/2104.08663.
+"""Rankings of the documents of a collection in the layout of BEIR: https://arxiv.org/abs/2104.08663.
 
 The folder has ``corpus.jsonl`` (``_id``, ``text``, maybe ``title``), ``queries.jsonl`` (``_id``, ``text``) and
 ``qrels/``, whose files have, after a header, lines of a query, a document and how relevant it is, divided by tabs.
@@ -7,17 +7,21 @@ The folder has ``corpus.jsonl`` (``_id``, ``text``, maybe ``title``), ``queries.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
 from fastloop import RecipeError
-from fastloop_plugins.text import Split, TextTask
+from fastloop.evaluation_results import evaluating
+from fastloop_plugins.text import Split
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from fastloop_embeddings.metrics import rank
+from fastloop_embeddings.metrics import measure, search
+from fastloop_embeddings.options import PairTask
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -27,39 +31,65 @@ FILES = {"validation": ("dev.tsv", "validation.tsv"), "test": ("test.tsv",)}
 RECALL_AT = (1, 10, 100)
 
 
-def search(run: Run, task: TextTask, folder: Path, split: str, vectors: Callable[..., Tensor]) -> dict[str, float]:
-    """The metrics of a split; empty if ``qrels`` has no file of it. Every process calls it.
+@dataclass
+class Judged:
+    """A collection, and the queries of a split that have relevant documents. Its methods return the arguments of
+    ``measure``: gains of ranked documents, (Q, depth), and of all relevant ones, (Q, most)."""
 
-    ``vectors(model, inputs)`` computes the vector of each text. Raises ``RecipeError`` for a line of another layout.
-    """
-    paths = (folder / "qrels" / name for name in FILES.get(split, ()))
+    queries: Mapping[str, str]  # id -> text
+    corpus: Mapping[str, str]  # id -> text
+    gains: Mapping[str, Mapping[str, float]]  # query -> relevant document -> how relevant it is
+
+    def search(self, run: Run, task: PairTask, vectors: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        """Rank all documents by the cosine similarity of ``vectors(model, inputs)``."""
+        queries = compute_all(run, task, [self.queries[name] for name in self.gains], ["text"], vectors)
+        documents = compute_all(run, task, [*self.corpus.values()], ["other"], vectors)
+        places = {name: place for place, name in enumerate(self.corpus)}
+        pairs = [(place, places[name]) for place, known in enumerate(self.gains.values()) for name in known]
+        gains = [gain for known in self.gains.values() for gain in known.values()]
+        relevant = torch.tensor(pairs, device=run.device)
+        return search(queries, documents, relevant, torch.tensor(gains, device=run.device), max(RECALL_AT))
+
+    def rerank(
+        self, run: Run, task: PairTask, candidates: Path | None, scores: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Rank candidates by ``scores(model, inputs)`` of pairs; equal ones in the order of the file. Without
+        candidates, rank all documents."""
+        every = dict.fromkeys(self.gains, [*self.corpus])
+        lists = every if candidates is None else read_candidates(candidates, self.gains, self.corpus)
+        pairs = [(self.queries[query], self.corpus[name]) for query, names in lists.items() for name in names]
+        parts = compute_all(run, task, pairs, ["text", "other"], scores).cpu().split([*map(len, lists.values())])
+        gains = [torch.tensor([self.gains[query].get(name, 0.0) for name in names]) for query, names in lists.items()]
+        found = [gain[part.argsort(descending=True, stable=True)] for gain, part in zip(gains, parts, strict=True)]
+        relevant = [torch.tensor([*known.values()]) for known in self.gains.values()]
+        return pad_sequence(found, batch_first=True), pad_sequence(relevant, batch_first=True)
+
+
+def evaluate(run: Run, task: Any, split: str) -> dict[str, float]:
+    """The metrics of a split; empty if ``qrels`` has no file of it. Every process calls it."""
+    paths = (task.folder / "qrels" / name for name in FILES.get(split, ()))
     if (path := next((path for path in paths if path.is_file()), None)) is None:
         return {}
-    queries, corpus = (read_texts(folder / f"{name}.jsonl") for name in ("queries", "corpus"))
-    pairs = read_pairs(path, queries, corpus)
-    used = dict.fromkeys(query for query, _ in pairs)
-    places = [{name: place for place, name in enumerate(names)} for names in (used, corpus)]
-    texts = [queries[name] for name in used], [*corpus.values()]
-    found = [compute_all(run, task, each, vectors) for each in texts]
-    relevant = torch.tensor([[known[name] for known, name in zip(places, pair, strict=True)] for pair in pairs])
-    gains = torch.tensor([*pairs.values()])
-    metrics = rank(*found, relevant.to(run.device), gains.to(run.device), RECALL_AT)
+    queries, corpus = (read_texts(task.folder / f"{name}.jsonl") for name in ("queries", "corpus"))
+    metrics = measure(*task.rank(run, Judged(queries, corpus, read_gains(path, queries, corpus))), RECALL_AT)
     return {f"beir_{name}": float(value) for name, value in metrics.items()}
 
 
-def compute_all(run: Run, task: TextTask, texts: list[str], compute: Callable[..., Tensor]) -> Tensor:
-    """``compute(model, inputs)`` of all texts, on every process: (texts, ...). Processes share the batches."""
-    arguments = task.encoding_arguments() | {"columns": ["text"]}
-    encoded = [np.array(row, np.int32) for row in task.encode(task.text_model.tokenizer, texts, arguments)]
+def compute_all(
+    run: Run, task: PairTask, rows: Sequence[Any], columns: list[str], compute: Callable[..., Tensor]
+) -> Tensor:
+    """``compute(model, inputs)`` of all rows, on every process: (rows, ...). Processes share the batches. A row is a
+    text, or a tuple of the texts of several ``columns``."""
+    arguments = task.encoding_arguments() | {"columns": columns}
+    encoded = [np.array(row, np.int32) for row in task.encode(task.text_model.tokenizer, rows, arguments)]
     lengths = np.array([*map(len, encoded)])
     samples = task.build_dataset(Split(np.concatenate(encoded), lengths), arguments)
-    processes, collate, training = run.loaders.processes, task.build_collator(run), run.model.training
+    processes, collate = run.loaders.processes, task.build_collator(run)
     size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
     batches = np.array_split(np.argsort(lengths, kind="stable"), -(-len(samples) // size))
     steps = range(processes.rank, -(-len(batches) // processes.world_size) * processes.world_size, processes.world_size)
     result: Any = None
-    run.model.eval()
-    with torch.no_grad():
+    with evaluating(run.model), torch.no_grad():
         for place in steps:  # as many on each process: one without a batch of its own repeats another
             batch = batches[place % len(batches)]
             inputs = collate([samples[int(index)] for index in batch]).inputs
@@ -67,8 +97,11 @@ def compute_all(run: Run, task: TextTask, texts: list[str], compute: Callable[..
             result = found.new_zeros(len(samples), *found.shape[1:]) if result is None else result
             if place < len(batches):
                 result[torch.from_numpy(batch).to(run.device)] = found
-    run.model.train(training)
     return result if processes.world_size == 1 else processes.all_reduce_mean(result) * processes.world_size
+
+
+def refuse(path: Path, number: int, line: str, expected: str) -> NoReturn:
+    raise RecipeError(f"{path}, line {number}: found {line[:80]!r}, expected {expected}.") from None
 
 
 def read_texts(path: Path) -> dict[str, str]:
@@ -80,21 +113,36 @@ def read_texts(path: Path) -> dict[str, str]:
                 row = json.loads(line)
                 found[str(row["_id"])] = f"{row.get('title') or ''} {row['text']}".strip()
             except (ValueError, TypeError, KeyError, AttributeError):
-                raise RecipeError(f"{path}, line {number}: expected an object with _id and text.") from None
+                refuse(path, number, line, "an object with _id and text")
     return found
 
 
-def read_pairs(path: Path, queries: Mapping[str, str], corpus: Mapping[str, str]) -> dict[tuple[str, str], float]:
-    """Query and relevant document -> how relevant it is."""
-    found = {}
+def read_gains(path: Path, queries: Mapping[str, str], corpus: Mapping[str, str]) -> dict[str, dict[str, float]]:
+    """Query -> relevant document -> how relevant it is."""
+    found: dict[str, dict[str, float]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()[1:], 2):
         try:
             query, document, gain = line.split("\t")
-            known = query in queries and document in corpus
-            found[query, document] = float(gain)
+            known, value = query in queries and document in corpus, float(gain)
         except ValueError:
             known = False
         if not known:
-            expected = "the id of a query, that of a document and a number, divided by tabs"
-            raise RecipeError(f"{path}, line {number}: found {line[:80]!r}, expected {expected}.")
-    return {pair: gain for pair, gain in found.items() if gain > 0}
+            refuse(path, number, line, "the id of a query, that of a document and a number, divided by tabs")
+        if value > 0:
+            found.setdefault(query, {})[document] = value
+    return found
+
+
+def read_candidates(path: Path, queries: Collection[str], corpus: Collection[str]) -> dict[str, list[str]]:
+    """Query -> documents to rank, in the order of a file in the format of trec_eval: a query, ``Q0``, a document, its
+    rank and score, and a name on each line. Lines of other queries are ignored."""
+    found: dict[str, list[str]] = {query: [] for query in queries}
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        query, _, document, *more = parts if len(parts := line.split()) == 6 else [""] * 3
+        if not more or document not in corpus:
+            refuse(path, number, line, "a query, Q0, a document of the corpus, its rank, its score and a name")
+        if query in found:
+            found[query].append(document)
+    if not any(found.values()):
+        raise RecipeError(f"{path}: found no document for the {len(found)} queries with relevant ones. Name another.")
+    return found

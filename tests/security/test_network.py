@@ -1,11 +1,10 @@
-"""Strangers on the network: they reach neither the processes of a run on one machine, nor the page of a run."""
+"""Strangers on the network: they do not reach the processes of a run on one machine."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ import pytest
 import yaml
 
 from fastloop.cli import launch
-from fastloop_tools.report.serve import CONNECTIONS, Handler, LivePage, Server
 
 CODE = """
 import os, time
@@ -166,97 +164,3 @@ def test_the_user_chooses_the_interface(monkeypatch):
     assert "GLOO_SOCKET_IFNAME" not in launch.member(0, 1, "10.0.0.1", "29500", nnodes=2)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert "GLOO_SOCKET_IFNAME" not in launch.member(0, 2, "127.0.0.1", "29500")
-
-
-# -- the page of `fastloop report --watch` -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def server(tiny_run: Callable[..., Any]) -> Iterator[Server]:
-    """The page of a finished run."""
-    tiny_run(["log"], output=Path("run"))
-    with Server(LivePage([Path("run")], "run"), 0) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-def get(server: Server, path: str, host: str = "") -> tuple[int, str]:
-    """The status and the content of an answer."""
-    with socket.create_connection(server.server_address, timeout=WAIT) as connection:
-        connection.sendall(f"GET {path} HTTP/1.0\r\nHost: {host or '127.0.0.1'}\r\n\r\n".encode("latin-1"))
-        with connection.makefile("rb") as file:
-            head, _, content = file.read().partition(b"\r\n\r\n")
-    return int(head.split()[1]), content.decode()
-
-
-REQUESTS: dict[str, Callable[[str], tuple[str, str]]] = {
-    "without a token": lambda token: ("/", ""),
-    "the version without a token": lambda token: ("/version", ""),
-    "an empty token": lambda token: ("//version", ""),
-    "a part of the token": lambda token: (f"/{token[:-1]}/", ""),
-    "the token with more behind": lambda token: (f"/{token}x/", ""),
-    "the token in other letters": lambda token: (f"/{token.swapcase()}/", ""),
-    "the token in the query": lambda token: (f"/?token={token}", ""),
-    "a token that is not ASCII": lambda token: ("/t\xf6ken/", ""),
-    "another file of the run": lambda token: (f"/{token}/metrics.jsonl", ""),
-    "a file above the run": lambda token: (f"/{token}/../run/metrics.jsonl", ""),
-    "a name of a web site that leads here": lambda token: (f"/{token}/", "evil.example"),
-    "such a name, with a port": lambda token: (f"/{token}/version", "evil.example:80"),
-}
-
-
-@pytest.mark.parametrize("request_of", REQUESTS.values(), ids=REQUESTS.keys())
-def test_only_who_knows_the_address_reads_the_page_of_a_run(server, request_of):
-    """another user or a web site requests the page of report --watch: refused"""
-    status, content = get(server, *request_of(server.token))
-    assert status in (403, 404)
-    assert "loss" not in content
-    assert server.token not in content
-
-
-def test_the_address_shows_the_page(server):
-    """control: the printed address shows the page, which listens on this machine only, and each server has a token of
-    its own"""
-    assert server.address == f"http://127.0.0.1:{server.server_address[1]}/{server.token}/"
-    status, page = get(server, f"/{server.token}/")
-    assert (status, "Training loss" in page) == (200, True)
-    assert get(server, f"/{server.token}/version", "localhost:1")[0] == 200
-    assert reached_from_outside([server.server_address]) == []
-    with Server(server.live, 0) as other:
-        assert other.token != server.token
-        assert len(other.token) >= 20
-
-
-SLOW: dict[str, bytes] = {
-    "connections that send nothing": b"",
-    "connections that send half a request": b"GET / HTTP/1.1\r\nHost: 127.0",
-}
-
-
-@pytest.mark.parametrize("sent", SLOW.values(), ids=SLOW.keys())
-def test_idle_connections_are_bounded(server, sent, monkeypatch):
-    """a hundred open connections: the server keeps few, and answers the user"""
-    monkeypatch.setattr(Handler, "timeout", 2 * WAIT)
-    before, strangers = threading.active_count(), list[socket.socket]()
-    try:
-        for _ in range(3):
-            for _ in range(CONNECTIONS + 8):
-                strangers.append(socket.create_connection(server.server_address, timeout=WAIT))
-                strangers[-1].sendall(sent)
-            assert get(server, f"/{server.token}/version")[0] == 200
-        wait_for(lambda: threading.active_count() - before <= CONNECTIONS)
-    finally:
-        for stranger in strangers:
-            stranger.close()
-
-
-def test_an_idle_connection_ends(server, monkeypatch):
-    """a connection that sends nothing more: it is closed after the timeout"""
-    assert 0 < Handler.timeout <= 60
-    monkeypatch.setattr(Handler, "timeout", 0.2)
-    with socket.create_connection(server.server_address, timeout=WAIT) as stranger:
-        stranger.sendall(b"GET / HT")
-        assert stranger.recv(100) == b""

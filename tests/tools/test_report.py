@@ -21,7 +21,7 @@ import pytest
 from fastloop.cli import main
 from fastloop.errors import UsageError
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, number, tick_labels, ticks
-from fastloop_tools.report.metrics import MOST, Metrics, Series
+from fastloop_tools.report.metrics import MOST, Series, read_log
 from fastloop_tools.report.page import MANY, Bar, scale
 from fastloop_tools.report.read import read
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
@@ -254,7 +254,7 @@ def test_a_log_is_read_by_split_and_key_and_a_wrong_line_is_named(tmp_path):
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     path.write_text(text + '{"step": 99')
-    assert {key: series.points for key, series in Metrics(path).update().items()} == {
+    assert {key: series.points for key, series in read_log(path).items()} == {
         "epoch": [(1, 1.0), (2, 1.0)],
         "loss": [(1, 1.0), (2, 0.25)],
         "validation epoch": [(1, 1.0)],
@@ -265,7 +265,7 @@ def test_a_log_is_read_by_split_and_key_and_a_wrong_line_is_named(tmp_path):
     for wrong in ('{"step": 1', '{"loss": 1}', "", "[1]", '{"step": null}'):
         path.write_text(f'{text}{wrong}\n{{"step": 1}}\n')
         with pytest.raises(UsageError, match="line 4: expected one JSON object with a step"):
-            Metrics(path).update()
+            read_log(path)
 
 
 def test_environments_differ_in_known_facts_only():

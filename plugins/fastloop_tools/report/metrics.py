@@ -1,4 +1,4 @@
-"""Reads ``metrics.jsonl``, and later only the lines that were added, into series of bounded memory."""
+"""Reads ``metrics.jsonl`` into series of bounded memory."""
 
 from __future__ import annotations
 
@@ -23,9 +23,6 @@ MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, Recur
 """Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
 BLOCK = 2**22
 """Bytes that are read at once."""
-TAIL = 4096
-"""Bytes before the end of what was read. If they have changed, the run has begun or resumed again, and the file is read
-from its start."""
 
 
 def _no_groups() -> NDArray[np.float64]:
@@ -89,61 +86,47 @@ class Series:
         return Series(self.start, first, last, least, most, self._groups * (1.0, factor, 1.0), self._size)
 
 
-class Metrics:
-    """The values of a log."""
+def read_log(path: Path) -> dict[str, Series]:
+    """Value -> its series, of a log. A last line that is not complete is ignored: the run is writing it, or was killed
+    then.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._begin()
+    Raises:
+        UsageError: The file cannot be read; names the line.
+    """
+    found: dict[str, Series] = {}
+    number = 0
+    try:
+        with path.open("rb") as file:
+            while data := file.read(BLOCK) + file.readline():
+                whole = data[: data.rfind(b"\n") + 1]
+                for part in filter(None, (whole, data[len(whole) :])):
+                    for name, points in _parse(part, path, number).items():
+                        found.setdefault(name, Series()).extend(points)
+                number += data.count(b"\n")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error}.") from None
+    return found
 
-    def _begin(self) -> None:
-        self.lines: dict[str, Series] = {}
-        self._offset, self._number, self._tail = 0, 0, b""
 
-    def update(self) -> dict[str, Series]:
-        """Read the lines that were added, and return value -> its series.
+def _parse(data: bytes, path: Path, before: int) -> dict[str, NDArray[np.float64]]:
+    """The points of lines; none for a line that is not complete.
 
-        A last line that is not complete is ignored: the run is writing it, or was killed then.
+    Args:
+        before: Number of lines before them.
+    """
+    from pydantic_core import from_json  # parses in less than half the time of `json`
 
-        Raises:
-            UsageError: The file cannot be read; names the line.
-        """
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset - len(self._tail))
-                if file.read(len(self._tail)) != self._tail or not self._tail.endswith(b"\n"):
-                    self._begin()
-                    file.seek(0)
-                while data := file.read(BLOCK) + file.readline():
-                    whole = data.rfind(b"\n") + 1
-                    self._add(data[:whole])
-                    self._add(data[whole:])
-        except OSError as error:
-            raise UsageError(f"{self.path}: cannot be read: {error}.") from None
-        return self.lines
-
-    def _add(self, data: bytes) -> None:
-        """Add the values of lines; nothing for one that is not complete."""
-        from pydantic_core import from_json  # parses in less than half the time of `json`
-
-        count = data.count(b"\n")
-        try:
-            rows = from_json(b"[%b]" % data.removesuffix(b"\n").replace(b"\n", b","), cache_strings="keys")
-            if len(rows) != (count or len(data) > 0):
-                raise ValueError("a row that is not a line")
-            points = read_points(rows)
-        except MALFORMED:
-            if not count:
-                return
-            number = self._number + 1 + find_malformed(data)
-            self._begin()
-            raise UsageError(
-                f"{self.path}, line {number}: expected one JSON object with a step, and numbers."
-            ) from None
-        for name, found in points.items():
-            self.lines.setdefault(name, Series()).extend(found)
-        self._offset, self._number = self._offset + len(data), self._number + count
-        self._tail = (self._tail + data)[-TAIL:]
+    count = data.count(b"\n")
+    try:
+        rows = from_json(b"[%b]" % data.removesuffix(b"\n").replace(b"\n", b","), cache_strings="keys")
+        if len(rows) != (count or 1):
+            raise ValueError("a row that is not a line")
+        return read_points(rows)
+    except MALFORMED:
+        if not count:
+            return {}
+        number = before + 1 + find_malformed(data)
+        raise UsageError(f"{path}, line {number}: expected one JSON object with a step, and numbers.") from None
 
 
 def read_points(rows: list[dict[str, Any]]) -> dict[str, NDArray[np.float64]]:

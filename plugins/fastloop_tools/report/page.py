@@ -37,19 +37,12 @@ MOST_CLASSES, PAIRS = 60, 20
 """Most classes of a matrix on the page. For more classes, a table has the most frequent confusions."""
 
 
-def render(found: Found, title: str, live: Mapping[str, str] | None = None, problem: str = "") -> str:
-    """Render the HTML page.
-
-    Args:
-        live: For a page that is served and follows its files: ``version``, which changes when a file changes, and
-            ``nonce``, which permits the page's own script.
-        problem: An error to show.
-    """
+def render(found: Found, title: str) -> str:
+    """Render the HTML page."""
     drawn = charts(found.runs)
-    return _template().render(
+    template = _templates().get_template("page.html")
+    return template.render(
         title=title,
-        live=live,
-        problem=problem,
         runs=found.runs,
         charts=[chart for chart in drawn if isinstance(chart, Chart)],
         panels=[chart for chart in drawn if isinstance(chart, Panel)],
@@ -61,8 +54,14 @@ def render(found: Found, title: str, live: Mapping[str, str] | None = None, prob
     )
 
 
+def drawing(chart: Chart) -> str:
+    """A chart as SVG."""
+    macros: Any = _templates().get_template("macros.html").module
+    return str(macros.drawing(chart, ""))
+
+
 @functools.cache
-def _template() -> jinja2.Template:
+def _templates() -> jinja2.Environment:
     import jinja2
 
     templates = jinja2.Environment(
@@ -73,7 +72,7 @@ def _template() -> jinja2.Template:
         undefined=jinja2.StrictUndefined,
     )
     templates.filters["number"] = number
-    return templates.get_template("page.html")
+    return templates
 
 
 def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:

@@ -5,14 +5,14 @@ Skips missing files; an error names a broken one."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml as plain
-from fastloop_tools.report.metrics import MALFORMED, Metrics, Series
+from fastloop_tools.report.metrics import MALFORMED, Series, read_log
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
 """The file that a folder has instead of a run -> its part of ``Found``."""
@@ -96,17 +96,13 @@ class Found:
     sweeps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
 
-def read(folders: Iterable[Path], logs: dict[Path, Metrics] | None = None) -> Found:
+def read(folders: Iterable[Path]) -> Found:
     """Read everything in the given folders.
-
-    Args:
-        logs: The logs that an earlier call has read. Only their new lines are read.
 
     Raises:
         UsageError: A folder contains none of these outputs, or a file cannot be read.
     """
-    found, logs = Found(), {} if logs is None else logs
-    names: dict[str, int] = {}
+    found, names = Found(), dict[str, int]()
 
     def unique(folder: Path) -> str:
         name = folder.name or folder.resolve().name
@@ -116,7 +112,7 @@ def read(folders: Iterable[Path], logs: dict[Path, Metrics] | None = None) -> Fo
     for folder in folders:
         name = unique(folder)
         if _is_run(folder):
-            found.runs.append(_run(folder, name, logs))
+            found.runs.append(_run(folder, name))
             continue
         file = next((file for file in RECORDS if (folder / file).is_file()), None)
         if file is None:
@@ -131,7 +127,7 @@ def read(folders: Iterable[Path], logs: dict[Path, Metrics] | None = None) -> Fo
         _check(part, folder / file)
         if file == "sweep.json":
             members = [folder / run["name"] for run in record["runs"]]
-            found.runs += [_run(member, unique(member), logs) for member in members if _is_run(member)]
+            found.runs += [_run(member, unique(member)) for member in members if _is_run(member)]
     return found
 
 
@@ -157,15 +153,6 @@ def _check(part: Found, path: Path) -> None:
         ) from None
 
 
-def files(folders: Iterable[Path]) -> Iterator[Path]:
-    """The files that ``read`` reads, and those of the sweeps' runs."""
-    names = ("recipe.yaml", "metrics.jsonl", "summary.json", *RECORDS, f"{EVALUATIONS}/*.json")
-    for folder in folders:
-        for name in names:
-            yield from folder.glob(name)
-            yield from folder.glob(f"*/{name}")
-
-
 def _is_run(folder: Path) -> bool:
     """Whether a folder is that of a run which has logged or ended."""
     return (folder / "recipe.yaml").is_file() and (
@@ -173,7 +160,7 @@ def _is_run(folder: Path) -> bool:
     )
 
 
-def _run(folder: Path, name: str, logs: dict[Path, Metrics]) -> Trained:
+def _run(folder: Path, name: str) -> Trained:
     run = Trained(folder, name)
     if (folder / "summary.json").is_file():
         run.summary = read_json(folder / "summary.json")
@@ -184,7 +171,7 @@ def _run(folder: Path, name: str, logs: dict[Path, Metrics]) -> Trained:
         raise UsageError(f"{folder / 'recipe.yaml'}: cannot be read: {error}.") from None
     run.recipe = recipe if isinstance(recipe, dict) else {}
     if (path := folder / "metrics.jsonl").is_file():
-        run.lines = logs.setdefault(path, Metrics(path)).update()
+        run.lines = read_log(path)
     run.evaluations = [read_evaluation(path) for path in sorted((folder / EVALUATIONS).glob("*.json"))]
     return run
 

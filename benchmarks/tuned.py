@@ -7,8 +7,6 @@ Protocol
 * The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, truncated at 512 tokens. The given recipe is
   fp32, with all reviews padded to 512.
 * `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` runs as for users.
-* The speedup of an edit that was made at once with others is that over the recipe without it. Its estimate is for the
-  given recipe.
 * Its result and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five
   interleaved pairs of fresh processes.
 """
@@ -122,10 +120,9 @@ def main() -> None:
 def report(results: dict[str, Any]) -> str:
     """The section of docs/benchmarks.md."""
     report, rows = results["report"], []
-    together = [report["together"]] if report.get("together") else []
-    for trial in (*together, *report["trials"]):
+    for trial in report["trials"]:
         estimate = f"{trial['estimate']:.2f}" if trial["estimate"] else ""
-        measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"] or "with the others"
+        measured = ", ".join(f"{ratio:.2f}" for ratio in trial["ratios"]) or trial["why"]
         rows.append(
             [f"`{trial['edit']}`", trial["numerics"], estimate, measured, "kept" if trial["kept"] else "not kept"]
         )

@@ -14,7 +14,6 @@ from fastloop.runtime import files
 
 # every option of a command that names a file to write, without work that would come before the check
 OPTIONS = {
-    "bench": ("bench", "quickstart", "--json"),
     "evaluate": ("evaluate", "run", "--json"),
     "lr-find": ("lr-find", "quickstart", "--json"),
     "lr-find, chart": ("lr-find", "quickstart", "--svg"),
@@ -23,7 +22,6 @@ OPTIONS = {
     "predict": ("predict", "run", "a text", "--out"),
     "report": ("report", "run", "--output"),
     "schema": ("schema", "--output"),
-    "search": ("search", "quickstart", "train.lr=1e-4..1e-1", "--json"),
     "tune": ("tune", "quickstart", "--output"),
 }
 

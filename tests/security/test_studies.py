@@ -73,12 +73,12 @@ def replaced(name: str, content: bytes | None) -> Attack:
     return change
 
 
-OPEN, FAILED, MALFORMED, OTHER, NO_SEARCH = (
+OPEN, FAILED, MALFORMED, OTHER, UNREADABLE = (
     "cannot be opened",
     "database failed",
     "is malformed",
     "other settings",
-    "contains a run or a sweep",
+    "cannot be read",
 )
 # attack -> (the change, what the error says)
 ATTACKS: dict[str, tuple[Attack, str]] = {
@@ -123,9 +123,9 @@ ATTACKS: dict[str, tuple[Attack, str]] = {
     "a seed": (runs(seed={"a": 1}), MALFORMED),
     "a status": (runs(status={"a": 1}), MALFORMED),
     "an error": (sql("insert into trial_user_attributes values (77, 1, 'fastloop:error', '[1]')"), MALFORMED),
-    "a deep sweep.json": (replaced("sweep.json", b"[" * 200_000), NO_SEARCH),
-    "a sweep.json of bytes": (replaced("sweep.json", b"\xff\xfe\0"), NO_SEARCH),
-    "a folder sweep.json": (replaced("sweep.json", None), NO_SEARCH),
+    "a deep sweep.json": (replaced("sweep.json", b"[" * 200_000), UNREADABLE),
+    "a sweep.json of bytes": (replaced("sweep.json", b"\xff\xfe\0"), UNREADABLE),
+    "a folder sweep.json": (replaced("sweep.json", None), UNREADABLE),
 }
 
 
@@ -142,7 +142,7 @@ def test_a_tampered_study_is_refused(change, said, searched, tmp_path, cli):
     assert {path.name for path in tmp_path.rglob("*")} == before
 
 
-@pytest.mark.parametrize("content", [None, b'["study"]', b'{"study": 1, "runs": [{"name": "../x"}], "points": 3}'])
+@pytest.mark.parametrize("content", [None, b'{"study": 1, "runs": [{"name": "../x"}], "points": 3}'])
 def test_a_search_replaces_sweep_json_by_its_own(content, searched, tmp_path, cli):
     """control: a search that is complete shows its trial again, whatever sweep.json says"""
     shutil.copytree(searched, tmp_path, dirs_exist_ok=True)

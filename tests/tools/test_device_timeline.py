@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from fastloop.runtime.regions import region
-from fastloop_tools.profile.timeline import build_timeline, host_regions, read_timeline
+from fastloop_tools.profile.timeline import build_timeline, read_timeline
 
 TRACE = Path(__file__).with_name("cuda_trace.json")
 
@@ -35,7 +35,6 @@ def test_operations_have_the_time_of_their_kernels_and_not_of_their_launches():
         "aten::_fused_adamw_": 70,
         "triton_poi_fused_add_0": 40,  # launched by a graph: the trace names no operation
     }
-    assert set(timeline.counts.values()) == {1}
 
 
 def test_annotations_on_the_device_are_no_kernels():
@@ -54,29 +53,11 @@ def test_idle_time_takes_what_the_profiler_added():
     assert sum(timeline.regions(300e-6).values()) == pytest.approx(300e-6)
 
 
-def test_an_inner_region_interrupts_the_outer_one():
-    def annotation(name, start, end):
-        return {"ph": "X", "cat": "user_annotation", "name": name, "ts": start, "dur": end - start}
-
-    events = [
-        annotation("fastloop/evaluate", 0, 100),
-        annotation("fastloop/loss", 20, 50),
-        annotation("fastloop/data", 100, 110),
-    ]
-    assert host_regions(events) == [(0, 20, "evaluate"), (20, 50, "loss"), (50, 100, "evaluate"), (100, 110, "data")]
-
-
 def test_a_trace_without_kernels_is_idle():
     timeline = build_timeline([{"ph": "X", "cat": "user_annotation", "name": "fastloop/loss", "ts": 5.0, "dur": 10.0}])
     assert timeline.idle_share == 1
     assert timeline.regions(1.0) == {"launch": pytest.approx(1.0)}
     assert build_timeline([]).regions(1.0) == {}
-
-
-def test_a_file_that_is_no_trace_is_refused(tmp_path):
-    (tmp_path / "trace.json").write_text("[]")
-    with pytest.raises(ValueError, match="no traceEvents"):
-        read_timeline(tmp_path / "trace.json")
 
 
 def test_this_torch_writes_regions_as_the_reader_expects(tmp_path):

@@ -43,7 +43,7 @@ def test_a_measured_process_uploads_nothing():
 
 def test_bench_has_no_variant_of_a_plugin_that_publishes():
     recipe = load_recipe("recipe.yaml")
-    ablation = make_ablation(recipe, recipe, [], [], leave_one_out=True)
+    ablation = make_ablation(recipe, [], leave_one_out=True)
     assert list(ablation.plugins) == ["ema"]
     assert without_publishers(recipe) == {"remote-output": False}
 

@@ -126,22 +126,22 @@ def test_a_missing_optuna_is_named_with_its_extra(cli, monkeypatch):
 
 @pytest.mark.slow
 def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
-    done = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3", "--json", "-")
+    done = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
-    assert report["monitor"] == "validation accuracy"  # that of checkpoint-best
-    assert report["better"] == "higher"
-    values = [row["value"] for row in report["trials"]]
-    assert values == sorted(values, reverse=True)
-    best = [
-        json.loads(Path("run", *row["runs"], "summary.json").read_text())["best"]["value"] for row in report["trials"]
-    ]
-    assert values == best  # the value of the model that the run exports
-    assert len({row["runs"][0] for row in report["trials"]}) == 3
-    for row in report["trials"]:
-        lr, width = (item.partition("=")[2] for item in row["overrides"])
-        recipe = yaml.safe_load(Path("run", row["runs"][0], "recipe.yaml").read_text())
+    found = json.loads(Path("run/sweep.json").read_text())
+    assert (found["monitor"], found["better"]) == ("validation accuracy", "higher")  # those of checkpoint-best
+    assert len({run["name"] for run in found["runs"]}) == 3
+    bests = {}
+    for run in found["runs"]:
+        best = json.loads(Path("run", run["name"], "summary.json").read_text())["best"]["value"]
+        assert run["metrics"]["accuracy"] == best  # the value of the model that the run exports
+        bests[int(run["name"].removeprefix("trial-"))] = best
+        recipe = yaml.safe_load(Path("run", run["name"], "recipe.yaml").read_text())
+        lr, width = run["values"]["train.lr"], run["values"]["model.arguments.width"]
         assert (recipe["train"]["lr"], recipe["model"]["arguments"]["width"]) == (float(lr), int(width))
+    assert {trial.number: trial.value for trial in trials()} == bests
+    shown = [line.split()[:2] for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [value for _, value in shown] == [f"{value:.4f}" for value in sorted(bests.values(), reverse=True)]
 
     again = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3")
     assert again.returncode == 0, again.stdout + again.stderr
@@ -198,10 +198,10 @@ def test_two_workers_share_the_trials_of_a_new_database():
     shown = first.stdout + first.stderr + second.stdout + second.stderr
     assert codes == (0, 0), shown
     finished = [trial for trial in trials() if trial.state.name == "COMPLETE"]
-    assert len(finished) == 8
-    assert len({trial.params["train.lr"] for trial in finished}) == 8
+    assert len(finished) in (8, 9), "both workers may begin the last one"
+    assert len({trial.params["train.lr"] for trial in finished}) == len(finished)
     assert len({trial.user_attrs["fastloop:worker"] for trial in finished}) == 2
-    assert len(list(Path("run").glob("trial-*/summary.json"))) == 8
+    assert len(list(Path("run").glob("trial-*/summary.json"))) == len(finished)
     assert first.stdout.count("best: fastloop train") == second.stdout.count("best: fastloop train") == 1
 
 

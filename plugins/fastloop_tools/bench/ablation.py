@@ -9,7 +9,7 @@ from typing import Any
 from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
 from fastloop.errors import FastloopError, UsageError
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable
-from fastloop_tools.trials.pairs import Measurement, TrialRunner, speed
+from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, median, verdict
 from fastloop_tools.trials.tables import json_safe
 from fastloop_tools.trials.worker import Window
@@ -19,15 +19,8 @@ QUALITY_SEEDS = 3
 
 @dataclass(kw_only=True)
 class Settings(Window):
-    """The size of the measurements.
-
-    Attributes:
-        repeats: Measurements of each variant.
-        numerics: Whether to check each plugin's numerics class.
-        numerics_steps: Steps of that check.
-        quality: Whether to train the first and the last variant to the end and compare their metrics.
-        quality_steps: Steps of that training; None: the recipe's own length.
-    """
+    """The size of the measurements. ``quality``: whether to train the first and the last variant, for ``quality_steps``
+    steps (None: the recipe's length), and compare their metrics."""
 
     repeats: int = 5
     numerics: bool = True
@@ -37,16 +30,11 @@ class Settings(Window):
 
 
 class Bench:
-    """Measures one ablation and holds its results.
+    """Measures one ablation and holds its results in ``record``, the contents of ``bench.json``.
 
     Args:
-        runner: Runs the trainings.
         facts: Further entries of the record: versions, machine, command.
-        say: Called with a line of text for each measurement.
         keep: Called with the record whenever it changes.
-
-    Attributes:
-        record: The contents of ``bench.json``.
     """
 
     def __init__(
@@ -60,8 +48,8 @@ class Bench:
     ) -> None:
         self.ablation, self.settings, self.runner = ablation, settings, runner
         self.say, self.keep = say, keep
-        self.measured: dict[Any, list[dict[str, Any] | None]] = {variant.key: [] for variant in ablation.measured()}
-        self.errors: dict[Any, str] = {}
+        self.measured: dict[tuple[str, ...], list[Measurement]] = {}
+        self.errors: dict[tuple[str, ...], str] = {}
         self.record: dict[str, Any] = {
             **facts,
             "settings": asdict(settings),
@@ -100,23 +88,21 @@ class Bench:
         variants = self.ablation.measured()
         for repeat in range(self.settings.repeats):
             for variant in variants if repeat % 2 == 0 else reversed(variants):
-                if variant.key in self.errors:
+                if variant.plugins in self.errors:
                     continue
-                recipe = self.ablation.baseline if variant.at_baseline else self.ablation.recipe
                 cache = str(variants.index(variant))
-                found = self.runner.measure(recipe, self.settings, repeat, variant.plugins, cache, fresh=repeat == 0)
-                failed = "error" in found
-                self.measured[variant.key].append(None if failed else found)
-                if failed:
-                    self.errors[variant.key] = found["error"]
+                found = self.runner.measure(self.ablation.recipe, self.settings, repeat, variant.plugins, cache)
+                if "error" in found:
+                    if variant is variants[0] and repeat == 0:
+                        kind = UsageError if found["kind"] == "usage" else FastloopError
+                        raise kind(f"the baseline cannot be measured: {found['error']}")
+                    self.errors[variant.plugins] = found["error"]
                     result = f"failed: {found['error']}"
                 else:
+                    self.measured.setdefault(variant.plugins, []).append(found)
                     rate, unit = speed(found)
                     result = f"{rate:,.1f} {unit}/s ({found['process_seconds']:.1f} s)"
                 self.say(f"repeat {repeat + 1}/{self.settings.repeats}  {variant.title}: {result}")
-                if failed and variant is variants[0] and not any(self.measured[variant.key]):
-                    kind = UsageError if found["kind"] == "usage" else FastloopError
-                    raise kind(f"the baseline cannot be measured: {found['error']}")
             self._refresh()
 
     def _losses(self, plugins: tuple[str, ...]) -> Measurement:
@@ -131,12 +117,10 @@ class Bench:
         self.record["quality"] = {"seeds": QUALITY_SEEDS, "steps": steps, "metrics": metrics, "errors": errors}
         for number in range(QUALITY_SEEDS):
             for arm, variant in arms.items():
-                recipe = ablation.baseline if variant.at_baseline else ablation.recipe
                 length: dict[str, Any] = {} if steps is None else {"max_steps": steps, "epochs": 10**6}
-                seed = recipe.train.seed + number
-                found = self.runner.train(
-                    recipe, variant.plugins, "quality", spec={"evaluates": True}, seed=seed, **length
-                )
+                length["seed"] = ablation.recipe.train.seed + number
+                spec = {"evaluates": True}
+                found = self.runner.train(ablation.recipe, variant.plugins, "quality", spec=spec, **length)
                 if "error" in found:
                     errors.append(f"{arm}, seed {number + 1}: {found['error']}")
                     self.say(f"quality {errors[-1]}")
@@ -154,22 +138,19 @@ class Bench:
 
     def _refresh(self) -> None:
         """Update the record, and pass it to ``keep``."""
-        rows: list[dict[str, Any]] = []
+        rows = []
         for variant in self.ablation.variants:
-            row = asdict(variant) | {"error": None, "measurements": []}
-            if variant.why_not is None:
-                row |= {"error": self.errors.get(variant.key), "measurements": self.measured[variant.key]}
-            rows.append(row)
+            possible, which = variant.why_not is None, variant.plugins
+            found = {"error": self.errors.get(which), "measurements": self.measured.get(which, [])}
+            rows.append(asdict(variant) | (found if possible else {"error": None, "measurements": []}))
         self.record["variants"] = variant_results(rows)
         self.record["foreign_load"] = {"before": self.runner.before, "worst": self.runner.worst}
         self.keep(json_safe(self.record))
 
 
 def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measurement]) -> Iterator[dict[str, Any]]:
-    """Yield a finding for each tested plugin: compares losses with and without it.
-
-    The control is trained twice. If a device is not deterministic, the difference of both is the smallest one that can
-    be detected.
+    """Yield a finding for each tested plugin: compares losses with and without it. The control is trained twice: on a
+    device that is not deterministic, the difference of both is the smallest one that can be detected.
 
     Args:
         train: Trains with these plugins briefly and without dropout; see ``TrialRunner.losses``.
@@ -197,22 +178,18 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {"median": median(values), "low": low, "high": high}
 
 
-def ratio(ours: Sequence[Measurement | None], theirs: Sequence[Measurement | None]) -> dict[str, Any] | None:
-    """The ratio of two variants' speeds, over the repeats that both have."""
-    ratios = [speed(a)[0] / speed(b)[0] for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
+def ratio(ours: Sequence[Measurement], theirs: Sequence[Measurement]) -> dict[str, Any] | None:
+    """The ratio of two variants' speeds, over the repeats that both have. A variant that fails is not repeated."""
+    ratios = [faster(*pair) for pair in zip(ours, theirs, strict=False)]
     return {**summary(ratios), "pairs": len(ratios), "ratios": ratios, "verdict": verdict(ratios)} if ratios else None
 
 
 def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add ``results`` to each variant; None if nothing was measured.
-
-    A step is compared with the nearest measured variant before it. For a variant without one plugin, the factor is the
-    full set's speed over its own: the speedup of that plugin when all others are present.
-    """
+    """Add ``results`` to each variant; None if nothing was measured. A step is compared with the nearest measured
+    variant before it. The factor of a variant without one plugin is the full set's speed over its own."""
     reached: dict[str, Any] | None = None
     for row in rows:
-        done = [found for found in row["measurements"] if found is not None]
-        row["results"] = None
+        done, row["results"] = row["measurements"], None
         if not done:
             continue
         if row["kind"] == "without":
@@ -221,25 +198,20 @@ def variant_results(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         else:
             over = ratio(row["measurements"], reached["measurements"]) if reached else None
             row["before"] = reached["title"] if reached else None
+        first, warm = done[0], [found["warmup_extra_seconds"] for found in done[1:]]
+        tokens = [found["tokens"] / found["seconds"] for found in done]
+        padding = [1 - found["tokens"] / found["padded_tokens"] for found in done if found["padded_tokens"]]
         row["results"] = {
-            "unit": speed(done[0])[1],
+            "unit": speed(first)[1],
             "samples_per_second": summary([found["samples"] / found["seconds"] for found in done]),
-            "tokens_per_second": summary([found["tokens"] / found["seconds"] for found in done])
-            if done[0]["tokens"]
-            else None,
-            "padding": median([1 - found["tokens"] / found["padded_tokens"] for found in done])
-            if done[0]["padded_tokens"]
-            else None,
+            "tokens_per_second": summary(tokens) if first["tokens"] else None,
+            "padding": median(padding) if padding else None,
             "seconds_a_step": median([found["seconds_a_step"] for found in done]),
             "over_before": over,
             "over_baseline": ratio(row["measurements"], rows[0]["measurements"]) if row is not rows[0] else None,
-            "peak_memory_bytes": done[0]["peak_memory_bytes"],
-            "startup_seconds": done[0]["startup_seconds"],
-            "first_steps_cold_seconds": done[0]["warmup_extra_seconds"],
-            "first_steps_warm_seconds": median([found["warmup_extra_seconds"] for found in done[1:]])
-            if done[1:]
-            else None,
-            "total_steps": done[0]["total_steps"],
+            **{key: first[key] for key in ("peak_memory_bytes", "startup_seconds", "total_steps")},
+            "first_steps_cold_seconds": first["warmup_extra_seconds"],
+            "first_steps_warm_seconds": median(warm) if warm else None,
             "pays_after_steps": None,
             "warnings": sorted({line for found in done for line in found["warnings"]}),
         }

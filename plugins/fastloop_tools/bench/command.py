@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
+from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
 from fastloop.runtime import platform_support
+
+if TYPE_CHECKING:
+    from fastloop.plugins.plugin import Plugin
+    from fastloop.recipe import Recipe
 
 
 def bench(
@@ -18,9 +24,6 @@ def bench(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
-    baseline: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Override for the baseline only. Repeat for more.")
-    ] = None,
     variants: Annotated[
         str,
         typer.Option(
@@ -43,7 +46,6 @@ def bench(
         float | None, typer.Option(min=1, metavar="SECONDS", help="Kill a measurement that takes longer.")
     ] = None,
     output: Annotated[str, typer.Option(metavar="FOLDER", help="Output folder [default: runs/bench-RECIPE].")] = "",
-    json_file: Annotated[str, output_file("--json", "Also write the raw results to this file.")] = "",
 ) -> None:
     """Measure the speedup and numerics of each plugin of a recipe.
 
@@ -52,6 +54,9 @@ def bench(
     code 1: a measurement failed or a plugin broke its numerics class; the other results are written.
     """
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
+    import rich
+    from rich.markdown import Markdown
+
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.recipe import load_recipe
@@ -59,7 +64,6 @@ def bench(
     from fastloop_tools.bench import report
     from fastloop_tools.bench.ablation import Bench, Settings
     from fastloop_tools.bench.plan import make_ablation
-    from fastloop_tools.trials.measure import LOUD
     from fastloop_tools.trials.pairs import TrialRunner
     from fastloop_tools.trials.runs import command_line
     from fastloop_tools.trials.tables import dump
@@ -69,17 +73,15 @@ def bench(
     sets = [names(listed) for listed in variants.split(";")] if variants else []
     added = list(dict.fromkeys([*names(with_), *(name for listed in sets for name in listed)]))
     loaded = load_recipe(recipe, overrides or (), added, names(without))
-    lifted = load_recipe(recipe, [*(overrides or ()), *(baseline or ())], added, names(without))
     show_messages()
     by_reference = {reference: name for name, reference in loaded.references.items()}
     sets = [[by_reference.get(name, name) for name in listed] for listed in sets]
-    plan = make_ablation(loaded, lifted, baseline or (), sets, leave_one_out)
+    plan = make_ablation(loaded, sets, leave_one_out)
     loaded = plan.recipe
     name = loaded.source.stem if loaded.source else "recipe"
     options = {"--with": names(with_), "--without": names(without), "--variants": variants}
-    lifts = [word for item in baseline or () for word in ("--baseline", item)]
     folder = make_folder(Path(output or f"runs/bench-{name}"))
-    command = command_line("bench", [recipe, *(overrides or ()), *lifts], options)
+    command = command_line("bench", [recipe, *(overrides or ())], options)
     facts = {"name": name, "command": command, **this_place(plan.plugins, loaded)}
     typer.echo(
         f"{len(plan.measured())} variants x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s "
@@ -88,53 +90,47 @@ def bench(
     for variant in plan.variants:
         if variant.why_not:
             typer.echo(f"{variant.title}: {variant.why_not}")
-    quality = quality or quality_steps is not None
     size: dict[str, Any] = {"steps": steps, "seconds": seconds, "warmup": warmup, "repeats": repeats}
+    quality = quality or quality_steps is not None
     settings = Settings(**size, numerics=numerics, quality=quality, quality_steps=quality_steps)
 
     def keep(record: dict[str, Any]) -> None:
-        for file in (folder / "bench.json", *([Path(json_file)] if json_file else [])):
-            write(file, dump(record), hidden=True)
+        write(folder / "bench.json", dump(record), hidden=True)
         write(folder / "bench.md", report.markdown(record))
 
-    with TrialRunner.open("bench", environment, loaded, timeout=timeout) as runner:
+    with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
+        runner = TrialRunner(environment, Path(cache), typer.echo, timeout)
         ablation_run = Bench(plan, settings, runner, facts, typer.echo, keep)
         try:
             complete = ablation_run.run()
         except KeyboardInterrupt:
             typer.echo(f"The results so far are in {folder}.")
             raise
-    typer.echo()
-    report.show(ablation_run.record)
-    if ablation_run.record["foreign_load"]["worst"] > LOUD:
-        typer.echo("For results to publish, measure on an idle machine.")
-    typer.echo(f"\nwritten to {folder}; chart: fastloop report {folder}")
+    rich.print(Markdown(report.markdown(ablation_run.record)))
+    typer.echo(f"written to {folder}; chart: fastloop report {folder}")
     raise typer.Exit(0 if complete else 1)
 
 
 def make_folder(folder: Path) -> Path:
-    """Create an empty folder for the results. Results of an earlier ablation are moved aside.
+    """Create a folder for the results. One with results of an earlier ablation is moved aside.
 
     Raises:
-        UsageError: The folder cannot be created, or holds other files.
+        UsageError: The folder cannot be created.
     """
     from fastloop.errors import UsageError
     from fastloop.runtime import files
 
     try:
-        if folder.is_dir() and any(folder.iterdir()):
-            if not (folder / "bench.json").is_file():
-                raise UsageError(
-                    f"--output {folder}: holds files other than those of an ablation. Expected a new or empty folder."
-                )
+        if (folder / "bench.json").is_file():
             typer.echo(f"an earlier ablation was in {folder}: moved to {files.move_aside(folder)}")
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--output {folder}: cannot be created: {error}.") from None
+    files.check_links(folder)
     return folder
 
 
-def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
+def this_place(plugins: Mapping[str, Plugin], recipe: Recipe) -> dict[str, Any]:
     """The machine and the versions that the results belong to."""
     import platform
 
@@ -146,11 +142,9 @@ def this_place(plugins: dict[str, Any], recipe: Any) -> dict[str, Any]:
 
     machine = this_machine(recipe.train.device)
     versions = {"python": platform.python_version(), "torch": torch.__version__, "fastloop": __version__}
-    for plugin in plugins.values():
-        if (distribution := distribution_of(type(plugin))) is not None:  # type: ignore[arg-type]
-            versions[distribution.name] = distribution.version
+    found = [distribution_of(type(plugin)) for plugin in plugins.values()]  # type: ignore[arg-type]
     return {
-        "versions": versions,
+        "versions": versions | {one.name: one.version for one in found if one is not None},
         "machine": {
             "device": f"{machine.device} ({machine.name})",
             "cores": platform_support.cores(),

@@ -13,21 +13,16 @@ from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, expand, load_listed, make, resolve
 from fastloop.recipe import Recipe, make_recipe
 
-BASELINE = "baseline"
-
 
 @dataclass
 class Variant:
-    """One set of plugins to measure.
+    """One set of plugins to measure, besides the task. Variants with the same plugins are measured once.
 
     Attributes:
-        title: Name in tables.
-        plugins: The active plugins, besides the task.
         kind: A ``step`` is compared with the variant before. ``without`` is the full set without one plugin; the full
             set is compared with it.
-        before: Title of the variant that it is compared with; None for the baseline.
+        before: Title of the variant that it is compared with.
         adds: Plugins that the variant before does not have; for ``without``, the plugin that is removed.
-        at_baseline: Whether the overrides for the baseline apply.
         why_not: Why it is not measured; None if it is.
     """
 
@@ -36,29 +31,15 @@ class Variant:
     kind: Literal["baseline", "step", "without"] = "step"
     before: str | None = None
     adds: tuple[str, ...] = ()
-    at_baseline: bool = False
     why_not: str | None = None
-
-    @property
-    def key(self) -> tuple[tuple[str, ...], bool]:
-        """Variants with the same key run the same work, and are measured once."""
-        return self.plugins, self.at_baseline
 
 
 @dataclass
 class Ablation:
-    """The variants to measure.
-
-    Attributes:
-        recipe: The recipe as loaded.
-        baseline: The recipe with the overrides for the baseline.
-        plugins: The tested plugins that can run on this machine, in the recipe's order.
-        absent: Plugin -> why it cannot be measured on this machine.
-        variants: All variants in order, the baseline first.
-    """
+    """The variants to measure, the baseline first. ``plugins`` are the tested ones that can run on this machine, in the
+    recipe's order; ``absent`` are the others, with the reason."""
 
     recipe: Recipe
-    baseline: Recipe
     plugins: dict[str, Plugin] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     variants: list[Variant] = field(default_factory=list)
@@ -69,21 +50,15 @@ class Ablation:
 
     def measured(self) -> list[Variant]:
         """The variants to measure, each set of plugins once."""
-        found: dict[Any, Variant] = {}
-        for variant in self.variants:
-            if variant.why_not is None:
-                found.setdefault(variant.key, variant)
-        return list(found.values())
+        possible = [variant for variant in self.variants if variant.why_not is None]
+        return list({variant.plugins: variant for variant in reversed(possible)}.values())[::-1]
 
 
 def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, Any]:
-    """The recipe as plain values, with only its task and the plugins ``names``.
+    """The recipe as plain values, with only its task and the plugins ``names``, and with keys of ``train`` set.
 
     Default observers (``read_only``) are off. Default guards stay, so that a variant that does not train its parameters
     is refused.
-
-    Args:
-        train: Keys of the ``train`` section to set.
     """
     tree = copy.deepcopy(recipe.to_dict())
     tree["train"] |= train
@@ -100,11 +75,7 @@ def with_only(recipe: Recipe, names: Iterable[str], **train: Any) -> dict[str, A
 
 
 def edited(recipe: Recipe, values: Mapping[str, Any], plugins: Mapping[str, Any]) -> Recipe:
-    """The recipe with some values and plugins changed.
-
-    Args:
-        values: Dotted key -> value.
-        plugins: Plugin -> its options; None: not listed.
+    """The recipe with some values (by dotted key) and plugins (by name; None: not listed) changed.
 
     Raises:
         UsageError: It cannot run.
@@ -124,13 +95,10 @@ def edited(recipe: Recipe, values: Mapping[str, Any], plugins: Mapping[str, Any]
     return made
 
 
-def make_ablation(
-    recipe: Recipe, baseline: Recipe, lifted: Sequence[str], sets: Sequence[Sequence[str]], leave_one_out: bool
-) -> Ablation:
+def make_ablation(recipe: Recipe, sets: Sequence[Sequence[str]], leave_one_out: bool) -> Ablation:
     """Plan the variants of a recipe.
 
     Args:
-        baseline: The recipe with the overrides ``lifted``, which apply only to the baseline.
         sets: Sets of plugins to measure, instead of adding the recipe's plugins one by one.
 
     Raises:
@@ -138,8 +106,8 @@ def make_ablation(
     """
     from fastloop.runtime.hardware import this_machine
 
-    recipe, baseline = expand(recipe), expand(baseline)
-    ablation, machine = Ablation(recipe, baseline), this_machine(recipe.train.device)
+    recipe = expand(recipe)
+    ablation, machine = Ablation(recipe), this_machine(recipe.train.device)
     tested = list(_tested(recipe))
     for name in tested:
         plugin = make(recipe, name)
@@ -156,15 +124,12 @@ def make_ablation(
         raise UsageError(
             f"{recipe.where}: lists no plugin to measure. Add some: --with A,B. `fastloop plugins` lists them."
         )
-    resolved = check(make_recipe(with_only(baseline, ()), recipe.source))
-    if not ablation.absent and not sets:
-        # an error in the full set is an error in the recipe
-        resolved = check(make_recipe(with_only(recipe, tested), recipe.source))
+    # an error in the full set is an error in the recipe
+    all_of_them = () if ablation.absent or sets else tested
+    resolved = check(make_recipe(with_only(recipe, all_of_them), recipe.source))
     resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
 
-    ablation.variants.append(Variant(BASELINE, (), "baseline", at_baseline=bool(lifted)))
-    if lifted:
-        ablation.variants.append(Variant(f"without {' '.join(lifted)}", (), before=BASELINE))
+    ablation.variants.append(Variant("baseline", (), "baseline"))
     have: tuple[str, ...] = ()
     for names in sets or [tested[: index + 1] for index in range(len(tested))]:
         here = tuple(name for name in tested if name in names)

@@ -1,4 +1,4 @@
-"""Shows the record of an ablation as tables: in markdown for ``bench.md``, and in the terminal."""
+"""Shows the record of an ablation as tables in markdown, for ``bench.md`` and the terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from fastloop.cli.numerics import BROKEN, FAILED
 from fastloop_tools.trials.measure import LOUD
-from fastloop_tools.trials.tables import markdown_table, show_table
+from fastloop_tools.trials.tables import markdown_table
 
 READING = (
     "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. "
@@ -20,15 +20,13 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def _with_interval(value: dict[str, float] | None, form: str) -> str:
-    if value is None:
-        return ""
-    return f"{value['median']:{form}} ({value['low']:{form}} to {value['high']:{form}})"
+    return f"{value['median']:{form}} ({value['low']:{form}} to {value['high']:{form}})" if value else ""
 
 
-def _verdict(row: dict[str, Any], over: dict[str, Any] | None) -> str:
+def _verdict(row: dict[str, Any]) -> str:
     if row["results"] is None:
         return str(row["why_not"] or (f"failed: {row['error']}" if row["error"] else "not measured yet"))
-    failed = f"then failed: {row['error']}" if row["error"] else ""
+    over, failed = row["results"]["over_before"], f"then failed: {row['error']}" if row["error"] else ""
     return "; ".join(filter(None, [over["verdict"] if over else "", failed]))
 
 
@@ -37,8 +35,8 @@ def _mib(results: dict[str, Any]) -> str:
 
 
 def _pays(results: dict[str, Any]) -> str:
-    over, after, total = results["over_before"], results["pays_after_steps"], results["total_steps"]
-    if over is None or over["verdict"] != "faster" or after is None:
+    after, total = results["pays_after_steps"], results["total_steps"]
+    if after is None:
         return ""
     if after == 0:
         return "at once"
@@ -47,56 +45,39 @@ def _pays(results: dict[str, Any]) -> str:
     return f"after {after:,} steps; this run has {total:,}" + (": not worth it" if after > total else "")
 
 
-def ablation_table(record: dict[str, Any], short: bool = False) -> Table:
-    """The variants in order.
-
-    Args:
-        short: Only the columns that fit into a terminal.
-    """
+def ablation_table(record: dict[str, Any]) -> Table:
+    """The variants in order, with their speed and memory."""
     rows = [row for row in record["variants"] if row["kind"] != "without"]
     unit = next((row["results"]["unit"] for row in rows if row["results"]), "samples")
     lines = []
     for row in rows:
-        results = row["results"]
-        line = {"variant": row["title"], "verdict": _verdict(row, results and results["over_before"])}
+        cells, results = ["", "", "", ""], row["results"]
         if results is not None:
-            warm, base, pays = results["first_steps_warm_seconds"], results["over_baseline"], _pays(results)
-            again = "" if warm is None else f", again {warm:.1f}"
-            line |= {
-                "samples/s": _with_interval(results["samples_per_second"], ",.1f"),
-                "real tokens/s": _with_interval(results["tokens_per_second"], ",.0f"),
-                "x before": _with_interval(results["over_before"], ".2f"),
-                "x baseline": _with_interval(base, ".2f"),
-                "peak MiB": _mib(results),
-                "start-up s": f"{results['startup_seconds']:.1f}",
-                "first steps s": f"{results['first_steps_cold_seconds']:.1f}{again}",
-                "pays": pays,
-            }
-            if short:
-                line |= {
-                    f"{unit}/s": f"{results[f'{unit}_per_second']['median']:,.0f}",
-                    "x before": line["x before"].replace(" to ", "-"),
-                    "x base": f"{base['median']:.2f}" if base else "",
-                    "MiB": line["peak MiB"],
-                    "verdict": "; ".join(filter(None, [line["verdict"], pays and f"pays {pays}"])),
-                }
-        lines.append(line)
-    header = ["variant", "samples/s", *(["real tokens/s"] if unit == "tokens" else []), "x before", "x baseline"]
-    header += ["verdict", "peak MiB", "start-up s", "first steps s", "pays"]
-    if short:
-        header = ["variant", f"{unit}/s", "x before", "x base", "MiB", "verdict"]
-    return header, [[line.get(name, "") for name in header] for line in lines]
+            factors = [_with_interval(results[over], ".2f") for over in ("over_before", "over_baseline")]
+            cells = [_with_interval(results[f"{unit}_per_second"], ",.0f"), *factors, _mib(results)]
+        lines.append([row["title"], *cells, _verdict(row)])
+    rate = "real tokens/s" if unit == "tokens" else "samples/s"
+    return ["variant", rate, "x before", "x baseline", "peak MiB", "verdict"], lines
+
+
+def cost_table(record: dict[str, Any]) -> Table:
+    """The one-time costs of each variant, and when its speedup has paid for them."""
+    lines = []
+    for row in (row for row in record["variants"] if row["kind"] != "without" and row["results"]):
+        results = row["results"]
+        warm = results["first_steps_warm_seconds"]
+        costs = [results["startup_seconds"], results["first_steps_cold_seconds"], *([warm] if warm is not None else [])]
+        lines.append([row["title"], *([f"{value:.1f}" for value in costs] + [""])[:3], _pays(results)])
+    return ["variant", "start-up s", "first steps s", "again s", "pays"], lines
 
 
 def without_table(record: dict[str, Any]) -> Table:
     """The speedup of each plugin when all others are present."""
     lines = []
     for row in (row for row in record["variants"] if row["kind"] == "without"):
-        results = row["results"]
-        over = results and results["over_before"]
-        lines.append(
-            [row["adds"][0], _with_interval(over, ".2f"), _mib(results) if results else "", _verdict(row, over)]
-        )
+        results = row["results"] or {}
+        factor = _with_interval(results.get("over_before"), ".2f")
+        lines.append([row["adds"][0], factor, _mib(results) if results else "", _verdict(row)])
     return ["plugin", "x full set without it", "MiB without it", "verdict"], lines
 
 
@@ -128,25 +109,22 @@ def quality_table(record: dict[str, Any]) -> Table:
     return ["metric", "baseline", "full set", "difference", "verdict"], lines
 
 
-def tables(record: dict[str, Any], short: bool = False) -> list[tuple[str, Table]]:
-    """Title and table of each part of the record."""
-    found = [
-        ("The ablation", ablation_table(record, short)),
-        ("Each plugin with all others present", without_table(record)),
-        ("Numerics", numerics_table(record)),
-        ("Quality", quality_table(record)),
-    ]
-    return [(title, (header, rows)) for title, (header, rows) in found if rows]
+TABLES = {
+    "The ablation": ablation_table,
+    "One-time costs": cost_table,
+    "Each plugin with all others present": without_table,
+    "Numerics": numerics_table,
+    "Quality": quality_table,
+}
 
 
 def notes(record: dict[str, Any]) -> list[str]:
     """Remarks below the tables."""
-    lines = []
-    before, worst = record["foreign_load"]["before"] or 0.0, record["foreign_load"]["worst"] or 0.0
+    lines, (before, worst) = [], record["foreign_load"].values()
     if max(before, worst) > LOUD:
         lines.append(
             f"Other processes used {before:.0%} of this machine before the start and up to {worst:.0%} during a "
-            "measurement."
+            "measurement. For results to publish, measure on an idle machine."
         )
     for row in record["variants"]:
         lines += [f"{row['title']}: {line}" for line in (row["results"] or {}).get("warnings", [])]
@@ -161,23 +139,12 @@ def markdown(record: dict[str, Any]) -> str:
     settings, place = record["settings"], {**record["machine"], **record["versions"]}
     lines = [f"# {record['name']}: speedup of each plugin", "", f"`{record['command']}`", ""]
     lines += [", ".join(f"{name} {value}" for name, value in place.items()) + ".", ""]
-    for title, (header, rows) in tables(record):
-        lines += [f"## {title}", "", *markdown_table(header, rows)]
+    for title, make in TABLES.items():
+        header, rows = make(record)
+        lines += [f"## {title}", "", *markdown_table(header, rows)] if rows else []
     lines += [f"- {note}" for note in notes(record)]
     window = (
         f"Windows of at least {settings['steps']} steps and {settings['seconds']:g} s, after {settings['warmup']} steps"
     )
     lines += ["", f"{window}; {settings['repeats']} repeats in processes of their own, in alternating order. {READING}"]
     return "\n".join(lines) + "\n"
-
-
-def show(record: dict[str, Any]) -> None:
-    """Print the tables to the terminal."""
-    import rich
-    from rich.markup import escape
-
-    for title, (header, rows) in tables(record, short=True):
-        show_table(header, rows, title, wraps=-1)
-        rich.print()
-    for note in notes(record):
-        rich.print(escape(note))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +12,7 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
 from fastloop.errors import UsageError
-from fastloop_tools.report.charts import Frame, Size, find_limits, line_chart
+from fastloop_tools.report.charts import Size, find_limits, line_chart
 from fastloop_tools.report.charts import svg as document
 from fastloop_tools.report.metrics import Series
 
@@ -27,12 +26,10 @@ ROWS = 12
 LEFT_OUT = ("checkpoint-best", "early-stopping", "nan-guard")
 """Plugins that have no part in a range test, beside those that only observe: two need an evaluation, and one ends a run
 that diverges."""
-SIZE = Size(width=480, height=240, top=10, right=12, bottom=30, ticks=4)
-TITLE, FOOT = 34, 24
-"""Pixels above and below the chart, for the title and the name of the axis."""
+SIZE = Size(width=480, height=264, top=34, right=12, bottom=38, ticks=4)
 STYLE = (
-    ".axis { stroke: #c4cad4; } .line { fill: none; stroke-width: 2; } .loss { stroke: #8a8f98; stroke-width: 1; } "
-    ".smoothed { stroke: #2f6db5; } .chosen { stroke: #2a7f62; stroke-width: 2; stroke-dasharray: 4 3; }"
+    ".axis, .base { stroke: #c4cad4; } .line { fill: none; stroke: #8a8f98; stroke-width: 1; } "
+    ".s1 { stroke: #2f6db5; stroke-width: 2; }"
 )
 
 
@@ -44,9 +41,8 @@ def lr_find(
     low: Annotated[float, typer.Option("--min", metavar="RATE", help="The rate of the first step.")] = 1e-7,
     high: Annotated[float, typer.Option("--max", metavar="RATE", help="The rate of the last step.")] = 10.0,
     steps: Annotated[int, typer.Option(min=10, metavar="N", help="Optimizer steps at most.")] = 100,
-    nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     svg: Annotated[str, output_file("--svg", "The chart to write [default: runs/lr-find-RECIPE.svg].")] = "",
-    json_file: Annotated[str, output_file("--json", "Also write the results to this file; -: stdout.")] = "",
+    json_file: Annotated[str, output_file("--json", "Also write the results to this file.")] = "",
 ) -> None:
     """Suggest a learning rate, from a few steps with growing rates.
 
@@ -61,17 +57,7 @@ def lr_find(
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
     name = loaded.source.stem if loaded.source else "recipe"
     picture = Path(svg or f"runs/lr-find-{name}.svg")
-    if nproc is not None:
-        from fastloop_tools.trials.runs import option_words
-
-        given = {"--with": names(with_), "--without": names(without), "--min": low, "--max": high, "--steps": steps}
-        command = ["lr-find", recipe, *(overrides or ()), *option_words(given | {"--svg": svg, "--json": json_file})]
-        raise typer.Exit(launch.launch(command, nproc, 1, 0, None, picture))
     launch.end_with_launcher()
-    if json_file == "-":
-        import rich
-
-        rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
     launch.start_again(resolved := launch.resolve_early(loaded))
     from fastloop_tools.lr_find.finder import LRFinder
@@ -113,7 +99,7 @@ def describe(finder: LRFinder, recipe: str) -> dict[str, Any]:
 
 
 def show(record: Mapping[str, Any], picture: Path, json_file: str) -> None:
-    """Write the chart, and print the table and the suggestion; with ``json_file`` ``-``, print JSON only."""
+    """Write the chart, and print the table and the suggestion."""
     from fastloop.runtime.files import write
     from fastloop_tools.trials.tables import dump, show_table
 
@@ -121,9 +107,6 @@ def show(record: Mapping[str, Any], picture: Path, json_file: str) -> None:
     if drawn:
         picture.parent.mkdir(parents=True, exist_ok=True)
         write(picture, draw(record))
-    if json_file == "-":
-        typer.echo(dump(record), nl=False)
-        return
     if json_file:
         write(Path(json_file), dump(record), hidden=True)
     last = len(record["rates"]) - 1
@@ -146,52 +129,31 @@ def sentences(record: Mapping[str, Any]) -> list[str]:
             end,
             "No suggestion: the loss did not fall by more than its noise. Raise --steps, or move --min and --max.",
         ]
-    lines = [f"{end} It was lowest at {found['minimum']:.1e}, and fell most steeply at {found['steepest']:.1e}."]
+    lines = [f"{end} It was lowest at {found['minimum']:.1e}."]
     if found["at_end"]:
         lines.append("The last step has the lowest loss: a larger --max may suggest a higher rate.")
     return [*lines, f"Suggestion: train.lr={found['lr']:.1e}"]
 
 
 def draw(record: Mapping[str, Any]) -> str:
-    """The loss of each step and its average, over the logarithm of the rate. A dashed line shows the suggestion.
+    """The loss of each step and its average, over the logarithm of the rate.
 
     Args:
         record: The contents of the ``--json`` file. Losses far above those before the divergence are left out.
     """
+    from fastloop_tools.report.page import drawing
+
     logs, chosen = [math.log10(rate) for rate in record["rates"]], record["suggestion"]
     finite = [value for value in record["smoothed"] if math.isfinite(value)]
     lowest = min(range(len(finite)), key=finite.__getitem__)
     most = 1.2 * max(finite[: lowest + 1])
     series = {
-        name: (
-            number,
-            Series().extend([(x, value) for x, value in zip(logs, record[key], strict=True) if value <= most]),
-        )
-        for number, (name, key) in enumerate([("loss", "losses"), ("smoothed", "smoothed")])
+        key: (number, Series().extend([(x, y) for x, y in zip(logs, record[key], strict=True) if y <= most]))
+        for number, key in enumerate(("losses", "smoothed"))
     }
-    limits = find_limits(line for _, line in series.values())
-    chart = line_chart(record["recipe"], series, limits=limits, size=SIZE)
-    assert chart is not None
-    assert limits is not None
-    left, right, bottom = chart.left, SIZE.width - SIZE.right, TITLE + SIZE.height - SIZE.bottom
     title = f"{record['recipe']}: " + (f"suggested train.lr {chosen['lr']:.1e}" if chosen else "no suggestion")
-    lines = [f'<text x="12" y="24">{escape(title)}</text>']
-    for tick in chart.ys:
-        y = TITLE + tick.place
-        lines.append(f'<path class="axis" d="M{left} {y}H{right}"/>')
-        lines.append(f'<text x="{left - 6:g}" y="{y + 4}" text-anchor="end">{tick.label}</text>')
-    lines += [
-        f'<text x="{tick.text}" y="{bottom + 18}" text-anchor="middle">1e{tick.label}</text>'
-        for tick in chart.xs
-        if tick.label
-    ]
-    lines.append(
-        f'<text x="{(left + right) / 2:g}" y="{bottom + 38}" text-anchor="middle">train.lr; thin: each step, thick: '
-        "smoothed</text>"
-    )
-    if chosen and limits.left <= math.log10(chosen["lr"]) <= limits.right:
-        x, _ = Frame(limits, SIZE).place(math.log10(chosen["lr"]), limits.low)
-        lines.append(f'<path class="chosen" d="M{x:.1f} {TITLE + SIZE.top}V{bottom}"/>')
-    for line in chart.lines:
-        lines.append(f'<path class="line {line.name}" transform="translate(0 {TITLE})" d="{line.path}"/>')
-    return document(title, SIZE.width, TITLE + SIZE.height + FOOT, lines, STYLE)
+    chart = line_chart(title, series, title, find_limits(line for _, line in series.values()), SIZE)
+    assert chart is not None
+    chart.across = "train.lr; thin: each step, thick: smoothed"
+    chart.xs = [tick._replace(label=tick.label and f"1e{tick.label}") for tick in chart.xs]
+    return document(title, SIZE.width, SIZE.height, [drawing(chart)], STYLE)

@@ -1,7 +1,7 @@
 """The learning-rate range test: a few steps with growing rates, and the rate that their losses suggest.
 
 Method: Smith, "Cyclical Learning Rates for Training Neural Networks", 2017 (arXiv:1506.01186). The stop rule and the
-two candidates are those of fastai's ``lr_find``.
+suggestion are those of fastai's ``lr_find``.
 """
 
 from __future__ import annotations
@@ -39,18 +39,11 @@ SKIPPED = 5
 
 @dataclass(frozen=True)
 class Suggestion:
-    """The rates that a range test suggests, as values of ``train.lr``.
-
-    Attributes:
-        lr: The suggested rate: the one of the lowest smoothed loss, divided by ``SAFETY``.
-        minimum: The rate of the lowest smoothed loss.
-        steepest: The rate at which the smoothed loss falls most over a factor of the rate.
-        at_end: Whether the loss was lowest at the last step, so a higher rate may be better.
-    """
+    """The rates that a range test suggests, as values of ``train.lr``: ``lr`` is ``minimum``, the rate of the lowest
+    smoothed loss, divided by ``SAFETY``. ``at_end``: that was the last step, so a higher rate may be better."""
 
     lr: float
     minimum: float
-    steepest: float
     at_end: bool
 
 
@@ -58,13 +51,8 @@ class LRFinder(Plugin):
     """Raises the learning rate exponentially from ``low`` to ``high`` in ``steps`` steps, and stops when the loss
     diverges.
 
-    The first step uses ``low``, and step number ``steps`` uses ``high``. Parameter groups keep the ratio of their rates
-    to ``train.lr``. It replaces the recipe's schedule, evaluates nothing and exports nothing.
-
-    Attributes:
-        rates: The rate of each step, as a value of ``train.lr``.
-        losses: The mean loss of each step over all processes.
-        diverged: Whether the loss diverged.
+    Parameter groups keep the ratio of their rates to ``train.lr``. It replaces the recipe's schedule, evaluates nothing
+    and exports nothing. ``rates`` and ``losses`` have a value for each step, the losses means over all processes.
     """
 
     name = "lr-find"
@@ -120,25 +108,17 @@ class LRFinder(Plugin):
 
 
 def smooth(losses: Sequence[float], steps: int) -> list[float]:
-    """The mean of each loss and its neighbours.
-
-    Args:
-        steps: The steps of a complete test, which give the size of the window.
-    """
+    """The mean of each loss and its neighbours. ``steps`` of a complete test give the size of the window."""
     side = max(1, round(WINDOW * steps))
     return [fmean(losses[max(0, index - side) : index + side + 1]) for index in range(len(losses))]
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float], steps: int) -> Suggestion | None:
-    """The rates that a range test suggests.
+    """The rates that a range test suggests; None if the loss did not fall by more than its noise.
 
     Args:
-        rates: The rate of each step, in growing order.
         losses: The loss of each step. Values from the first one that is not finite are ignored.
         steps: The steps of a complete test.
-
-    Returns:
-        None if the loss did not fall by more than its noise: no rate is better than another.
     """
     count = next((index for index, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
     if count < 2 * SKIPPED:
@@ -149,6 +129,4 @@ def suggest(rates: Sequence[float], losses: Sequence[float], steps: int) -> Sugg
     noise = math.sqrt(fmean((loss - mean) ** 2 for loss, mean in zip(losses[: best + 1], smoothed, strict=False)))
     if fmean(losses[:SKIPPED]) - smoothed[best] <= noise:
         return None
-    falls = {index: smoothed[index - 1] - smoothed[index + 1] for index in range(SKIPPED, best)} or {best: 0.0}
-    steepest = max(falls, key=falls.__getitem__)
-    return Suggestion(rates[best] / SAFETY, rates[best], rates[steepest], best == len(rates) - 1)
+    return Suggestion(rates[best] / SAFETY, rates[best], best == len(rates) - 1)

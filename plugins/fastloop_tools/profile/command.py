@@ -62,9 +62,7 @@ def profile(
     show_messages()
     launch.start_again(resolved := launch.resolve_early(loaded))
     if look(resolved.recipe, folder, window, names(without)):
-        nproc = ranks.world_size() if ranks.world_size() > 1 else None
-        tune = command_line("tune", given, {"--nproc": nproc, "--stop-after": "suggestions"})
-        typer.echo(f"to measure these edits: {tune}")
+        typer.echo(f"to measure these edits: {command_line('tune', given, {})}")
 
 
 def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool:

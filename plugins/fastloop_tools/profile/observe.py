@@ -34,9 +34,6 @@ class Observer(StepMeter):
 
     Args:
         trace: Where to write the trace; None: it is not kept.
-
-    Attributes:
-        profile: The result; None until training ends.
     """
 
     name = "profile-observer"

@@ -23,15 +23,7 @@ WORTH = 0.03
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One edit of a recipe.
-
-    Attributes:
-        plugin: Name of the plugin that made the estimate.
-        estimate: The estimate.
-        edit: The edit as a user would type it.
-        recipe: The edited recipe.
-        numerics: The plugin's numerics class.
-    """
+    """One edit of a recipe, as a user would type it, and the recipe with it. ``plugin`` made the estimate."""
 
     plugin: str
     estimate: SpeedupEstimate
@@ -43,11 +35,8 @@ class Suggestion:
 def suggest(
     profile: StepProfile, recipe: Recipe, never: Collection[str] = ()
 ) -> tuple[list[Suggestion], dict[str, str]]:
-    """The edits worth trying, largest estimate first; and plugins that would be faster but cannot run -> why.
-
-    Args:
-        never: Plugins not to suggest. Plugins that are false in the recipe may be suggested.
-    """
+    """The edits worth trying, largest estimate first; and plugins that would be faster but cannot run -> why. Plugins
+    that are false in the recipe may be suggested, those of ``never`` not."""
     found, refused = [], {}
     on = dataclasses.replace(
         recipe, plugins={name: options for name, options in recipe.plugins.items() if options is not False}

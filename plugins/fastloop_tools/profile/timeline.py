@@ -5,17 +5,10 @@ the window. If that event is no operation, and an operation of another thread or
 belongs to that operation: the loop may wait for it.
 
 Kernels of an accelerator run after the host launched them, so the duration of a host region says nothing about them.
-The trace that torch's profiler exports connects both:
-
-    kernel        category ``kernel``, ``gpu_memcpy`` or ``gpu_memset``; ``args.correlation`` names the launch,
-                  ``args["External id"]`` the operation
-    launch        category ``cuda_runtime`` or ``cuda_driver``, with the same ``args.correlation``; lies in a region
-    operation     category ``cpu_op``, with the same ``args["External id"]``
-    region        category ``user_annotation``, named ``fastloop/...``
-
-The category ``gpu_user_annotation`` repeats the regions on the device's rows. Those rows are not kernels.
-
-Source of the format: the Chrome trace that Kineto writes (torch 2.11, ``profiler.export_chrome_trace``).
+The trace that torch's profiler exports connects both. A kernel (category ``kernel``, ``gpu_memcpy`` or ``gpu_memset``)
+names by ``args.correlation`` its launch (``cuda_runtime`` or ``cuda_driver``), which lies in a region (category
+``user_annotation``, named ``fastloop/...``), and by ``args["External id"]`` its operation (``cpu_op``). The category
+``gpu_user_annotation`` repeats the regions on the device's rows. Source: the Chrome trace of Kineto (torch 2.11).
 """
 
 from __future__ import annotations
@@ -23,8 +16,8 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mode
@@ -55,12 +48,8 @@ Span = tuple[float, float, str]
 
 @dataclass(frozen=True)
 class HostTimeline:
-    """The host's time in a window of steps. All seconds are totals of the window.
-
-    Attributes:
-        seconds: (region of the loop, event) -> seconds in which the event was the innermost one.
-        hooks: ``PLUGIN.hook`` -> seconds, with everything that it calls.
-    """
+    """The host's time in a window of steps: seconds by region of the loop and innermost event, and of each
+    ``PLUGIN.hook`` with everything that it calls."""
 
     seconds: Mapping[tuple[str, str], float]
     hooks: Mapping[str, float]
@@ -77,31 +66,32 @@ class HostTimeline:
             {name: value * rest * drift for name, value in self.hooks.items()},
         )
 
+    def add_up(self, name: Callable[[str, str], str | None]) -> dict[str, float]:
+        """Seconds by ``name`` of region and event; None: left out."""
+        parts = ((name(region, event), value) for (region, event), value in self.seconds.items())
+        return _add_up((part, value) for part, value in parts if part is not None)
+
     @property
     def regions(self) -> dict[str, float]:
         """Region of the loop -> seconds without nested regions."""
-        return _add_up((region, value) for (region, _), value in self.seconds.items())
+        return self.add_up(lambda region, event: region)
 
     @property
     def work(self) -> dict[str, float]:
         """The same without collectives, which last until the slowest process joins."""
-        return _add_up(
-            (region, value) for (region, event), value in self.seconds.items() if not COLLECTIVE.match(event)
-        )
+        return self.add_up(lambda region, event: None if COLLECTIVE.match(event) else region)
 
     @property
     def operations(self) -> dict[str, float]:
         """Operation -> seconds without nested operations."""
-        return _add_up((event, value) for (_, event), value in self.seconds.items() if OPERATION.match(event))
+        return self.add_up(lambda region, event: event if OPERATION.match(event) else None)
 
     @property
     def between_operations(self) -> dict[str, float]:
         """Region of the loop, or hook outside of all regions -> seconds in which no operation ran; ``other``: nor any
         other event."""
-        return _add_up(
-            (event if region == OTHER else region, value)
-            for (region, event), value in self.seconds.items()
-            if not OPERATION.match(event)
+        return self.add_up(
+            lambda region, event: None if OPERATION.match(event) else event if region == OTHER else region
         )
 
 
@@ -211,14 +201,12 @@ class DeviceTimeline:
         idle: Region of the loop in which the host was -> seconds in which the device ran nothing; ``other`` outside of
             all regions.
         operations: Operation -> seconds of its kernels. A kernel without an operation counts under its own name.
-        counts: Operation -> kernels.
     """
 
     seconds: float
     busy: Mapping[str, float]
     idle: Mapping[str, float]
     operations: Mapping[str, float]
-    counts: Mapping[str, int]
 
     @property
     def idle_share(self) -> float:
@@ -241,21 +229,18 @@ class DeviceTimeline:
 
 
 def read_timeline(path: Path) -> DeviceTimeline:
-    """Read an exported trace.
-
-    Raises:
-        ValueError: The file is not a JSON object with ``traceEvents``.
-    """
-    trace = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(trace, dict) or "traceEvents" not in trace:
-        raise ValueError(f"{path}: no traceEvents: not a trace that torch's profiler exported")
-    return build_timeline(trace["traceEvents"])
+    """Read a trace that torch's profiler has exported."""
+    return build_timeline(json.loads(path.read_text(encoding="utf-8"))["traceEvents"])
 
 
 def build_timeline(events: Sequence[Mapping[str, Any]]) -> DeviceTimeline:
     """Connect the kernels of a trace with the regions and operations that launched them."""
     complete = [event for event in events if event.get("ph") == "X"]
-    regions = host_regions(complete)
+    regions = flatten(
+        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
+        for event in complete
+        if event.get("cat") == "user_annotation" and is_region(event["name"])
+    )
     launched = {
         event["args"]["correlation"]: event["ts"]
         for event in complete
@@ -266,30 +251,18 @@ def build_timeline(events: Sequence[Mapping[str, Any]]) -> DeviceTimeline:
     busy: dict[str, float] = defaultdict(float)
     idle: dict[str, float] = defaultdict(float)
     seconds: dict[str, float] = defaultdict(float)
-    counts: Counter[str] = Counter()
     first = reached = regions[0][0] if regions else (kernels[0]["ts"] if kernels else 0.0)
     for kernel in kernels:
         start, end, args = kernel["ts"], kernel["ts"] + kernel["dur"], kernel.get("args", {})
         operation = operations.get(args.get("External id"), kernel["name"])
         seconds[operation] += 1e-6 * kernel["dur"]
-        counts[operation] += 1
         _add_idle(idle, regions, reached, start)
         region = region_at(regions, launched.get(args.get("correlation"), start))
         busy[region] += 1e-6 * max(0.0, end - max(start, reached))
         reached = max(reached, end)
     last = max([reached, *(end for _, end, _ in regions)])
     _add_idle(idle, regions, reached, last)
-    return DeviceTimeline(1e-6 * (last - first), dict(busy), dict(idle), dict(seconds), dict(counts))
-
-
-def host_regions(events: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """The loop's regions on the host as spans that do not overlap: an inner region interrupts the outer one. Sorted by
-    time."""
-    return flatten(
-        (event["ts"], event["ts"] + event["dur"], event["name"].removeprefix(PREFIX))
-        for event in events
-        if event.get("cat") == "user_annotation" and is_region(event["name"])
-    )
+    return DeviceTimeline(1e-6 * (last - first), dict(busy), dict(idle), dict(seconds))
 
 
 def _add_idle(idle: dict[str, float], regions: Sequence[Span], start: float, end: float) -> None:

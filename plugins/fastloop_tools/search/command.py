@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import shlex
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import RecipeName, With, Without, choice, names, output_file
+from fastloop.cli.arguments import RecipeName, With, Without, choice, names
 from fastloop.distributed import signals
 
 Values = Annotated[
@@ -59,7 +55,6 @@ def search(
             min=1, metavar="SECONDS", help="Time between two heartbeats of a trial. After twice this time, it is lost."
         ),
     ] = 60,
-    json_file: Annotated[str, output_file("--json", "Also write the trials to this file, best first; -: stdout.")] = "",
 ) -> None:
     """Search the best values of keys with Optuna.
 
@@ -81,10 +76,9 @@ def search(
     from fastloop.errors import UsageError
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import secrets
-    from fastloop.runtime import files
     from fastloop_plugins.training._monitor import Monitor
     from fastloop_tools.search import space
-    from fastloop_tools.search.study import collect, hide_password, open_study, read_runs, storage_errors
+    from fastloop_tools.search.study import collect, open_study, read_runs, storage_errors
     from fastloop_tools.search.worker import Worker
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import Trials, monitored
@@ -127,40 +121,22 @@ def search(
         record.write()
 
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
-    redirect = stdout_to_stderr() if json_file == "-" else contextlib.nullcontext()
-    with storage_errors(url), signals.on_signals(signals.stop_now), redirect:
+    with storage_errors(url), signals.on_signals(signals.stop_now):
         write()
-        Worker(study, axes, numbers, trials, shared, heartbeat, write).work()
+        Worker(study, axes, numbers, trials, shared, write).work()
         write()
-    rows = collect(study)
-    report: dict[str, Any] = {
-        "study": study.study_name,
-        "storage": hide_password(url),
-        "monitor": f"validation {monitor}",
-        "better": "lower" if minimise else "higher",
-        "trials": rows,
-    }
-    text = json.dumps(secrets.hidden(report), indent=2) + "\n"
-    if json_file == "-":
-        typer.echo(text, nl=False)
-    else:
-        values = [row["status"] if row["value"] is None else f"{row['value']:.4f}" for row in rows]
-        cells = [
-            [str(row["trial"]), value, secrets.hide(" ".join(row["overrides"]))]
-            for row, value in zip(rows, values, strict=True)
-        ]
-        show_table(["trial", f"validation {monitor}", "overrides"], cells, wraps=-1)
-        for row in rows:
-            if row["error"]:
-                typer.echo(secrets.hide(f"trial {row['trial']} failed: {row['error']}"))
-        if rows and rows[0]["value"] is not None:
-            words = [part for part in shared.words if not part.startswith("output=")]
-            best = shlex.join(["fastloop", "train", *words, *rows[0]["overrides"], f"output={folder}-best"])
-            typer.echo(secrets.hide(f"best: {best}"))
-        typer.echo(f"curves: fastloop report {folder}")
-    if json_file not in ("", "-"):
-        files.write(Path(json_file), text, hidden=True)
-    raise typer.Exit(int(any(row["error"] for row in rows)))
+        rows = collect(study)
+    cells = [[str(row.number), row.shown, secrets.hide(" ".join(row.overrides))] for row in rows]
+    show_table(["trial", f"validation {monitor}", "overrides"], cells, wraps=-1)
+    for row in rows:
+        if row.error:
+            typer.echo(secrets.hide(f"trial {row.number} failed: {row.error}"))
+    if rows and rows[0].value is not None:
+        words = [part for part in shared.words if not part.startswith("output=")]
+        best = shlex.join(["fastloop", "train", *words, *rows[0].overrides, f"output={folder}-best"])
+        typer.echo(secrets.hide(f"best: {best}"))
+    typer.echo(f"curves: fastloop report {folder}")
+    raise typer.Exit(int(any(row.error for row in rows)))
 
 
 def check_folder(folder: Path) -> None:
@@ -171,31 +147,14 @@ def check_folder(folder: Path) -> None:
     """
     from fastloop.errors import UsageError
     from fastloop.runtime.files import check_links
+    from fastloop_tools.report.read import read_json
 
     if not folder.exists():
         return
     check_links(folder)
-    if not folder.is_dir():
-        raise UsageError(f"output: {folder} is not a folder. Set another output.")
-    try:
-        searched = "study" in json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        searched = not (folder / "recipe.yaml").is_file()
-    except (OSError, ValueError, TypeError, RecursionError):
-        searched = False
-    if not searched:
+    record = folder / "sweep.json"
+    searched = "study" in read_json(record) if record.exists() else not (folder / "recipe.yaml").is_file()
+    if not (folder.is_dir() and searched):
         raise UsageError(
             f"output: {folder} contains a run or a sweep. Set another output, such as output={folder}-search."
         )
-
-
-@contextlib.contextmanager
-def stdout_to_stderr() -> Iterator[None]:
-    """Send everything that this process and its children print to stderr, so that stdout has only JSON."""
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)

@@ -22,14 +22,8 @@ _INTEGER = re.compile(r"[+-]?\d+")
 
 @dataclass(frozen=True)
 class Axis:
-    """A key to search.
-
-    Attributes:
-        text: Its range or list, as on the command line.
-        values: The values of a list, as on the command line; empty for a range.
-        ends: Lowest and highest value of a range, both included; integers for a range of integers.
-        log: Whether the scale of the range is logarithmic.
-    """
+    """A key to search: its range or list as on the command line, the values of a list, or both ends of a range, which
+    are included, and integers for a range of integers."""
 
     key: str
     text: str

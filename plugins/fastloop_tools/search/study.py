@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import datetime, timedelta
+from dataclasses import dataclass
 from typing import Any
 
 import optuna
@@ -28,9 +28,8 @@ SQLITE_TIMEOUT = 60
 """Seconds to wait for a lock of SQLite. Its default of 5 is short for several workers on a network file system."""
 ATTEMPTS = 5
 """Attempts to open the storage. Workers that create the tables at the same time fail once."""
-ORIGIN, ERROR, WORKER, RUNS, SURPLUS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs", "surplus"))
-"""User attributes: of the study, the search that made it; of a trial, why it failed, its worker, its runs, and that it
-was not needed."""
+ORIGIN, ERROR, WORKER, RUNS = (f"fastloop:{name}" for name in ("origin", "error", "worker", "runs"))
+"""User attributes: of the study, the search that made it; of a trial, why it failed, its worker and its runs."""
 STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialState.WAITING: "waiting"}
 """Optuna's states, in our words. A failed trial without an error is one whose worker was stopped or lost."""
 
@@ -40,8 +39,7 @@ def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], h
 
     Args:
         origin: The settings that all workers share; see ``check_origin``.
-        heartbeat: Seconds between two heartbeats of a trial. After twice this time without one, its worker counts as
-            lost.
+        heartbeat: Seconds between two heartbeats of a trial.
 
     Raises:
         UsageError: The database cannot be reached, or the study is malformed or belongs to another search.
@@ -181,42 +179,35 @@ def counts(trial: FrozenTrial) -> bool:
     return trial.state in (TrialState.COMPLETE, TrialState.RUNNING) or ERROR in trial.user_attrs
 
 
-def fail_lost_trials(study: optuna.Study, heartbeat: int) -> None:
+def fail_lost_trials(study: optuna.Study) -> None:
     """Mark the trials of lost workers as failed: those without a heartbeat for twice the interval."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ExperimentalWarning)
         optuna.storages.fail_stale_trials(study)
-    # Optuna skips trials that were lost before their first heartbeat.
-    for trial in (trial for trial in read_trials(study) if trial.state == TrialState.RUNNING):
-        started = trial.datetime_start
-        if (
-            WORKER not in trial.user_attrs
-            and started
-            and datetime.now() - started > timedelta(seconds=2 * heartbeat + 60)
-        ):
-            study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
 
 
-def collect(study: optuna.Study) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Row:
+    """A trial in the table. ``shown`` is its value, or its status."""
+
+    number: int
+    value: float | None
+    shown: str
+    overrides: list[str]
+    error: str | None
+
+
+def collect(study: optuna.Study) -> list[Row]:
     """The trials, best first, then those without a value."""
     rows = []
     for trial in read_trials(study):
-        if SURPLUS in trial.user_attrs:
-            continue
-        status = STATUS.get(trial.state, "failed" if ERROR in trial.user_attrs else "lost")
-        runs = trial.user_attrs.get(RUNS, [])
-        rows.append(
-            {
-                "trial": trial.number,
-                "status": status,
-                "value": trial.values[0] if trial.values else None,
-                "overrides": [f"{key}={value}" for key, value in (runs[0]["values"] if runs else trial.params).items()],
-                "runs": [run["name"] for run in runs],
-                "error": trial.user_attrs.get(ERROR),
-            }
-        )
+        error, runs = trial.user_attrs.get(ERROR), trial.user_attrs.get(RUNS, [])
+        value = trial.values[0] if trial.values else None
+        shown = STATUS.get(trial.state, "failed" if error else "lost") if value is None else f"{value:.4f}"
+        overrides = [f"{key}={text}" for key, text in (runs[0]["values"] if runs else trial.params).items()]
+        rows.append(Row(trial.number, value, shown, overrides, error))
     sign = 1 if study.direction == StudyDirection.MINIMIZE else -1
-    return sorted(rows, key=lambda row: (row["value"] is None, sign * (row["value"] or 0)))
+    return sorted(rows, key=lambda row: (row.value is None, sign * (row.value or 0)))
 
 
 def read_runs(study: optuna.Study) -> list[TrialRun]:

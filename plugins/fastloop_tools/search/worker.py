@@ -14,7 +14,7 @@ import typer
 from optuna.trial import TrialState
 
 from fastloop_tools.search.space import Axis
-from fastloop_tools.search.study import ERROR, RUNS, SURPLUS, WORKER, counts, fail_lost_trials, read_trials
+from fastloop_tools.search.study import ERROR, RUNS, WORKER, counts, fail_lost_trials, read_trials
 from fastloop_tools.trials.runs import TrialRun, Trials, stop
 
 POLL_SECONDS = 1.0
@@ -25,16 +25,11 @@ class TrialFailed(Exception):
     """A run of the trial failed, or its value is not finite."""
 
 
-class Surplus(Exception):
-    """Other workers have begun the last trials at the same time. This one is not needed."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Worker:
     """A worker of a search.
 
     Args:
-        axes: The search space.
         seeds: Seeds that each trial trains with; ``[None]``: the recipe's. A trial's value is its mean over them.
         count: Trials of the search, over all workers.
         after_trial: Called when a trial has ended.
@@ -45,25 +40,19 @@ class Worker:
     seeds: Sequence[int | None]
     count: int
     trials: Trials
-    heartbeat: int
     after_trial: Callable[[], None]
 
     def work(self) -> None:
         """Train trials until the study is complete. Then wait for the running trials of other workers, and replace lost
-        ones.
-
-        Raises:
-            UsageError: The evaluation has no metric ``monitor``.
-            typer.Exit: A signal stopped a run.
-        """
+        ones."""
         waits = False
         while True:
-            fail_lost_trials(self.study, self.heartbeat)
+            fail_lost_trials(self.study)
             counted = [trial for trial in read_trials(self.study) if counts(trial)]
             running = sum(trial.state == TrialState.RUNNING for trial in counted)
             if len(counted) < self.count:
                 waits = False
-                self.study.optimize(self.run_trial, n_trials=1, catch=(TrialFailed, Surplus))
+                self.study.optimize(self.run_trial, n_trials=1, catch=(TrialFailed,))
                 self.after_trial()
             elif running:
                 if not waits:
@@ -76,9 +65,6 @@ class Worker:
     def run_trial(self, trial: optuna.Trial) -> float:
         """Train a trial with all seeds. Returns its value."""
         earlier = read_trials(self.study)
-        if sum(other.number < trial.number and counts(other) for other in earlier) >= self.count:
-            trial.set_user_attr(SURPLUS, True)
-            raise Surplus
         trial.set_user_attr(WORKER, f"{socket.gethostname()}, process {os.getpid()}")
         values = {axis.key: axis.suggest(trial) for axis in self.axes}
         typer.echo(

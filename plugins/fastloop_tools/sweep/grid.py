@@ -18,12 +18,7 @@ LONGEST_VALUE = 40
 
 @dataclass
 class Grid:
-    """The lists of values of a command line.
-
-    Attributes:
-        axes: Key -> its values, as on the command line.
-        fixed: The overrides of all points.
-    """
+    """The lists of values of a command line, by key, and the overrides of all points."""
 
     axes: dict[str, list[str]] = field(default_factory=dict)
     fixed: list[str] = field(default_factory=list)

@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any
 
-import typer
-
+from fastloop.cli import launch
 from fastloop.cli.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
-from fastloop.recipe import Recipe
+from fastloop.errors import FastloopError
+from fastloop.recipe import Recipe, make_recipe
 from fastloop_tools.bench.plan import with_only
-from fastloop_tools.trials.measure import LOUD, foreign_load
-from fastloop_tools.trials.server import Servers, libraries, run_worker
+from fastloop_tools.trials.measure import LOUD, foreign_load, run_process
 from fastloop_tools.trials.worker import Spec, Window
 
 Measurement = dict[str, Any]
-"""The result of ``run_worker``."""
+"""The result of ``run_process``."""
 
 
 class TrialRunner:
-    """Runs each training in processes of its own.
+    """Runs each training in a process of its own.
 
     Args:
         environment: Their environment variables, saved before this process resolved any plugin, which may change them.
         cache: Folder for compiled code.
         say: Called with a line of text for each disturbed measurement.
-        nproc: Processes of each training.
         timeout: Seconds that a training may take; None: no limit.
-        modules: Modules that each training imports, for the servers that fork its processes; see
-            ``fastloop_tools.trials.server``. None: each process is a fresh one.
-
-    Attributes:
-        before: Share of the machine that other processes used when ``listen`` was called.
-        worst: Largest share that they used during a measurement.
     """
 
     def __init__(
@@ -45,28 +36,11 @@ class TrialRunner:
         environment: Mapping[str, str],
         cache: Path,
         say: Callable[[str], None],
-        nproc: int = 1,
         timeout: float | None = None,
-        modules: tuple[str, ...] | None = None,
     ) -> None:
-        self.environment, self.cache, self.say, self.nproc, self.timeout = environment, cache, say, nproc, timeout
-        self.servers = Servers(modules) if modules is not None else None
+        self.environment, self.cache, self.say, self.timeout = environment, cache, say, timeout
         self.known: dict[str, int] = {}
         self.before = self.worst = 0.0
-
-    @classmethod
-    @contextmanager
-    def open(cls, command: str, environment: Mapping[str, str], recipe: Recipe, **options: Any) -> Iterator[Self]:
-        """A runner for the variants of a recipe, with a temporary cache and, where processes can be forked, servers."""
-        with tempfile.TemporaryDirectory(prefix=f"fastloop-{command}-") as cache:
-            runner = cls(environment, Path(cache), typer.echo, modules=libraries(recipe), **options)
-            with closing(runner):
-                yield runner
-
-    def close(self) -> None:
-        """End the servers."""
-        if self.servers is not None:
-            self.servers.close()
 
     def listen(self) -> None:
         """Measure the load of other processes before the start."""
@@ -74,50 +48,41 @@ class TrialRunner:
         if self.before > LOUD:
             self.say(f"other processes use {self.before:.0%} of this machine: intervals will be wide")
 
-    def work(self, recipe: Recipe, spec: Spec, name: str | None = None, fresh: bool = False) -> Measurement:
-        """Run a specification made from a recipe.
-
-        Args:
-            name: Name of the cache of compiled code: the first run with a name compiles, later ones reuse it. None: one
-                cache for each recipe.
-            fresh: Whether the process imports all that it needs itself, so that its start and its memory are those of a
-                user's run.
-        """
-        spec.source = str(recipe.source) if recipe.source else None
-        place = self.known.setdefault(name or repr(recipe.to_dict()), len(self.known))
-        environment = {**self.environment, "TORCHINDUCTOR_CACHE_DIR": str(self.cache / str(place))}
-        length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
-        return run_worker(spec, length, environment, self.timeout, self.nproc, None if fresh else self.servers)
-
     def train(
         self,
         recipe: Recipe,
         plugins: Collection[str] | None = None,
         name: str | None = None,
-        fresh: bool = False,
         *,
         spec: Mapping[str, Any] = MappingProxyType({}),
         **train: Any,
     ) -> Measurement:
-        """Train a recipe; see ``work``. The result may hold an ``error``.
+        """Train a recipe in a process of its own. The result may hold an ``error``; see ``run_process``.
 
         Args:
             plugins: The active plugins; None: those of the recipe.
+            name: Name of the cache of compiled code: the first run with a name compiles, later ones reuse it.
             spec: Further settings of ``Spec``.
             train: Keys of the ``train`` section to set.
         """
         tree = with_only(recipe, recipe.plugins if plugins is None else plugins, save_every=None, **train)
-        return self.work(recipe, Spec(recipe=tree, source=None, **spec), name, fresh)
+        needed: dict[str, str] = {}
+        with suppress(FastloopError):  # the process reports the error
+            needed = launch.environment(launch.resolve_early(make_recipe(tree, recipe.source)))
+        place = self.known.setdefault(name or repr(recipe.to_dict()), len(self.known))
+        environment = {**needed, **self.environment, "TORCHINDUCTOR_CACHE_DIR": str(self.cache / str(place))}
+        given = Spec(recipe=tree, source=str(recipe.source) if recipe.source else None, **spec)
+        length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
+        return run_process(given, length, environment, self.timeout)
 
-    def measure(self, recipe: Recipe, window: Window, number: int = 0, *how: Any, fresh: bool = False) -> Measurement:
+    def measure(self, recipe: Recipe, window: Window, number: int = 0, *how: Any) -> Measurement:
         """Measure a recipe. The same ``number`` gives the same seed. Further arguments are those of ``train``."""
         spec = {field.name: getattr(window, field.name) for field in dataclasses.fields(Window)}
         train = {"max_steps": 10**9, "epochs": 10**6, "seed": recipe.train.seed + number}  # the worker ends the run
-        more: dict[str, Any] = {"spec": spec, "fresh": fresh, **train}
+        more: dict[str, Any] = {"spec": spec, **train}
         found = self.train(recipe, *how, **more)
-        if found["foreign_load"] > LOUD >= self.before:  # on a machine that is always busy, a repeat does not help
-            self.say(f"other processes used {found['foreign_load']:.0%} of the machine meanwhile: measured again")
-            found = min(found, self.train(recipe, *how, **more), key=lambda result: float(result["foreign_load"]))
+        if found["foreign_load"] > LOUD:
+            self.say(f"other processes used {found['foreign_load']:.0%} of the machine meanwhile")
         self.worst = max(self.worst, found["foreign_load"])
         return found
 
@@ -125,7 +90,7 @@ class TrialRunner:
         """Train the first steps of a recipe without dropout, for their losses; see ``train``."""
         return self.train(recipe, *how, spec={"dropout": False}, max_steps=steps, epochs=10**6)
 
-    def held(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
+    def compare_losses(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
         """Compare an edited recipe's losses with a numerics class: ``verdict``, ``difference``, ``bound``, ``why``."""
         if promise not in BOUNDS:
             why = "it changes training"

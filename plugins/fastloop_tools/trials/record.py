@@ -13,6 +13,7 @@ from typing import Any
 from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime import files
+from fastloop_tools.report import sweeps
 from fastloop_tools.report.metrics import MALFORMED
 from fastloop_tools.report.read import read_json
 from fastloop_tools.trials.runs import TrialRun, parse_runs
@@ -21,14 +22,12 @@ from fastloop_tools.trials.tables import show_table
 
 
 class Record:
-    """The file ``sweep.json``.
+    """The file ``sweep.json`` in the folder of the trials.
 
     Args:
-        folder: The folder of the trials, which contains the run folders.
         origin: The recipe's file, and the recipe without the values of the runs.
         runs: The runs. Their state is in the file.
-        monitor: A metric of the validation split.
-        minimise: Whether a lower value is better.
+        monitor: A metric of the validation split, which is minimised or maximised.
     """
 
     def __init__(
@@ -74,10 +73,10 @@ class Record:
             if same := known.get((str(run.values), run.seed, run.fold)):
                 run.name, run.status, run.metrics = same.name, same.status, same.metrics
 
-    def write(self) -> None:
-        """Write the file, with the results so far. Several workers may write it at once."""
+    def contents(self) -> dict[str, Any]:
+        """The results so far."""
         points, best = compare(self.runs, self.monitor, self.minimise)
-        record = {
+        return {
             **self.origin,
             "monitor": f"validation {self.monitor}",
             "better": "lower" if self.minimise else "higher",
@@ -85,19 +84,18 @@ class Record:
             "points": points,
             "runs": [dataclasses.asdict(run) for run in self.runs],
         }
-        files.write(self.file, json.dumps(secrets.hidden(record), indent=2) + "\n", hidden=True)
+
+    def write(self) -> None:
+        """Write the file. Several workers may write it at once."""
+        files.write(self.file, json.dumps(secrets.hidden(self.contents()), indent=2) + "\n", hidden=True)
 
     def show(self) -> None:
         """Print the table of the points."""
-        points, best = compare(self.runs, self.monitor, self.minimise)
-        rows = []
-        for row in points:
-            over, finished = row["difference"] or {}, f"{row['finished']}/{len(row['runs'])}"
-            mean, deviation = ("" if row[key] is None else f"{row[key]:.4f}" for key in ("mean", "deviation"))
-            minus = "best" if row["point"] == best else f"{over['mean']:+.4g}" if over else ""
-            interval = "" if over.get("low") is None else f"{over['low']:+.4g} to {over['high']:+.4g}"
-            rows.append([row["point"], finished, mean, deviation, minus, interval])
-        show_table(["point", "runs", f"validation {self.monitor}", "deviation", "minus best", "95% interval"], rows)
+        table = sweeps.table(self.contents())
+        rows = [
+            [name, *(f"{cell.text} (best)" if cell.best else cell.text for cell in cells)] for name, cells in table.rows
+        ]
+        show_table([table.corner, *table.columns], rows)
 
 
 def compare(runs: Sequence[TrialRun], monitor: str, minimise: bool) -> tuple[list[dict[str, Any]], str | None]:
@@ -106,10 +104,6 @@ def compare(runs: Sequence[TrialRun], monitor: str, minimise: bool) -> tuple[lis
     The best point has the best mean of the points whose runs have all finished with a finite value; None: there is no
     such point. ``difference`` is a point's value minus the best point's for the same seed and fold. Its 95% interval
     needs two pairs. The training sets of folds overlap, so the interval is wider for them: see ``mean_interval``.
-
-    Args:
-        monitor: A metric of the validation split.
-        minimise: Whether a lower value is better.
     """
     points: dict[str, list[TrialRun]] = {}
     for run in runs:

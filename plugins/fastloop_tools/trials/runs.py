@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import AfterValidator, ConfigDict, StringConstraints, TypeAdapter
+from pydantic import ConfigDict, StringConstraints, TypeAdapter
 
 from fastloop.cli import launch
 from fastloop.distributed import signals
@@ -23,12 +23,6 @@ STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
 """Exit codes of a run that a signal has stopped: saved, or too early in its start to save."""
 
 
-def _check_folder(name: str) -> str:
-    if Path(name).name != name or name in ("", ".."):
-        raise ValueError(f"{name!r} is not the name of a folder")
-    return name
-
-
 @dataclass
 class TrialRun:
     """A run of a sweep or a search: a variant of the recipe, with one seed.
@@ -36,13 +30,12 @@ class TrialRun:
     Attributes:
         name: Name of the run folder.
         values: Key -> value, as on the command line.
-        seed: The seed of ``--seeds``; None: that of the recipe.
+        seed, fold: That of ``--seeds`` and ``--folds``, counted from 0; None: the recipe's, and no folds.
         metrics: The last metrics of the validation split; None: not finished, or there is no such split.
         reason: The error of a failed run.
-        fold: The fold to validate on, from 0; None: no ``--folds``.
     """
 
-    name: Annotated[str, AfterValidator(_check_folder)]
+    name: Annotated[str, StringConstraints(pattern=r"^[^./\\][^/\\]*$")]
     values: dict[str, str]
     seed: int | None = None
     status: Annotated[str, StringConstraints(pattern="^(pending|running|finished|stopped|failed)$")] = "pending"
@@ -71,15 +64,8 @@ def parse_runs(records: Any) -> list[TrialRun]:
 
 @dataclass(frozen=True)
 class Trials:
-    """The settings that all runs of a sweep or a search share.
-
-    Attributes:
-        recipe: The recipe, as on the command line.
-        fixed: The overrides of all runs.
-        added, left_out: ``--with`` and ``--without``.
-        monitor: A metric of the validation split.
-        nproc: Processes of each run.
-    """
+    """The settings that all runs of a sweep or a search share: the recipe and its overrides, ``--with`` and
+    ``--without``, a metric of the validation split, and the processes of each run."""
 
     recipe: str
     fixed: list[str]
@@ -108,10 +94,8 @@ class Trials:
         return [self.recipe, *self.fixed, *option_words({"--with": self.added, "--without": self.left_out})]
 
     def train(self, run: TrialRun) -> int:
-        """Train a run, or resume it, and set its status, metrics and reason. Returns the exit code.
-
-        The last metrics count. If the exported model is the best one by ``monitor``, its value counts instead.
-        """
+        """Train a run, or resume it, and set its status, metrics and reason. Returns the exit code. If the exported
+        model is the best one by ``monitor``, its value counts instead of the last one."""
         output = self.folder / run.name
         own = [*run.overrides, f"output={output}"]
         if self.base.plugins.get("remote-output", False) is not False:  # its own folder at the URL

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, stdev
+from statistics import NormalDist, fmean, median, stdev
 from typing import Literal
 
+__all__ = ["break_even", "interval", "mean_interval", "median", "verdict"]
 DRAWS = 4000
 LEAST_PAIRS = 5
 """With fewer pairs, the bootstrap interval of the median covers less than 95%, so no difference is reported."""
@@ -15,13 +16,6 @@ STUDENT = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.26
 """The 97.5% quantiles of Student's t distribution with 1 to 10 degrees of freedom."""
 
 Outcome = Literal["faster", "slower", "no difference beyond noise", "too few repeats to tell"]
-
-
-def median(values: Sequence[float]) -> float:
-    """The median."""
-    import numpy as np
-
-    return float(np.median(values))
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -20,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.cli import launch
 from fastloop.cli.numerics import switch_dropout_off
-from fastloop.distributed import ranks
-from fastloop.errors import FastloopError, ProcessLost, UsageError
+from fastloop.errors import FastloopError, UsageError
 from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.runtime import files
 
@@ -36,36 +34,19 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Window:
-    """The measured part of a training.
-
-    Attributes:
-        warmup: Steps before the measured window.
-        steps: Minimum steps of the window; None: the window ends with the recipe.
-        seconds: Minimum duration of the window.
-        profile_steps: Steps after the window under torch's profiler. Their ``profile`` is in the result
-            (``fastloop_tools.profile``).
-    """
+    """The measured part of a training: ``warmup`` steps before it, at least ``steps`` steps (None: it ends with the
+    recipe) and ``seconds``, and ``profile_steps`` steps after it under torch's profiler."""
 
     warmup: int = 0
     steps: int | None = None
     seconds: float = 0.0
     profile_steps: int = 0
 
-    def duration(self, step: float) -> float:
-        """Seconds of the warm-up and the window, for steps of ``step`` seconds."""
-        return max((self.warmup + (self.steps or 0)) * step, self.warmup * step + self.seconds)
-
 
 @dataclass(kw_only=True)
 class Spec(Window):
-    """The specification of a measurement.
-
-    Attributes:
-        recipe: The recipe, in the form of ``Recipe.to_dict``.
-        source: The recipe's file, which its paths are relative to.
-        dropout: Whether dropout is active.
-        evaluates: Whether evaluations run.
-    """
+    """The specification of a measurement: a recipe in the form of ``Recipe.to_dict``, its file, which its paths are
+    relative to, and whether dropout is active and evaluations run."""
 
     recipe: dict[str, Any]
     source: str | None
@@ -253,15 +234,9 @@ def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
     return min(limits) if limits else None
 
 
-def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -> dict[str, Any]:
-    """Run one measurement. An error is returned as a result.
-
-    Args:
-        length: The recipe's own ``epochs`` and ``max_steps``.
-        forked: Whether a ``ForkServer`` started this process. If environment variables that the plugins need at the
-            start are not set, it measures nothing, and returns them as ``needs``. Another process starts again with
-            them. None: the variables stay as they are.
-    """
+def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
+    """Run one measurement. An error is returned as a result. ``length`` has the recipe's ``epochs`` and
+    ``max_steps``."""
     from fastloop.cli.quick_checks import without_publishers
     from fastloop.recipe import make_recipe
 
@@ -272,11 +247,6 @@ def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -
         recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
         recipe = dataclasses.replace(recipe, plugins=recipe.plugins | without_publishers(recipe))
         resolved = launch.resolve_early(recipe)
-        needs = {name: value for name, value in launch.environment(resolved).items() if name not in os.environ}
-        if forked and needs:
-            return {"needs": needs}
-        if forked is False:
-            launch.start_again(resolved)
         meter = StepMeter(spec, warnings)
         if spec.profile_steps:
             from fastloop_tools.profile.observe import Observer
@@ -289,7 +259,7 @@ def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -
         if "profile" in found:
             found["profile"]["total_steps"] = found["total_steps"]
     except Exception as error:
-        kinds = {UsageError: "usage", ProcessLost: "lost", FastloopError: "run", Exception: "crash"}
+        kinds = {UsageError: "usage", FastloopError: "run", Exception: "crash"}
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
         text = str(error).strip()
         text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
@@ -299,19 +269,13 @@ def measure(spec: Spec, length: Mapping[str, Any], forked: bool | None = None) -
     return found | {"warnings": warnings.lines}
 
 
-def run_specification(source: Path, target: Path, forked: bool = False) -> None:
-    """Read the specification in ``source``, run it, and write the result to ``target``.
-
-    Args:
-        forked: See ``measure``.
-    """
+def run_specification(source: Path, target: Path) -> None:
+    """Read the specification in ``source``, run it, and write the result to ``target``."""
     launch.end_with_launcher()
     given = json.loads(source.read_text(encoding="utf-8"))
     length, spec = given.pop("length"), Spec(**given)
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result
-    files.write(target, json.dumps(measure(spec, length, forked)))
-    if ranks.world_size() > 1:
-        launch.leave(0)
+    files.write(target, json.dumps(measure(spec, length)))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from typing import Any
 
 from fastloop.recipe import Recipe, Train, anchored
 from fastloop_tools.recipe_text import recipe_text
-from fastloop_tools.trials.statistics import interval, median
-from fastloop_tools.trials.tables import markdown_table
+from fastloop_tools.trials.statistics import median
 from fastloop_tools.tune.search import ONCE, Search, Trial
 
 
@@ -22,12 +21,7 @@ def factor(search: Search) -> str:
 
 
 def tuned(search: Search, last: str, folder: Path) -> str:
-    """The recipe that a search found, as YAML.
-
-    Args:
-        last: Last line of the comment at the top.
-        folder: Folder that the file will be in.
-    """
+    """The recipe that a search found, as YAML, for a file in ``folder``. ``last``: the last line of its comment."""
     remarks = {}
     for trial in search.trials:
         if trial.kept:
@@ -48,35 +42,13 @@ def tuned(search: Search, last: str, folder: Path) -> str:
 
 def measured(trial: Trial) -> str:
     """The speedup of an edit that was kept, as text."""
-    if not trial.ratios:
-        return "measured with the others"
     pays = f", pays after {trial.pays_after} steps" if trial.once > ONCE else ""
     return f"x {median(trial.ratios):.2f}" + (", one pair" if len(trial.ratios) == 1 else "") + pays
 
 
-def reports(search: Search) -> str:
-    """A markdown table of all trials."""
-    head = ["edit", "before", "after", "x measured", "x estimate", "pays after", "numerics", ""]
-    rows = []
-    for trial in (*([search.together] if search.together else ()), *search.trials):
-        cells = ["", "", trial.why or "with the others"]
-        if trial.ratios:
-            low, high = interval(trial.ratios)
-            seconds = [f"{median(values):.3f} s" for values in (trial.before, trial.after)]
-            cells = [*seconds, f"{median(trial.ratios):.2f} ({low:.2f} to {high:.2f})"]
-        estimate = "" if trial.estimate is None else f"{trial.estimate:.2f}"
-        pays = "" if trial.once <= ONCE else "never" if trial.pays_after is None else f"{trial.pays_after} steps"
-        verdict = "kept" if trial.kept else trial.why or "not kept"
-        rows.append([f"`{trial.edit}`", *cells, estimate, pays, trial.numerics, verdict])
-    return "\n".join(markdown_table(head, rows))
-
-
 def text(recipe: Recipe, head: list[str], remarks: Mapping[str, str]) -> str:
-    """The recipe as YAML, with a comment at the top, and remarks after the lines of plugins and keys.
-
-    Args:
-        remarks: Plugin name, or ``train.KEY`` or ``data.KEY`` -> remark.
-    """
+    """The recipe as YAML, with a comment at the top, and remarks after the lines of plugins and keys, by plugin name,
+    ``train.KEY`` or ``data.KEY``."""
     usual = {field.name: field.default for field in dataclasses.fields(Train)}
     train = {key: value for key, value in dataclasses.asdict(recipe.train).items() if value != usual[key]}
     sections = {"model": recipe.model, "data": recipe.data, "train": train}

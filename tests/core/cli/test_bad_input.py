@@ -219,10 +219,6 @@ def test_a_file_that_is_no_recipe_is_explained(text, fragments, capsys, monkeypa
         (["export", "run", "--to", "onx"], ["--to", "'onx'", "Did you mean 'onnx'?"]),
         (["sweep", "nope.yaml", "--mode", "mni"], ["--mode", "'mni'", "auto, min, max", "Did you mean 'min'?"]),
         (["search", "nope.yaml", "--mode", "up"], ["--mode", "'up'", "auto, min, max"]),
-        (
-            ["tune", "nope.yaml", "--stop-after", "suggestion"],
-            ["--stop-after", "budget, suggestions", "Did you mean 'suggestions'?"],
-        ),
     ],
     ids=" ".join,
 )

@@ -56,7 +56,7 @@ SENTENCE = re.compile(
     r"(?<=[.!?:;])(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)\s+(?=[A-Z`\"'(])|(?<=[.!?])(?<!e\.g\.)(?<!i\.e\.)(?<! "
     r"al\.)\s+|(?<=[.!?])\s*$"
 )
-MADE = re.compile(r"(?ms)^<!-- made: ([\w-]+) -->$.*?^<!-- end: \1 -->$|\A<!-- made from .*\Z")
+MADE = re.compile(r"(?ms)^<!-- made: ([\w-]+) -->$.*?^<!-- end: \1 -->$|\A<!-- plugins/.*\Z")
 """A part of a page that is made from docstrings, whose sentences have no limit."""
 CODE = re.compile(r"``[^`]*``|`[^`]*`|\"[^\"]*\"|https?://\S+")
 

@@ -102,8 +102,8 @@ def load(found: Sequence[Mapping[str, Any]]) -> str:
     if not foreign:
         return "The load by other processes was not measured."
     return (
-        f"Other processes kept {statistics.mean(foreign):.2f} cores of {os.cpu_count()} busy on average while an arm "
-        f"ran, {max(foreign):.2f} at most."
+        f"Other processes used {statistics.mean(foreign):.2f} of {os.cpu_count()} cores on average, "
+        f"{max(foreign):.2f} at most."
     )
 
 
@@ -128,7 +128,7 @@ def show_ratio(found: Mapping[str, Any]) -> str:
 
 def caution(count: int) -> str:
     """A remark on intervals of this number of rounds."""
-    return f"An interval of {count} rounds is their range, not a 95% interval." if count < 5 else ""
+    return f"Intervals are ranges of {count} rounds." if count < 5 else ""
 
 
 def machine(*packages: str) -> dict[str, Any]:
@@ -144,8 +144,9 @@ def machine(*packages: str) -> dict[str, Any]:
 
 
 def show_machine(facts: Mapping[str, Any]) -> str:
-    """The facts as a sentence."""
-    versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in facts["versions"].items())
+    """The facts as a sentence. The results have all versions."""
+    shown = {name: found for name, found in facts["versions"].items() if name not in ("python", "fastloop-train")}
+    versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in shown.items())
     return f"{facts.get('device', facts['cpu'])}, {facts['cores']} cores; {versions}."
 
 

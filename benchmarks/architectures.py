@@ -29,9 +29,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import re
 import sys
-import textwrap
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -182,12 +180,6 @@ def page(found: dict[Pair, list[Result]]) -> str:
         __doc__.partition("interrupted run\n")[2].strip(),
         "",
         *(line for task in TASKS for line in outcomes_of(task, accepted)),
-        "## Refused or warned",
-        "",
-        "The reason of the most architectures, with one of them as example. A run shows its own.",
-        "",
-        *reasons(accepted),
-        "",
         "## Not accepted",
         "",
         "The tiny model could not be built, or the task refuses it without plugins. A run shows the reason.",
@@ -217,45 +209,12 @@ def not_equal(results: Iterable[Result]) -> str:
     return ", ".join(names) or EQUAL
 
 
-def reasons(accepted: dict[Pair, list[Result]]) -> list[str]:
-    """For each check that was not equal everywhere: the outcomes, and the reason of the most architectures."""
-    outcomes: dict[tuple[str, str], list[str]] = {}
-    for results in accepted.values():
-        for result in results:
-            if result["outcome"] != "ok":
-                outcomes.setdefault((result["check"], result["outcome"]), []).append(reason_of(result))
-    lines = []
-    for (check, outcome), texts in sorted(outcomes.items()):
-        kinds = Counter(map(without_names, texts))
-        common = next(text for text in texts if without_names(text) == kinds.most_common(1)[0][0])
-        lines.append(f"- *{check}* {outcome}, {len(texts)} pairs: {shortened(common)}")
-    return lines
-
-
 def refusals(pairs: Iterable[Pair]) -> list[str]:
     """The architectures that each task does not accept."""
     tasks: dict[str, list[str]] = {}
     for task, kind in sorted(pairs):
         tasks.setdefault(task, []).append(kind)
     return [f"- {task}: `{', '.join(kinds)}`" for task, kinds in tasks.items()]
-
-
-def reason_of(result: Result) -> str:
-    """The detail of a result, without the place in the recipe."""
-    text = result["detail"]
-    if result["outcome"] == "refused":
-        text = text.partition(": plugins.")[2] or text.partition(": ")[2]
-    return text
-
-
-def without_names(text: str) -> str:
-    """A reason without names of classes and numbers, by which reasons of several architectures are compared."""
-    return re.sub(r"\b(?:[A-Za-z]+[A-Z]\w*|\w+\d\w*|[\d.e+-]+)", "", text)
-
-
-def shortened(text: str) -> str:
-    """The first 100 characters of a reason, up to the end of a word."""
-    return textwrap.shorten(text, 100, placeholder=" ...").replace("<", "&lt;")
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import overhead
-from _measure import cpu_model, source, version, write_section
+from _measure import cpu_model, version
 
 DEFAULTS = ("log", "metric-check", "optimizer-check", "progress")
 """Plugins of every run, which are left out one at a time."""
@@ -118,7 +118,6 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", help="arms to count; raw is always counted")
     parser.add_argument("--no-instructions", action="store_true", help="count calls only, which is quicker")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
-    parser.add_argument("--docs", action="store_true", help="write the table into docs/benchmarks.md")
     args = parser.parse_args()
     target = args.json and args.json.resolve()
     rows: dict[str, dict[str, float]] = {}
@@ -147,9 +146,6 @@ def main() -> None:
         target.write_text(
             json.dumps({"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}, indent=1)
         )
-    if args.docs:
-        facts = ", ".join(f"{name} {value}" for name, value in versions.items())
-        write_section("Python of a step", f"{source(__doc__, __file__)}\n\n{table}\n\n{facts}.")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from fastloop_plugins.text.sources import Source
 DOCS = Path(__file__).parent
 SCHEMA = STUB.parents[2] / "recipes" / "recipe.schema.json"
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
-WHOLE = "<!-- made from {} -->\n"
+WHOLE = "<!-- {} -->\n"
 """First line of a page that is written whole."""
 
 
@@ -96,8 +96,8 @@ def annotated_loop() -> str:
 def kind(name: str, spec: Any) -> str:
     """How the results of several plugins are combined."""
     if spec.fastloop_spec["firstresult"]:
-        return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
-    return "chain" if (spec.__doc__ or "").startswith("Chain.") else EVERY
+        return "*first*" + (", fastloop's own last" if is_implemented(name) else "")
+    return "*chain*" if (spec.__doc__ or "").startswith("Chain.") else EVERY
 
 
 def all_hooks() -> str:
@@ -107,13 +107,15 @@ def all_hooks() -> str:
         if name in PHASES:
             text.append(f"## Phase: {PHASES[name]}\n")
         arguments = ", ".join(
-            f"{key}: {argument.annotation}" for key, argument in inspect.signature(spec).parameters.items()
+            key if key == "run" else f"{key}: {argument.annotation}"
+            for key, argument in inspect.signature(spec).parameters.items()
         )
+        returns = f" -> {result}" if (result := inspect.signature(spec).return_annotation) != "None" else ""
         example = next((f"Example: [`{plugin}`](plugins/{plugin}.md){how}." for plugin, how in implementers(name)), "")
         combined = kind(name, spec)
         text += [
             f"### `{name}`\n",
-            f"    {name}({arguments}) -> {inspect.signature(spec).return_annotation}\n",
+            f"    {name}({arguments}){returns}\n",
             f"{re.sub(r'^(Chain|First)([.;] ?)', '', inspect.cleandoc(spec.__doc__))}\n",
             f"Kind: {combined}. " * (combined != EVERY) + example + "\n",
         ]
@@ -267,7 +269,7 @@ def commands() -> str:
         ]
         also = [code for entry in entries if shared.get(code := entry.split("`")[1]) == entry and code not in usage]
         text += [entry for entry in entries if entry not in shared.values()]
-        text += [f"- as above: {', '.join(f'`{code}`' for code in also)}"] * bool(also) + [""]
+        text += [f"- as above: {', '.join(f'`{code.split()[0]}`' for code in also)}"] * bool(also) + [""]
     return "\n".join(text)
 
 

@@ -43,19 +43,15 @@ def test_the_page_has_every_architecture(script: Any) -> None:
     """A list for each task, and the list of architectures that a task does not accept."""
     text = script.TABLE.read_text(encoding="utf-8")
     lists, _, refused = text.partition("## Not accepted")
-    accepted, named = [], 0
+    accepted = []
     for task in script.TASKS:
         part = lists.partition(f"\n## {task}\n")[2].partition("\n## ")[0]
-        for checks, kinds in (line[2:-1].split(": `") for line in part.splitlines() if line):
+        for _, kinds in (line[2:-1].split(": `") for line in part.splitlines() if line):
             accepted += [(task, kind) for kind in kinds.split(", ")]
-            equal = checks == script.EQUAL
-            named += 0 if equal else (kinds.count(", ") + 1) * (checks.count(", ") + 1 - checks.count("auto, dropout"))
     groups = re.findall(r"(?m)^- ([\w-]+): `(.+)`$", refused)
     rest = [(task, kind) for task, kinds in groups for kind in kinds.split(", ")]
     assert sorted([*accepted, *rest]) == sorted(script.every_pair()), "run `make architectures`"
     assert f"**{len(accepted)} pairs of a task and an architecture" in text
-    counted = re.findall(r"(?m)^- \*[^*]+\* (?:refused|warned), (\d+) pairs", text)
-    assert named == sum(map(int, counted)), "the reasons count the checks that the lists name"
 
 
 @pytest.mark.slow
@@ -113,7 +109,6 @@ def test_results_become_a_page(script: Any) -> None:
     lines = script.page(found).splitlines()
     part = lines[lines.index("## causal-lm") :][:5]
     assert part == ["## causal-lm", "", "- auto (WRONG): `bloom`", "- packing: `llama`", ""]
-    assert "- *packing* refused, 1 pairs: packing: because" in lines
     assert lines[-1] == "- seq2seq: `led`"
     assert any(
         line.startswith("**2 pairs of a task and an architecture: 1 train with `auto`, and 1 pass every check.**")

@@ -281,7 +281,7 @@ def test_every_hook_is_shown_with_its_docstring():
         part = text.partition(f"### `{hook}`")[2].partition("\n### ")[0]
         assert f"{hook}({', '.join(inspect.signature(spec).parameters)[:3]}" in part
         assert inspect.cleandoc(spec.__doc__).splitlines()[-1].rpartition(". ")[2] in part
-    assert "Kind: chain." in text.partition("### `before_prepare`")[2].partition("\n### ")[0]
+    assert "Kind: *chain*." in text.partition("### `before_prepare`")[2].partition("\n### ")[0]
     assert "[`amp`](plugins/amp.md) (wraps it)" in text.partition("### `evaluate`")[2].partition("\n### ")[0]
     assert "for each micro-step:" in text
 

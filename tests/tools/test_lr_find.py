@@ -206,6 +206,9 @@ def test_options_that_are_refused(cli):
         code, _, err = cli("lr-find", "recipe.yaml", *options)
         assert code == 2
         assert "expected two rates above 0, the lower one first" in err
+    code, _, err = cli("lr-find", "recipe.yaml", "--json", "-")
+    assert code == 2
+    assert "--json -: this command writes to a file only" in err
 
 
 def test_a_task_that_exports_and_evaluates(tmp_path, cli):

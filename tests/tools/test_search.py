@@ -126,11 +126,11 @@ def test_a_missing_optuna_is_named_with_its_extra(cli, monkeypatch):
 
 @pytest.mark.slow
 def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
-    done = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3")
+    done = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(Path("run/sweep.json").read_text())
     assert (found["monitor"], found["better"]) == ("validation accuracy", "higher")  # those of checkpoint-best
-    assert len({run["name"] for run in found["runs"]}) == 3
+    assert len({run["name"] for run in found["runs"]}) == 2
     bests = {}
     for run in found["runs"]:
         best = json.loads(Path("run", run["name"], "summary.json").read_text())["best"]["value"]
@@ -143,12 +143,12 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
     shown = [line.split()[:2] for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert [value for _, value in shown] == [f"{value:.4f}" for value in sorted(bests.values(), reverse=True)]
 
-    again = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "3")
+    again = fastloop(*COMMAND, "model.arguments.width=4,8", "--trials", "2")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert "trial 0 of 3" not in again.stdout
+    assert "trial 0 of 2" not in again.stdout
     assert "best: fastloop train recipe.yaml --without progress train.lr=" in again.stdout
-    assert len(trials()) == 3
-    assert sorted(run.name for run in read([Path("run")]).runs) == ["trial-0000", "trial-0001", "trial-0002"]
+    assert len(trials()) == 2
+    assert sorted(run.name for run in read([Path("run")]).runs) == ["trial-0000", "trial-0001"]
 
     for change, message in (
         (("model.arguments.width=4,16",), "search.model.arguments.width: 4,8 in the study, 4,16 here"),
@@ -166,12 +166,12 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
 @pytest.mark.slow
 def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
     done = fastloop(
-        "search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "6", "--seeds", "2", "--without", "progress"
+        "search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "4", "--seeds", "2", "--without", "progress"
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "failed: exit code 1, before training" in done.stdout
     found = optuna.load_study(study_name="run", storage="sqlite:///run/study.db").trials
-    assert len(found) == 6
+    assert len(found) == 4
     finished = [trial for trial in found if trial.state.name == "COMPLETE"]
     assert all(trial.params == {"model.arguments.width": "4"} for trial in finished)
     assert len({trial.value for trial in finished}) <= 1
@@ -183,22 +183,14 @@ def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
 
 
 @pytest.mark.slow
-def test_a_metric_that_does_not_exist_ends_the_search_after_one_run():
-    done = fastloop(*COMMAND, "--monitor", "acuracy")
-    assert done.returncode == 2
-    assert "--monitor acuracy: the validation split has no metric 'acuracy'. Did you mean 'accuracy'?" in done.stderr
-    assert len(trials()) == 1
-
-
-@pytest.mark.slow
 def test_two_workers_share_the_trials_of_a_new_database():
-    arguments = ("-m", "fastloop", *COMMAND, "--trials", "8")
+    arguments = ("-m", "fastloop", *COMMAND, "--trials", "5")
     with forked.Command(*arguments) as first, forked.Command(*arguments) as second:
         codes = first.wait(400), second.wait(400)
     shown = first.stdout + first.stderr + second.stdout + second.stderr
     assert codes == (0, 0), shown
     finished = [trial for trial in trials() if trial.state.name == "COMPLETE"]
-    assert len(finished) in (8, 9), "both workers may begin the last one"
+    assert len(finished) in (5, 6), "both workers may begin the last one"
     assert len({trial.params["train.lr"] for trial in finished}) == len(finished)
     assert len({trial.user_attrs["fastloop:worker"] for trial in finished}) == 2
     assert len(list(Path("run").glob("trial-*/summary.json"))) == len(finished)
@@ -227,17 +219,3 @@ def test_another_worker_completes_the_search_of_a_stopped_one(number):
     assert [trial.state.name for trial in trials()] == ["COMPLETE", "FAIL", "COMPLETE", "COMPLETE"]
     assert "trial 0 of 3" not in done.stdout
     assert [row.split()[:2] for row in done.stdout.splitlines() if row.strip().startswith("1 ")] == [["1", "lost"]]
-
-
-@pytest.mark.slow
-def test_searches_with_one_url_keep_their_trials_apart():
-    Path("recipe.yaml").write_text(
-        yaml.safe_dump(RECIPE | {"plugins": [*RECIPE["plugins"], {"remote-output": {"url": "far"}}]})
-    )
-    for output in ("run", "other"):
-        done = fastloop("search", "recipe.yaml", "train.lr=1e-4..1e-1", "--trials", "1", f"output={output}")
-        assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(str(path.parent) for path in Path("far").rglob("summary.json")) == [
-        "far/other/trial-0000",
-        "far/run/trial-0000",
-    ]

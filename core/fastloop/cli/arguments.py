@@ -57,9 +57,11 @@ def output_file(option: str, help: str, kind: type = str) -> Any:
         from fastloop.errors import UsageError
 
         path = Path(text)
-        if text in ("", "-"):
+        if text == "" or (text == "-" and "-: stdout" in help):
             return kind(text)
         try:
+            if text == "-":
+                raise UsageError(f"{option} -: this command writes to a file only. Name one.")
             if path.is_dir():
                 raise UsageError(f"{option} {text}: found a folder, expected a file.")
             devices = str(path.parent.resolve()).startswith(("/proc/", "/sys/")) or path.parent.resolve() == Path(

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import NormalDist, fmean, median, stdev
+from statistics import NormalDist, fmean, stdev
 from typing import Literal
 
-__all__ = ["break_even", "interval", "mean_interval", "median", "verdict"]
 DRAWS = 4000
 LEAST_PAIRS = 5
 """With fewer pairs, the bootstrap interval of the median covers less than 95%, so no difference is reported."""

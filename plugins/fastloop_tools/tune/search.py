@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
+from statistics import median
 from time import monotonic
 from typing import Any, get_args
 
@@ -26,7 +27,7 @@ from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import edited
 from fastloop_tools.profile.suggestions import suggest
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
-from fastloop_tools.trials.statistics import break_even, interval, median, verdict
+from fastloop_tools.trials.statistics import break_even, interval, verdict
 from fastloop_tools.trials.worker import Window
 
 CLASSES = get_args(Numerics)

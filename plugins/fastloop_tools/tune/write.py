@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from fastloop.recipe import Recipe, Train, anchored
 from fastloop_tools.recipe_text import recipe_text
-from fastloop_tools.trials.statistics import median
 from fastloop_tools.tune.search import ONCE, Search, Trial
 
 

@@ -96,8 +96,8 @@ def annotated_loop() -> str:
 def kind(name: str, spec: Any) -> str:
     """How the results of several plugins are combined."""
     if spec.fastloop_spec["firstresult"]:
-        return "*first*" + (", fastloop's own last" if is_implemented(name) else "")
-    return "*chain*" if (spec.__doc__ or "").startswith("Chain.") else EVERY
+        return "first result wins" + (", fastloop's own last" if is_implemented(name) else "")
+    return "chain" if (spec.__doc__ or "").startswith("Chain.") else EVERY
 
 
 def all_hooks() -> str:
@@ -112,7 +112,7 @@ def all_hooks() -> str:
         )
         returns = f" -> {result}" if (result := inspect.signature(spec).return_annotation) != "None" else ""
         example = next((f"Example: [`{plugin}`](plugins/{plugin}.md){how}." for plugin, how in implementers(name)), "")
-        combined = kind(name, spec)
+        combined = kind(name, spec).replace("first result wins", "*first*").replace("chain", "*chain*")
         text += [
             f"### `{name}`\n",
             f"    {name}({arguments}){returns}\n",

@@ -723,7 +723,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "trials/runs.py plugins.remote-output.folder=",
         "trials/runs.py train.seed=",
         "tune/search.py --without",
-        "tune/search.py train.micro_batch_size=",
     ),
     "names of options and commands in sentences that propose none of them": (
         "importing/keys.py --resume",
@@ -731,7 +730,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "recipe/recipe.py --without",
         "report/read.py fastloop train",
         "report/read.py fastloop evaluate",
-        "report/serve.py fastloop train",
         "scale/model.py --without",
         "scale/model.py fastloop plan",
         "search/command.py fastloop search",
@@ -756,7 +754,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "strategies/deepspeed.py --nproc",
         "strategies/deepspeed.py fastloop train",
         "tasks/seq2seq.py fastloop evaluate",
-        "tune/command.py --nproc",
     ),
     "a full disk, a lost file system, or a run that hangs: tests/reliability resumes such runs": (
         "checkpoint/store.py --resume",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.rows.table import RowError
     from fastloop_plugins.text.batches import Ragged, Sequences, cache_token_ids, join_ids
     from fastloop_plugins.text.chat.rows import Chat
-    from fastloop_plugins.text.chat.template import ChatRenderer
+    from fastloop_plugins.text.chat.template import ChatRenderer, template_text
     from fastloop_plugins.text.masks import compute, pool, split
     from fastloop_plugins.text.model import Model
     from fastloop_plugins.text.next_token_loss import add_loss
@@ -38,6 +38,7 @@ PLACES = {
     "padded_traits": "options",
     "pool": "masks",
     "split": "masks",
+    "template_text": "chat.template",
     "text_traits": "options",
 }
 """Public name -> its module, which is imported at the first use."""
@@ -59,6 +60,7 @@ __all__ = [
     "padded_traits",
     "pool",
     "split",
+    "template_text",
     "text_traits",
 ]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import find_files
-from fastloop_plugins.rows.table import Bad, text_column
+from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.batches import Sequences, describe_cut
 from fastloop_plugins.text.columns import Text, join_columns, token_types
 from fastloop_plugins.text.tokens import encode
@@ -62,7 +62,7 @@ def text_chunks(
         )
     for rows, bad in read_chunks(data, source, start, size):
         columns = zip(data.columns, zip(*rows, strict=True), strict=True)
-        found = [text_column(values, name, data.text_key, bad) for name, values in columns]
+        found = [data.read_column(values, name, bad) for name, values in columns]
         yield list[Text](found[0] if len(found) == 1 else zip(*found, strict=True)), bad
 
 

@@ -283,6 +283,10 @@ class TextData(StreamedData):
         keys = self.row_columns()
         return {name: text_column(values, name, keys[name], bad) for name, values in zip(keys, columns, strict=True)}
 
+    def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
+        """A column of texts of a file to predict."""
+        return text_column(values, name, self.text_key, bad)
+
     def parse_rows(self, rows: Sequence[Sequence[Any]], names: Sequence[str]) -> list[Any]:
         """Streamed rows as ``Rows.texts`` has those in memory. They may have more columns.
 

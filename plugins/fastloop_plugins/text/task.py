@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
@@ -113,10 +113,19 @@ class ColumnData(TextData):
         return dict(self.places)
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
-        found = {}
-        for (name, key), values in zip(self.places.items(), columns, strict=True):
-            read = read_conversations if key in self.task.conversations else text_column
-            found[name] = read(values, name, key, bad)
+        columns_by_name = zip(self.places, columns, strict=True)
+        return {name: self.read_column(values, name, bad) for name, values in columns_by_name}
+
+    def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
+        key, found = self.places[name], list[str]()
+        if key not in self.task.conversations:
+            return text_column(values, name, key, bad)
+        for index, value in enumerate(values):
+            try:
+                found.append(self.task.read_conversation(value, name, key))
+            except RowError as error:
+                bad(index, str(error))
+                found.append("")
         return found
 
     def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
@@ -126,17 +135,6 @@ class ColumnData(TextData):
         task, arguments = self.task, self.task.encoding_arguments()
         encode = StreamedRows(self, model.tokenizer, task.encode, task.build_dataset, arguments, labels)
         return self.stream.datasets(run, datasets, encode)
-
-
-def read_conversations(values: Sequence[Any], name: str, key: str, bad: Bad) -> list[str]:
-    """A column of conversations, each as the JSON of a ``Chat``."""
-    from fastloop_plugins.text.chat.rows import Chat, check_depth, dump_chats, read_messages
-
-    def read(value: Any) -> Chat:
-        check_depth(value, name)
-        return Chat(read_messages(value, f"column {name!r} (data.{key})"), None)
-
-    return dump_chats(values, read, bad)
 
 
 def name_row_errors(rows: Iterator[list[int]], bad: Bad) -> Iterator[list[int]]:
@@ -308,6 +306,19 @@ class TextTask(Plugin):
 
         return ColumnSequences(arguments["columns"], split.ids, split.lengths, split.labels)
 
+    @staticmethod
+    def read_conversation(value: Any, name: str, key: str) -> str:
+        """The text that ``encode`` gets for a value of the column ``name``, which ``data.<key>`` names and
+        ``conversations`` has: the JSON of a ``Chat``. A task may read other values, too.
+
+        Raises:
+            RowError: The value is no list of messages.
+        """
+        from fastloop_plugins.text.chat.rows import Chat, check_depth, read_messages
+
+        check_depth(value, name)
+        return Chat(read_messages(value, f"column {name!r} (data.{key})")).dumps()
+
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """A batch of samples, before padding or packing: the texts of the first column, then those of the next ones.
         The samples of ``Sequences`` have one text.
@@ -345,7 +356,8 @@ class TextTask(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        self.data, self.text_model = ColumnData(recipe, self), AnyModel(recipe, self.auto_class)
+        classify = not self.auto_class.endswith("ForCausalLM")  # else a trained tokenizer has an end token
+        self.data, self.text_model = ColumnData(recipe, self), AnyModel(recipe, self.auto_class, classify)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:

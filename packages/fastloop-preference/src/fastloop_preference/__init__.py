@@ -1,0 +1,1 @@
+"""Preference tuning for fastloop: the tasks ``dpo``, ``kto`` and ``reward-model``."""

@@ -1,0 +1,73 @@
+"""Trains a language model on pairs of completions, of which one is better: DPO, robust DPO, IPO and ORPO.
+
+    data: {files: {train: pairs.jsonl}, max_length: 1024}
+    plugins:
+      - dpo: {loss: sigmoid, beta: 0.1}
+
+``README.md`` describes its losses and options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Output, RecipeError, hookimpl
+from fastloop_plugins.text import Model
+
+from fastloop_preference.options import DPOOptions, PairData
+from fastloop_preference.policy import PolicyTask, mean_of_step
+
+if TYPE_CHECKING:
+    from fastloop import Batch, Run
+    from torch import Tensor
+
+
+class DPO(PolicyTask):
+    """Learns to prefer the chosen completion of each row."""
+
+    name = "dpo"
+    sections = {"model": Model, "data": PairData}
+    description = "learns from pairs of completions (DPO, IPO, ORPO)"
+    targets: Any = None  # mean number of targets of a chosen completion with its prompt, for orpo
+
+    Config = DPOOptions
+
+    @hookimpl
+    def check_recipe(self, recipe: Any) -> None:
+        super().check_recipe(recipe)
+        self.has_reference = self.config.loss != "orpo"
+        if self.config.label_smoothing and self.config.loss != "robust":
+            where = f"{recipe.where}: plugins.dpo.label_smoothing"
+            raise RecipeError(f"{where}: it is for the loss robust, and the loss is {self.config.loss}. Remove it.")
+
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        if self.config.loss == "orpo":  # it averages over the tokens of the whole step
+            counts = [batch.inputs["sizes"].chunk(2)[0][: batch.samples, 0].sum() - batch.samples for batch in batches]
+            self.targets = mean_of_step(run, sum(counts).float(), batches)
+
+    @hookimpl
+    def before_evaluate(self, run: Run, split: str) -> None:
+        self.targets = run.datasets[split].sizes[:, 0].mean() - 1
+
+    @hookimpl
+    def compute_loss(self, run: Run, model: Any, batch: Mapping[str, Any]) -> Output:
+        """``predictions`` are the rewards of both completions, (rows, 2)."""
+        from fastloop_preference import losses
+
+        found, tokens = self.log_probabilities(model, batch), batch["sizes"].view(2, -1, 2)
+        if self.config.loss == "orpo":
+            rewards = found[:, 0].view(2, -1) / tokens[..., 1]
+            size = self.targets if self.targets is not None else tokens[0, :, 0].float().mean() - 1
+            loss = losses.orpo(rewards, self.config) - found[:, 1].view(2, -1)[0] / size
+        else:
+            rewards = self.ratios(run, found[:, 0], batch).view(2, -1)
+            loss = losses.dpo(rewards, tokens[..., 1], self.config)
+        rewards = self.count(model, self.config.beta * rewards.T)
+        return Output(loss.mean(), rewards, rewards)
+
+    def rewards(self, run: Run, batch: Mapping[str, Any]) -> Tensor:
+        if self.has_reference:
+            return super().rewards(run, batch)
+        return self.config.beta * self.log_probabilities(run.model, batch)[:, 0] / batch["sizes"][:, 1]

@@ -1,0 +1,132 @@
+"""Trains a language model on completions that are good or not (KTO).
+
+    data: {files: {train: answers.jsonl}, max_length: 1024}
+    plugins:
+      - kto: {beta: 0.1}
+
+``README.md`` describes its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastloop import Output, RecipeError, UsageError, hookimpl
+from fastloop_plugins.text import Model, Ragged
+
+from fastloop_preference.options import KTOOptions, LabelledData
+from fastloop_preference.policy import PolicyTask, mean_of_step
+
+if TYPE_CHECKING:
+    from fastloop import Batch, Run
+
+LABELS = (["False", "True"], ["false", "true"], ["0", "1"])
+"""The labels of other and of good completions."""
+
+
+class KTO(PolicyTask):
+    """Learns to prefer good completions.
+
+    The divergence of the model from its reference is estimated over all rows of an optimizer step, or of an evaluated
+    split, from each prompt with the completion of another row.
+    """
+
+    name = "kto"
+    labels = "required"
+    sections = {"model": Model, "data": LabelledData}
+    conflicts = {"packing": "it computes each prompt with the completion of another row in a batch of its own."}
+    description = "learns from completions that are good or not (KTO)"
+    divergence: Any = None
+
+    Config = KTOOptions
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        datasets = super().build_datasets(run)
+        if self.data.classes not in LABELS:
+            where, found = f"{self.data.where}.label", ", ".join(self.data.classes)
+            raise RecipeError(f"{where}: found the labels {found}, expected true and false, or 1 and 0.")
+        return datasets
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        sharing = run.loaders.processes.world_size
+        if sharing not in (1, run.world_size):
+            raise UsageError(f"kto: found {sharing} shares of a step over {run.world_size} processes. Use ddp or fsdp.")
+
+    @hookimpl
+    def build_collator(self, run: Run) -> Any:
+        return WithOther(super().build_collator(run))
+
+    def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
+        import torch
+
+        batch = super().build_batch(samples)
+        if "label" in samples[0]:
+            batch.fixed["labels"] = torch.tensor([sample["label"] == 1 for sample in samples])
+        return batch
+
+    def distances(self, run: Run, model: Any, batch: Mapping[str, Any]) -> Any:
+        """How much more probable other completions are than under the reference, (rows,), without gradients."""
+        import torch
+
+        with torch.no_grad():
+            return self.ratios(run, self.log_probabilities(model, batch["other"])[:, 0], batch["other"])
+
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        found = [self.distances(run, run.model, batch.inputs)[: batch.samples].sum() for batch in batches]
+        self.divergence = mean_of_step(run, sum(found), batches).clamp(min=0)
+        run.log("kl", self.divergence, reduce="main")
+
+    @hookimpl
+    def before_evaluate(self, run: Run, split: str) -> None:
+        from fastloop_preference.reference import compute_all, evaluating
+
+        with evaluating(run.model):
+            collate = run.loaders.collators[split]
+            (found,) = compute_all(
+                run, run.datasets[split], collate, lambda batch: (self.distances(run, run.model, batch),)
+            )
+        self.divergence = found.mean().clamp(min=0).to(run.device)
+
+    @hookimpl
+    def compute_loss(self, run: Run, model: Any, batch: Mapping[str, Any]) -> Output:
+        """``predictions`` are the rewards of good and of other completions, (rows, 2), with NaN for one of them."""
+        import torch
+
+        from fastloop_preference import losses
+
+        good, divergence = batch["labels"].bool(), self.divergence
+        ratios = self.ratios(run, self.log_probabilities(model, batch)[:, 0], batch)
+        if divergence is None:  # a plugin tries the model before training
+            divergence = self.distances(run, model, batch).mean().clamp(min=0)
+        loss = losses.kto(ratios, good, divergence, self.config).mean()
+        both = (self.config.beta * ratios)[:, None].where(torch.stack([good, ~good], 1), torch.nan)
+        rewards = self.count(model, both)
+        return Output(loss, rewards, rewards)
+
+    def keyed(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+        import torch
+
+        parts = [super().keyed(model, batch), super().keyed(model, batch["other"])]
+        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+class WithOther:
+    """Collates samples, and their prompts with the completions of other rows, as ``other``."""
+
+    deterministic = True
+
+    def __init__(self, collate: Callable[[list[Any]], Batch]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        batch = self.collate(samples)
+        if "other" not in samples[0]:
+            return batch
+        other = self.collate([{"completion": sample["other"]} for sample in samples])
+        inputs = batch.inputs | {"other": other.inputs}
+        return replace(batch, inputs=inputs, tokens=batch.tokens + other.tokens)

@@ -1,0 +1,145 @@
+"""What ``dpo`` and ``kto`` share: log-probabilities of completions, also under the model before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import copy_context
+from typing import TYPE_CHECKING, Any
+
+from fastloop import hookimpl
+from fastloop_plugins.text import Ragged, compute, pool
+
+from fastloop_preference.task import PreferenceTask
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastloop import Batch, Run
+    from torch import Tensor
+
+    from fastloop_preference.reference import Reference
+
+OWN = ("targets", "completion", "keys", "sizes", "other")
+"""Inputs of a batch that the model does not get."""
+IGNORED = -100
+"""Target that cross entropy ignores."""
+
+
+class PolicyTask(PreferenceTask):
+    """Trains a language model by the log-probabilities of completions."""
+
+    auto_class = "AutoModelForCausalLM"
+    has_reference = True
+    reference: Reference | None = None
+    loaded: Any = None  # the model before training, to predict rows that the run did not have
+
+    def join(self, signed: Sequence[Any], count: int) -> Ragged:
+        """Adds ``targets``, the next token of each, and ``completion``, 1 if that is one of a completion; ``sizes``,
+        (completions, 2) int64, all tokens and those of the completion; ``keys``, (completions,) int64, their hashes."""
+        from hashlib import blake2b
+
+        import numpy as np
+        import torch
+
+        batch = super().join(signed, count)
+        targets = [ids[1:] for ids in batch.columns["input_ids"][0]]
+        trained = [(row[1:] >= 0).astype(np.int32) for row in signed]
+        columns = {**batch.columns, "targets": (targets, IGNORED), "completion": (trained, 0)}
+        hashes = [blake2b(row.astype(np.int32).tobytes(), digest_size=8).digest() for row in signed]
+        batch.columns = columns
+        batch.fixed["keys"] = torch.tensor([int.from_bytes(each, "little", signed=True) for each in hashes])
+        batch.fixed["sizes"] = torch.tensor([[len(row), int((row >= 0).sum())] for row in signed])
+        return batch
+
+    def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """The sums of those of the tokens of each completion, and of all its tokens with the prompt: (completions, 2)
+        float32."""
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        inputs, targets = {name: value for name, value in batch.items() if name not in OWN}, batch["targets"]
+        logits = compute(model, inputs, use_cache=False).logits
+        with torch.autocast(logits.device.type, enabled=False):
+            found = -cross_entropy(
+                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
+            ).view(targets.shape)
+            return pool(torch.stack([found * batch["completion"], found], -1), batch) * batch["sizes"][:, :1]
+
+    # -- the reference -------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        self.cache = copy_context()  # where `token-cache` keeps what is computed later
+        return super().build_datasets(run)
+
+    @hookimpl
+    def build_model(self, run: Run) -> Any:
+        from fastloop_preference.reference import fingerprint
+
+        model = super().build_model(run)
+        if self.has_reference and run.is_main and run.recipe.inference is None:
+            self.known = f"{fingerprint(model)} {run.settings.mixed_precision} {run.recipe.plugins.get('lora')}"
+        return model
+
+    @hookimpl
+    def after_prepare(self, run: Run, model: Any) -> None:
+        """Computes the reference before a run that resumes loads its weights."""
+        from fastloop_preference import reference
+
+        if not self.has_reference:
+            return
+        inference = run.recipe.inference
+        if inference is not None:
+            self.reference = reference.Reference.load(inference.model / reference.FILE, run.device)
+            return
+        with reference.evaluating(model):
+            self.reference = reference.compute_reference(
+                run, lambda batch: self.keyed(model, batch), getattr(self, "known", ""), self.cache
+            )
+
+    def keyed(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """The keys of the completions of a batch, and their log-probabilities."""
+        return batch["keys"], self.log_probabilities(model, batch)[:, 0]
+
+    def ratios(self, run: Run, found: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        """Log-probabilities of completions minus those of the reference, (completions,)."""
+        if self.reference is None:  # a plugin tries the model before training
+            return found - found.detach()
+        values = self.reference.find(batch["keys"])
+        if run.recipe.inference is not None and values.isnan().any():
+            import torch
+
+            from fastloop_preference.reference import load_model, unpack
+
+            self.loaded = self.loaded or load_model(run, f"{run.recipe.where}: plugins.{self.name}")
+            with torch.no_grad():
+                values = self.log_probabilities(self.loaded, unpack(batch))[:, 0]
+        return found - values
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        from fastloop_preference.reference import FILE
+
+        super().export_model(run, folder)
+        if run.is_main and self.reference is not None:
+            self.reference.save(folder / FILE)
+        return folder
+
+    def rewards(self, run: Run, batch: Mapping[str, Any]) -> Tensor:
+        """The reward of each completion, for predictions."""
+        return self.config.beta * self.ratios(run, self.log_probabilities(run.model, batch)[:, 0], batch)
+
+    @hookimpl
+    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.name_rewards(run, self.rewards(run, batch))
+
+
+def mean_of_step(run: Run, sums: Tensor, batches: list[Batch]) -> Tensor:
+    """A sum over a step's rows on this process -> the mean over the rows of all processes, 0-dim, on the device."""
+    import torch
+
+    processes = run.loaders.processes
+    pair = torch.stack([sums, sums.new_tensor(sum(batch.samples for batch in batches))])
+    if processes.world_size > 1:
+        pair = processes.all_reduce_sum(pair.cpu()).to(run.device)
+    return pair[0] / pair[1]

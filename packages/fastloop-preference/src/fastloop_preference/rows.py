@@ -1,0 +1,136 @@
+"""Rows as tokens: a prompt and its completions. Tokens and their division equal those of TRL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from fastloop_plugins.text import Chat, ChatRenderer, Sequences, Split, TextTask
+
+COMPLETIONS = ("chosen", "rejected", "completion")
+"""Options of ``data`` that name columns of completions."""
+MARK = "\0"
+"""The first character of a value that is a conversation and no text."""
+
+
+def read_value(value: Any, name: str, key: str) -> str:
+    """A text as it is, and messages, or a single one, as ``MARK`` and the JSON of a ``Chat``."""
+    if isinstance(value, str) and not value.startswith(MARK):
+        return value
+    return MARK + TextTask.read_conversation([value] if isinstance(value, Mapping) else value, name, key)
+
+
+def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
+    """Yield a list for each row: the numbers of tokens of its prompt and of each completion, then these tokens.
+
+    A completion begins where its tokens and those of the prompt alone differ.
+
+    Args:
+        rows: The values of the columns in ``arguments["columns"]``.
+        arguments: ``template``, the text of a chat template or None; ``render``: whether texts are rendered, too.
+
+    Raises:
+        RowError: See ``ChatRenderer.encode``.
+    """
+    if arguments["template"] is not None:
+        tokenizer.chat_template = arguments["template"]
+    renderer = ChatRenderer(tokenizer, "all")
+    for row in rows:
+        values = dict(zip(arguments["columns"], (row,) if isinstance(row, str) else row, strict=True))
+        system, prompt = values.pop("system", ""), values.pop("prompt", None)
+        completions = [*values.values()]
+        if arguments["render"] or any(text.startswith(MARK) for text in (prompt or "", *completions)):
+            start, wholes = encode_chats(renderer, system, prompt, completions)
+        else:
+            start, wholes = encode_texts(tokenizer, prompt, completions)
+        size = min(common(start, whole) for whole in wholes)
+        parts = [start[:size], *(whole[size:] for whole in wholes)]
+        yield [*map(len, parts), *chain(*parts)]
+
+
+def encode_texts(tokenizer: Any, prompt: str | None, completions: list[str]) -> tuple[list[int], list[list[int]]]:
+    """The ids of a prompt, and of the prompt with each completion and the end token."""
+    if prompt is None:
+        prompt, completions = divide(completions) if len(completions) == 2 else ("", completions)
+    end = tokenizer.eos_token or ""
+    whole = [prompt + (text if text.endswith(end) else text + end) for text in completions]
+    start, *wholes = tokenizer([prompt, *whole], verbose=False)["input_ids"]
+    return start, wholes
+
+
+def encode_chats(
+    renderer: ChatRenderer, system: str, prompt: str | None, completions: list[str]
+) -> tuple[list[int], list[list[int]]]:
+    """The same of conversations."""
+    before = [{"role": "system", "content": system}] if system else []
+    asked, answers = messages(prompt, "user"), [messages(text, "assistant") for text in completions]
+    if prompt is None:
+        asked, answers = divide(answers) if len(answers) == 2 else (answers[0][:-1], [answers[0][-1:]])
+    before += asked
+    start = renderer.prompt(Chat(before)) if before else []
+    return start, [renderer.encode(Chat(before + answer))[0] for answer in answers]
+
+
+def messages(value: str | None, role: str) -> list[dict[str, Any]]:
+    """The messages of a value: those of a conversation, or a text as one of ``role``."""
+    if value is None or not value.startswith(MARK):
+        return [{"role": role, "content": value}] if value else []
+    return Chat.loads(value[1:]).messages
+
+
+def divide(pair: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """The beginning that two texts or conversations share, without a space at its end, and the rest of each."""
+    one, other = pair
+    size = next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
+    if size is None:
+        size = max(min(len(one), len(other)) - 1, 0)
+    elif size and one[size - 1] == " ":
+        size -= 1
+    return one[:size], [one[size:], other[size:]]
+
+
+def common(ids: Sequence[int], others: Sequence[int]) -> int:
+    """The number of tokens at the beginning that are the same."""
+    size = min(len(ids), len(others))
+    return next((place for place in range(size) if ids[place] != others[place]), size)
+
+
+class Completions(Sequences):
+    """Rows of completions of a prompt. A sample has the ids of prompt and completion by the name of each column: int32,
+    ``~id`` for a token of the prompt, up to ``most``. With labels, it also has ``other``: the prompt of the row with
+    the completion of the row before.
+
+    Args:
+        split: The rows of ``encode``, end to end.
+        names: The columns of completions.
+        most: Tokens of a prompt with a completion at most; the end is cut off.
+        keep: Which rows stay: ``all``; ``begun``, those with a token of each completion; ``whole``, those that are not
+            cut.
+
+    Attributes:
+        sizes: Tokens of each prompt with each completion, (rows, completions).
+        cut, dropped: Numbers of rows that are too long.
+    """
+
+    def __init__(self, split: Split, names: Sequence[str], most: int, keep: str) -> None:
+        super().__init__(split.ids, split.lengths, split.labels)
+        self.names, self.most, count = tuple(names), most, len(names) + 1
+        starts = self.ends - split.lengths
+        parts = split.ids[starts[:, None] + np.arange(count)].astype(np.int64)
+        whole = parts[:, :1] + parts[:, 1:]
+        kept = {"all": parts[:, 0] >= 0, "begun": parts[:, 0] < most, "whole": (whole <= most).all(1)}[keep]
+        self.cut, self.dropped = int((whole[kept] > most).any(1).sum()), int((~kept).sum())
+        self.borders = np.cumsum(np.column_stack([starts + count, parts]), axis=1)[kept]
+        self.sizes, self.ends = np.minimum(whole, most)[kept], self.ends[kept]
+        self.labels = None if self.labels is None else self.labels[kept]
+        self.lengths = self.sizes.sum(1)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start, *ends = self.borders[index]
+        prompt, sample = ~self.ids[start : ends[0]], self.label(index)
+        parts = {name: self.ids[a:b] for name, a, b in zip(self.names, ends, ends[1:], strict=False)}
+        if self.labels is not None:
+            parts["other"] = self.ids[slice(*self.borders[index - 1, 1:3])]
+        return {name: np.concatenate([prompt, part])[: self.most] for name, part in parts.items()} | sample

@@ -1,0 +1,127 @@
+"""What all tasks share: columns, tokens, batches and means of rewards."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastloop import RecipeError, hookimpl
+from fastloop_plugins.text import Ragged, TextTask, template_text
+
+from fastloop_preference import rows
+from fastloop_preference.rows import COMPLETIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fastloop import Run
+    from fastloop_plugins.text import Split
+    from torch import Tensor
+
+logger = logging.getLogger("fastloop")
+
+
+class PreferenceTask(TextTask):
+    """A task on prompts with completions.
+
+    Attributes:
+        keep: The rows to train on, see ``Completions``.
+    """
+
+    unused_modules = ()
+    keep: ClassVar[str] = "begun"
+    template: str | None = None
+    totals: Any = 0.0  # of rewards since the last log point
+
+    read_conversation = staticmethod(rows.read_value)
+    encode = staticmethod(rows.encode)
+
+    @hookimpl
+    def check_recipe(self, recipe: Any) -> None:
+        if recipe.data.get("streaming"):
+            raise RecipeError(f"{recipe.where}: data.streaming: {self.name} reads all rows before training. Remove it.")
+        data = self.sections["data"].__dataclass_fields__
+        given = [key for key in ("prompt",) if recipe.data.get(key, key) is not None]
+        self.conversations = (*given, *(key for key in COMPLETIONS if key in data))
+        self.columns = ("system",) * (recipe.data.get("system") is not None) + self.conversations
+        super().check_recipe(recipe)
+        name = self.data.options.chat_template
+        if name not in (None, "tokenizer") and recipe.inference is None:  # an exported tokenizer has it
+            self.template = template_text(recipe, name)
+
+    def prediction_columns(self) -> tuple[str, ...]:
+        return tuple(key for key in self.columns if key != "rejected")
+
+    def encoding_arguments(self) -> dict[str, Any]:
+        options = self.data.options
+        render = options.chat_template is not None or options.system is not None
+        return super().encoding_arguments() | {"template": self.template, "render": render, "keep": self.keep}
+
+    @staticmethod
+    def build_dataset(split: Split, arguments: Mapping[str, Any]) -> rows.Completions:
+        names = [name for name in arguments["columns"] if name in COMPLETIONS]
+        is_file = split.labels is None and "rejected" not in names  # each of its rows has a prediction
+        return rows.Completions(split, names, arguments["max_length"], "all" if is_file else arguments["keep"])
+
+    def check_dataset(self, split: str, dataset: rows.Completions) -> None:
+        size, total = self.data.options.max_length, len(dataset) + dataset.dropped
+        if not len(dataset):
+            raise RecipeError(f"{self.data.where}.max_length: no row of the {split} split fits into {size} tokens.")
+        for count, effect in ((dataset.cut, "cut at"), (dataset.dropped, "dropped, for their length: at most")):
+            if count:
+                text = "data: %s: %d of %d rows are %s %d tokens (data.max_length)"
+                logger.warning(text, split, count, total, effect, size)
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        datasets: Mapping[str, Any] = super().build_datasets(run)
+        if self.template is not None:  # cached tokens did not need it
+            self.text_model.tokenizer.chat_template = self.template
+        return datasets
+
+    def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
+        """The first completions of all samples, then the second ones."""
+        names = [name for name in COMPLETIONS if name in samples[0]]
+        return self.join([sample[name] for name in names for sample in samples], len(samples))
+
+    def join(self, signed: Sequence[Any], count: int) -> Ragged:
+        """A batch of completions of ``count`` rows, whose ids are ``~id`` in the prompt."""
+        import numpy as np
+
+        ids = [np.where(row < 0, ~row, row) for row in signed]
+        columns = {"input_ids": (ids, self.text_model.tokenizer.pad_token_id)}
+        return Ragged(columns=columns, loss_weight=count, tokens=sum(map(len, ids)))
+
+    @hookimpl
+    def build_metrics(self) -> Any:
+        from torchmetrics import MetricCollection
+
+        from fastloop_preference.metrics import Rewards
+
+        return MetricCollection({"rewards": Rewards()})
+
+    def count(self, model: Any, rewards: Tensor) -> Tensor:
+        """Add the rewards of a training step, (rows, 2), to those that the next log point shows. Returns them."""
+        import torch
+
+        from fastloop_preference.metrics import sums
+
+        rewards = rewards.detach()
+        if model.training and torch.is_grad_enabled():
+            self.totals = self.totals + sums(rewards)
+        return rewards
+
+    def name_rewards(self, run: Run, rewards: Tensor) -> Mapping[str, Tensor]:
+        """The predictions of a batch: ``reward``, or of a split's pairs ``chosen`` and ``rejected``."""
+        paired = "rejected" in run.datasets[run.loaders.first][0]
+        return dict(zip(("chosen", "rejected"), rewards.chunk(2), strict=True)) if paired else {"reward": rewards}
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if run.schedule.log_due(run.state.step):
+            from fastloop_preference.metrics import means
+
+            totals, self.totals = run.loaders.processes.all_reduce_sum(self.totals.cpu()), 0.0
+            for name, value in means(totals).items():
+                run.log(name, value, reduce="main")

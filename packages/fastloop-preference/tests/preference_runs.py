@@ -20,7 +20,7 @@ def rows(count):
     return found
 
 
-def pairs(count=40):
+def pairs(count=37):
     """Splits of pairs."""
     found = rows(count)
     return {"train": found, "validation": found[: count // 4], "test": found[count // 4 : count // 2]}
@@ -78,3 +78,67 @@ def tokenizer():
         "{% if add_generation_prompt %}a:{% endif %}"
     )
     return found
+
+
+MODEL = {
+    "config": {
+        "model_type": "llama",
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+        "max_position_embeddings": 64,
+    },
+    "tokenizer": {"kind": "byte"},
+}
+TRAIN = {"epochs": 2, "batch_size": 6, "lr": 3e-3, "device": "cpu", "log_every": 1, "eval_batch_size": 4}
+ROWS = __file__
+MODULES = {"dpo": "pairs", "kto": "labelled", "reward-model": "pairs"}
+"""Task -> the function of its rows."""
+
+FORKS = """
+import json, os, runpy, sys
+import accelerate, datasets, torchmetrics, transformers
+import fastloop.defaults, fastloop.lifecycle
+for folder, *arguments in json.loads(sys.stdin.read()):
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        sys.argv = ["fastloop", *arguments]
+        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+        os.dup2(1, 2)
+        runpy.run_module("fastloop", run_name="__main__", alter_sys=True)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code != int(sys.argv[1]):
+        sys.exit(f"{arguments}: exit code {code}: " + open(f"{folder}/output.txt").read())
+"""
+"""Runs commands of fastloop, each in a process forked from this one, which has imported torch."""
+
+
+def fastloop(commands, code=0):
+    """Run commands of fastloop: [folder, argument, ...] each. Each writes ``output.txt`` in its folder."""
+    command, given = [sys.executable, "-W", "ignore", "-c", FORKS, str(code)], json.dumps([*map(list, commands)])
+    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def write_recipe(folder, task, options=(), data=(), plugins=(), model=MODEL, **train):
+    """Write ``recipe.yaml`` in a new folder, and return the folder as text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = {"module": f"{__file__}:{MODULES[task]}", "max_length": 32}
+    recipe = {"model": model, "data": rows | dict(data), "train": TRAIN | train, "output": "run"}
+    recipe["plugins"] = [{task: dict(options)}, *plugins]
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
+    return os.fspath(folder)
+
+
+def points(folder, split=None):
+    """The values of ``metrics.jsonl``, of a split or of the training."""
+    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    names = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+    return [{key: line[key] for key in names if key in line} for line in lines if line.get("split") == split]
+
+
+def output(folder):
+    """What the newest command printed, in one line."""
+    return " ".join((folder / "output.txt").read_text().split())

@@ -1,5 +1,5 @@
-"""Tokens, log-probabilities, rewards, losses and gradients equal those of TRL: computed beside it, and as numbers that it
-gave (``python test_trl.py`` records them)."""
+"""Tokens, log-probabilities, rewards, losses and gradients equal those of TRL: computed beside it, and as recorded
+numbers (``python test_trl.py`` writes them)."""
 
 import json
 import math

@@ -13,7 +13,7 @@ from fastloop_preference import rows
 from fastloop_preference.rows import COMPLETIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from fastloop import Run
     from fastloop_plugins.text import Split
@@ -79,6 +79,16 @@ class PreferenceTask(TextTask):
         if self.template is not None:  # cached tokens did not need it
             self.text_model.tokenizer.chat_template = self.template
         return datasets
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, Any]]]:
+        split, decode = self.read_splits(run, count)["train"], self.text_model.tokenizer.decode
+        dataset = self.build_dataset(split, self.encoding_arguments())
+        for index in range(len(dataset)):
+            rows = {name: row.tolist() for name, row in dataset[index].items() if name in COMPLETIONS}
+            yield [
+                (name, [(decode([max(id, ~id)]), None if id < 0 else "") for id in row]) for name, row in rows.items()
+            ]
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """The first completions of all samples, then the second ones."""

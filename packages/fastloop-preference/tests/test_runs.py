@@ -1,0 +1,193 @@
+"""Runs: their division, their reference, predictions, exported models, formats of rows, and what is refused."""
+
+import copy
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from fastloop import UsageError
+from fastloop.testing import Conformance
+from fastloop_plugins.text import template_text
+from preference_runs import MODEL, ROWS, fastloop, message, output, points, rows, tokenizer, write_recipe
+from test_trl import model
+
+from fastloop_preference.dpo import DPO
+from fastloop_preference.kto import KTO
+
+SHARED = ("--nproc", "2", "--with")
+WAYS = {
+    "dpo": ({}, {"shared": (*SHARED, "ddp"), "fast": ("--with", "auto", "--without", "amp")}),
+    "orpo": ({"loss": "orpo"}, {"shared": (*SHARED, "ddp,packing")}),
+    "kto": ({"undesirable_weight": 0.5}, {"parts": (), "shared": (*SHARED, "ddp")}),
+    "reward-model": ({"center": 0.1}, {"shared": (*SHARED, "ddp")}),
+}
+"""Case -> options, and further ways to train it, in micro-batches of 3 rows."""
+
+
+def test_micro_batches_packing_and_processes_do_not_change_the_loss(tmp_path):
+    """In the last step, a process has no row, or fewer rows."""
+    commands = []
+    for case, (options, ways) in WAYS.items():
+        task, parts = "dpo" if case == "orpo" else case, {"micro_batch_size": 3, "eval_batch_size": 5}
+        commands.append((write_recipe(tmp_path / case / "whole", task, options), "train", "recipe.yaml"))
+        for way, arguments in ways.items():
+            commands.append((write_recipe(tmp_path / case / way, task, options, **parts), "train", "recipe.yaml"))
+            commands[-1] += arguments
+    fastloop(commands)
+    for case, (_, ways) in WAYS.items():
+        for way in ways:
+            for split, count in ((None, 14), ("validation", 2), ("test", 1)):
+                found, expected = (points(tmp_path / case / name, split) for name in (way, "whole"))
+                assert len(expected) == count
+                for one, other in zip(found, expected, strict=True):
+                    assert "rewards/margins" in other
+                    assert one == pytest.approx(other, rel=1e-3, abs=2e-5), (case, way, split)
+    assert "packing" in json.loads((tmp_path / "dpo" / "fast" / "run" / "summary.json").read_text())["plugins"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with ``base``, a model; ``dpo``, trained from it with adapters; and ``reward-model``."""
+    folder = tmp_path_factory.mktemp("trained")
+    model(3).save_pretrained(folder / "base")
+    tokenizer().save_pretrained(folder / "base")
+    given = {"model": {"name": str(folder / "base")}, "epochs": 1, "lr": 0.05}
+    cache = {"token-cache": {"folder": str(folder / "cache")}}
+    dpo = write_recipe(folder / "dpo", "dpo", plugins=["lora", cache], **given)
+    again = write_recipe(folder / "again", "dpo", {"beta": 0.5}, plugins=["lora", cache], **given)
+    reward = write_recipe(folder / "reward-model", "reward-model", **given)
+    lines = [{name: row[name] for name in ("prompt", "chosen")} for row in rows(50)[-5:]]
+    for name in ("dpo", "reward-model"):
+        (folder / name / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    predict = ("predict", "run", "rows.jsonl", "--out")
+    fastloop(
+        [
+            (dpo, "train", "recipe.yaml"),
+            (dpo, *predict, "rewards.jsonl"),
+            (dpo, *predict, "packed.jsonl", "--with", "packing"),
+            (dpo, "evaluate", "run", "--json", "known.json"),
+            (reward, "train", "recipe.yaml"),
+            (reward, *predict, "rewards.jsonl"),
+            (again, "train", "recipe.yaml"),
+        ]
+    )
+    (folder / "dpo" / "run" / "model" / "reference.npz").unlink()
+    fastloop([(dpo, "evaluate", "run", "--json", "loaded.json")])
+    return folder
+
+
+def read(path):
+    return [json.loads(line)["reward"] for line in path.read_text().splitlines()]
+
+
+def ids(row):
+    return torch.tensor([tokenizer()(row["prompt"] + row["chosen"] + "<end>")["input_ids"]])
+
+
+def test_predictions_are_log_probabilities_relative_to_the_model_before_training(trained):
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(trained / name) for name in ("dpo/run/model", "base")]
+    expected = []
+    for row in rows(50)[-5:]:
+        tokens, start = ids(row), len(row["prompt"])
+        with torch.no_grad():
+            every = [each(tokens).logits[0, :-1].log_softmax(-1) for each in models]
+        after, before = (found.gather(1, tokens[0, 1:, None])[start - 1 :].sum() for found in every)
+        expected.append(0.1 * float(after - before))
+    assert max(map(abs, expected)) > 1e-2
+    for name in ("rewards", "packed"):
+        assert read(trained / "dpo" / f"{name}.jsonl") == pytest.approx(expected, abs=1e-5)
+
+
+def test_an_evaluation_reads_the_reference_or_loads_it_again(trained):
+    trained_metrics = json.loads((trained / "dpo" / "run" / "summary.json").read_text())["test"]
+    for name in ("known", "loaded"):
+        found = json.loads((trained / "dpo" / f"{name}.json").read_text())["metrics"]
+        assert found == pytest.approx(trained_metrics, abs=1e-5)
+
+
+def test_the_reference_is_read_from_the_cache(trained):
+    log = (trained / "again" / "output.txt").read_text()
+    assert "computed the log-probabilities" not in log
+    one, other = (points(trained / name)[0]["rewards/margins"] for name in ("dpo", "again"))
+    assert one == other == 0 or other == pytest.approx(5 * one, rel=1e-3)
+
+
+def test_transformers_computes_the_scores_of_a_reward_model(trained):
+    from transformers import AutoModelForSequenceClassification
+
+    found = AutoModelForSequenceClassification.from_pretrained(trained / "reward-model" / "run" / "model")
+    assert found.config.num_labels == 1
+    with torch.no_grad():
+        expected = [float(found(ids(row)).logits) for row in rows(50)[-5:]]
+    assert read(trained / "reward-model" / "rewards.jsonl") == pytest.approx(expected, abs=1e-5)
+
+
+QUESTION, GOOD, BAD = (
+    message(role, text) for role, text in (("user", "Hi?"), ("assistant", "Yo"), ("assistant", "No"))
+)
+FORMATS = {
+    "chatml.intel": (
+        {"system": "Be.", "question": "Hi?", "chosen": "Yo", "rejected": "No"},
+        {"system": "system", "prompt": "question", "chat_template": "chatml"},
+        "<|im_start|>system\nBe.<|im_end|>\n",
+    ),
+    "chatml.ultra": (
+        {"prompt": "Hi?", "chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]},
+        {"prompt": None, "chat_template": "chatml"},
+        "",
+    ),
+    "chat_template.default": (
+        {"messages": [QUESTION], "chosen": GOOD, "rejected": BAD},
+        {"prompt": "messages", "chat_template": "chatml"},
+        "",
+    ),
+}
+"""Format of Axolotl -> a row, options of ``data``, and the beginning of its text."""
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_formats_of_axolotl(name):
+    row, options, start = FORMATS[name]
+    keys = {key: options.get(key, key) for key in ("system", "prompt", "chosen", "rejected")}
+    keys = {key: column for key, column in keys.items() if column in row}
+    template = template_text(SimpleNamespace(find=Path, where="recipe"), options["chat_template"])
+    arguments = {"columns": [*keys], "template": template, "render": True}
+    values = [DPO.read_conversation(row[column], column, key) for key, column in keys.items()]
+    (numbers,) = DPO.encode(copy.deepcopy(tokenizer()), [tuple(values)], arguments)
+    parts = np.split(numbers[3:], np.cumsum(numbers[:2]))
+    asked = f"{start}<|im_start|>user\nHi?<|im_end|>\n<|im_start|>assistant\n"
+    assert [*map(tokenizer().decode, parts)] == [asked, "Yo<|im_end|>\n", "No<|im_end|>\n"]
+
+
+def test_refusals(tmp_path):
+    cases = {
+        "smoothing": ("dpo", {"label_smoothing": 0.1}, {}, (), "it is for the loss robust, and the loss is sigmoid"),
+        "packed": ("kto", {}, {}, ["packing"], "kto"),
+        "short": ("dpo", {}, {"max_length": 2}, (), "no row of the train split fits into 2 tokens"),
+        "labels": ("kto", {}, {"label": "prompt"}, (), "expected true and false, or 1 and 0"),
+    }
+    folders = {
+        name: write_recipe(tmp_path / name, task, options, data, plugins)
+        for name, (task, options, data, plugins, _) in cases.items()
+    }
+    fastloop([(folder, "train", "recipe.yaml") for folder in folders.values()], code=2)
+    for name, (*_, expected) in cases.items():
+        assert expected in output(tmp_path / name), output(tmp_path / name)
+    task, loaders = KTO(), SimpleNamespace(processes=SimpleNamespace(world_size=2))
+    with pytest.raises(UsageError, match="found 2 shares of a step over 4 processes"):
+        task.check_run(SimpleNamespace(loaders=loaders, world_size=4))
+
+
+class TestConformance(Conformance):
+    plugin = "dpo"
+    task = {"model": MODEL, "data": {"module": f"{ROWS}:pairs", "max_length": 32}}
+
+
+class TestConformanceOfKTO(Conformance):
+    plugin = "kto"
+    task = {"model": MODEL, "data": {"module": f"{ROWS}:labelled", "max_length": 32}}

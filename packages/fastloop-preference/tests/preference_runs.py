@@ -140,5 +140,5 @@ def points(folder, split=None):
 
 
 def output(folder):
-    """What the newest command printed, in one line."""
+    """The output of the newest command, in one line."""
     return " ".join((folder / "output.txt").read_text().split())

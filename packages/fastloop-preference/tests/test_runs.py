@@ -8,14 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fastloop import UsageError
 from fastloop.testing import Conformance
 from fastloop_plugins.text import template_text
 from preference_runs import MODEL, ROWS, fastloop, message, output, points, rows, tokenizer, write_recipe
 from test_trl import model
 
 from fastloop_preference.dpo import DPO
-from fastloop_preference.kto import KTO
 
 SHARED = ("--nproc", "2", "--with")
 WAYS = {
@@ -74,7 +72,7 @@ def trained(tmp_path_factory):
             (again, "train", "recipe.yaml"),
         ]
     )
-    (folder / "dpo" / "run" / "model" / "reference.npz").unlink()
+    (folder / "dpo" / "run" / "model" / "reference.safetensors").unlink()
     fastloop([(dpo, "evaluate", "run", "--json", "loaded.json")])
     return folder
 
@@ -113,8 +111,8 @@ def test_an_evaluation_reads_the_reference_or_loads_it_again(trained):
 def test_the_reference_is_read_from_the_cache(trained):
     log = (trained / "again" / "output.txt").read_text()
     assert "computed the log-probabilities" not in log
-    one, other = (points(trained / name)[0]["rewards/margins"] for name in ("dpo", "again"))
-    assert one == other == 0 or other == pytest.approx(5 * one, rel=1e-3)
+    one, other = (points(trained / name)[1]["rewards/margins"] for name in ("dpo", "again"))
+    assert other == pytest.approx(5 * one, rel=1e-3) != 0  # Adam's first step does not depend on beta
 
 
 def test_transformers_computes_the_scores_of_a_reward_model(trained):
@@ -178,9 +176,6 @@ def test_refusals(tmp_path):
     fastloop([(folder, "train", "recipe.yaml") for folder in folders.values()], code=2)
     for name, (*_, expected) in cases.items():
         assert expected in output(tmp_path / name), output(tmp_path / name)
-    task, loaders = KTO(), SimpleNamespace(processes=SimpleNamespace(world_size=2))
-    with pytest.raises(UsageError, match="found 2 shares of a step over 4 processes"):
-        task.check_run(SimpleNamespace(loaders=loaders, world_size=4))
 
 
 class TestConformance(Conformance):

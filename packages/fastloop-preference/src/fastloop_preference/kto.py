@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, RecipeError, UsageError, hookimpl
+from fastloop import Output, RecipeError, hookimpl
 from fastloop_plugins.text import Model, Ragged
 
 from fastloop_preference.options import KTOOptions, LabelledData
@@ -51,12 +51,6 @@ class KTO(PolicyTask):
         return datasets
 
     @hookimpl
-    def check_run(self, run: Run) -> None:
-        sharing = run.loaders.processes.world_size
-        if sharing not in (1, run.world_size):
-            raise UsageError(f"kto: found {sharing} shares of a step over {run.world_size} processes. Use ddp or fsdp.")
-
-    @hookimpl
     def build_collator(self, run: Run) -> Any:
         return WithOther(super().build_collator(run))
 
@@ -83,13 +77,10 @@ class KTO(PolicyTask):
 
     @hookimpl
     def before_evaluate(self, run: Run, split: str) -> None:
-        from fastloop_preference.reference import compute_all, evaluating
+        from fastloop_preference.reference import compute_all
 
-        with evaluating(run.model):
-            collate = run.loaders.collators[split]
-            (found,) = compute_all(
-                run, run.datasets[split], collate, lambda batch: (self.distances(run, run.model, batch),)
-            )
+        data, collate = run.datasets[split], run.loaders.collators[split]
+        (found,) = compute_all(run, run.model, data, collate, lambda batch: (self.distances(run, run.model, batch),))
         self.divergence = found.mean().clamp(min=0).to(run.device)
 
     @hookimpl

@@ -1,7 +1,5 @@
 """Options of the tasks, and of their section ``data``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -39,16 +37,17 @@ class LabelledData(PromptData):
     )
 
 
+Beta = Annotated[float, option("Multiplies rewards: a larger one keeps the model nearer to its reference.", gt=0)]
+
+
 @dataclass(kw_only=True)
 class DPOOptions:
     """Options of ``dpo``."""
 
+    beta: Beta = 0.1
     loss: Annotated[
         Literal["sigmoid", "robust", "ipo", "orpo"], option("The loss; orpo trains without a reference.")
     ] = "sigmoid"
-    beta: Annotated[
-        float, option("Multiplies rewards: a larger one keeps the model nearer to its reference.", gt=0)
-    ] = 0.1
     label_smoothing: Annotated[
         float, option("robust: share of rows whose chosen completion is the worse one.", ge=0, lt=0.5)
     ] = 0.0
@@ -58,9 +57,7 @@ class DPOOptions:
 class KTOOptions:
     """Options of ``kto``."""
 
-    beta: Annotated[
-        float, option("Multiplies rewards: a larger one keeps the model nearer to its reference.", gt=0)
-    ] = 0.1
+    beta: Beta = 0.1
     desirable_weight: Annotated[float, option("Weight of the loss of good completions.", gt=0)] = 1.0
     undesirable_weight: Annotated[float, option("Weight of the loss of other completions.", gt=0)] = 1.0
 

@@ -1,9 +1,10 @@
-"""What ``dpo`` and ``kto`` share: log-probabilities of completions, also under the model before training."""
+"""Tasks on log-probabilities of completions, also under the model before training: ``dpo`` and ``kto``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import hookimpl
@@ -65,8 +66,6 @@ class PolicyTask(PreferenceTask):
             ).view(targets.shape)
             return pool(torch.stack([found * batch["completion"], found], -1), batch) * batch["sizes"][:, :1]
 
-    # -- the reference -------------------------------------------------------------------------------------------------
-
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         self.cache = copy_context()  # where `token-cache` keeps what is computed later
@@ -86,16 +85,12 @@ class PolicyTask(PreferenceTask):
         """Computes the reference before a run that resumes loads its weights."""
         from fastloop_preference import reference
 
-        if not self.has_reference:
-            return
         inference = run.recipe.inference
-        if inference is not None:
+        if self.has_reference and inference is not None:
             self.reference = reference.Reference.load(inference.model / reference.FILE, run.device)
-            return
-        with reference.evaluating(model):
-            self.reference = reference.compute_reference(
-                run, lambda batch: self.keyed(model, batch), getattr(self, "known", ""), self.cache
-            )
+        elif self.has_reference:
+            compute, known = partial(self.keyed, model), getattr(self, "known", "")
+            self.reference = reference.compute_reference(run, model, compute, known, self.cache)
 
     def keyed(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """The keys of the completions of a batch, and their log-probabilities."""
@@ -140,6 +135,5 @@ def mean_of_step(run: Run, sums: Tensor, batches: list[Batch]) -> Tensor:
 
     processes = run.loaders.processes
     pair = torch.stack([sums, sums.new_tensor(sum(batch.samples for batch in batches))])
-    if processes.world_size > 1:
-        pair = processes.all_reduce_sum(pair.cpu()).to(run.device)
-    return pair[0] / pair[1]
+    total, count = pair if processes.world_size == 1 else processes.all_reduce_sum(pair.cpu()).to(run.device)
+    return total / count

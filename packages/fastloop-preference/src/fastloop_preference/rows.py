@@ -1,7 +1,5 @@
 """Rows as tokens: a prompt and its completions. Tokens and their division equal those of TRL."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -25,14 +23,8 @@ def read_value(value: Any, name: str, key: str) -> str:
 def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
     """Yield a list for each row: the numbers of tokens of its prompt and of each completion, then these tokens.
 
-    A completion begins where its tokens and those of the prompt alone differ.
-
-    Args:
-        rows: The values of the columns in ``arguments["columns"]``.
-        arguments: ``template``, the text of a chat template or None; ``render``: whether texts are rendered, too.
-
-    Raises:
-        RowError: See ``ChatRenderer.encode``.
+    A completion begins where its tokens and those of the prompt alone differ. ``arguments`` has the ``columns``, the
+    text of a chat ``template`` or None, and ``render``: whether texts are rendered, too.
     """
     if arguments["template"] is not None:
         tokenizer.chat_template = arguments["template"]
@@ -106,12 +98,10 @@ class Completions(Sequences):
         split: The rows of ``encode``, end to end.
         names: The columns of completions.
         most: Tokens of a prompt with a completion at most; the end is cut off.
-        keep: Which rows stay: ``all``; ``begun``, those with a token of each completion; ``whole``, those that are not
-            cut.
+        keep: The rows that stay: ``all``; ``begun``, with a token of each completion; ``whole``, without a cut.
 
     Attributes:
         sizes: Tokens of each prompt with each completion, (rows, completions).
-        cut, dropped: Numbers of rows that are too long.
     """
 
     def __init__(self, split: Split, names: Sequence[str], most: int, keep: str) -> None:

@@ -1,4 +1,4 @@
-"""What all tasks share: columns, tokens, batches and means of rewards."""
+"""The base class of all tasks: columns, tokens, batches and means of rewards."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class PreferenceTask(TextTask):
         return tuple(key for key in self.columns if key != "rejected")
 
     def encoding_arguments(self) -> dict[str, Any]:
-        options = self.data.options
-        render = options.chat_template is not None or options.system is not None
+        render = self.data.options.chat_template is not None or self.data.options.system is not None
         return super().encoding_arguments() | {"template": self.template, "render": render, "keep": self.keep}
 
     @staticmethod
@@ -65,13 +64,12 @@ class PreferenceTask(TextTask):
         return rows.Completions(split, names, arguments["max_length"], "all" if is_file else arguments["keep"])
 
     def check_dataset(self, split: str, dataset: rows.Completions) -> None:
-        size, total = self.data.options.max_length, len(dataset) + dataset.dropped
+        size = self.data.options.max_length
         if not len(dataset):
             raise RecipeError(f"{self.data.where}.max_length: no row of the {split} split fits into {size} tokens.")
-        for count, effect in ((dataset.cut, "cut at"), (dataset.dropped, "dropped, for their length: at most")):
-            if count:
-                text = "data: %s: %d of %d rows are %s %d tokens (data.max_length)"
-                logger.warning(text, split, count, total, effect, size)
+        if dataset.cut or dataset.dropped:
+            text = "data: %s: more than %d tokens (data.max_length): %d rows are cut, and %d are dropped"
+            logger.warning(text, split, size, dataset.cut, dataset.dropped)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:

@@ -58,6 +58,8 @@ def trained(tmp_path_factory):
     again = write_recipe(folder / "again", "dpo", {"beta": 0.5}, plugins=["lora", cache], **given)
     reward = write_recipe(folder / "reward-model", "reward-model", **given)
     lines = [{name: row[name] for name in ("prompt", "chosen")} for row in rows(50)[-5:]]
+    roles = {"prompt": "user", "chosen": "assistant"}
+    lines[-1] = {name: [message(roles[name], text)] for name, text in lines[-1].items()}
     for name in ("dpo", "reward-model"):
         (folder / name / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     predict = ("predict", "run", "rows.jsonl", "--out")
@@ -81,8 +83,15 @@ def read(path):
     return [json.loads(line)["reward"] for line in path.read_text().splitlines()]
 
 
-def ids(row):
-    return torch.tensor([tokenizer()(row["prompt"] + row["chosen"] + "<end>")["input_ids"]])
+def texts():
+    """The predicted rows: the ids of each, and the number of them that are the prompt's. The last one is rendered."""
+    found = [(row["prompt"], row["chosen"]) for row in rows(50)[-5:]]
+    found[-1] = f"u:{found[-1][0]}<end>a:", found[-1][1]
+    encode = tokenizer()
+    return [
+        (torch.tensor([encode(f"{asked}{answer}<end>")["input_ids"]]), len(encode(asked)["input_ids"]))
+        for asked, answer in found
+    ]
 
 
 def test_predictions_are_log_probabilities_relative_to_the_model_before_training(trained):
@@ -90,8 +99,7 @@ def test_predictions_are_log_probabilities_relative_to_the_model_before_training
 
     models = [AutoModelForCausalLM.from_pretrained(trained / name) for name in ("dpo/run/model", "base")]
     expected = []
-    for row in rows(50)[-5:]:
-        tokens, start = ids(row), len(row["prompt"])
+    for tokens, start in texts():
         with torch.no_grad():
             every = [each(tokens).logits[0, :-1].log_softmax(-1) for each in models]
         after, before = (found.gather(1, tokens[0, 1:, None])[start - 1 :].sum() for found in every)
@@ -121,7 +129,7 @@ def test_transformers_computes_the_scores_of_a_reward_model(trained):
     found = AutoModelForSequenceClassification.from_pretrained(trained / "reward-model" / "run" / "model")
     assert found.config.num_labels == 1
     with torch.no_grad():
-        expected = [float(found(ids(row)).logits) for row in rows(50)[-5:]]
+        expected = [float(found(tokens).logits) for tokens, _ in texts()]
     assert read(trained / "reward-model" / "rewards.jsonl") == pytest.approx(expected, abs=1e-5)
 
 

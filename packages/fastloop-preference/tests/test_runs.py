@@ -74,7 +74,7 @@ def trained(tmp_path_factory):
             (again, "train", "recipe.yaml"),
         ]
     )
-    (folder / "dpo" / "run" / "model" / "reference.safetensors").unlink()
+    (folder / "dpo" / "run" / "model" / "reference.logps").unlink()
     fastloop([(dpo, "evaluate", "run", "--json", "loaded.json")])
     return folder
 

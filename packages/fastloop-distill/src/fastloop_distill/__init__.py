@@ -1,0 +1,1 @@
+"""Distillation for fastloop: the plugin ``distill``."""

@@ -1,0 +1,124 @@
+"""The student: its layers, and its outputs in training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fastloop import RecipeError
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from fastloop_distill.rows import IGNORED
+
+PROJECTIONS = "distill_projections"
+"""Name of the student's module that maps hidden states to the teacher's width. An exported model has none."""
+
+
+def keep_layers(model: Any, layers: list[int], where: str) -> None:
+    """Keep only these layers of a model of transformers, counted from 0, and change its configuration accordingly.
+
+    Raises:
+        RecipeError: There is no such layer, or the model has not one list of layers.
+    """
+    config = model.config.get_text_config()
+    count = config.num_hidden_layers
+    lists = [each for each in model.modules() if isinstance(each, nn.ModuleList) and len(each) == count]
+    if layers[-1] >= count or len(lists) != 1:
+        found = f"{type(model).__name__} has {len(lists)} list of {count} layers"
+        raise RecipeError(f"{where}: found {layers}, and {found}. Expected one list with all of them, counted from 0.")
+    kept = [lists[0][layer] for layer in layers]
+    del lists[0][:]
+    lists[0].extend(kept)
+    for place, layer in enumerate(kept):
+        for module in layer.modules():
+            if hasattr(module, "layer_idx"):  # by which a cache of keys and values finds it
+                module.layer_idx = place
+    if isinstance(kinds := getattr(config, "layer_types", None), list):
+        config.layer_types = [kinds[layer] for layer in layers]
+    config.num_hidden_layers = len(layers)
+
+
+def pair_layers(model: Any, teacher: Any, given: list[int], where: str) -> list[int]:
+    """The teacher's layer for each one of the student, from 0: the given ones, or spread evenly, the last one included.
+
+    Args:
+        teacher: Its configuration.
+    """
+    ours, theirs = (config.get_text_config().num_hidden_layers for config in (model.config, teacher))
+    pairs = given or [(layer + 1) * theirs // ours - 1 for layer in range(ours)]
+    if len(pairs) != ours or not all(0 <= layer < theirs for layer in pairs):
+        found = f"found {pairs}, expected one of the teacher's {theirs} layers for each of {ours}"
+        raise RecipeError(f"{where}.teacher_layers: {found}.")
+    return pairs
+
+
+def add_projections(model: Any, teacher: Any) -> None:
+    """Let the student learn to map the hidden states of each layer to another width of the teacher's."""
+    ours, theirs = (config.get_text_config() for config in (model.config, teacher))
+    if ours.hidden_size != theirs.hidden_size:
+        sizes = (ours.hidden_size, theirs.hidden_size)
+        layers = {str(layer): nn.Linear(*sizes, bias=False) for layer in range(ours.num_hidden_layers)}
+        model.add_module(PROJECTIONS, nn.ModuleDict(layers))  # plugins find the layers of a model by its ModuleList
+
+
+@contextmanager
+def without_projections(model: Any) -> Iterator[None]:
+    """Leave the projections out of the model's weights inside this context."""
+    found = [(each, each._modules.pop(PROJECTIONS)) for each in model.modules() if PROJECTIONS in each._modules]
+    try:
+        yield
+    finally:
+        for owner, projections in found:
+            owner.add_module(PROJECTIONS, projections)
+
+
+class Student:
+    """Records the outputs of a model.
+
+    Args:
+        states: Whether to record hidden states, too.
+    """
+
+    def __init__(self, model: Any, states: bool) -> None:
+        self.states = states
+        self.found: list[Any] | None = None
+        before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self.hooks = [before, model.register_forward_hook(self._after_forward)]
+
+    @contextmanager
+    def record(self) -> Iterator[list[Any]]:
+        """Add the output of each forward pass inside this context to a list. It has logits, and hidden states."""
+        self.found = list[Any]()
+        try:
+            yield self.found
+        finally:
+            self.found = None
+
+    def _before_forward(self, model: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        """Without targets, a language model computes its logits and no loss."""
+        if self.found is None:
+            return None
+        self.targets = inputs.pop("targets", None)
+        return args, inputs | ({"output_hidden_states": True} if self.states else {})
+
+    def _after_forward(self, model: Any, args: Any, output: Any) -> None:
+        if self.found is None:
+            return
+        if self.targets is not None:
+            logits = output.logits.flatten(0, 1).float()
+            output.loss = cross_entropy(logits, self.targets.flatten(), ignore_index=IGNORED)
+        if (projections := getattr(model, PROJECTIONS, None)) is not None:
+            first, *states = output.hidden_states
+            output.hidden_states = (
+                first,
+                *(layer(each) for layer, each in zip(projections.values(), states, strict=True)),
+            )
+        self.found.append(output)
+        self.targets = None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for hook in self.hooks:
+            hook.remove()

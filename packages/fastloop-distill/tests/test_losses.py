@@ -1,0 +1,65 @@
+"""The loss and its gradients equal a plain loop over single texts in float64, however a step is divided."""
+
+import pytest
+import torch
+from distill_runs import Double, recipe, teacher, train_double
+from fastloop.testing import train
+from torch.nn.functional import cosine_similarity
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+CLASSES = {"texts": AutoModelForSequenceClassification, "language": AutoModelForCausalLM}
+
+
+def reference(kind, options, double):
+    """The gradients of the first step, text by text, by torch and transformers alone."""
+    large = CLASSES[kind].from_pretrained(f"{teacher(kind)}/model").double().eval()
+    small, temperature, losses, counts = double.model.train(), options["temperature"], [], []
+    for sample in double.samples:
+        ids = torch.tensor(sample["input_ids"]).long()[None]
+        if kind == "language":
+            ids = ids[:, :-1]
+        outputs = [model(input_ids=ids, output_hidden_states=True) for model in (small, large)]
+        ours, theirs = ((output.logits.reshape(-1, output.logits.shape[-1]) / temperature) for output in outputs)
+        wanted = theirs.detach().softmax(1)
+        loss = (wanted * (wanted.log() - ours.log_softmax(1))).sum(1) * temperature**2
+        states = torch.zeros(())
+        for layer, place in enumerate((1, 3)) if options["states"] != "none" else ():
+            mine, right = outputs[0].hidden_states[layer + 1][0], outputs[1].hidden_states[place + 1][0].detach()
+            mine = small.distill_projections[str(layer)](mine)
+            mse = ((mine - right) ** 2).mean(1)
+            distance = mse if options["states"] == "mse" else 1 - cosine_similarity(mine, right, dim=1)
+            states = states + options["states_weight"] * (distance.mean() if kind == "texts" else distance.sum()) / 2
+        losses.append(loss.sum() + states)
+        counts.append(len(loss))
+    names, weights = zip(*small.named_parameters(), strict=True)
+    total = torch.stack(losses).sum() / sum(counts)
+    found = torch.autograd.grad(total, weights, allow_unused=True)
+    return {name: each for name, each in zip(names, found, strict=True) if each is not None}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("states", ["none", "mse", "cosine"])
+@pytest.mark.parametrize("kind", CLASSES)
+def test_gradients_equal_those_of_a_plain_loop(kind, states):
+    options, double = {"weight": 1.0, "temperature": 3.0, "states": states, "states_weight": 0.5}, Double()
+    whole = train(recipe(kind, options=options, max_steps=1), double).gradients
+    same(whole, reference(kind, options, double))
+    packing = ["packing"] if (kind, states) == ("texts", "none") else []
+    given = recipe(kind, *packing, options=options, micro_batch_size=2, max_steps=1)
+    same(train_double([given])[0], whole)
+
+
+def test_two_processes_have_the_same_gradients(processes):
+    alone, divided = [], []
+    for kind, strategy, states in (("texts", "ddp", "mse"), ("language", "fsdp", "none")):
+        options, keys = {"weight": 1.0, "states": states}, {"micro_batch_size": 2, "max_steps": 1}
+        alone.append(recipe(kind, options=options, **keys))
+        divided.append(recipe(kind, strategy, options=options, **keys))
+    found = processes(2, train_double, divided)[0].result
+    for gradients, expected in zip(found, train_double(alone), strict=True):
+        same(gradients, expected)

@@ -95,11 +95,11 @@ def text_lengths(batch: Mapping[str, Any], padding: int | None) -> Tensor:
     ids, positions = batch["input_ids"], batch.get("position_ids")
     if positions is not None:
         text = (positions[0] == positions[0, 0]).cumsum(0) - 1
-        counts = torch.zeros_like(text).scatter_add_(0, text, torch.ones_like(text))
+        counts: Tensor = torch.zeros_like(text).scatter_add_(0, text, torch.ones_like(text))
         return counts[text][None].float()
-    real = batch.get("attention_mask")
-    if real is not None:
-        return real.sum(1, keepdim=True).float()
+    mask: Tensor | None = batch.get("attention_mask")
+    if mask is not None:
+        return mask.sum(1, keepdim=True).float()
     real = torch.ones_like(ids, dtype=torch.bool)
     if padding is not None and "targets" in batch:  # on the right, where no token has a target
         real = (ids != padding) | (batch["targets"] != -100)

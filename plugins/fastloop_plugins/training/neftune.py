@@ -31,6 +31,7 @@ class Neftune(Plugin):
 
     name = "neftune"
     numerics = "changes-training"
+    conflicts = {"context-parallel": "it divides texts, and the noise depends on their lengths."}
     description = "adds noise to the embeddings in training"
     lengths: Tensor | None = None
     handle: Any = None

@@ -1,12 +1,10 @@
 """Trains a small model, the student, from the outputs of a trained one, the teacher, beside the task of the recipe.
 
-    model: {name: runs/large/model}
-    data: {files: {train: reviews.csv}, text: text, label: label, max_length: 256}
-    plugins:
-      - text-classification
-      - distill: {teacher: runs/large, layers: [1, 3, 5]}
-
-``README.md`` describes the losses and options.
+model: {name: runs/large/model}
+data: {files: {train: reviews.csv}, text: text, label: label, max_length: 256}
+plugins:
+  - text-classification
+  - distill: {teacher: runs/large, layers: [1, 3, 5]}
 """
 
 from __future__ import annotations
@@ -35,6 +33,7 @@ class Distill(Plugin):
         "fused-loss": "it computes no logits, and the soft loss compares them.",
         "deepspeed": "distill is not tested with its engine.",
         "tensor-parallel": "it divides the logits over the processes.",
+        "context-parallel": "it divides the tokens over the processes.",
     }
     runs_after = ("lora", "freeze")  # which would freeze the projections
     description = "learns the outputs of a teacher, too"

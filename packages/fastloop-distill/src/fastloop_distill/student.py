@@ -84,6 +84,7 @@ class Student:
     def __init__(self, model: Any, states: bool) -> None:
         self.states = states
         self.found: list[Any] | None = None
+        self.known = [(module, set(module._forward_hooks)) for module in model.modules()]
         before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         self.hooks = [before, model.register_forward_hook(self._after_forward)]
 
@@ -119,6 +120,10 @@ class Student:
         self.targets = None
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for hook in self.hooks:
-            hook.remove()
+        """Remove the hooks, and those with which transformers records hidden states."""
+        self.hooks[0].remove()
+        for module, known in self.known:
+            for key in module._forward_hooks.keys() - known:
+                del module._forward_hooks[key]
+            if getattr(module, "_output_capturing_hooks_installed", False):
+                module._output_capturing_hooks_installed = False

@@ -42,12 +42,12 @@ def choice(option: str, values: Sequence[str], help: str) -> Any:
     return typer.Option(option, parser=parse, metavar="|".join(values), help=help)
 
 
-def output_file(option: str, help: str, kind: type = str) -> Any:
-    """An option for a file to write, checked before the command begins. Empty: no file; ``-``: stdout, where the
-    command has that.
+def output_file(option: str, help: str, kind: type = str, stdout: bool = False) -> Any:
+    """An option for a file to write, checked before the command begins. Empty: no file.
 
     Args:
         kind: Type of the value: str or Path.
+        stdout: Whether ``-`` stands for stdout. The help text then has a note of it.
     """
 
     def parse(text: str) -> Any:
@@ -57,7 +57,7 @@ def output_file(option: str, help: str, kind: type = str) -> Any:
         from fastloop.errors import UsageError
 
         path = Path(text)
-        if text == "" or (text == "-" and "-: stdout" in help):
+        if text == "" or (text == "-" and stdout):
             return kind(text)
         try:
             if text == "-":
@@ -69,7 +69,7 @@ def output_file(option: str, help: str, kind: type = str) -> Any:
             )
             # /dev/stdout may lead to a file, and would be replaced itself
             if devices or (path.exists() and not path.is_file()):
-                advice = "For stdout, give -." if "-: stdout" in help else "Write a file, and copy it from there."
+                advice = "For stdout, give -." if stdout else "Write a file, and copy it from there."
                 raise UsageError(f"{option} {text}: found a device, pipe or socket, expected a file. {advice}")
             if not path.parent.is_dir():
                 raise UsageError(f"{option} {text}: expected a file in an existing folder.")
@@ -80,7 +80,7 @@ def output_file(option: str, help: str, kind: type = str) -> Any:
             raise UsageError(f"{option} {text[:100]}: cannot be written: {why}. Give another file.") from None
         return kind(text)
 
-    return typer.Option(option, parser=parse, metavar="FILE", help=help)
+    return typer.Option(option, parser=parse, metavar="FILE", help=help + " -: stdout." * stdout)
 
 
 ACCEPTED = "bitwise,reassociated,reduced-precision"

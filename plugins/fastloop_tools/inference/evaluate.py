@@ -38,7 +38,7 @@ def evaluate(
     json_file: Annotated[
         str,
         output_file(
-            "--json", "Also write the results to this file, and the confusion matrix beside it as .svg; -: stdout."
+            "--json", "Also write the results to this file, and the confusion matrix beside it as .svg.", stdout=True
         ),
     ] = "",
     worst: Annotated[

@@ -31,7 +31,7 @@ def plan_memory(
     ] = "",
     json_file: Annotated[
         str,
-        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),
+        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list.", stdout=True),
     ] = "",
 ) -> bool:
     """Estimate memory and traffic. Returns whether one of the options was given."""

@@ -28,7 +28,7 @@ def plan_code(
     ] = False,
     json_file: Annotated[
         str,
-        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list. -: stdout."),
+        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list.", stdout=True),
     ] = "",
 ) -> bool:
     """List the code of a recipe, without importing it. Returns whether the option was given."""

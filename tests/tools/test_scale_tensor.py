@@ -123,3 +123,22 @@ def test_a_model_that_the_processes_cannot_divide_has_no_row(tmp_path, monkeypat
         PluginError, match=r"plugins\.tensor-parallel: num_key_value_heads of the model is 2, not a multiple of the 4"
     ):
         estimate(tiny("decoder", "tensor-parallel"), 4)
+
+
+@pytest.mark.slow
+def test_a_divided_sequence_needs_less_memory_and_more_traffic(tmp_path, monkeypatch):
+    """One sample on four processes: each computes a quarter of its tokens."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(("A", "B"))
+    (whole,) = (row for row in estimate(tiny("decoder", "fsdp", batch_size=1), 1).variants if row.listed)
+    estimated = estimate(tiny("decoder", "fsdp", "context-parallel", batch_size=1), 4)
+    length = estimated.batch[0][1]
+    divided = {row.name: row for row in estimated.variants if not row.checkpointing}
+    found, ddp = divided["fsdp x context 4"], divided["ddp x context 4"]
+    assert (found.listed, found.samples) == (True, 1)
+    assert 0.2 * whole.activations < found.activations < 0.5 * whole.activations  # and all keys and values of a layer
+    assert 0.2 * whole.flops < found.flops < 0.4 * whole.flops
+    plain = next(row for row in estimate(tiny("decoder", "fsdp", batch_size=4), 4).variants if row.name == "ddp")
+    keys = LLAMA["num_key_value_heads"] * 16 * 4 * length  # bytes of all keys of a layer, and of all values
+    sent = LLAMA["num_hidden_layers"] * 2 * keys * (1 + 2) * 3 / 4  # gathered in forward, all-reduced in backward
+    assert ddp.wire - plain.wire == pytest.approx(sent)

@@ -18,7 +18,8 @@ A strategy that divides the layers themselves, over processes that train on the 
 methods. ``divisions(processes, per_node)`` returns the numbers of processes that it can divide a layer over; 1: none.
 ``divide_model(model, processes, precision, where)`` makes a model of fake tensors the share of a process, and
 ``layout`` then describes the share. It returns an object whose attribute ``sent`` counts the bytes that forward and
-backward send.
+backward send. A plugin that divides the tokens of sequences declares ``divide_sequences(model, size)``, which does the
+same for ``size`` processes of its option ``size``.
 """
 
 from __future__ import annotations

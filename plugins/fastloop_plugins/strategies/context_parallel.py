@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._context_attention import Slices
+    from fastloop_plugins.strategies._memory_context import ContextShare
 
 logger = logging.getLogger("fastloop")
 OWN = "it computes attention over the processes itself."
@@ -62,6 +63,15 @@ class ContextParallel(Plugin):
         """Options."""
 
         size: Annotated[int | None, option("Consecutive processes that share a sequence; null: all.", ge=2)] = None
+
+    @classmethod
+    def divide_sequences(cls, model: nn.Module, size: int) -> ContextShare:
+        """For `fastloop plan`: make a model of fake tensors compute the tokens of one of ``size`` processes. The result
+        counts the bytes that it sends in its attribute ``sent``."""
+        from fastloop_plugins.strategies._memory_context import ContextShare
+        from fastloop_plugins.text.next_token_loss import with_loss
+
+        return ContextShare(with_loss(model), size)
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:

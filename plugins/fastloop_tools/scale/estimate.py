@@ -134,9 +134,11 @@ def estimate(
     recipe = resolved.recipe
     listed = {name: dict(options) for name, options in recipe.plugins.items() if isinstance(options, dict)}
     with ExitStack() as opened:
-        fake = opened.enter_context(open_fake(resolved, processes))
+        divider, context = sequence_divider(recipe, listed, processes)
+        fake = opened.enter_context(open_fake(resolved, processes // context))
         weights = weights_of(fake, None)
-        measured = measure(fake, listed.get(CHECKPOINTING, {}))
+        share = divider.divide_sequences(fake.run.unwrap_model(), context) if context > 1 else None
+        measured = measure(fake, listed.get(CHECKPOINTING, {}), share)
         whole = fake, weights, measured
         result = Estimate(
             recipe=recipe.where,
@@ -151,6 +153,8 @@ def estimate(
         for name, cls in strategies(recipe):
             options = listed.get(name, {})
             for size in cls.divisions(processes, nproc) if hasattr(cls, "divisions") else [1]:
+                if size > 1 and context > 1:
+                    continue  # the two exclude each other
                 fake, weights, measured = whole
                 if size > 1:
                     try:
@@ -172,6 +176,7 @@ def estimate(
                     options=options,
                 )
                 for row in cls.estimate_memory(layout):
+                    row["name"] += f" x context {context}" * (context > 1)
                     for checkpointing in (False, True):
                         if (checkpointing, bool(row.get("weights_cast"))) not in measured:
                             continue
@@ -187,6 +192,18 @@ def estimate(
 
     result.smallest_change = smallest_change(result.variants, accepts)
     return result
+
+
+def sequence_divider(recipe: Recipe, listed: Mapping[str, Any], processes: int) -> tuple[Any, int]:
+    """The plugin of a recipe that divides the tokens of sequences, and over how many processes; None and 1: there is
+    none."""
+    from fastloop.plugins.resolve import load_listed
+
+    for name, options in listed.items():
+        cls: Any = load_listed(recipe, name)
+        if hasattr(cls, "divide_sequences"):
+            return cls, min(options.get("size") or processes, processes)
+    return None, 1
 
 
 def divided(

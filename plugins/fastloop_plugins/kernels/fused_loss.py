@@ -43,7 +43,6 @@ class FusedLoss(Plugin):
 
     name = "fused-loss"
     numerics = "reassociated"
-    conflicts = {"tensor-parallel": "it divides the head over the processes, and the loss needs all rows of it."}
     runs_after = ("lora", "packing", "torchao-fp8", "liger")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     for_inference = True

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 CONFLICTS = {
     "auto-micro-batch": "it divides a step's samples over the processes, and here some train on the same ones.",
+    "fused-loss": "it needs all rows of the head, which the processes divide.",
     "fused-optimizer": "torch's fused optimizers cannot step divided and whole weights together.",
     "sample-audit": "it counts each sample once, and here several processes train on it.",
     "torchao-fp8": "it replaces the layers that the plan names.",

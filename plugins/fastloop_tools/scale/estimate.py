@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import PluginError, RecipeError, Strategy
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
+from fastloop_plugins.strategies._tensor_group import CONFLICTS
 from fastloop_tools.scale.activations import PASSES, Activations, micro_step, state_bytes
 from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
 from fastloop_tools.scale.model import FakeRun, explain, make_fake, open_fake, quiet
@@ -153,8 +154,8 @@ def estimate(
         for name, cls in strategies(recipe):
             options = listed.get(name, {})
             for size in cls.divisions(processes, nproc) if hasattr(cls, "divisions") else [1]:
-                if size > 1 and context > 1:
-                    continue  # the two exclude each other
+                if size > 1 and (context > 1 or CONFLICTS.keys() & listed.keys()):
+                    continue  # the run would be refused
                 fake, weights, measured = whole
                 if size > 1:
                     try:

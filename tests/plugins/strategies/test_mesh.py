@@ -54,6 +54,7 @@ FOUR = [
     run("mesh in a mesh", {"fsdp": {"tensor": 4, "shard_within": 2}}),
     run("mesh of the main process", {"fsdp": {"tensor": 2, "meta_device": True}}),
     run("mesh with an audit", MESH, "sample-audit"),
+    run("mesh with a fused loss", MESH, "fused-loss"),
 ]
 AFTER = [run("mesh to plain", resume="mesh")]
 THREE = [run("uneven mesh", MESH)]
@@ -118,6 +119,11 @@ def test_each_process_holds_a_part_of_its_part(folder, results):
             "mesh with an audit",
             "plugins 'fsdp' and 'sample-audit' exclude each other: it counts each sample once, and here several "
             "processes train on it. Remove one of them.",
+        ),
+        (
+            "mesh with a fused loss",
+            "plugins 'fsdp' and 'fused-loss' exclude each other: it needs all rows of the head, which the processes "
+            "divide. Remove one of them.",
         ),
         (
             "uneven mesh",

@@ -12,6 +12,7 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import With, Without, names, output_file
 from fastloop.distributed import signals
+from fastloop.errors import UsageError
 from fastloop.recipe import Inference, secrets
 
 Target = Annotated[
@@ -49,6 +50,19 @@ def evaluate(
             help="Also show and store the N samples whose targets have the lowest probability, with their input.",
         ),
     ] = 0,
+    tasks: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help="Evaluate a language model on these tasks of the library lm-eval instead; needs the extra lm-eval.",
+        ),
+    ] = None,
+    task_folder: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="A folder with your own task files, for --tasks.")
+    ] = None,
+    trust_task_code: Annotated[
+        bool, typer.Option("--trust-task-code", help="Let the files of --task-folder run code.")
+    ] = False,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     with_: With = None,
     without: Without = None,
@@ -61,6 +75,23 @@ def evaluate(
     """
     from fastloop_tools.inference.target import load, open_inference, read_file_instead
 
+    if task_folder and not tasks:
+        raise UsageError(f"--task-folder {task_folder}: expected the names of its tasks, too: --tasks A,B")
+    if tasks:
+        others = {"--file": file, "--worst": worst, "--nproc": nproc, "--with": with_, "--without": without}
+        if given := [name for name, value in others.items() if value]:
+            raise UsageError(
+                f"--tasks: found {', '.join(given)} beside it, which has no effect on tasks. Leave it out."
+            )
+        from fastloop_tools.inference import benchmarks
+
+        with signals.on_signals(signals.stop_now):
+            log_to_stderr(json_file)
+            report(
+                benchmarks.evaluate_tasks(target, arguments or (), names(tasks), task_folder, trust_task_code),
+                json_file,
+            )
+        return
     recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
     command = ["evaluate", target, *(arguments or ()), "--split", split]
     command += [
@@ -82,13 +113,9 @@ def evaluate(
     launch.end_with_launcher()
     with signals.on_signals(signals.stop_now):
         from fastloop_tools.inference.classes import ClassCounts
-        from fastloop_tools.inference.saved import save
         from fastloop_tools.inference.worst import worst_samples
 
-        if json_file == "-":
-            import rich
-
-            rich.reconfigure(stderr=True)  # log messages must not mix with JSON
+        log_to_stderr(json_file)
         counts = ClassCounts()
         with open_inference(recipe, [counts], file) as run:
             from fastloop import loop  # only here: it imports torch
@@ -109,15 +136,27 @@ def evaluate(
             if worst:
                 record["worst"] = worst_samples(run, split, worst)
             if run.is_main:
-                show(record, json_file)
-                saved = (
-                    save(Path(target), record, record["arguments"])
-                    if (Path(target) / "recipe.yaml").is_file()
-                    else None
-                )
-                if saved and json_file != "-":
-                    typer.echo(f"written to {saved}; page: fastloop report {target}")
+                report(record, json_file)
         launch.end(run)
+
+
+def log_to_stderr(json_file: str) -> None:
+    """Let log messages not mix with JSON on stdout."""
+    if json_file == "-":
+        import rich
+
+        rich.reconfigure(stderr=True)
+
+
+def report(record: dict[str, Any], json_file: str) -> None:
+    """Show the results, and write them to the run folder, if the model is one of a run."""
+    from fastloop_tools.inference.saved import save
+
+    target = record["model"]
+    show(record, json_file)
+    saved = save(Path(target), record, record["arguments"]) if (Path(target) / "recipe.yaml").is_file() else None
+    if saved and json_file != "-":
+        typer.echo(f"written to {saved}; page: fastloop report {target}")
 
 
 def show(record: dict[str, Any], json_file: str) -> None:
@@ -132,10 +171,15 @@ def show(record: dict[str, Any], json_file: str) -> None:
     if json_file == "-":
         typer.echo(text, nl=False)
         return
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in record["metrics"].items():
-        table.add_row(f"{record['file'] or record['split']} {name}", f"{value:.4f}")
-    rich.print(table)
+    if "tasks" in record:
+        from fastloop_tools.inference.benchmarks import show_tasks
+
+        show_tasks(record["tasks"])
+    else:
+        table = Table(box=None, show_header=False, pad_edge=False)
+        for name, value in record["metrics"].items():
+            table.add_row(f"{record['file'] or record['split']} {name}", f"{value:.4f}")
+        rich.print(table)
     columns = ("precision", "recall", "f1")
     for key, title in (("entities", "entity"), ("classes", "class")):
         rows = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
@@ -65,9 +65,9 @@ class Calls:
 
 
 @contextmanager
-def open_exported(recipe: Recipe) -> Iterator[tuple[Run, bool]]:
-    """Open a run with the exported model of ``recipe.inference`` on the CPU, for the split test, validation or train:
-    the first one that can be read. Only the task's plugin takes part.
+def open_exported(recipe: Recipe, names: Iterable[str] = ("test", "validation", "train")) -> Iterator[tuple[Run, bool]]:
+    """Open a run with the exported model of ``recipe.inference`` on the CPU, for the first of the splits that can be
+    read. Only the task's plugin takes part.
 
     Yields:
         The run, and whether its split can be read.
@@ -87,7 +87,7 @@ def open_exported(recipe: Recipe) -> Iterator[tuple[Run, bool]]:
         if options is False or load_listed(recipe, name).slot == "task"
     }
     recipe = dataclasses.replace(recipe, plugins=task, train=dataclasses.replace(recipe.train, device="cpu"))
-    splits = [dataclasses.replace(inference, split=split) for split in ("test", "validation", "train")]
+    splits = [dataclasses.replace(inference, split=split) for split in names]
     text = dataclasses.replace(inference, split="predict", source=[""], chunk=1)
     problem: UsageError | None = None
     with ExitStack() as stack:

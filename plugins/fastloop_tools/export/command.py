@@ -38,6 +38,15 @@ def export(
             "safetensors: all weights, with LoRA merged. adapter: the LoRA weights alone. onnx: needs the extra onnx.",
         ),
     ] = "safetensors",
+    quantize: Annotated[
+        str | None,
+        choice(
+            "--quantize",
+            ("int8",),
+            "Round the weights of linear layers to 8 bits, and show the loss of quality. safetensors: needs the extra "
+            "int8.",
+        ),
+    ] = None,
     checkpoint: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Export this checkpoint of the run: last, best or its folder's name."),
@@ -62,15 +71,17 @@ def export(
     both agree.
     """
     from fastloop_tools.export import folder, hub, source
+    from fastloop_tools.export import quantize as int8
 
     if ranks.world_size() > 1:
         raise UsageError("export uses one process. Start it without a launcher.")
+    int8.check(to, quantize)
     if to == "onnx":
         check_packages()
     recipe, weights = source.find_weights(
         target, arguments or (), checkpoint, to == "adapter", names(with_), names(without)
     )
-    out = out or default_folder(Path(target), checkpoint and weights.name, to)
+    out = out or default_folder(Path(target), checkpoint and weights.name, f"{to}-{quantize}" if quantize else to)
     folder.check(out, overwrite, weights)
     if push is not None:
         hub.check(push)
@@ -81,8 +92,10 @@ def export(
     ):
         model = source.make_model(recipe, weights, to == "adapter", Path(scratch))
         message = write(recipe, model, made, to, out.name, Path(target).resolve().name)
-    if message:
-        typer.echo(message)
+        if message:
+            typer.echo(message)
+        if quantize:
+            write_int8(recipe, model, made, to)
     typer.echo(f"written to {out}")
     if push is not None:
         typer.echo(f"uploaded to {hub.upload(out, push)}")
@@ -150,6 +163,32 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
         page = card(to, name, source, labels, exported, bool(config))
         (made / "README.md").write_text(page, encoding="utf-8")
     return str(exported) if exported else ""
+
+
+def write_int8(recipe: Any, model: Path, made: Path, to: str) -> None:
+    """Quantize the files of an export, and print the metrics before and after.
+
+    Args:
+        model: The folder of the exported model.
+        made: The folder of the export.
+    """
+    from fastloop_tools.export import quantize as int8
+    from fastloop_tools.trials.tables import markdown_table, show_table
+
+    before = int8.size_of(made)
+
+    def change(network: Any) -> None:
+        if to == "onnx":
+            int8.quantize_onnx(made / "model.onnx")
+            int8.use_onnx(network, made / "model.onnx")
+        else:
+            int8.quantize_folder(network, model, made)
+
+    found = int8.measure(recipe, model, change)
+    rows = int8.describe(found, before, int8.size_of(made))
+    show_table(int8.HEAD, rows)
+    with (made / "README.md").open("a", encoding="utf-8") as file:
+        file.write("\n".join(["", "The weights are then rounded to int8.", "", *markdown_table(int8.HEAD, rows)]))
 
 
 def read_config(model: Path) -> dict[str, Any]:

@@ -16,7 +16,8 @@ BERT_LIKE = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-rober
 
 def transformers_model(model: nn.Module) -> Any:
     """The outermost transformers model in ``model``, whatever wraps it; None if there is none."""
-    return next((module for module in model.modules() if hasattr(module, "set_attn_implementation")), None)
+    # its class: peft's wrappers pass the attributes of their model on
+    return next((module for module in model.modules() if hasattr(type(module), "set_attn_implementation")), None)
 
 
 def model_type(recipe: Recipe) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Generator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ TRAIN = {
     "keep_checkpoints": 9,
     "max_grad_norm": 0.5,
 }
+PATIENCE = 30.0
+"""Seconds that a process with an error waits for the errors of the others."""
 
 
 class Net(nn.Module):
@@ -232,7 +235,9 @@ class Watch(Plugin):
         weights = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim > 1]
         others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
         groups = [{"params": weights, "weight_decay": 0.1}, {"params": others, "lr": 5e-3}]
-        return getattr(torch.optim, run.recipe.train.optimizer_name)(groups, lr=run.recipe.train.lr)
+        return getattr(torch.optim, run.recipe.train.optimizer_name)(
+            groups, lr=run.recipe.train.lr, **run.recipe.train.optimizer_arguments
+        )
 
     @hookimpl
     def before_step(self, run: Any) -> None:
@@ -336,6 +341,7 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
         )
         summary = trainer.fit()
     except FastloopError as error:
+        wait_for_errors(spec["name"], error)
         return {"error": f"{type(error).__name__}: {error}"}
     ours = {key for key in os.environ.keys() | before.keys() if "DS_" in key or "DEEPSPEED" in key}
     changed = sorted(key for key in ours if os.environ.get(key) != before.get(key))
@@ -344,6 +350,20 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
         | {"environment": changed, "compile": summary.get("compile"), "summary": summary}
         | ({"exchanges": exchanges.counts} if spec.get("exchanges") else {})
     )
+
+
+def wait_for_errors(name: str, error: FastloopError) -> None:
+    """Wait until every process has an error of this run. One that does not would wait in an exchange that the others
+    have left, until the time limit of the start."""
+    if not torch.distributed.is_initialized():
+        return
+    store, rank = torch.distributed.distributed_c10d._get_default_store(), torch.distributed.get_rank()
+    store.set(f"{name}/{rank}", "failed")
+    names = [f"{name}/{other}" for other in range(torch.distributed.get_world_size())]
+    try:
+        store.wait(names, timedelta(seconds=PATIENCE))
+    except torch.distributed.DistStoreError:
+        raise RuntimeError(f"the run {name!r} failed on process {rank}, and not on all: {error}") from error
 
 
 def all_of(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -37,6 +37,10 @@ def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None)
     weights, model = run.full_state_dict() if weights is None else weights, run.unwrap_model()
     if not run.is_main:
         return folder
+    first: dict[int, str] = {}  # parameter -> its first name
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in weights:  # strategies gather each name of a tied weight apart
+            weights[name] = weights[first.setdefault(id(parameter), name)]
     folder.mkdir(parents=True, exist_ok=True)
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:

@@ -127,7 +127,7 @@ def check_processes(recipe: Recipe, resolution: PluginSet, settings: Settings, p
     size = settings.processes_per_batch
     if 0 < size < processes and processes % size:
         raise PluginError(
-            f"{recipe.where}: plugin {settings.writers['processes_per_batch']!r} divides each layer over {size} "
+            f"{recipe.where}: plugin {settings.writers['processes_per_batch']!r} needs groups of {size} "
             f"processes, and {processes} are not a multiple of {size}. Start "
             f"{processes // size * size} or {(processes // size + 1) * size}."
         )

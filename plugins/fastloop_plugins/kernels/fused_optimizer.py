@@ -5,7 +5,8 @@
 
 ``fused`` updates weights and moments in one kernel (CUDA, CPU and others). ``foreach`` is for optimizers without a
 fused kernel. ``8bit`` keeps the moments of Adam, AdamW and others in 8 bits, with bitsandbytes: a quarter of the
-memory, at lower precision. Method: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.
+memory, at lower precision. `deepspeed` flattens weights, so other ones share a scale, and numbers differ from those of
+one process. Method: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2021.
 """
 
 from __future__ import annotations

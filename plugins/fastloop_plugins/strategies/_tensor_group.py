@@ -77,12 +77,28 @@ class TensorGroup:
         self.drew_together = True
 
 
-def step_one_by_one(optimizer: Optimizer) -> None:
-    """Step the parameters in a Python loop: torch's multi-tensor operations cannot mix divided and whole weights."""
+def step_one_by_one(optimizer: Optimizer, where: str) -> None:
+    """Step the parameters in a Python loop: torch's multi-tensor operations cannot mix divided and whole weights.
+
+    Args:
+        where: The recipe, for messages.
+
+    Raises:
+        PluginError: The optimizer was asked for such an operation.
+    """
+    from torch.distributed.tensor import DTensor
+
     for member in getattr(optimizer, "members", {"": optimizer}).values():
         for group in member.param_groups:
             if group.get("foreach", False) is None:
                 group["foreach"] = False
+            is_mixed = len({isinstance(weight, DTensor) for weight in group["params"]}) > 1
+            for key in ("foreach", "fused"):
+                if is_mixed and group.get(key):
+                    raise PluginError(
+                        f"{where}: train.optimizer.{key}: torch cannot step divided and whole weights together. "
+                        "Remove it."
+                    )
 
 
 def clip_divided(model: nn.Module, max_norm: float) -> Tensor:

@@ -66,7 +66,7 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
         rules: The model's ``tp_plan``: module name -> style. A ``*`` stands for the index of a layer.
 
     Raises:
-        PluginError: A rule has another style, or the processes cannot divide a layer evenly.
+        PluginError: A rule has another style, the processes cannot divide a layer evenly, or no rule applies.
     """
     config = model.config.get_text_config()
     for key in HEADS:
@@ -98,6 +98,8 @@ def styles(model: Any, rules: Mapping[str, str], processes: int, where: str) -> 
             continue
         found[f"{name}.base_layer"] = style
         found |= {f"{name}.{ADAPTERS[rule]}.{adapter}": style for adapter in getattr(module, ADAPTERS[rule])}
+    if not found:
+        raise PluginError(f"{where}: the plan of {type(model).__name__} names none of its layers. Use fsdp or ddp.")
     return found
 
 

@@ -203,7 +203,7 @@ class FSDP(Strategy):
         from fastloop_plugins.strategies._sharded_parameters import try_step
 
         if self.group is not None:
-            step_one_by_one(optimizer)
+            step_one_by_one(optimizer, run.recipe.where)
         try_step(optimizer, run.recipe.where)
         self.gradients = Gradients(run, model.parameters())
         fill_gradients(model, self.gradients)

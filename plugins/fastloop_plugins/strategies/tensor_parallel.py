@@ -39,7 +39,7 @@ class TensorParallel(Strategy):
 
     name = "tensor-parallel"
     numerics = "reassociated"
-    runs_after = ("activation-checkpointing",)
+    runs_after = ("lora", "activation-checkpointing")
     conflicts = CONFLICTS
     description = "divides the layers of a transformers model over the processes"
 
@@ -103,7 +103,7 @@ class TensorParallel(Strategy):
             return super().prepare(run, model, optimizer)
         from fastloop_plugins.strategies._sharded_parameters import try_step
 
-        step_one_by_one(optimizer)
+        step_one_by_one(optimizer, run.recipe.where)
         try_step(optimizer, run.recipe.where)
         return model, optimizer
 

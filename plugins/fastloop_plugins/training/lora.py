@@ -97,6 +97,7 @@ class LoRA(Plugin):
                 "fsdp": "4-bit weights with their scales cannot be sharded. Use ddp, or leave quantize out.",
                 "deepspeed": "DeepSpeed shards and casts weights, which would damage those in 4 bits. Use ddp, or "
                 "leave quantize out.",
+                "tensor-parallel": "4-bit weights with their scales cannot be divided. Use ddp, or leave quantize out.",
             }
 
     @hookimpl

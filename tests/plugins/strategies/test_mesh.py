@@ -85,7 +85,7 @@ def test_numbers_are_those_of_one_process(results, folder, kind):
     assert plain["losses"][-1] < 0.99 * plain["losses"][0]
     assert mesh["summary"]["samples"] == plain["summary"]["samples"]
     weights, whole = (load_file(folder / f"{run}{kind}" / "model" / "model.safetensors") for run in ("mesh", "plain"))
-    assert weights.keys() >= whole.keys()
+    assert weights.keys() == whole.keys()
     assert all(torch.allclose(weights[key], whole[key], rtol=1e-4, atol=1e-5) for key in whole)
 
 
@@ -95,12 +95,21 @@ def test_resume_on_another_mesh(results, name):
     same(results[name], results["plain"], 1e-5)
 
 
+def stored(checkpoint: Path) -> tuple[int, dict[str, Any]]:
+    """The number of files with shards, and the shapes that they hold."""
+    files = list((checkpoint / "sharded").glob("*.safetensors"))
+    return len(files), {name: tensor.shape for path in files for name, tensor in load_file(path).items()}
+
+
 def test_each_process_holds_a_part_of_its_part(folder, results):
-    files = list((folder / "mesh/checkpoints/step-00000004/sharded").glob("*.safetensors"))
-    shapes = {name: tensor.shape for path in files for name, tensor in load_file(path).items()}
-    assert len(files) == 4
+    files, shapes = stored(folder / "mesh/checkpoints/step-00000004")
+    assert files == 4
     assert shapes["model.model.layers.0.mlp.up_proj.weight"] == (8, 16)  # of (32, 16)
     assert shapes["model.model.layers.1.self_attn.o_proj.weight"] == (8, 8)  # of (16, 16)
+    _, shapes = stored(folder / "mesh lora/checkpoints/step-00000008")
+    layer = "model.base_model.model.model.layers.1.self_attn.o_proj"
+    assert shapes[f"{layer}.base_layer.weight"] == (16, 8)
+    assert shapes[f"{layer}.lora_A.default.weight"] == (8, 8)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +136,7 @@ def test_each_process_holds_a_part_of_its_part(folder, results):
         ),
         (
             "uneven mesh",
-            "plugin 'fsdp' divides each layer over 2 processes, and 3 are not a multiple of 2. Start 2 or 4.",
+            "plugin 'fsdp' needs groups of 2 processes, and 3 are not a multiple of 2. Start 2 or 4.",
         ),
     ],
 )

@@ -62,6 +62,7 @@ TWO = [
     run("tp qwen", "tensor-parallel", config=QWEN, train=TRAIN | {"micro_batch_size": 2}),
     run("tp mixture", "tensor-parallel", config=MIXTURE),
     run("tp unclipped", "tensor-parallel", train=TRAIN | {"max_grad_norm": None}),
+    run("tp foreach", "tensor-parallel", train=TRAIN | {"optimizer": {"name": "AdamW", "foreach": True}}),
     run("tp bf16", "tensor-parallel", {"amp": {"dtype": "bf16"}}),
     run("tp recomputed", "tensor-parallel", "activation-checkpointing"),
     run("tp dropout", "tensor-parallel", config={"attention_dropout": 0.1}),
@@ -169,6 +170,7 @@ def test_in_one_process_the_strategy_changes_nothing(results):
             "the plan of the model has 'moe_tp_experts' for model.layers.0.mlp.experts, a Qwen3MoeExperts. Use fsdp "
             "or ddp.",
         ),
+        ("tp foreach", "train.optimizer.foreach: torch cannot step divided and whole weights together. Remove it."),
         ("tp no plan", "plugins.tensor-parallel: Deep has no plan (tp_plan of a transformers model). Use fsdp or ddp."),
     ],
 )

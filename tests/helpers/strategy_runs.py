@@ -2,8 +2,9 @@
 
 A run: ``name``, which is its folder too; ``plugins``; ``train``: keys of a recipe's ``train``; ``resume``: a
 checkpoint; ``model``: a name in ``MODELS``; ``data``: a name in ``DATA``; ``model_mode``: train or eval; ``fp16``:
-force it; ``log``: options of the plugin; ``twice``: ``add`` or ``replace``, for two passes a step. Its result: losses,
-learning rates and gradient norms of the steps, metrics, how often gradients were exchanged, or the error.
+force it; ``overflow``: use ``Overflow``; ``log``: options of the plugin; ``twice``: ``add`` or ``replace``, for two
+passes a step. Its result: losses, learning rates and gradient norms of the steps, metrics, how often gradients were
+exchanged, loss scales, or the error.
 """
 
 from __future__ import annotations
@@ -221,6 +222,42 @@ class Fp16(Plugin):
         run.accelerator.state._mixed_precision = "no"
 
 
+class Overflow(Plugin):
+    """fp16 with loss scaling on a CPU, and gradients of one process that overflow in the third step.
+
+    Attributes:
+        scales: The loss scale after each step, which all processes share.
+    """
+
+    name = "overflow"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales: list[float] = []
+
+    @hookimpl(wrapper=True)
+    def build_collator(self, run: Any) -> Generator[None, Any, Any]:
+        run.accelerator.state._mixed_precision, run.accelerator.native_amp = "fp16", True
+        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)
+        return (yield)
+
+    @hookimpl
+    def check_run(self, run: Any) -> None:
+        run.accelerator.state._mixed_precision = "no"
+
+    @hookimpl(wrapper=True)
+    def compute_loss(self, run: Any) -> Generator[None, Any, Any]:
+        output = yield
+        if run.unwrap_model().training and run.state.step == 2 and run.rank == run.world_size - 1:
+            output.loss.register_hook(lambda gradient: gradient * torch.inf)
+        return output
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        (scale,) = set(run.processes.all_gather_object(run.accelerator.scaler.get_scale()))
+        self.scales.append(scale)
+
+
 class Watch(Plugin):
     """Records a run, and trains with two parameter groups."""
 
@@ -246,7 +283,7 @@ class Watch(Plugin):
     @hookimpl
     def before_optimizer_step(self, run: Any, grad_norm: Any) -> None:
         norm = run.gradient_norm()
-        assert grad_norm is None or norm.item() == grad_norm.item()
+        assert grad_norm is None or norm.item() == grad_norm.item() or norm.isnan()
         self.result["norms"].append(norm.item())
         self.result["modes"].append(run.unwrap_model().training)
 
@@ -324,6 +361,8 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     ]
     if "twice" in spec:
         plugins.append(Twice(adds=spec["twice"] == "add"))
+    if spec.get("overflow"):
+        plugins.append(overflow := Overflow())
     if spec.get("exchanges"):
         plugins.append(exchanges := Exchanges())
     arguments = {**TRAIN, "output": spec["name"], **spec.get("train", {})}
@@ -348,6 +387,7 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
     return (
         watch.result
         | {"environment": changed, "compile": summary.get("compile"), "summary": summary}
+        | ({"scales": overflow.scales} if spec.get("overflow") else {})
         | ({"exchanges": exchanges.counts} if spec.get("exchanges") else {})
     )
 

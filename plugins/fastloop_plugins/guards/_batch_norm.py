@@ -1,4 +1,4 @@
-"""Warns of batch norm over a part of a step's samples.
+"""Warns of batch norm over a part of a step's samples, and evaluates with the statistics that are exported.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from fastloop import hookimpl
@@ -18,14 +19,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
+def batch_norms(run: Run) -> list[nn.Module]:
+    """The model's layers of batch norm."""
+    return [module for module in run.unwrap_model().modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+
+
 @hookimpl(trylast=True)
 def check_run(run: Run) -> None:
     """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
-    norms = [
-        module
-        for module in run.unwrap_model().modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training
-    ]
+    norms = [module for module in batch_norms(run) if module.training]
     causes = []
     if run.settings.split is not None:
         causes.append(f"plugin {run.settings.writers['split']!r}, which splits steps")
@@ -38,3 +40,11 @@ def check_run(run: Run) -> None:
         logger.warning(
             "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
         )
+
+
+@hookimpl(tryfirst=True)
+def before_evaluate(run: Run) -> None:
+    """Give every process the running statistics of the main one, which checkpoints and exported models hold."""
+    for module in batch_norms(run) if run.world_size > 1 else ():
+        for buffer in module.buffers():
+            torch.distributed.broadcast(buffer, src=0)

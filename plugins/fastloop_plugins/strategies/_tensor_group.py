@@ -84,7 +84,7 @@ def step_one_by_one(optimizer: Optimizer, where: str) -> None:
         where: The recipe, for messages.
 
     Raises:
-        PluginError: The optimizer was asked for such an operation.
+        PluginError: The recipe selects such an operation for the optimizer.
     """
     from torch.distributed.tensor import DTensor
 

@@ -43,6 +43,7 @@ class DPO(PolicyTask):
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
+        super().before_step(run, batches)
         if self.config.loss == "orpo":  # it averages over the tokens of the whole step
             counts = [batch.inputs["sizes"].chunk(2)[0][: batch.samples, 0].sum() - batch.samples for batch in batches]
             self.targets = mean_of_step(run, sum(counts).float(), batches)
@@ -64,8 +65,7 @@ class DPO(PolicyTask):
         else:
             rewards = self.ratios(run, found[:, 0], batch).view(2, -1)
             loss = losses.dpo(rewards, tokens[..., 1], self.config)
-        rewards = self.count(model, self.config.beta * rewards.T)
-        return Output(loss.mean(), rewards, rewards)
+        return self.output(model, batch, loss, self.config.beta * rewards.T)
 
     def rewards(self, run: Run, batch: Mapping[str, Any]) -> Tensor:
         if self.has_reference:

@@ -71,6 +71,7 @@ class KTO(PolicyTask):
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
+        super().before_step(run, batches)
         found = [self.distances(run, run.model, batch.inputs)[: batch.samples].sum() for batch in batches]
         self.divergence = mean_of_step(run, sum(found), batches).clamp(min=0)
         run.log("kl", self.divergence, reduce="main")
@@ -94,10 +95,8 @@ class KTO(PolicyTask):
         ratios = self.ratios(run, self.log_probabilities(model, batch)[:, 0], batch)
         if divergence is None:  # a plugin tries the model before training
             divergence = self.distances(run, model, batch).mean().clamp(min=0)
-        loss = losses.kto(ratios, good, divergence, self.config).mean()
         both = (self.config.beta * ratios)[:, None].where(torch.stack([good, ~good], 1), torch.nan)
-        rewards = self.count(model, both)
-        return Output(loss, rewards, rewards)
+        return self.output(model, batch, losses.kto(ratios, good, divergence, self.config), both)
 
     def keyed(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
         import torch

@@ -77,7 +77,8 @@ class PolicyTask(PreferenceTask):
 
         model = super().build_model(run)
         if self.has_reference and run.is_main and run.recipe.inference is None:
-            self.known = f"{fingerprint(model)} {run.settings.mixed_precision} {run.recipe.plugins.get('lora')}"
+            facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
+            self.known = " ".join(map(str, (fingerprint(model), *facts)))
         return model
 
     @hookimpl

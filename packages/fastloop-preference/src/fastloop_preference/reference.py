@@ -103,6 +103,9 @@ def compute_all(
         results += [found] if place < len(batches) else []
     for module in training:
         module.training = True
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # fsdp leaves some weights gathered
+            module.reshard()
     own = [torch.cat(parts).cpu() for parts in zip(*results, strict=True)]
     return [torch.cat(parts) for parts in zip(*filter(None, processes.all_gather_object(own)), strict=True)]
 

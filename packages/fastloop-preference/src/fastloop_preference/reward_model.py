@@ -49,8 +49,7 @@ class RewardModel(PreferenceTask):
         from fastloop_preference import losses
 
         scores = self.scores(model, batch).view(2, -1)
-        rewards = self.count(model, scores.T)
-        return Output(losses.reward(scores, self.config.center).mean(), rewards, rewards)
+        return self.output(model, batch, losses.reward(scores, self.config.center), scores.T)
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from itertools import chain
 from typing import Any
 
 import numpy as np
-from fastloop_plugins.text import Chat, ChatRenderer, Sequences, Split, TextTask
+from fastloop_plugins.text import Chat, ChatRenderer, RowError, Sequences, Split, TextTask
 
 COMPLETIONS = ("chosen", "rejected", "completion")
 """Options of ``data`` that name columns of completions."""
@@ -15,6 +15,8 @@ MARK = "\0"
 
 def read_value(value: Any, name: str, key: str) -> str:
     """A text as it is, and messages, or a single one, as ``MARK`` and the JSON of a ``Chat``."""
+    if value is None or isinstance(value, int | float):
+        raise RowError(f"column {name!r} (data.{key}) holds {value!r}, expected a text or a list of messages.")
     if isinstance(value, str) and not value.startswith(MARK):
         return value
     return MARK + TextTask.read_conversation([value] if isinstance(value, Mapping) else value, name, key)
@@ -34,6 +36,8 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
         system, prompt = values.pop("system", ""), values.pop("prompt", None)
         completions = [*values.values()]
         if arguments["render"] or any(text.startswith(MARK) for text in (prompt or "", *completions)):
+            if tokenizer.chat_template is None:
+                raise RowError("the tokenizer has no chat template. Give one: data.chat_template=chatml, or a file.")
             start, wholes = encode_chats(renderer, system, prompt, completions)
         else:
             start, wholes = encode_texts(tokenizer, prompt, completions)
@@ -102,6 +106,7 @@ class Completions(Sequences):
 
     Attributes:
         sizes: Tokens of each prompt with each completion, (rows, completions).
+        findings: What a warning states -> the numbers of such rows of the split, from 0.
     """
 
     def __init__(self, split: Split, names: Sequence[str], most: int, keep: str) -> None:
@@ -111,8 +116,14 @@ class Completions(Sequences):
         parts = split.ids[starts[:, None] + np.arange(count)].astype(np.int64)
         whole = parts[:, :1] + parts[:, 1:]
         kept = {"all": parts[:, 0] >= 0, "begun": parts[:, 0] < most, "whole": (whole <= most).all(1)}[keep]
-        self.cut, self.dropped = int((whole[kept] > most).any(1).sum()), int((~kept).sum())
-        self.borders = np.cumsum(np.column_stack([starts + count, parts]), axis=1)[kept]
+        borders = np.cumsum(np.column_stack([starts + count, parts]), axis=1)
+        same = [bool(count == 3) and np.array_equal(*np.split(split.ids[a:c], [b - a])) for a, b, c in borders[:, -3:]]
+        self.findings = {
+            f"are cut at {most} tokens (data.max_length)": np.flatnonzero((whole > most).any(1) & kept),
+            f"are left out: more than {most} tokens (data.max_length)": np.flatnonzero(~kept),
+            "have the same completion twice": np.flatnonzero(same),
+        }
+        self.borders = borders[kept]
         self.sizes, self.ends = np.minimum(whole, most)[kept], self.ends[kept]
         self.labels = None if self.labels is None else self.labels[kept]
         self.lengths = self.sizes.sum(1)

@@ -6,16 +6,16 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import RecipeError, hookimpl
+from fastloop import Output, RecipeError, hookimpl
 from fastloop_plugins.text import Ragged, TextTask, template_text
 
 from fastloop_preference import rows
 from fastloop_preference.rows import COMPLETIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
-    from fastloop import Run
+    from fastloop import Batch, Run
     from fastloop_plugins.text import Split
     from torch import Tensor
 
@@ -33,6 +33,7 @@ class PreferenceTask(TextTask):
     keep: ClassVar[str] = "begun"
     template: str | None = None
     totals: Any = 0.0  # of rewards since the last log point
+    repeated: Collection[int] = ()  # the ids of the step's batches that repeat rows
 
     read_conversation = staticmethod(rows.read_value)
     encode = staticmethod(rows.encode)
@@ -67,9 +68,10 @@ class PreferenceTask(TextTask):
         size = self.data.options.max_length
         if not len(dataset):
             raise RecipeError(f"{self.data.where}.max_length: no row of the {split} split fits into {size} tokens.")
-        if dataset.cut or dataset.dropped:
-            text = "data: %s: more than %d tokens (data.max_length): %d rows are cut, and %d are dropped"
-            logger.warning(text, split, size, dataset.cut, dataset.dropped)
+        for what, found in dataset.findings.items():
+            if len(found):
+                text = "data: %s: %d rows %s. The first is row %d of the split"
+                logger.warning(text, split, len(found), what, found[0] + 1)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
@@ -83,10 +85,8 @@ class PreferenceTask(TextTask):
         split, decode = self.read_splits(run, count)["train"], self.text_model.tokenizer.decode
         dataset = self.build_dataset(split, self.encoding_arguments())
         for index in range(len(dataset)):
-            rows = {name: row.tolist() for name, row in dataset[index].items() if name in COMPLETIONS}
-            yield [
-                (name, [(decode([max(id, ~id)]), None if id < 0 else "") for id in row]) for name, row in rows.items()
-            ]
+            parts = ((name, row.tolist()) for name, row in dataset[index].items() if name in COMPLETIONS)
+            yield [(name, [(decode([max(id, ~id)]), None if id < 0 else "") for id in row]) for name, row in parts]
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """The first completions of all samples, then the second ones."""
@@ -109,16 +109,21 @@ class PreferenceTask(TextTask):
 
         return MetricCollection({"rewards": Rewards()})
 
-    def count(self, model: Any, rewards: Tensor) -> Tensor:
-        """Add the rewards of a training step, (rows, 2), to those that the next log point shows. Returns them."""
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        self.repeated = {id(batch.inputs) for batch in batches if not batch.samples}
+
+    def output(self, model: Any, batch: Mapping[str, Any], losses: Tensor, rewards: Tensor) -> Output:
+        """The result of ``compute_loss``. Adds the rewards of a training step, (rows, 2), to those that the next log
+        point shows, unless the batch repeats rows of another process."""
         import torch
 
         from fastloop_preference.metrics import sums
 
         rewards = rewards.detach()
         if model.training and torch.is_grad_enabled():
-            self.totals = self.totals + sums(rewards)
-        return rewards
+            self.totals = self.totals + sums(rewards) * (id(batch) not in self.repeated)
+        return Output(losses.mean(), rewards, rewards)
 
     def name_rewards(self, run: Run, rewards: Tensor) -> Mapping[str, Tensor]:
         """The predictions of a batch: ``reward``, or of a split's pairs ``chosen`` and ``rejected``."""
@@ -130,6 +135,16 @@ class PreferenceTask(TextTask):
         if run.schedule.log_due(run.state.step):
             from fastloop_preference.metrics import means
 
-            totals, self.totals = run.loaders.processes.all_reduce_sum(self.totals.cpu()), 0.0
-            for name, value in means(totals).items():
+            for name, value in means(self.save_state(run)["totals"]).items():
                 run.log(name, value, reduce="main")
+            self.totals = 0.0
+
+    @hookimpl
+    def save_state(self, run: Run) -> dict[str, Any]:
+        import torch
+
+        return {"totals": run.loaders.processes.all_reduce_sum(torch.as_tensor(self.totals).cpu())}
+
+    @hookimpl
+    def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        self.totals = state["totals"].to(run.device) * run.is_main

@@ -106,7 +106,7 @@ class Completions(Sequences):
 
     Attributes:
         sizes: Tokens of each prompt with each completion, (rows, completions).
-        findings: What a warning states -> the numbers of such rows of the split, from 0.
+        findings: Text of a warning -> the numbers of its rows in the split, from 0.
     """
 
     def __init__(self, split: Split, names: Sequence[str], most: int, keep: str) -> None:

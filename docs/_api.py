@@ -80,11 +80,7 @@ RULES: dict[type, dict[str, str]] = {
     Strategy: {"": "override it", "sets_precision": ON_CLASS},
     Processes: {"": "no", "close()": CORE, "explain_lost_connection()": CORE},
     Schedule: {"": "no"},
-    CheckpointSaver: {
-        "": "no",
-        "start()": CORE,
-        "take_failure()": CORE,
-    },
+    CheckpointSaver: {"": "no", "start()": CORE},
     Loaders: {"": "no", "set_datasets()": CORE, "build()": CORE, "copy_train()": CORE, "close()": CORE},
 }
 """Class -> whether a plugin may change an attribute or call a method; ``""`` is the rule of the other attributes. It

@@ -26,7 +26,7 @@ def after_step(run: Run, loss: Tensor) -> None:
         return
     if run.processes.is_main:
         scalars.values.setdefault("train/loss", []).append(loss)
-    if not run.schedule.log_due(run.state.step):
+    if run.state.step % run.recipe.train.log_every:
         return
     seconds, samples, tokens = scalars.mark
     start(run)

@@ -174,7 +174,7 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
             grad_norm = run.strategy.clip_gradients(run, max_norm)
     # run.gradient_norm() works until the optimizer steps
     run._clipped_at, run._gradient_norm = run.state.step, grad_norm
-    if run.scalars.enabled and run.schedule.log_due(run.state.step + 1):
+    if run.scalars.enabled and (run.state.step + 1) % run.recipe.train.log_every == 0:
         run.scalars.set_gradient_norm(run.gradient_norm(), run.is_main)
     run.hooks.before_optimizer_step(run=run, grad_norm=grad_norm)
     with region("optimizer"):

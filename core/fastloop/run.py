@@ -26,7 +26,7 @@ from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import Recipe
 from fastloop.runtime.clock import Clock
 from fastloop.runtime.random_states import preserve_random_states
-from fastloop.runtime.regions import each, region
+from fastloop.runtime.regions import region
 from fastloop.scalars import Reduction, Scalars
 from fastloop.schedule import Schedule
 from fastloop.settings import Settings
@@ -173,15 +173,14 @@ class Run:
 
     def to_device(self, steps: Iterable[list[Batch]]) -> Iterable[list[Batch]]:
         """Move the micro-batches of each step to the device."""
-        steps = each("data", steps)
-        placing = self.settings.placing
-        return map(self._to_device, steps) if placing is None else placing(steps, self._to_device)
+        if (placing := self.settings.placing) is not None:
+            return placing(steps, self._to_device)
+        return steps if self.device.type == "cpu" else map(self._to_device, steps)
 
     def _to_device(self, batches: list[Batch]) -> list[Batch]:
-        if self.device.type != "cpu":
-            with region("to device"):
-                for batch in batches:
-                    batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.settings.pin_memory)
+        with region("to device"):
+            for batch in batches:
+                batch.inputs = send_to_device(batch.inputs, self.device, non_blocking=self.settings.pin_memory)
         return batches
 
     def _start_totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
@@ -295,8 +294,10 @@ class Run:
         Raises:
             SaveError: A save failed on any process, and ``train.on_save_error`` is ``stop``.
         """
-        state, signal_name = self.state, self.signals.name
-        failure = self.saver.take_failure()
+        state, saver, signal_name = self.state, self.saver, self.signals.name
+        if saver.pending is not None:
+            saver.poll()
+        failure, saver.failure = saver.failure, None
         if self.processes.world_size > 1:
             reasons = (signal_name, failure, state.stop_reason)
             flags = (*(reason is not None for reason in reasons), state.evaluate_requested, state.save_requested)
@@ -306,7 +307,7 @@ class Run:
                 gathered = zip(*self.processes.all_gather_object(reasons), strict=True)
                 signal_name, failure, state.stop_reason = (next(filter(None, values), None) for values in gathered)
         if failure is not None:
-            self.saver.errors += 1
+            saver.errors += 1
             if self.recipe.train.on_save_error == "stop":
                 raise SaveError(f"{failure}. Free disk space, then continue with --resume.")
             log.warning("%s. Training continues; earlier checkpoints are intact", failure)

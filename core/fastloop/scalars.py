@@ -157,10 +157,10 @@ class Partial(NamedTuple):
 
 
 def _reduce(reduction: str, parts: Sequence[Partial]) -> float:
+    totals, numbers, largest = zip(*parts, strict=True)
     if reduction == "max":
-        return _largest([part.largest for part in parts])
-    total = sum(part.total for part in parts)
-    return total if reduction == "sum" else total / sum(part.number for part in parts)
+        return _largest(largest)
+    return sum(totals) if reduction == "sum" else sum(totals) / sum(numbers)
 
 
 def _largest(values: Sequence[float]) -> float:

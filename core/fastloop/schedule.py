@@ -64,10 +64,6 @@ class Schedule:
             "validation" in self._eval_loaders and self._state.evaluated_at != self._state.step and not self.interrupted
         )
 
-    def log_due(self, step: int) -> bool:
-        """Whether ``step`` is a log point."""
-        return step % self._train.log_every == 0
-
     def evaluation_due(self, epoch_ended: bool = False) -> bool:
         """Whether to evaluate now."""
         state, every = self._state, self._train.evaluate_every

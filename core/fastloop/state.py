@@ -74,7 +74,7 @@ class State:
         self.samples += totals.samples
         self.tokens += totals.tokens
         self.unreadable += totals.unreadable
-        self.skip_samples(totals)
+        self.epoch_samples += totals.samples + totals.unreadable
 
     def skip_samples(self, totals: BatchTotals) -> None:
         """Count samples as drawn in the current epoch."""
@@ -141,8 +141,13 @@ class BatchTotals(NamedTuple):
     @classmethod
     def of(cls, batches: Iterable[Batch]) -> BatchTotals:
         """Sum the given micro-batches, on this process."""
-        counts = [(batch.loss_weight, batch.samples, batch.tokens, len(batch.unreadable)) for batch in batches]
-        return cls(*map(sum, zip(*counts, strict=True)))
+        weight, samples, tokens, unreadable = 0.0, 0, 0, 0
+        for batch in batches:
+            weight += batch.loss_weight
+            samples += batch.samples
+            tokens += batch.tokens
+            unreadable += len(batch.unreadable)
+        return cls(weight, samples, tokens, unreadable)
 
     @classmethod
     def read(cls, totals: Tensor) -> BatchTotals:

@@ -55,7 +55,7 @@ INTERNAL: dict[type, set[str]] = {
     State: {"count_step", "skip_samples", "restore"},
     Batch: {"pin_memory"},
     Processes: {"close", "explain_lost_connection"},
-    CheckpointSaver: {"start", "take_failure"},
+    CheckpointSaver: {"start"},
     Loaders: {"set_datasets", "build", "close"},
 }
 """Methods that only the core calls."""

@@ -18,6 +18,7 @@ class CheckpointSaver:
         last_saved_step: Step of the newest checkpoint that is known to be complete, or None.
         errors: Number of failed saves, on any process.
         pending: The save that is not known to be complete; None: there is none.
+        failure: Message of a failed save, which ``Run._sync_requests`` takes; None: there is none.
     """
 
     def __init__(self) -> None:
@@ -25,14 +26,14 @@ class CheckpointSaver:
         self.errors = 0
         self.pending: futures.Future[None] | None = None
         self._pending_step = 0
-        self._failure: str | None = None
+        self.failure: str | None = None
 
     def start(self, pending: futures.Future[None], step: int) -> None:
         """Set the future of a save at ``step``."""
         self.pending, self._pending_step = pending, step
 
     def wait(self) -> None:
-        """Wait for the pending save. ``take_failure`` then records its outcome."""
+        """Wait for the pending save. ``poll`` then records its outcome."""
         if self.pending is not None:
             futures.wait([self.pending])
 
@@ -54,11 +55,4 @@ class CheckpointSaver:
 
     def report_failure(self, message: str) -> None:
         """Report a failed save to ``Run._sync_requests``. Plugins that write weights themselves call it, too."""
-        self._failure = message
-
-    def take_failure(self) -> str | None:
-        """Poll the pending save. Return and clear the message of a failed save, or None."""
-        if self.pending is not None:
-            self.poll()
-        failure, self._failure = self._failure, None
-        return failure
+        self.failure = message

@@ -6,6 +6,8 @@ The number of workers does not change the samples. ``streams`` reads iterable on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from operator import getitem
 from typing import Any, Protocol
 
 from torch.utils.data import Dataset, get_worker_info
@@ -80,10 +82,8 @@ class MapReader(Dataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
-        self.read: Callable[[list[int]], list[Any]] = getattr(dataset, "__getitems__", None) or self._read_each
-
-    def _read_each(self, ids: list[int]) -> list[Any]:
-        return [self.dataset[index] for index in ids]
+        each = partial(map, partial(getitem, dataset))
+        self.read: Callable[[list[int]], Iterable[Any]] = getattr(dataset, "__getitems__", None) or each
 
     def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
         if get_worker_info() is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from fastloop.data import streams
 from fastloop.data.datasets import Collate, MapReader
 from fastloop.data.sampler import StepSampler
 from fastloop.errors import CheckpointError, DataError, UsageError
+from fastloop.runtime.regions import region
 from fastloop.runtime.tracebacks import user_line
 from fastloop.settings import Settings
 from fastloop.state import Batch
@@ -133,7 +135,11 @@ class Loader:
         return None if self.epoch_samples is None else -(-self.epoch_samples // self.batch_size)
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
-        """Micro-batches of an epoch, without its first ``start`` samples.
+        """The micro-batches of ``steps``."""
+        return chain.from_iterable(self.steps(epoch, start))
+
+    def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
+        """The micro-batches of each optimizer step of an epoch, without its first ``start`` samples.
 
         Raises:
             DataError: A sample could not be read or collated, or a worker died or hangs.
@@ -149,13 +155,15 @@ class Loader:
         elif self.stream is not None:
             self.stream.position[0], self.stream.position[1] = epoch, start
         batches: Iterator[Batch] | None = None
+        group: list[Batch] = []
         while True:
             try:
-                if batches is None:
-                    batches = iter(self.loader)
-                batch = next(batches)
+                with region("data"):
+                    if batches is None:
+                        batches = iter(self.loader)
+                    batch = next(batches)
             except StopIteration:
-                return
+                break
             except DataError:
                 raise
             except Exception as error:
@@ -164,23 +172,17 @@ class Loader:
                 self.unreadable += 1
                 if self.unreadable <= MAX_WARNINGS:
                     log.warning("sample %d cannot be read and is left out: %s", index, reason)
-            yield batch
-
-    def close(self) -> None:
-        """End the worker processes, or the thread that reads ahead."""
-        if hasattr(self.loader, "close"):
-            self.loader.close()
-
-    def steps(self, epoch: int = 0, start: int = 0) -> Iterator[list[Batch]]:
-        """``batches``, grouped into the micro-batches of each optimizer step."""
-        group: list[Batch] = []
-        for batch in self.batches(epoch, start):
             group.append(batch)
             if batch.is_last_micro_batch or (self.sampler is None and len(group) == self.micro_steps):
                 yield group
                 group = []
         if group:
             yield group
+
+    def close(self) -> None:
+        """End the worker processes, or the thread that reads ahead."""
+        if hasattr(self.loader, "close"):
+            self.loader.close()
 
 
 def explain_error(error: Exception) -> str:

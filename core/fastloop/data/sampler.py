@@ -90,7 +90,8 @@ class StepSampler(Sampler[MicroBatchIds]):
         if self.split is not None:
             parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
             return [part[first : first + size] for part, size in parts for first in range(0, len(part), size)]
-        return [ids[first : first + self.micro_batch_size] for first in range(0, len(ids), self.micro_batch_size)]
+        size = self.micro_batch_size
+        return [ids] if len(ids) <= size else [ids[first : first + size] for first in range(0, len(ids), size)]
 
     def steps(self, first: int = 0) -> Iterator[tuple[int, list[list[int]]]]:
         """Yield the place of each step's first sample in the epoch, and the micro-batches of all processes."""

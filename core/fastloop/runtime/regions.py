@@ -1,6 +1,6 @@
 """Names for the phases of the loop in torch's profiler: ``fastloop/data``, ``fastloop/backward``, ...
 
-    data         waiting for a step's batches
+    data         waiting for a batch
     to device    copying batches
     loss         forward pass and loss
     backward     gradients
@@ -14,13 +14,10 @@ Without an active profiler, a region costs one Python call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 from torch.autograd import profiler
-
-T = TypeVar("T")
 
 PREFIX = "fastloop/"
 
@@ -39,15 +36,3 @@ NO_CONTEXT = NoContext()
 def region(name: str) -> AbstractContextManager[Any]:
     """Show the block under this name in the profiler."""
     return profiler.record_function(PREFIX + name) if profiler._is_profiler_enabled else NO_CONTEXT
-
-
-def each(name: str, items: Iterable[T]) -> Iterator[T]:
-    """Yield the items, and show the time to get each one under this name in the profiler."""
-    iterator = iter(items)
-    while True:
-        with region(name):
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-        yield item

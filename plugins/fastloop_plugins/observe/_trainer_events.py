@@ -34,7 +34,7 @@ class Flow(DefaultFlowCallback):
         """The control's requests that the schedule sets after this event, without those of callbacks."""
         schedule, epoch_ended = self.run.schedule, event == "on_epoch_end"
         return {
-            "should_log": not epoch_ended and schedule.log_due(self.run.state.step),
+            "should_log": not epoch_ended and self.run.state.step % self.run.recipe.train.log_every == 0,
             "should_evaluate": schedule.evaluation_due(epoch_ended),
             "should_save": schedule.save_due(epoch_ended),
         }

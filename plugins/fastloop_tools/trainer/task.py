@@ -98,7 +98,8 @@ class TrainerTask(Plugin):
                 "the dataset pad them."
             )
             collate = DefaultCollator(tokenizer, remedy, run.settings.pad_to_multiple_of)
-        return TargetCounter(collate, self.loss, self.model)
+        counter = TargetCounter(collate, self.loss, self.model)
+        return collate if counter.count is None else counter
 
     @hookimpl
     def build_model(self) -> nn.Module:

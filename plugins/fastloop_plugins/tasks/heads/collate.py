@@ -41,7 +41,8 @@ class DefaultCollator:
 
     def __call__(self, samples: list[Any]) -> Any:
         rows = samples
-        if not isinstance(samples[0], tuple) and isinstance(samples[0], Mapping) and "input_ids" in samples[0]:
+        # first dict: its check calls no Python function
+        if not isinstance(samples[0], tuple) and isinstance(samples[0], dict | Mapping) and "input_ids" in samples[0]:
             rows = list(map(_as_tensors, samples))
             if self.tokenizer is not None and _find_difference(rows):
                 rows = self._pad(rows)

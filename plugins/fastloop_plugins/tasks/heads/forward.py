@@ -23,10 +23,10 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
     Raises:
         UsageError: The batch has another form, or the model returned no loss.
     """
-    if isinstance(batch, Mapping):
+    if isinstance(batch, dict | Mapping):  # first dict: its check calls no Python function
         result = _call(model, batch)
         read: Callable[[str], Any] = (
-            result.get if isinstance(result, Mapping) else lambda name: getattr(result, name, None)
+            result.get if isinstance(result, dict | Mapping) else lambda name: getattr(result, name, None)
         )
         batch_loss = read("loss")
         if batch_loss is None:

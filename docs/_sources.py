@@ -30,7 +30,7 @@ from _stub import STUB, hook_types, is_implemented
 
 from fastloop import hookspecs
 from fastloop.cli import app
-from fastloop.cli.commands import Commands
+from fastloop.cli.commands import Commands, own
 from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
@@ -229,7 +229,7 @@ def keys_of_tasks(section: str) -> list[tuple[OptionInfo, list[str]]]:
 def leaves(group: Any = None, name: str = "fastloop") -> Iterator[tuple[str, Any]]:
     """Every command by its full name, also those of groups."""
     group = group or typer.main.get_command(app)
-    for word in group.reserved() if isinstance(group, Commands) else group.commands:
+    for word in own() if isinstance(group, Commands) else group.commands:
         command = group.get_command(None, word)
         if hasattr(command, "commands"):
             yield from leaves(command, f"{name} {word}")

@@ -3,28 +3,26 @@
     from fastloop import Trainer
     Trainer(model, train_loader, eval_loader, plugins=["amp", "compile"], epochs=3).fit()
 
-Importing this package does not import torch. Names that need torch are loaded on first use.
+Importing this package imports nothing. Each name is loaded on its first use, and torch only with names that need it.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
-from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
-from fastloop.hookspecs import hookspec
-from fastloop.options import option
-from fastloop.plugins.plugin import DISTRIBUTION, Device, Dtype, Package, Plugin, Trait, When, hookimpl
-from fastloop.settings import Settings
-from fastloop.state import Batch, Output, State
-from fastloop.strategy import Strategy
-
 if TYPE_CHECKING:
+    from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
+    from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
+    from fastloop.hookspecs import hookspec
+    from fastloop.options import option
+    from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, Trait, When, hookimpl
     from fastloop.run import Run
+    from fastloop.settings import Settings
+    from fastloop.state import Batch, Output, State
+    from fastloop.strategy import Strategy
     from fastloop_tools.trainer.trainer import Trainer
 
-__version__ = version(DISTRIBUTION)
+    __version__: str
 
 __all__ = [
     "Batch",
@@ -55,13 +53,34 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "Run":
-        from fastloop.run import Run
+MODULES = {
+    "errors": ("CheckpointError", "FastloopError", "PluginCrash", "PluginError", "RecipeError", "UsageError"),
+    "estimates": ("Recommendation", "SpeedupEstimate", "StepProfile"),
+    "hookspecs": ("hookspec",),
+    "options": ("option",),
+    "plugins.plugin": ("Device", "Dtype", "Package", "Plugin", "Trait", "When", "hookimpl"),
+    "run": ("Run",),
+    "settings": ("Settings",),
+    "state": ("Batch", "Output", "State"),
+    "strategy": ("Strategy",),
+}
+"""Module -> its names that this package has."""
 
-        return Run
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name == "__version__":
+        from importlib.metadata import version
+
+        from fastloop.plugins.installed import DISTRIBUTION
+
+        return version(DISTRIBUTION)
     if name == "Trainer":  # a tool that uses the core, like the commands
         from fastloop.plugins.installed import entry_points
 
         return entry_points("fastloop.api")[name].load()
+    for module, names in MODULES.items():
+        if name in names:
+            return getattr(import_module(f"fastloop.{module}"), name)
     raise AttributeError(f"module 'fastloop' has no attribute {name!r}")

@@ -160,7 +160,7 @@ def _reduce(reduction: str, parts: Sequence[Partial]) -> float:
     totals, numbers, largest = zip(*parts, strict=True)
     if reduction == "max":
         return _largest(largest)
-    return sum(totals) if reduction == "sum" else sum(totals) / sum(numbers)
+    return float(sum(totals) if reduction == "sum" else sum(totals) / sum(numbers))
 
 
 def _largest(values: Sequence[float]) -> float:

@@ -5,22 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import time
-import traceback
 from typing import Annotated
 
 import typer
 
-from fastloop.cli import completion, doctor, launch, plan, plugins, recipes, schema, train
 from fastloop.cli.commands import Commands
-from fastloop.cli.messages import documentation, unreadable_package
 from fastloop.cli.streams import secure_streams
-from fastloop.distributed import ranks, signals
-from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
-from fastloop.recipe import secrets
-
-ERROR_DELAY = 5.0
-"""Seconds to wait before reporting an error that another process probably reports first."""
 
 INSPECTING = ("doctor", "plugins", "recipes", "schema")
 """Commands that only show what is installed. Packages with a device for torch are not imported for them."""
@@ -35,6 +25,14 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def install_completion(requested: bool) -> None:
+    """Write the completion of the user's shell, and exit."""
+    if requested:
+        from fastloop.cli import completion
+
+        completion.install()
 
 
 def show_version(requested: bool) -> None:
@@ -55,7 +53,7 @@ def options(
         bool,
         typer.Option(
             "--install-completion",
-            callback=completion.install,
+            callback=install_completion,
             is_eager=True,
             help="Write the completion of commands, options and names for your shell (bash, zsh, fish).",
         ),
@@ -64,15 +62,14 @@ def options(
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""
 
 
-for module in (train, plan, plugins, recipes, schema, doctor):
-    name = module.__name__.rpartition(".")[2]
-    app.command(name)(getattr(module, name))
-
-
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130
     interrupted."""
-    arguments = train.with_resume_value(sys.argv[1:])
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["train"]:
+        from fastloop.cli.train import with_resume_value
+
+        arguments = with_resume_value(arguments)
     if "torch" not in sys.modules and arguments and arguments[0] in INSPECTING:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
@@ -80,36 +77,12 @@ def main() -> None:
             app(arguments)
         finally:
             sys.stdout.flush()
-    except FastloopError as error:
-        if isinstance(error, ProcessLost) or (ranks.rank() and isinstance(error, UsageError)):
-            # another process failed first or reports the same error, and its exit ends this process
-            time.sleep(ERROR_DELAY)
-        if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
-            print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
-        hint = " Its output has the reason. Continue with --resume." if isinstance(error, ProcessLost) else ""
-        print(f"error: {secrets.hide(str(error))}{hint}", file=sys.stderr)
-        if sys.stderr.isatty() and (page := documentation(str(error))):
-            print(f"docs: {page}", file=sys.stderr)
-        sys.exit(error.exit_code)
-    except OSError as error:
-        if error.filename is None:
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        if type(error) is SystemExit:  # of typer, after a help, for example
             raise
-        # not of a plugin: those are explained
-        print(f"error: {secrets.hide(str(error.filename))}: {error.strerror}.", file=sys.stderr)
-        sys.exit(1)
-    except (TypeError, ValueError):
-        if (problem := unreadable_package()) is None:
-            raise
-        print(f"error: {problem}", file=sys.stderr)
-        sys.exit(UsageError.exit_code)
-    except signals.Stopped as stop:
-        if ranks.rank() == 0:
-            print(f"stopped by {stop}", file=sys.stderr)
-        raise
-    except KeyboardInterrupt:
-        if ranks.rank() == 0:
-            print("interrupted", file=sys.stderr)
-        sys.exit(signals.EXIT_INTERRUPTED)
+        from fastloop.cli.messages import exit_with
+
+        exit_with(error)
 
 
 def process() -> None:
@@ -126,8 +99,15 @@ def process() -> None:
     except Exception:  # a bug in fastloop
         if "torch" not in sys.modules:
             raise
+        import traceback
+
+        from fastloop.recipe import secrets
+
         print(secrets.hide(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
+    from fastloop.cli import launch
+    from fastloop.distributed import ranks
+
     if ranks.world_size() == 1:  # with more processes, a thread may wait for another process
         threading._shutdown()  # type: ignore[attr-defined] # join non-daemon threads
     launch.leave(code)

@@ -1,27 +1,31 @@
 """Commands of other packages: ``[project.entry-points."fastloop.commands"]  warm = "my_package.cli:warm"``.
 
 ``warm`` is a function for typer, or a ``typer.Typer``. fastloop's own tools are registered this way. Calling a command
-imports it; the help only reads the package's metadata. If fastloop or several packages use the name, call the command
-as ``package:name``.
+imports it. The list of commands only reads the packages' metadata, and the docstrings of fastloop's own commands from
+their source. If fastloop or several packages use the name, call the command as ``package:name``.
 
-fastloop's tools may also add options to a command of the core: see ``extended``.
+fastloop's tools may also add options to a command of the core: see ``own_command``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
 from functools import cache
 from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugins.installed import entry_points, is_own, name_and_version, own_entry_points
+from fastloop.plugins.installed import entry_points, installed, is_own, name_and_version, own_entry_points
 
 GROUP = "fastloop.commands"
 OPTIONS = "fastloop.options"
+CORE = ("train", "plan", "plugins", "recipes", "schema", "doctor")
+"""The core's commands: functions of the same name in modules of the same name."""
 
 
 class Commands(TyperGroup):
@@ -29,45 +33,29 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of all commands, fastloop's first."""
-        return [*self.commands, *tools(), *third_party(self.reserved())]
+        return [*own(), *third_party()]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """List the commands for the help. Does not build their options, which takes longer than to import them."""
-        others = third_party(self.reserved())
-        names = [*self.reserved(), *others]
-        limit = formatter.width - 6 - max(map(len, names))
+        points = own() | third_party()
+        limit = formatter.width - 6 - max(map(len, points))
         with formatter.section("Commands"):
-            formatter.write_dl([(name, self.listed(name, others).get_short_help_str(limit)) for name in names])
-
-    def listed(self, name: str, others: Mapping[str, EntryPoint]) -> Any:
-        """A command without its options. Does not import other packages."""
-        if point := others.get(name):
-            origin = f"Of {' '.join(name_and_version(point.dist))}" if point.dist else "Of an installed package"
-            if point.name in self.reserved():
-                origin += f"; `{point.name}` alone is fastloop's own"
-            # one sentence: the list shows no more
-            return typer.main.get_command(_app(name, lambda: None, f"{origin}."))
-        return load(name, tools()[name], with_options=False) if name in tools() else self.commands[name]
-
-    def reserved(self) -> list[str]:
-        """Names of fastloop's own commands."""
-        return [*self.commands, *tools()]
+            listed = {name: TyperCommand(name, help=summary(point)) for name, point in points.items()}
+            formatter.write_dl([(name, command.get_short_help_str(limit)) for name, command in listed.items()])
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """A command for the help. Does not import other packages."""
-        if cmd_name in self.commands:
-            return extended(self.commands[cmd_name])
-        if point := tools().get(cmd_name):
-            return load(cmd_name, point)
-        others = third_party(self.reserved())
-        return self.listed(cmd_name, others) if cmd_name in others else None
+        if cmd_name in own():
+            return own_command(cmd_name)
+        point = third_party().get(cmd_name)
+        return None if point is None else TyperCommand(cmd_name, help=summary(point))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command to call. Imports it if it belongs to another package."""
         name = args[0]
-        if name in self.commands or name.startswith("-"):
+        if name in own() or name.startswith("-"):
             return super().resolve_command(ctx, args)
-        points = tools() | third_party(self.reserved())
+        points = third_party()
         if name in points:
             return name, load(name, points[name]), args[1:]
         if rivals := [key for key in points if key.endswith(f":{name}")]:
@@ -78,14 +66,29 @@ class Commands(TyperGroup):
 
 
 @cache
-def tools() -> dict[str, EntryPoint]:
-    """Name -> entry point of the commands of fastloop's own distribution."""
-    return own_entry_points(GROUP)
+def own() -> dict[str, EntryPoint]:
+    """Name -> entry point of the core's commands and fastloop's tools."""
+    return {name: EntryPoint(name, f"fastloop.cli.{name}:{name}", GROUP) for name in CORE} | own_entry_points(GROUP)
+
+
+def summary(point: EntryPoint) -> str:
+    """The docstring of a command of fastloop, without importing it; the package of another command."""
+    if point not in own().values():
+        origin = f"Of {' '.join(name_and_version(point.dist))}" if point.dist else "Of an installed package"
+        # one sentence: the list shows no more
+        return f"{origin}; `{point.name}` alone is fastloop's own." if point.name in own() else f"{origin}."
+    spec = find_spec(point.module)  # imports the packages around the module
+    assert spec is not None
+    assert spec.origin is not None
+    source = Path(spec.origin).read_text(encoding="utf-8")
+    function, group = rf'def {point.attr}\(.*?^    """(.*?)"""', rf'{point.attr} = typer\.Typer\(.*?help="(.*?)"'
+    found = re.search(rf"^(?:{function}|{group})", source, re.MULTILINE | re.DOTALL)
+    return (found[1] or found[2]) if found else ""
 
 
 @cache
-def extended(command: Any) -> Any:
-    """A command of the core with the options of fastloop's tools.
+def own_command(name: str) -> Any:
+    """A command of fastloop with the options that fastloop's tools add to it.
 
     An entry point adds them: ``[project.entry-points."fastloop.options"]  "plan.x" = "module:name"``.
 
@@ -93,17 +96,18 @@ def extended(command: Any) -> Any:
     Functions are called before the command's own, in the order of their entry points' names. The first one that returns
     True has done the command's work.
     """
+    command = load(name, own()[name])
     calls: list[tuple[Any, set[str]]] = []
-    own = command.callback, {parameter.name for parameter in command.params}
+    whole = command.callback, {parameter.name for parameter in command.params}
     for point in sorted(entry_points(OPTIONS), key=lambda point: point.name):
-        if point.name.partition(".")[0] == command.name and is_own(point):
-            part = load(command.name, point)
+        if point.name.partition(".")[0] == name and is_own(point):
+            part = load(name, point)
             known = {parameter.name for parameter in command.params}
             command.params += [parameter for parameter in part.params if parameter.name not in known]
             calls.append((part.callback, {parameter.name for parameter in part.params}))
 
     def call(**values: Any) -> None:
-        for function, names in (*calls, own):
+        for function, names in (*calls, whole):
             if function(**{name: value for name, value in values.items() if name in names}):
                 return
 
@@ -112,24 +116,22 @@ def extended(command: Any) -> Any:
     return command
 
 
-def third_party(reserved: Iterable[str]) -> dict[str, EntryPoint]:
+def third_party() -> dict[str, EntryPoint]:
     """Name -> entry point of other packages' commands."""
     if all(map(is_own, entry_points(GROUP))):
         return {}
-    from fastloop.plugins.installed import installed  # only here: importing it takes longer than the help
-
-    return {name: point for name, point in installed(GROUP, taken=set(reserved)).items() if not is_own(point)}
+    return {name: point for name, point in installed(GROUP, taken=own()).items() if not is_own(point)}
 
 
-def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:
-    """Import a command. Without options, it only has a help text.
+def load(name: str, point: EntryPoint) -> Any:
+    """Import a command.
 
     Raises:
         UsageError: The import fails, or typer does not accept the function; names the package and the reference.
     """
     origin = f"{point.value} of {' '.join(name_and_version(point.dist))}" if point.dist else point.value
     label = f"command {name!r} ({origin})"
-    if not is_own(point):
+    if not is_own(point) and point not in own().values():
         from fastloop.plugins.installed import part
 
         if problem := part("plugin-checks").unsupported(point):
@@ -142,14 +144,9 @@ def load(name: str, point: EntryPoint, with_options: bool = True) -> Any:
             return group
         if not callable(function):
             raise TypeError(f"expected a function or a typer.Typer, found a {type(function).__name__}")
-        app = _app(name, function) if with_options else _app(name, lambda: None, function.__doc__)
+        app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+        app.command(name)(function)
         command = typer.main.get_command(app)
     except (Exception, SystemExit) as error:
         raise UsageError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
     return command
-
-
-def _app(name: str, function: Any, help_text: str | None = None) -> typer.Typer:
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-    app.command(name, help=help_text)(function)
-    return app

@@ -27,10 +27,8 @@ BEFORE_PLUGINS = ("--with", "--without")
 """Options whose value is a list of plugins."""
 
 
-def install(requested: bool) -> None:
+def install() -> None:
     """Write the script of the user's shell, print its path, and exit."""
-    if not requested:
-        return
     shell = Path(os.environ.get("SHELL", "")).name
     if shell not in HOME_FILES:
         raise UsageError(

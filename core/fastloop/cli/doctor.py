@@ -7,8 +7,7 @@ import shutil
 
 import typer
 
-from fastloop.plugins.installed import entry_points, name_and_version
-from fastloop.plugins.plugin import DISTRIBUTION
+from fastloop.plugins.installed import DISTRIBUTION, entry_points, name_and_version
 
 
 def doctor() -> None:

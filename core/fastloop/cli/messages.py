@@ -1,13 +1,18 @@
-"""Messages on the console: the log of ``fastloop``, and an error of another package's metadata."""
+"""Messages on the console: the log of ``fastloop``, and the error that ends a command."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import logging
 import re
+import sys
+import time
+import traceback
+from typing import NoReturn
 
-from fastloop.distributed import ranks
-from fastloop.plugins.plugin import DISTRIBUTION
+from fastloop.distributed import ranks, signals
+from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
+from fastloop.plugins.installed import DISTRIBUTION
 from fastloop.recipe import secrets
 
 SUBJECT = re.compile(
@@ -25,6 +30,10 @@ PAGES = {
     "Trainer": "checks/python.md",
 }
 """Subject -> the page of docs/ that explains what is checked."""
+
+
+ERROR_DELAY = 5.0
+"""Seconds to wait before reporting an error that another process probably reports first."""
 
 
 def documentation(message: str) -> str | None:
@@ -83,3 +92,30 @@ def unreadable_package() -> str | None:
                 "remove this folder."
             )
     return None
+
+
+def exit_with(error: BaseException) -> NoReturn:
+    """Report an error that ended a command, and exit with its code. Raises an error that is a bug."""
+    if isinstance(error, FastloopError):
+        if isinstance(error, ProcessLost) or (ranks.rank() and isinstance(error, UsageError)):
+            # another process failed first or reports the same error, and its exit ends this process
+            time.sleep(ERROR_DELAY)
+        if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
+            print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
+        hint = " Its output has the reason. Continue with --resume." if isinstance(error, ProcessLost) else ""
+        print(f"error: {secrets.hide(str(error))}{hint}", file=sys.stderr)
+        if sys.stderr.isatty() and (page := documentation(str(error))):
+            print(f"docs: {page}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    if isinstance(error, OSError) and error.filename is not None:
+        # not of a plugin: those are explained
+        print(f"error: {secrets.hide(str(error.filename))}: {error.strerror}.", file=sys.stderr)
+        sys.exit(1)
+    if isinstance(error, TypeError | ValueError) and (problem := unreadable_package()) is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
+    if isinstance(error, KeyboardInterrupt | signals.Stopped) and ranks.rank() == 0:
+        print(f"stopped by {error}" if isinstance(error, signals.Stopped) else "interrupted", file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt):
+        sys.exit(signals.EXIT_INTERRUPTED)
+    raise error

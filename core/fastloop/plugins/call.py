@@ -59,8 +59,8 @@ def make_caller(
 ) -> Callable[..., Any]:
     """A function that calls implementations of a hook in the given order, by keyword, inside those that are wrappers.
 
-    Returns the first result that is not None if ``is_first``, otherwise a list of these results, or an empty sequence. A
-    wrapper may replace it.
+    Returns the first result that is not None if ``is_first``, otherwise a list of these results, or an empty sequence.
+    A wrapper may replace it.
     """
     every: list[tuple[Any, Sequence[str]]] = [(impl, impl.argnames) for impl in implementations]
     wrappers, calls = ([call for call in every if call[0].wrapper is wraps] for wraps in (True, False))

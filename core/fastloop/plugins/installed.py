@@ -12,11 +12,15 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import PluginError, UsageError, did_you_mean
-from fastloop.options import check_options
-from fastloop.plugins.plugin import DISTRIBUTION, Plugin
+
+if TYPE_CHECKING:
+    from fastloop.plugins.plugin import Plugin
+
+DISTRIBUTION = "fastloop-train"
+"""Name of fastloop's distribution. The name ``fastloop`` on the package index belongs to another project."""
 
 GROUP = "fastloop.plugins"
 """Entry-point group of plugins."""
@@ -111,6 +115,9 @@ def check_class(cls: Any, label: str) -> type[Plugin]:
     Raises:
         PluginError: It is not.
     """
+    from fastloop.options import check_options  # only here: the list of commands reads entry points alone
+    from fastloop.plugins.plugin import Plugin
+
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise PluginError(f"{label} is not a subclass of fastloop.Plugin.")
     check_options(cls.Config, f"{label}: its Config")

@@ -30,6 +30,7 @@ import pluggy
 
 from fastloop.errors import RecipeError
 from fastloop.options import check_options, option, parse
+from fastloop.plugins.installed import DISTRIBUTION
 
 if TYPE_CHECKING:
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
-
-DISTRIBUTION = "fastloop-train"
-"""Name of fastloop's distribution. The name ``fastloop`` on the package index belongs to another project."""
-
 
 _place: ContextVar[str] = ContextVar("_place", default="")
 

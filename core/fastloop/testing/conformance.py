@@ -41,8 +41,8 @@ from fastloop.cli.numerics import BOUNDS, HOLDS, compare
 from fastloop.cli.option_table import describe
 from fastloop.errors import RecipeError, UsageError, did_you_mean
 from fastloop.options import parse
-from fastloop.plugins.installed import installed, load
-from fastloop.plugins.plugin import DISTRIBUTION, Numerics, listed_at
+from fastloop.plugins.installed import DISTRIBUTION, installed, load
+from fastloop.plugins.plugin import Numerics, listed_at
 from fastloop.runtime.platform_support import KILL
 from fastloop.testing.differences import distance, few, packed, unequal
 from fastloop.testing.documents import problems

@@ -18,9 +18,9 @@ from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
-from fastloop.plugins.installed import distribution_name, is_own, load
+from fastloop.plugins.installed import DISTRIBUTION, distribution_name, is_own, load
 from fastloop.plugins.manager import PluginSet, origin
-from fastloop.plugins.plugin import DISTRIBUTION, Numerics, Plugin
+from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import predecessors, refers
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import FastloopError
-from fastloop.plugins.installed import defaults, find_entry_point
-from fastloop.plugins.plugin import DISTRIBUTION
+from fastloop.plugins.installed import DISTRIBUTION, defaults, find_entry_point
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
 from fastloop_tools.untrusted.effects import effects

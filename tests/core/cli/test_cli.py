@@ -19,7 +19,7 @@ from jsonschema import Draft202012Validator
 
 from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
-from fastloop.cli.commands import tools
+from fastloop.cli.commands import own, own_command, summary
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import load_recipe, shipped_recipes
@@ -69,7 +69,7 @@ def command_lines(group: Any = None, words: tuple[str, ...] = ()) -> Iterator[tu
     """Every command and group, by the words that call it."""
     group = group or typer.main.get_command(app)
     yield words, group
-    for word in [*group.commands, *tools()] if not words else group.commands:
+    for word in own() if not words else group.commands:
         command = group.get_command(None, word)
         if hasattr(command, "commands"):
             yield from command_lines(command, (*words, word))
@@ -372,3 +372,8 @@ def test_doctor_reports_environment(cli):
     assert facts["torch"].partition("+")[0] == torch.__version__.partition("+")[0]  # builds of one version
     assert "fp32" in facts["dtypes"]
     assert "missing" not in facts.values()
+
+
+def test_the_list_of_commands_reads_the_help_of_each_command():
+    for name, point in own().items():
+        assert summary(point).split() == own_command(name).help.split(), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from itertools import chain, repeat
@@ -158,7 +158,7 @@ class Run:
                 weights[name] = full.cpu()
         return weights
 
-    def training_batches(self, epoch: int = 0) -> Iterator[Batch]:
+    def training_batches(self, epoch: int = 0) -> Generator[Batch, None, None]:
         """Read the micro-batches of a training epoch apart from the loop, on the device: to re-estimate the statistics
         of batch norm, for example. Every process must call it, and read as many.
 

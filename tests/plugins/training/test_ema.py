@@ -12,6 +12,20 @@ from fastloop import Plugin, hookimpl
 from fastloop.testing import tiny_data, tiny_model
 
 
+class Order(Plugin):
+    """Records the ids of each step."""
+
+    name = "order"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: list[list[int]] = []
+
+    @hookimpl
+    def before_step(self, batches) -> None:
+        self.ids += [list(batch.ids) for batch in batches]
+
+
 def average(
     initial: dict[str, torch.Tensor], steps: list[dict[str, torch.Tensor]], decay: float, warmup: bool
 ) -> dict[str, torch.Tensor]:
@@ -93,10 +107,11 @@ def test_statistics_of_batch_norm_are_those_of_the_averaged_weights(tiny_run):
 
     data, options = tiny_data(64), {"mean": True, "batch_norm_batches": 8}
     weights = WeightRecorder()
-    result = tiny_run([{"ema": options}, weights], model=model(), data=data)
+    result = tiny_run([{"ema": options}, weights, order := Order()], model=model(), data=data)
     plain = tiny_run([{"ema": {"mean": True}}], model=model(), data=data)
     assert result.losses == plain.losses, "training has its own statistics"
-    batches = (data.tensors[0] @ result.weights["0.weight"].T + result.weights["0.bias"]).split(8)
+    inputs = [data.tensors[0][ids] for ids in order.ids[:8]]
+    batches = [batch @ result.weights["0.weight"].T + result.weights["0.bias"] for batch in inputs]
     mean = torch.stack([batch.mean(0) for batch in batches]).mean(0)
     variance = torch.stack([batch.var(0) for batch in batches]).mean(0)
     assert torch.allclose(result.weights["1.running_mean"], mean, atol=1e-5)

@@ -44,9 +44,11 @@ from fastloop_plugins.text.options import Data, Files
 from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.sources import Source, find_sources, mix_sources
 from fastloop_plugins.text.streaming.options import StreamedData, check_streaming
-from fastloop_plugins.text.targets import is_readable, read_labels, summarize
+from fastloop_plugins.text.targets import is_readable, read_labels, read_numbers, summarize
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -88,6 +90,9 @@ class TextData(StreamedData):
         self.several = isinstance(self.options.label, list)
         self.label_type = self.options.label_type or ("classes" if self.several else "class")
         self.classes: list[str] = []  # in inference: set before ``load``, from the model
+        self.rank_column: str | None = None  # a column of numbers of train, which a plugin may set before ``load``
+        self.rank_option = ""  # the option that names it
+        self.ranks: NDArray[np.float64] | None = None  # its number for each row of train, after ``load``
         self.messages: list[tuple[int, str]] = []  # level and message
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
         if labelled and self.options.label is None:
@@ -237,6 +242,10 @@ class TextData(StreamedData):
                 rows[role].labels = labels.ids[role]
         if self.sources and "train" in rows:
             rows["train"].sources = np.repeat(*np.transpose([(part.source, len(part)) for part in used["train"]]))
+        if self.rank_column is not None and self.inference is None:
+            rows["train"].ranks = np.concatenate(
+                [read_numbers(part, self.rank_column, self.rank_option) for part in used["train"]]
+            )
         classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
         fraction = self.options.validation_fraction if held_out else 0.0
         if fraction and self.how.blank_lines and "train" in rows:
@@ -259,6 +268,7 @@ class TextData(StreamedData):
         )
         self.messages.append((logging.INFO, f"data: {', '.join(sizes.values())}{suffix}"))
         self.log_messages()
+        self.ranks = rows["train"].ranks if self.inference is None else None
         return rows
 
     def text_columns(self) -> dict[str, str]:
@@ -272,7 +282,13 @@ class TextData(StreamedData):
             return Layout(self.how, columns, self.optional_columns(), predicts=True)
         columns = self.text_columns() | self.label_columns() | self.text_columns()
         columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
-        return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
+        optional = [*self.optional_columns(), *self.rank_columns()]
+        return Layout(self.how, columns, optional, skip_unreadable=self.skip_unreadable)
+
+    def rank_columns(self) -> dict[str, str]:
+        """``rank_column``, if there is one and it is not read in any case -> the option that names it."""
+        read = self.text_columns() | self.label_columns() | self.drop.columns()
+        return {} if self.rank_column is None or self.rank_column in read else {self.rank_column: self.rank_option}
 
     def row_columns(self) -> dict[str, str]:
         """Column that ``parse`` reads -> the option that names it. Those of ``optional_columns`` follow."""
@@ -407,7 +423,8 @@ class TextData(StreamedData):
 
     def _dataset_columns(self) -> tuple[dict[str, str], str | None]:
         """The columns that are read from a dataset -> the option that names each; and that of its labels."""
-        columns = dict.fromkeys(self.optional_columns(), self.text_key) | dict(self.layout().columns)
+        layout = self.layout()
+        columns = dict.fromkeys(layout.optional, self.text_key) | dict(layout.columns)
         return columns, next(iter(self.labels), None)
 
     def _dataset(self, name: str) -> dict[str, list[Table]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastloop.errors import RecipeError
+from fastloop.errors import RecipeError, did_you_mean
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.labels import (
     NUMBER,
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
     from fastloop_plugins.text.data import TextData
 
+ADVICE = " (data.label_type=number). For classes: data.label_type=class"
+"""The end of the error for a label of a regression."""
 ONLY = "LABEL_0"
 """Name of the single output of a regression, as transformers names it."""
 SWITCHES = {"0": 0.0, "1": 1.0, "false": 0.0, "true": 1.0}
@@ -42,7 +44,7 @@ def read_labels(parts: Mapping[str, list[Table]], data: TextData) -> Labels:
     """
     if data.label_type == "number":
         numbers = {
-            role: np.concatenate([np.fromiter(_numbers(part, data), float, len(part)) for part in found])
+            role: np.concatenate([read_numbers(part, data.labels[0], "data.label", ADVICE) for part in found])
             for role, found in parts.items()
         }
         return Labels(numbers, [ONLY], [], [])
@@ -79,15 +81,23 @@ def read_number(value: Any, untyped: bool = True) -> float | None:
     return float(value)
 
 
-def _numbers(part: Table, data: TextData) -> Iterator[float]:
-    for row, value in enumerate(part.column("label", data.labels[0]), 1):
+def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[np.float64]:
+    """The numbers of a column, which the option ``key`` names, (rows,).
+
+    Raises:
+        RecipeError: There is no such column, or a value is no finite number.
+    """
+    if name not in part.columns:
+        there = did_you_mean(name, part.all_names())
+        raise RecipeError(f"{part.where}: there is no column {name!r}, which {key} names.{there}")
+    found = np.empty(len(part))
+    for row, value in enumerate(part.columns[name]):
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
-            raise RecipeError(
-                f"{part.row(row)}: column {data.labels[0]!r} (data.label) holds {show(value)}, expected a finite "
-                "number (data.label_type=number). For classes: data.label_type=class."
-            )
-        yield number
+            where = f"{part.row(row + 1)}: column {name!r} ({key})"
+            raise RecipeError(f"{where} holds {show(value)}, expected a finite number{advice}.")
+        found[row] = number
+    return found
 
 
 def _switch(value: Any) -> float | None:

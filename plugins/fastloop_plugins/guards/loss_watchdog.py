@@ -42,7 +42,7 @@ class LossWatchdog(Plugin):
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
-        if not run.schedule.log_due(run.state.step):
+        if run.state.step % run.recipe.train.log_every:
             return
         value = loss.item()  # the same on all processes
         self.above = 0 if value <= self.config.threshold else self.above + 1

@@ -132,7 +132,7 @@ class PreferenceTask(TextTask):
 
     @hookimpl
     def after_step(self, run: Run) -> None:
-        if run.schedule.log_due(run.state.step):
+        if run.state.step % run.recipe.train.log_every == 0:
             from fastloop_preference.metrics import means
 
             for name, value in means(self.save_state(run)["totals"]).items():

@@ -56,7 +56,7 @@ INTERNAL: dict[type, set[str]] = {
     Batch: {"pin_memory"},
     Processes: {"close", "explain_lost_connection"},
     CheckpointSaver: {"start"},
-    Loaders: {"set_datasets", "build", "close"},
+    Loaders: {"set_datasets", "build", "close", "copy_train"},
 }
 """Methods that only the core calls."""
 OURS = [name for name, point in installed().items() if is_own(point)]

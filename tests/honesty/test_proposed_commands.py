@@ -744,7 +744,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "several processes: tests/reliability and tests/plugins/strategies start them": (
         "importing/command.py --nproc",
-        "cli/__init__.py --resume",
+        "cli/messages.py --resume",
         "cli/launch.py --resume",
         "cli/quick_checks.py --nproc",
         "data/_watched_loader.py --resume",

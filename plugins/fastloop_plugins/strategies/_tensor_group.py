@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError
+from fastloop import PluginError, Strategy, hookimpl
 from fastloop_plugins._models import transformers_model
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
+    from fastloop_plugins.strategies._memory_tensor import Share
 
 CONFLICTS = {
     "auto-micro-batch": "it divides a step's samples over the processes, and here some train on the same ones.",
@@ -77,6 +78,53 @@ class TensorGroup:
         self.drew_together = True
 
 
+class DividingStrategy(Strategy):
+    """A strategy that can divide layers.
+
+    Attributes:
+        group: The processes that divide the layers with this one; None: layers are whole.
+        division: The key of the recipe that divides them, for messages.
+    """
+
+    group: TensorGroup | None = None
+    division: str
+
+    @classmethod
+    def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> Share:
+        """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
+
+        Raises:
+            PluginError: The model or the precision is refused.
+        """
+        from fastloop_plugins.strategies._memory_tensor import Share
+
+        return Share(model, processes, precision, f"{where}: {cls.division}")
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        if self.group is not None:
+            self.group.share_metrics(run)
+
+    @hookimpl
+    def before_step(self, run: Run) -> None:
+        if self.group is not None:
+            self.group.draw_together(run)
+
+    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
+        """Torch's own cannot clip divided and whole gradients together."""
+        if self.group is None:
+            return super().clip_gradients(run, max_norm)
+        from fastloop.distributed.tensors import total_norm
+
+        gradients = [parameter.grad for parameter in run.model.parameters() if parameter.grad is not None]
+        norm = total_norm(gradients)
+        if max_norm < math.inf:
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+            for gradient in gradients:
+                gradient.mul_(scale)
+        return norm
+
+
 def step_one_by_one(optimizer: Optimizer, where: str) -> None:
     """Step the parameters in a Python loop: torch's multi-tensor operations cannot mix divided and whole weights.
 
@@ -99,16 +147,3 @@ def step_one_by_one(optimizer: Optimizer, where: str) -> None:
                         f"{where}: train.optimizer.{key}: torch cannot step divided and whole weights together. "
                         "Remove it."
                     )
-
-
-def clip_divided(model: nn.Module, max_norm: float) -> Tensor:
-    """Clip as ``Strategy.clip_gradients`` does. Torch's own cannot clip divided and whole gradients together."""
-    from fastloop.distributed.tensors import total_norm
-
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = total_norm(gradients)
-    if max_norm < math.inf:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        for gradient in gradients:
-            gradient.mul_(scale)
-    return norm

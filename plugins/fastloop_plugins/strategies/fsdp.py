@@ -24,13 +24,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Device, PluginError, Strategy, When, hookimpl, option
+from fastloop import Device, PluginError, When, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._fsdp_groups import fill_gradients, held_back, make_meshes
 from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
-from fastloop_plugins.strategies._tensor_group import CONFLICTS, TensorGroup, clip_divided, step_one_by_one
+from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
 from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._memory_layout import Layout
-    from fastloop_plugins.strategies._memory_tensor import Share
 
 logger = logging.getLogger("fastloop")
 
 
-class FSDP(Strategy):
+class FSDP(DividingStrategy):
     """Torch's ``fully_shard``, applied to each block and to the model."""
 
     name = "fsdp"
+    division = "plugins.fsdp.tensor"
     numerics = "reassociated"
     runs_after = ("lora", "activation-checkpointing")
     requirements = (When(lambda config: config.cpu_offload, Device("cuda", "xpu")),)
@@ -97,22 +97,10 @@ class FSDP(Strategy):
         sizes = [2**power for power in range(per_node.bit_length())]
         return [size for size in sizes if per_node % size == 0 and (size == 1 or size < processes)]
 
-    @classmethod
-    def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> Share:
-        """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
-
-        Raises:
-            PluginError: The model or the precision is refused.
-        """
-        from fastloop_plugins.strategies._memory_tensor import Share
-
-        return Share(model, processes, precision, f"{where}: plugins.{cls.name}.tensor")
-
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.gradients: Gradients | None = None  # with one process
         self.order: ModuleOrder | None = None
-        self.group: TensorGroup | None = None  # with divided layers
         if self.config.tensor:
             self.conflicts = CONFLICTS  # type: ignore[misc]
         if "bf16" in (self.config.param_dtype, self.config.reduce_dtype):
@@ -208,19 +196,6 @@ class FSDP(Strategy):
         self.gradients = Gradients(run, model.parameters())
         fill_gradients(model, self.gradients)
         return model, optimizer
-
-    @hookimpl
-    def check_run(self, run: Run) -> None:
-        if self.group is not None:
-            self.group.share_metrics(run)
-
-    @hookimpl
-    def before_step(self, run: Run) -> None:
-        if self.group is not None:
-            self.group.draw_together(run)
-
-    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        return super().clip_gradients(run, max_norm) if self.group is None else clip_divided(run.model, max_norm)
 
     @hookimpl(wrapper=True)
     def compute_loss(self) -> Generator[None, Any, Any]:

@@ -19,25 +19,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Strategy, hookimpl
-from fastloop_plugins.strategies._tensor_group import CONFLICTS, TensorGroup, clip_divided, step_one_by_one
+from fastloop import hookimpl
+from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
 from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from fastloop import Run
     from fastloop_plugins.strategies._memory_layout import Layout
-    from fastloop_plugins.strategies._memory_tensor import Share
 
 logger = logging.getLogger("fastloop")
 
 
-class TensorParallel(Strategy):
+class TensorParallel(DividingStrategy):
     """Torch's ``parallelize_module`` with the plan of the model."""
 
     name = "tensor-parallel"
+    division = "plugins.tensor-parallel"
     numerics = "reassociated"
     runs_after = ("lora", "activation-checkpointing")
     conflicts = CONFLICTS
@@ -69,21 +69,6 @@ class TensorParallel(Strategy):
         """For `fastloop plan`: all processes divide each layer."""
         return [processes]
 
-    @classmethod
-    def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> Share:
-        """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
-
-        Raises:
-            PluginError: The model or the precision is refused.
-        """
-        from fastloop_plugins.strategies._memory_tensor import Share
-
-        return Share(model, processes, precision, f"{where}: plugins.{cls.name}")
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.group: TensorGroup | None = None  # with one process
-
     @hookimpl
     def configure(self) -> dict[str, Any]:
         return {"processes_per_batch": 0, **read_timeout(self)}
@@ -106,16 +91,3 @@ class TensorParallel(Strategy):
         step_one_by_one(optimizer, run.recipe.where)
         try_step(optimizer, run.recipe.where)
         return model, optimizer
-
-    @hookimpl
-    def check_run(self, run: Run) -> None:
-        if self.group is not None:
-            self.group.share_metrics(run)
-
-    @hookimpl
-    def before_step(self, run: Run) -> None:
-        if self.group is not None:
-            self.group.draw_together(run)
-
-    def clip_gradients(self, run: Run, max_norm: float) -> Tensor:
-        return clip_divided(run.model, max_norm)

@@ -348,7 +348,7 @@ def from_recipe(spec: dict[str, Any], plugins: list[Any]) -> dict[str, Any]:
     return execute(build(resolved, resume=Path(spec["resume"]) if "resume" in spec else None))
 
 
-def run_one(spec: dict[str, Any]) -> dict[str, Any]:
+def run_one(spec: dict[str, Any], is_last: bool) -> dict[str, Any]:
     """One run, or its error."""
     watch, before = Watch(), dict(os.environ)
     model = MODELS[spec.get("model", "net")]().train(spec.get("model_mode") != "eval")
@@ -380,7 +380,8 @@ def run_one(spec: dict[str, Any]) -> dict[str, Any]:
         )
         summary = trainer.fit()
     except FastloopError as error:
-        wait_for_errors(spec["name"], error)
+        if not is_last:  # at the end, the exit of this process ends the wait of others
+            wait_for_errors(spec["name"], error)
         return {"error": f"{type(error).__name__}: {error}"}
     ours = {key for key in os.environ.keys() | before.keys() if "DS_" in key or "DEEPSPEED" in key}
     changed = sorted(key for key in ours if os.environ.get(key) != before.get(key))
@@ -408,4 +409,4 @@ def wait_for_errors(name: str, error: FastloopError) -> None:
 
 def all_of(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Results by name."""
-    return {spec["name"]: run_one(spec) for spec in runs}
+    return {spec["name"]: run_one(spec, is_last=spec is runs[-1]) for spec in runs}

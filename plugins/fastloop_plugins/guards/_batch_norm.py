@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from fastloop import hookimpl
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-def batch_norms(run: Run) -> list[nn.Module]:
+def batch_norms(run: Run) -> list[BatchNorm]:
     """The model's layers of batch norm."""
-    return [module for module in run.unwrap_model().modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    return [module for module in run.unwrap_model().modules() if isinstance(module, BatchNorm)]
 
 
 @hookimpl(trylast=True)

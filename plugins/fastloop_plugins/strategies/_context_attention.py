@@ -123,11 +123,5 @@ def _attend(
     )
 
 
-def find_documents(position_ids: Tensor) -> Tensor:
-    """The index of each token's document, (B, T), from positions that restart with each document."""
-    starts = position_ids[:, 1:] <= position_ids[:, :-1]
-    return torch.nn.functional.pad(starts.cumsum(1), (1, 0))
-
-
 def mask(*arguments: Any, **unused: Any) -> None:
     """The mask function of transformers: ``attention`` makes its own masks."""

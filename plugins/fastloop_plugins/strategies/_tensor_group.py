@@ -16,11 +16,15 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop_plugins.strategies._memory_tensor import Share
 
-CONFLICTS = {
+SAME_SAMPLES = {
     "auto-micro-batch": "it divides a step's samples over the processes, and here some train on the same ones.",
+    "sample-audit": "it counts each sample once, and here several processes train on it.",
+}
+"""Plugins that do not work where processes train on the same samples -> why."""
+CONFLICTS = {
+    **SAME_SAMPLES,
     "fused-loss": "it needs all rows of the head, which the processes divide.",
     "fused-optimizer": "torch's fused optimizers cannot step divided and whole weights together.",
-    "sample-audit": "it counts each sample once, and here several processes train on it.",
     "torchao-fp8": "it replaces the layers that the plan names.",
 }
 """Plugins that do not work with divided layers -> why."""

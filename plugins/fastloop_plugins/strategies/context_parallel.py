@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 from fastloop_plugins._task_traits import require_trait
+from fastloop_plugins.strategies._tensor_group import SAME_SAMPLES
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,11 +50,10 @@ class ContextParallel(Plugin):
     runs_after = ("attention", "lora", "packing", "fused-loss", "liger")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     conflicts = {
-        "auto-micro-batch": "it divides a step's samples over the processes, and here some train on the same ones.",
+        **SAME_SAMPLES,
         "cpu-attention": OWN,
         "deepspeed": "DeepSpeed counts the samples of every process.",
         "fast-dropout": OWN,
-        "sample-audit": "it counts each sample once, and here several processes train on it.",
         "tensor-parallel": "both divide the processes. Set plugins.fsdp.tensor to divide layers.",
     }
     description = "divides the tokens of each sequence over processes"
@@ -115,7 +115,7 @@ def divide_forward(model: Any, slices: Slices) -> None:
     import torch
     from torch.nn.functional import pad
 
-    from fastloop_plugins.strategies._context_attention import find_documents
+    from fastloop_plugins.text.masks import find_documents
 
     plain = model.forward.__func__
 

@@ -100,6 +100,14 @@ def compute(model: nn.Module, batch: Mapping[str, Any], **inputs: Any) -> Any:
     return forward(model, own | inputs, never="position_ids" in batch)
 
 
+def find_documents(position_ids: Tensor) -> Tensor:
+    """The index of each token's document, (B, T), from positions that restart with each document."""
+    import torch
+
+    starts = position_ids[:, 1:] <= position_ids[:, :-1]
+    return torch.nn.functional.pad(starts.cumsum(1), (1, 0))
+
+
 def pool(states: Tensor, batch: Mapping[str, Any], how: Pooling = "mean") -> Tensor:
     """One vector for each text, (texts, D), in float32.
 

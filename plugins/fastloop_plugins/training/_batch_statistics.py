@@ -8,9 +8,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
 from fastloop.evaluation_results import evaluating
+from fastloop_plugins.guards._batch_norm import batch_norms
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -25,8 +26,7 @@ def estimated(run: Run, batches: int, restore: bool = True) -> Iterator[None]:
         batches: Micro-batches of each process; 0: keep the statistics.
         restore: Whether to put the former statistics back at the end of the block.
     """
-    found = [module for module in run.unwrap_model().modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    norms = [module for module in found if batches and module.track_running_stats]
+    norms = [module for module in batch_norms(run) if batches and module.track_running_stats]
     kept = [(buffer, buffer.clone()) for module in norms for buffer in module.buffers()]
     if norms:
         _estimate(run, norms, batches)
@@ -37,7 +37,7 @@ def estimated(run: Run, batches: int, restore: bool = True) -> Iterator[None]:
             buffer.copy_(value)
 
 
-def _estimate(run: Run, norms: list[nn.modules.batchnorm._BatchNorm], batches: int) -> None:
+def _estimate(run: Run, norms: list[BatchNorm], batches: int) -> None:
     momenta = [module.momentum for module in norms]
     with closing(run.training_batches()) as found, torch.no_grad(), run.scalars.paused(), evaluating(run.model):
         for module in norms:

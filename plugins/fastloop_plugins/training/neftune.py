@@ -93,9 +93,11 @@ def text_lengths(batch: Mapping[str, Any], padding: int | None) -> Tensor:
     """
     import torch
 
+    from fastloop_plugins.text.masks import find_documents
+
     ids, positions = batch["input_ids"], batch.get("position_ids")
     if positions is not None:
-        text = (positions[0] == positions[0, 0]).cumsum(0) - 1
+        text = find_documents(positions)[0]
         counts: Tensor = torch.zeros_like(text).scatter_add_(0, text, torch.ones_like(text))
         return counts[text][None].float()
     mask: Tensor | None = batch.get("attention_mask")

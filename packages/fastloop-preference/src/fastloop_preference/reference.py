@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from fastloop import UsageError
+from fastloop.evaluation_results import evaluating
 from fastloop_plugins.text import cache_token_ids, split
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -94,15 +95,11 @@ def compute_all(
     size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
     batches = np.array_split(np.argsort(-dataset.lengths, kind="stable"), -(-len(dataset) // size))
     steps = range(processes.rank, -(-len(batches) // processes.world_size) * processes.world_size, processes.world_size)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    for place in steps:  # as many on each process: one without a batch of its own repeats another
-        inputs = collate([dataset[int(index)] for index in batches[place % len(batches)]]).inputs
-        with torch.no_grad():
+    with evaluating(model), torch.no_grad():
+        for place in steps:  # as many on each process: one without a batch of its own repeats another
+            inputs = collate([dataset[int(index)] for index in batches[place % len(batches)]]).inputs
             found = compute(send_to_device(inputs, run.device))
-        results += [found] if place < len(batches) else []
-    for module in training:
-        module.training = True
+            results += [found] if place < len(batches) else []
     for module in model.modules():
         if hasattr(module, "reshard"):  # fsdp leaves some weights gathered
             module.reshard()

@@ -14,14 +14,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-def write_metadata(folder: Path) -> Path:
-    """Write ``fastloop_train-VERSION.dist-info`` to a folder."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+def write_metadata(folder: Path, source: Path = ROOT) -> Path:
+    """Write ``NAME-VERSION.dist-info`` of the distribution in ``source`` to a folder."""
+    project = tomllib.loads((source / "pyproject.toml").read_text())["project"]
     info = folder / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     info.mkdir(parents=True, exist_ok=True)
     lines = ["Metadata-Version: 2.1", f"Name: {project['name']}", f"Version: {project['version']}"]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
-    groups = {"console_scripts": project["scripts"], **project["entry-points"]}
+    groups = {"console_scripts": project.get("scripts", {}), **project["entry-points"]}
     sections = [
         f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
         for group, points in groups.items()
@@ -31,4 +31,5 @@ def write_metadata(folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    write_metadata(Path(sys.argv[1]))
+    for source in (ROOT, *(ROOT / "packages").iterdir()):
+        write_metadata(Path(sys.argv[1]), source)

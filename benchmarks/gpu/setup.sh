@@ -27,4 +27,5 @@ for content in reviews minilm; do
     rm -rf "$part"
   fi
 done
-echo "$site:$PWD/core:$PWD/plugins:$PWD/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
+packages=$(printf '%s:' "$PWD"/packages/*/src)
+echo "$site:$PWD/core:$PWD/plugins:$PWD/benchmarks:${packages%:}${PYTHONPATH:+:$PYTHONPATH}"

@@ -98,6 +98,7 @@ def work(steps: int, device: str) -> tuple[Any, Any, Any]:
             self.linear = nn.Linear(WIDTH, CLASSES)
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            self.device = x.device  # Lightning moves the model to the CPU at the end
             return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
 
     torch.manual_seed(SEED)
@@ -277,7 +278,7 @@ def time_arm(arm: str, steps: int, repeats: int, device: str) -> dict[str, Any]:
         "us_per_step": statistics.median(samples),
         "samples": samples,
         "weights": weights,
-        "device": str(next(models[-1].parameters()).device),
+        "device": str(models[-1].device),
         "threads": torch.get_num_threads(),
     }
 

@@ -42,8 +42,10 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
     part("plugin-checks").check_processes(recipe, resolution, settings, world_size() if recipe.inference is None else 1)
     # explicit, because otherwise Accelerate does not connect processes on CPUs
     cpu = this_machine(recipe.train.device).device == "cpu"
-    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != settings.mixed_precision:
-        AcceleratorState._reset_state(reset_partial_state=False)  # an earlier run of this process had another precision
+    if AcceleratorState._shared_state:  # of an earlier run of this process
+        other_device = world_size() == 1 and PartialState().device.type != this_machine(recipe.train.device).device
+        if other_device or AcceleratorState().mixed_precision != settings.mixed_precision:
+            AcceleratorState._reset_state(reset_partial_state=other_device)
     timeout = None if settings.process_timeout is None else timedelta(seconds=settings.process_timeout)
     store = part("process-store").arguments() if world_size() > 1 else {}
     connection = settings.init_handler.to_kwargs() if settings.init_handler else {}

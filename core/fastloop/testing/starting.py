@@ -50,6 +50,9 @@ thread or open a device: neither survives a fork. Without an accelerator deepspe
 it is installed, for every model that it prepares or exports."""
 OPENS_DEVICE = ["deepspeed.accelerator"]
 """Modules that are preloaded only without an accelerator, because they would open it."""
+COUNTS_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Makes torch ask NVIDIA's management library whether there is a GPU: asking CUDA would spoil it in forked processes.
+Source: torch's notes on CUDA environment variables."""
 PATIENCE = 10.0
 """Seconds that the other processes get after one has failed."""
 
@@ -77,6 +80,7 @@ def _context() -> Any:
     import torch
 
     ours = [point.module for point in installed().values() if is_own(point)]
+    os.environ.setdefault(COUNTS_BY_NVML, "1")  # the process that forks inherits it
     context.set_forkserver_preload([*PRELOADED, *ours, *([] if torch.accelerator.is_available() else OPENS_DEVICE)])
     return context
 

@@ -115,10 +115,12 @@ def at_first(
 ) -> Any:
     """A block's forward at the first token, which attends to all of them. In a packed row: at the first token of each
     sequence."""
+    import torch
+
     firsts = kwargs.get("first_tokens")
     if firsts is not None:
         if (ends := kwargs.get("cu_seq_lens_k")) is not None:  # FlashAttention's arguments: one query for each sequence
-            each = ends.new_ones(len(ends)).cumsum(0, dtype=ends.dtype) - 1
+            each = torch.arange(len(ends), dtype=ends.dtype, device=ends.device)
             kwargs |= {"cu_seq_lens_q": each.clamp(max=len(firsts)), "max_length_q": 1}
         return forward(hidden_states.index_select(1, firsts), attention_mask, *args, everything=hidden_states, **kwargs)
     if attention_mask is not None and attention_mask.dim() == 4:

@@ -31,7 +31,9 @@ def bench(
         ),
     ] = "",
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Minimum steps to measure.")] = 30,
-    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Minimum seconds to measure.")] = 10.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, metavar="SECONDS", help="Minimum seconds to measure.")
+    ] = 10.0,
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before the measurement.")] = 5,
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Measurements of each variant. A speedup needs at least 5.")

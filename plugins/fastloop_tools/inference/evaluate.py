@@ -34,7 +34,8 @@ def evaluate(
         str, typer.Option(metavar="NAME", help="The split to evaluate: train, validation or test.")
     ] = "test",
     file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file to evaluate instead, with the recipe's columns.")
+        Path | None,
+        typer.Option("--file", metavar="FILE", help="A file to evaluate instead, with the recipe's columns."),
     ] = None,
     json_file: Annotated[
         str,

@@ -24,7 +24,9 @@ def profile(
     with_: With = None,
     without: Without = None,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fewest steps to time.")] = 8,
-    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Shortest time to measure.")] = 5.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, metavar="SECONDS", help="Shortest time to measure.")
+    ] = 5.0,
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 3,
     profile_steps: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that are looked into after them.")] = 3,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,

@@ -32,7 +32,9 @@ def tune(
         str, typer.Option(metavar="A,B", help="What plugins may do to the numbers (numerics classes).")
     ] = ACCEPTED,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fewest steps of a measurement.")] = 2,
-    seconds: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Shortest time to measure.")] = 6.0,
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, metavar="SECONDS", help="Shortest time to measure.")
+    ] = 6.0,
     warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before them.")] = 2,
     output: Annotated[str, output_file("--output", "The recipe to write [default: RECIPE.tuned.yaml].")] = "",
 ) -> None:

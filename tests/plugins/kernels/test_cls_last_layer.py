@@ -13,7 +13,7 @@ from training_runs import execute
 
 from fastloop import Plugin, PluginError, hookimpl
 from fastloop_plugins.kernels.attention import Attention
-from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
+from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer, at_first
 from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
@@ -167,3 +167,19 @@ def test_a_model_that_reads_other_tokens_is_refused():
 
     with pytest.raises(PluginError, match="reads more than the first token"):
         make_run("text-classification", {"config": MODELS["bert"]}, DATA, [ClsLastLayer(), Mean()])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler
+def test_ends_of_the_queries_stay_int32_when_compiled():
+    """FlashAttention takes no other dtype. torch's compiler turns the sum over ones of int32 into numbers of int64."""
+
+    def ends_of_queries(hidden, firsts, ends):
+        return at_first(
+            lambda *arguments, **options: options["cu_seq_lens_q"], hidden, first_tokens=firsts, cu_seq_lens_k=ends
+        )
+
+    ends = torch.tensor([0, 3, 5, 8], dtype=torch.int32)
+    found = torch.compile(ends_of_queries)(torch.randn(1, 8, 4), torch.tensor([0, 3]), ends)
+    assert found.dtype == torch.int32
+    assert found.tolist() == [0, 1, 2, 2]

@@ -319,6 +319,8 @@ def main() -> None:
     text = section(folder)
     if text is None:
         sys.exit(f"{folder}: no records of a GPU (gpu-*.jsonl): docs/benchmarks.md stays as it is.")
+    notes = folder / "gpu-notes.md"
+    text += f"\n\n{notes.read_text().strip()}" if notes.exists() else ""
     write_section(TITLE, f"{text}\n\nbenchmarks/gpu/README.md describes the protocol.")
 
 

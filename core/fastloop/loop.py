@@ -51,7 +51,7 @@ class EvaluationInterrupted(Exception):
 def fit(run: Run) -> None:
     """Train until the epochs or ``max_steps`` are done, or a plugin requests a stop. Then evaluate the final
     weights."""
-    with preserve_random_states(run.resume_point is not None):
+    with preserve_random_states():  # a resumed run calls it again, and imports may draw random numbers
         run.hooks.before_fit(run=run)
     log_points.start(run)
     with run.clock("train"):

@@ -18,7 +18,8 @@ def cpu_random_states() -> dict[str, Any]:
 
 def random_states() -> dict[str, Any]:
     """The random states of this process, with that of its current CUDA device. A resumed run may find fewer devices."""
-    return cpu_random_states() | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+    on_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return cpu_random_states() | ({"cuda": torch.cuda.get_rng_state()} if on_cuda else {})
 
 
 def restore_random_states(states: Mapping[str, Any]) -> None:

@@ -44,15 +44,11 @@ PRELOADED = [
     "transformers.models.llama.modeling_llama",
     "torch._dynamo",
     "torch._inductor.config",
+    "deepspeed.accelerator",
 ]
 """Modules that every started process has imported, beside the modules of fastloop's own plugins. None may start a
-thread or open a device: neither survives a fork. Without an accelerator deepspeed opens none; Accelerate imports it, if
-it is installed, for every model that it prepares or exports."""
-OPENS_DEVICE = ["deepspeed.accelerator"]
-"""Modules that are preloaded only without an accelerator, because they would open it."""
-COUNTS_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
-"""Makes torch ask NVIDIA's management library whether there is a GPU: asking CUDA would spoil it in forked processes.
-Source: torch's notes on CUDA environment variables."""
+thread, which does not survive a fork. Accelerate imports deepspeed, if it is installed, for every model that it
+prepares or exports."""
 PATIENCE = 10.0
 """Seconds that the other processes get after one has failed."""
 
@@ -74,14 +70,14 @@ class ProcessResult:
 
 @cache
 def _context() -> Any:
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
     import torch
 
+    # torchao and deepspeed initialize an accelerator when they are imported, and no forked process can use it then
+    if "forkserver" not in multiprocessing.get_all_start_methods() or torch.accelerator.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     ours = [point.module for point in installed().values() if is_own(point)]
-    os.environ.setdefault(COUNTS_BY_NVML, "1")  # the process that forks inherits it
-    context.set_forkserver_preload([*PRELOADED, *ours, *([] if torch.accelerator.is_available() else OPENS_DEVICE)])
+    context.set_forkserver_preload([*PRELOADED, *ours])
     return context
 
 

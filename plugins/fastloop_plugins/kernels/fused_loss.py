@@ -8,6 +8,9 @@ tokens exist at a time. For tasks that declare ``next-token-loss``, such as ``ca
 
 On CUDA, liger-kernel computes it, if it is installed (``pip install 'fastloop-train[liger]'``). Elsewhere, and with
 ``model.pad_vocab_to``, torch computes each chunk. A model that changes its logits after the head is refused.
+
+It saves memory, not time, so ``auto`` does not select it: GPT-2 with 16 x 1,024 tokens and ``compile`` trained at 0.78
+of the speed on an H200 with it (docs/benchmarks.md, GPU).
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
-from fastloop_plugins._task_traits import recipe_traits, require_trait
+from fastloop import Plugin, PluginError, hookimpl, option
+from fastloop_plugins._task_traits import require_trait
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,13 +28,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
-    from fastloop.runtime.hardware import Machine
 
-LARGE = 2**30
-"""Bytes of float32 logits of a step from which `auto` selects the plugin on CUDA. Plain cross entropy moves them about
-eight times through memory: 8 GiB take 2 ms on an H200 (4.8 TB/s)."""
-VOCABULARY = 32_000
-"""Tokens of a vocabulary that the recipe does not state: the size of Llama's."""
 TOLERANCE = 1e-4
 """Largest relative difference of the two losses by rounding. A change of the logits gives 1e-3 and more."""
 CHANGES = ("logit", "softcap", "logits_scaling", "lm_head_multiplier")
@@ -55,25 +52,6 @@ class FusedLoss(Plugin):
         chunk_tokens: Annotated[
             int, option("Tokens whose logits exist at a time; liger-kernel has its own number.", ge=1)
         ] = 1024
-
-    @classmethod
-    def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """On CUDA, for language models whose logits of a micro-batch take ``LARGE`` bytes: its tokens x vocabulary x 4.
-
-        Not on a CPU: there, both ways take about the same time with chunks of 1,024 tokens, and smaller chunks are
-        slower.
-        """
-        if machine.device != "cuda" or "next-token-loss" not in recipe_traits(recipe):
-            return None
-        sizes = [recipe.model.get("config"), recipe.model.get("tokenizer")]
-        known = [
-            size["vocab_size"] for size in sizes if isinstance(size, dict) and isinstance(size.get("vocab_size"), int)
-        ]
-        length = recipe.data.get("max_length")
-        tokens = (recipe.train.micro_batch_size or recipe.train.batch_size) * (length if isinstance(length, int) else 0)
-        if 4 * tokens * (known or [VOCABULARY])[0] < LARGE:
-            return None
-        return Recommendation(why="the logits of all tokens never exist at once")
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:

@@ -140,6 +140,7 @@ def test_random_states_hold_the_current_cuda_device_only(monkeypatch):
     """The run may resume where fewer devices are visible."""
     restored = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr("torch.cuda.get_rng_state", lambda: torch.tensor([7]))
     monkeypatch.setattr("torch.cuda.set_rng_state", restored.append)
     monkeypatch.setattr("torch.cuda.get_rng_state_all", lambda: [torch.tensor([7]), torch.tensor([8])])

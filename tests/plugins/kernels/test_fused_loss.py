@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from training_runs import execute
 
 from fastloop import Plugin, PluginError, hookimpl
-from fastloop.recipe import make_recipe
-from fastloop.runtime.hardware import Machine
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels._chunked_loss import chunked_loss
 from fastloop_plugins.kernels.compile import Compile
@@ -310,20 +308,3 @@ def test_a_run_resumes_predicts_and_evaluates(cli):
     code, out, err = cli("predict", "cut", "what is 3", "plugins.causal-lm.max_new_tokens=4")
     assert code == 0, err
     assert out
-
-
-@pytest.mark.parametrize(
-    ("device", "model", "train", "chosen"),
-    [
-        ("cuda", {"config": {"model_type": "gpt2"}}, {"batch_size": 16}, True),
-        ("cuda", {"config": {"model_type": "gpt2"}}, {"batch_size": 16, "micro_batch_size": 4}, False),
-        ("cuda", {"config": {"model_type": "gpt2", "vocab_size": 300}}, {"batch_size": 16}, False),
-        ("cpu", {"config": {"model_type": "gpt2"}}, {"batch_size": 16}, False),
-    ],
-)
-def test_auto_selects_it_on_cuda_for_large_logits(device, model, train, chosen):
-    recipe = make_recipe(
-        {"model": model, "data": {"files": {"train": "a.txt"}, "max_length": 1024}, "train": train, "plugins": []}
-    )
-    machine = Machine(device, device, ("fp32", "bf16"), ("bf16",))
-    assert (FusedLoss.recommend(recipe, machine) is not None) == chosen

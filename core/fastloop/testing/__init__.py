@@ -3,7 +3,7 @@
     pytest_plugins = ["fastloop.testing"]
 
 ``tiny_run`` trains a tiny model with given plugins; ``hook_calls`` lists the hooks that fired; ``processes`` calls a
-function in several real processes. Three lines test a plugin's declarations:
+function in several real processes, and ``run_commands`` runs commands. Three lines test a plugin's declarations:
 
     from fastloop.testing import Conformance
 
@@ -29,7 +29,7 @@ from fastloop.testing.conformance import pytest_collection_modifyitems as pytest
 from fastloop.testing.conformance import pytest_configure as pytest_configure
 from fastloop.testing.conformance import pytest_terminal_summary as pytest_terminal_summary
 from fastloop.testing.runs import Trained, train
-from fastloop.testing.starting import ProcessResult, processes, start
+from fastloop.testing.starting import ProcessResult, processes, run_commands, start
 from fastloop.testing.studies import study_results
 from fastloop.testing.tasks import IMAGES, LANGUAGE, TEXTS, VECTORS, with_dropout, write_texts
 from fastloop.testing.tiny import Call, HookCalls, Recorder, TinyResult, hook_calls, tiny_data, tiny_model, tiny_run
@@ -48,6 +48,7 @@ __all__ = [
     "Trained",
     "hook_calls",
     "processes",
+    "run_commands",
     "start",
     "study_results",
     "tiny_data",

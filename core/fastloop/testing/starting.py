@@ -10,12 +10,13 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import runpy
 import signal
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -230,6 +231,31 @@ def processes() -> Callable[..., list[ProcessResult]]:
         return ended
 
     return run
+
+
+def run_commands(commands: Iterable[Sequence[str | Path]], code: int = 0) -> list[str]:
+    """Run commands of fastloop one after the other, each in a new process: ``[(folder, "train", "recipe.yaml")]``. The
+    test fails with the output of the first one that ends with another exit code.
+
+    Args:
+        commands: The current folder, and the arguments.
+        code: The exit code that each must have.
+
+    Returns:
+        The text of each on stdout and stderr.
+    """
+    outputs = []
+    for folder, *arguments in commands:
+        ended = start(1, _command, [*map(str, arguments)], folder=Path(folder))
+        if ended[0].code != code:
+            pytest.fail(f"fastloop {' '.join(map(str, arguments))}\n{failure(ended)}", pytrace=False)
+        outputs.append(ended[0].output)
+    return outputs
+
+
+def _command(arguments: Sequence[str]) -> None:
+    sys.argv = ["fastloop", *arguments]
+    runpy.run_module("fastloop", run_name="__main__", alter_sys=True)
 
 
 def failure(ended: Sequence[ProcessResult]) -> str:

@@ -48,7 +48,7 @@ def test_the_teacher_is_no_part_of_the_student_and_known_texts_are_not_computed_
     assert not {id(weight) for weight in watch.teacher.parameters()} & watch.optimized
     assert not any(weight.requires_grad for weight in watch.teacher.parameters())
     model, state = checkpoint.read(sorted(Path("run", "checkpoints").iterdir())[-1])
-    assert model.keys() == watch.weights.keys() and len(state["plugins"]["distill"]["keys"][0]) == 35
+    assert model.keys() == watch.weights.keys() and len(state["plugins"]["distill"]["known"][0][0]) == 35
     other = AutoModelForSequenceClassification.from_pretrained("copy/model")
     torch.nn.init.normal_(other.classifier.bias)
     other.save_pretrained("copy/model")
@@ -114,17 +114,23 @@ def rename_labels():
 
 
 REFUSED = {
-    "no folder": (lambda: recipe("texts", options={"teacher": "./nowhere"}), "nowhere holds no config.json"),
+    "no folder": (
+        lambda: recipe("texts", options={"teacher": "./nowhere"}),
+        "distill.teacher: .*nowhere: no such folder",
+    ),
     "no model": (lambda: recipe("texts", options={"teacher": "texts"}), "texts holds no config.json"),
     "own tokenizer": (
         lambda: recipe("texts", model=recipe("texts")["model"] | {"tokenizer": {"kind": "word"}}),
         "texts-teacher has a tokenizer, and the student's is made from the training texts. .* Set model.tokenizer=/",
     ),
     "other tokenizer": (
-        lambda: recipe("texts", options={"teacher": teacher("language")}),
-        "the tokenizer of .*language-teacher has .* tokens, and that of .*texts-teacher/model has",
+        lambda: recipe("texts", data={"max_length": 16}, options={"teacher": teacher("language")}),
+        "the tokenizer of .*language-teacher has .* tokens, and the student's has",
     ),
-    "long": (lambda: recipe("texts", data={"max_length": 49}), "reads 48 tokens at most, and data.max_length is 49"),
+    "long": (
+        lambda: recipe("texts", data={"max_length": 49}),
+        "max_length: found 49, and .*texts-teacher/model takes 32 tokens at most",
+    ),
     "labels": (
         lambda: rename_labels() or recipe("texts"),
         "the classes of .* are 0, 1, and those of the data bad, good",

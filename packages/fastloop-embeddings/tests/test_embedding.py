@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fastloop.testing import TEXTS, Conformance, with_dropout
-from text_runs import DATA, SCORED, fastloop, refused, rows, run_python, train_divided, write_collection, write_recipe
+from fastloop.testing import TEXTS, Conformance, run_commands, with_dropout
+from text_runs import DATA, SCORED, refused, rows, run_python, train_divided, write_collection, write_recipe
 
 CASES = {
     "multiple_negatives": (
@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
         commands.append([str(folder), "predict", "run", "texts.csv", "--out", f"vectors.{SUFFIXES[case]}"])
     arguments = "predict run documents.csv --out documents.npy plugins.embedding.predict=other"
     commands.append([str(folders["multiple_negatives"]), *arguments.split()])
-    fastloop(commands)
+    run_commands(commands)
     return folders
 
 
@@ -149,29 +149,29 @@ DIVIDED = {
 }
 PLUGINS = Path(__file__).with_name("text_plugins.py")
 WAYS = {
-    "whole": ({}, (), ()),
-    "parts": ({"micro_batch_size": 8}, (), ()),
-    "packed": ({"micro_batch_size": 8}, ("packing",), ()),
-    "full memory": ({}, ("auto-micro-batch", f"{PLUGINS}:FullMemory"), ()),
-    "processes": ({"micro_batch_size": 6}, ("ddp",), ("--nproc", "2")),
+    "whole": ({}, (), 1),
+    "parts": ({"micro_batch_size": 8}, (), 1),
+    "packed": ({"micro_batch_size": 8}, ("packing",), 1),
+    "full memory": ({}, ("auto-micro-batch", f"{PLUGINS}:FullMemory"), 1),
+    "processes": ({"micro_batch_size": 6}, ("ddp",), 2),
 }
 SIZES = {"batch_size": 24, "epochs": 2, "log_every": 1, "eval_batch_size": 16}
 """The last batch has 16 of 24 rows, of which one process has fewer; it also has none of validation."""
 WITHOUT_DROPOUT = with_dropout(TEXTS, 0.0)["model"]
 
 
-def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path):
-    train_divided(tmp_path, DIVIDED, WAYS, model=WITHOUT_DROPOUT, **SIZES)
+def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path, processes):
+    train_divided(processes, tmp_path, DIVIDED, WAYS, model=WITHOUT_DROPOUT, **SIZES)
 
 
-def test_micro_batches_of_similar_length_do_not_change_the_loss(tmp_path):
+def test_micro_batches_of_similar_length_do_not_change_the_loss(tmp_path, processes):
     """``length-bucketing`` draws other steps. ``max_tokens`` divides them unevenly, and batches of evaluation, too."""
     bucketing = {"window": 2}
     ways = {
-        "whole": ({}, ({"length-bucketing": bucketing},), ()),
-        "uneven": ({}, ({"length-bucketing": bucketing | {"max_tokens": 200}},), ()),
+        "whole": ({}, ({"length-bucketing": bucketing},), 1),
+        "uneven": ({}, ({"length-bucketing": bucketing | {"max_tokens": 200}},), 1),
     }
-    train_divided(tmp_path, {"pairs": ({}, {})}, ways, splits=("training",), model=WITHOUT_DROPOUT, **SIZES)
+    train_divided(processes, tmp_path, {"pairs": ({}, {})}, ways, splits=("training",), model=WITHOUT_DROPOUT, **SIZES)
 
 
 @pytest.mark.parametrize("plugins", [(), ("packing", "fast-dropout")], ids=["padded", "packing and fast-dropout"])
@@ -180,8 +180,8 @@ def test_the_second_pass_has_the_dropout_of_the_first(tmp_path, plugins):
     recipe = json.loads((tmp_path / "recipe.yaml").read_text())
     recipe["plugins"][0] = f"{PLUGINS}:Checked"
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    fastloop([[str(tmp_path), "train", "recipe.yaml"]])
-    assert (tmp_path / "output.txt").read_text().count("difference") == 4
+    (output,) = run_commands([(tmp_path, "train", "recipe.yaml")])
+    assert output.count("difference") == 4
 
 
 class TestConformance(Conformance):

@@ -5,13 +5,14 @@ import json
 from pathlib import Path
 
 import pytest
-from text_runs import fastloop, rows
+from fastloop.testing import run_commands
+from text_runs import rows
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def test_the_recipe_of_dates_learns_in_a_few_steps(tmp_path):
-    fastloop([[str(tmp_path), "train", str(RECIPES / "dates.yaml"), "train.epochs=1", "output=run"]])
+    run_commands([[str(tmp_path), "train", str(RECIPES / "dates.yaml"), "train.epochs=1", "output=run"]])
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
     assert found["recall@10"] > 0.5
 
@@ -26,5 +27,5 @@ def test_the_recipes_of_minilm_train(tmp_path, name):
     model = Path(package.origin).parent / "model"
     small = ["train.batch_size=8", "train.micro_batch_size=4", "train.eval_batch_size=4", "output=run"]
     files = ["data.files.train=pairs.jsonl", f"model.name={model}"]
-    fastloop([[str(tmp_path), "train", str(RECIPES / f"{name}.yaml"), *files, *small]])
+    run_commands([[str(tmp_path), "train", str(RECIPES / f"{name}.yaml"), *files, *small]])
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "completed"

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from fastloop.testing import TEXTS, Conformance, with_dropout
-from text_runs import DATA, SCORED, fastloop, refused, run_python, train_divided, write_collection, write_recipe
+from fastloop.testing import TEXTS, Conformance, run_commands, with_dropout
+from text_runs import DATA, SCORED, refused, run_python, train_divided, write_collection, write_recipe
 
 NEGATIVE = {"negative": "negative"}
 COLLECTION = {"beir": "collection", "candidates": "candidates.trec"}
@@ -34,7 +34,7 @@ def trained(tmp_path_factory):
         commands.append([str(folder), "predict", "run", "--split", "test", "--with", "packing", "--out", "test.jsonl"])
     arguments = ["predict", "run", "candidates.csv", "--out", "candidates.npy"]
     commands.append([str(folders["multiple_negatives"]), *arguments])
-    fastloop(commands)
+    run_commands(commands)
     return folders
 
 
@@ -83,7 +83,7 @@ def test_the_metrics_of_a_ranking_equal_a_table(monkeypatch, tmp_path):
     from fastloop_embeddings.metrics import measure
 
     def ranked(candidates, scores):
-        monkeypatch.setattr(search, "compute_all", lambda *arguments: torch.tensor(scores))
+        monkeypatch.setattr(search, "encode_and_compute", lambda *arguments: torch.tensor(scores))
         return measure(*judged.rerank(None, None, candidates, None), (1,))
 
     texts = {name: name for name in ("d1", "d2", "d3", "d4")}
@@ -174,21 +174,21 @@ def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
 
 
 WAYS = {
-    "whole": ({}, (), ()),
-    "parts": ({"micro_batch_size": 8}, (), ()),
-    "packed": ({"micro_batch_size": 4}, ("packing", "cls-last-layer"), ()),
-    "processes": ({"micro_batch_size": 6}, ("ddp",), ("--nproc", "2")),
+    "whole": ({}, (), 1),
+    "parts": ({"micro_batch_size": 8}, (), 1),
+    "packed": ({"micro_batch_size": 4}, ("packing", "cls-last-layer"), 1),
+    "processes": ({"micro_batch_size": 6}, ("ddp",), 2),
 }
 
 
-def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path):
+def test_micro_batches_and_processes_do_not_change_the_loss(tmp_path, processes):
     """The last batch has fewer rows, of which one process has fewer; it also has none of validation."""
     write_candidates(tmp_path)
     found = {name: str(tmp_path / path) for name, path in COLLECTION.items()}
     cases = {case: (options, data | (found if "beir" in data else {})) for case, (options, data, _) in CASES.items()}
     model = with_dropout(TEXTS, 0.0)["model"]
     sizes = {"batch_size": 24, "epochs": 2, "log_every": 1, "eval_batch_size": 16}
-    train_divided(tmp_path, cases, WAYS, task="reranker", model=model, **sizes)
+    train_divided(processes, tmp_path, cases, WAYS, task="reranker", model=model, **sizes)
 
 
 class TestConformance(Conformance):

@@ -4,9 +4,10 @@ import json
 import random
 import subprocess
 import sys
+import warnings
 
 import pytest
-from fastloop.testing import TEXTS
+from fastloop.testing import TEXTS, run_commands, train
 
 WORDS = "red blue green old new big small fast slow dog cat bird fish house tree river".split()
 
@@ -28,32 +29,6 @@ SCORED = {"text": "first", "other": "second", "label": "score", "label_type": "n
 TRAIN = {"epochs": 15, "batch_size": 16, "lr": 3e-3, "device": "cpu"}
 
 
-FORKS = """
-import json, os, runpy, sys
-import accelerate, datasets, torchmetrics, transformers
-import fastloop.defaults, fastloop.lifecycle
-for folder, *arguments in json.loads(sys.stdin.read()):
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        sys.argv = ["fastloop", *arguments]
-        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        runpy.run_module("fastloop", run_name="__main__", alter_sys=True)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != int(sys.argv[1]):
-        sys.exit(f"{arguments}: exit code {code}: " + open(f"{folder}/output.txt").read())
-"""
-"""Runs commands of fastloop, each in a process forked from this one, which has imported torch."""
-
-
-def fastloop(commands, code=0):
-    """Run commands of fastloop: [folder, argument, ...] each. Each writes ``output.txt`` in its folder."""
-    command = [sys.executable, "-W", "ignore", "-c", FORKS, str(code)]
-    done = subprocess.run(command, input=json.dumps(commands), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 def write_recipe(folder, options, data, *plugins, task="embedding", model=TEXTS["model"], **train):
     recipe = {"model": model, "data": DATA | data, "output": "run", "plugins": [{task: options}]}
     recipe |= {"plugins": recipe["plugins"] + list(plugins), "train": TRAIN | train}
@@ -65,26 +40,35 @@ def refused(folder, cases):
     for name, (options, data, more, _) in cases.items():
         (folder / name).mkdir()
         write_recipe(folder / name, options, data, **more)
-    fastloop([[str(folder / name), "train", "recipe.yaml"] for name in cases], code=2)
-    for name, (*_, message) in cases.items():
-        assert message in " ".join((folder / name / "output.txt").read_text().split()), name
+    outputs = run_commands([(folder / name, "train", "recipe.yaml") for name in cases], code=2)
+    for (name, (*_, message)), output in zip(cases.items(), outputs, strict=True):
+        assert message in " ".join(output.split()), name
 
 
-def train_divided(folder, cases, ways, splits=("training", "validation"), **given):
+def train_all(recipes):
+    warnings.simplefilter("ignore")  # torchmetrics warns on a process without rows
+    for recipe in recipes:
+        train(recipe)
+
+
+def train_divided(processes, folder, cases, ways, splits=("training", "validation"), **given):
     """Train each case in each way, and compare losses and metrics with those of the first way.
 
     Args:
+        processes: The fixture.
         cases: Name -> options and data.
-        ways: Name -> keys of ``train``, plugins and arguments of the command.
+        ways: Name -> keys of ``train``, plugins and the number of processes.
     """
-    commands, found = [], {}
+    recipes, found = {}, {}
     for case, (options, data) in cases.items():
-        for way, (train, plugins, arguments) in ways.items():
+        for way, (keys, plugins, count) in ways.items():
             found[case, way] = place = folder / f"{case}-{way}"
             place.mkdir()
-            write_recipe(place, options, data, *plugins, **given, **train)
-            commands.append([str(place), "train", "recipe.yaml", *arguments])
-    fastloop(commands)
+            write_recipe(place, options, data, *plugins, **given, **keys)
+            recipe = json.loads((place / "recipe.yaml").read_text()) | {"output": str(place / "run")}
+            recipes.setdefault(count, []).append(recipe)
+    for count, known in recipes.items():
+        processes(count, train_all, known)
     for (case, way), place in found.items():
         whole = found[case, next(iter(ways))]
         for split in splits:

@@ -1,11 +1,10 @@
 """Rows, a tokenizer, recipes and commands for the tests."""
 
 import json
-import os
 import random
-import subprocess
-import sys
 from functools import cache
+
+from fastloop.testing import train
 
 WORDS = "red blue green old new big small fast slow dog cat bird fish house tree river".split()
 
@@ -96,40 +95,24 @@ ROWS = __file__
 MODULES = {"dpo": "pairs", "kto": "labelled", "reward-model": "pairs"}
 """Task -> the function of its rows."""
 
-FORKS = """
-import json, os, runpy, sys
-import accelerate, datasets, torchmetrics, transformers
-import fastloop.defaults, fastloop.lifecycle
-for folder, *arguments in json.loads(sys.stdin.read()):
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        sys.argv = ["fastloop", *arguments]
-        os.dup2(os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
-        os.dup2(1, 2)
-        runpy.run_module("fastloop", run_name="__main__", alter_sys=True)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != int(sys.argv[1]):
-        sys.exit(f"{arguments}: exit code {code}: " + open(f"{folder}/output.txt").read())
-"""
-"""Runs commands of fastloop, each in a process forked from this one, which has imported torch."""
 
-
-def fastloop(commands, code=0):
-    """Run commands of fastloop: [folder, argument, ...] each. Each writes ``output.txt`` in its folder."""
-    command, given = [sys.executable, "-W", "ignore", "-c", FORKS, str(code)], json.dumps([*map(list, commands)])
-    done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def write_recipe(folder, task, options=(), data=(), plugins=(), model=MODEL, **train):
-    """Write ``recipe.yaml`` in a new folder, and return the folder as text."""
-    folder.mkdir(parents=True, exist_ok=True)
+def recipe(folder, task, options=(), data=(), plugins=(), model=MODEL, **train):
+    """A recipe whose run is in a folder."""
     rows = {"module": f"{__file__}:{MODULES[task]}", "max_length": 32}
-    recipe = {"model": model, "data": rows | dict(data), "train": TRAIN | train, "output": "run"}
-    recipe["plugins"] = [{task: dict(options)}, *plugins]
-    (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    return os.fspath(folder)
+    found = {"model": model, "data": rows | dict(data), "train": TRAIN | train, "output": str(folder / "run")}
+    return found | {"plugins": [{task: dict(options)}, *plugins]}
+
+
+def write_recipe(folder, *arguments, **keys):
+    """Write ``recipe.yaml`` in a new folder, and return the folder."""
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(json.dumps(recipe(folder, *arguments, **keys)))  # JSON is YAML
+    return folder
+
+
+def train_all(recipes):
+    """Train recipes, and return the names of the plugins of each."""
+    return [[*train(each).summary["plugins"]] for each in recipes]
 
 
 def points(folder, split=None):
@@ -137,8 +120,3 @@ def points(folder, split=None):
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     names = ("loss", "kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
     return [{key: line[key] for key in names if key in line} for line in lines if line.get("split") == split]
-
-
-def output(folder):
-    """The output of the newest command, in one line."""
-    return " ".join((folder / "output.txt").read_text().split())

@@ -95,9 +95,8 @@ def ours(case):
     numbers = {}
     if kind is not RewardModel and case != "orpo":
         with torch.no_grad():
-            keys, values = task.keyed(model(5), inputs)
-        task.reference = Reference(keys, values)
-        numbers["reference"] = values[: len(inputs["keys"])]
+            task.reference = Reference(task.keyed(model(5), inputs).flatten(0, 1))
+        numbers["reference"] = task.reference.find(inputs["keys"])
     if kind is not RewardModel:
         numbers["log_probabilities"] = task.log_probabilities(policy, inputs)[:, 0].detach()
         if case == "orpo":

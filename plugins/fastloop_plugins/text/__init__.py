@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.batches import Ragged, Sequences, cache_token_ids, join_ids
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.chat.template import ChatRenderer, template_text
-    from fastloop_plugins.text.masks import compute, pool, split
-    from fastloop_plugins.text.model import Model
+    from fastloop_plugins.text.masks import compute, compute_all, pool, split
+    from fastloop_plugins.text.model import Model, OtherModel
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import Data, padded_traits, text_traits
     from fastloop_plugins.text.task import TextTask
@@ -26,6 +26,7 @@ PLACES = {
     "ChatRenderer": "chat.template",
     "Data": "options",
     "Model": "model",
+    "OtherModel": "model",
     "Ragged": "batches",
     "RowError": "task",
     "Sequences": "batches",
@@ -34,6 +35,7 @@ PLACES = {
     "add_loss": "next_token_loss",
     "cache_token_ids": "batches",
     "compute": "masks",
+    "compute_all": "masks",
     "join_ids": "batches",
     "padded_traits": "options",
     "pool": "masks",
@@ -48,6 +50,7 @@ __all__ = [
     "ChatRenderer",
     "Data",
     "Model",
+    "OtherModel",
     "Ragged",
     "RowError",
     "Sequences",
@@ -56,6 +59,7 @@ __all__ = [
     "add_loss",
     "cache_token_ids",
     "compute",
+    "compute_all",
     "join_ids",
     "padded_traits",
     "pool",

@@ -20,6 +20,8 @@ from fastloop_plugins.text.batches import LENGTHS
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from fastloop import Batch, Run
+
 Pooling = Literal["mean", "first", "last"]
 """How the hidden states of a text become one vector: their mean, or that of the first or of the last token."""
 
@@ -98,6 +100,44 @@ def compute(model: nn.Module, batch: Mapping[str, Any], **inputs: Any) -> Any:
     own = {name: value for name, value in batch.items() if name not in ("labels", LENGTHS)}
     # inputs with positions are packed rows, which need no mask
     return forward(model, own | inputs, never="position_ids" in batch)
+
+
+def compute_all(
+    run: Run, model: nn.Module, dataset: Any, collate: Callable[[list[Any]], Batch], compute: Callable[..., Tensor]
+) -> Tensor:
+    """Compute values of all samples of a dataset, in eval mode and without gradients: (samples, ...), on the
+    device.
+
+    Every process calls it, and gets all values. Processes share the batches, which have similar lengths.
+
+    Args:
+        dataset: Samples with ``lengths``, such as ``Sequences``.
+        collate: Builds a batch of them, as ``build_collator`` returns it.
+        compute: ``compute(model, inputs)`` -> the values of a batch, (its samples, ...).
+    """
+    import numpy as np
+    import torch
+    from accelerate.utils import send_to_device
+
+    from fastloop.evaluation_results import evaluating
+
+    processes, result = run.loaders.processes, torch.zeros(0)
+    size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
+    batches = np.array_split(np.argsort(-dataset.lengths, kind="stable"), -(-len(dataset) // size))
+    with evaluating(model), torch.no_grad():
+        for first in range(0, len(batches), processes.world_size):
+            place = first + processes.rank  # a process without a batch of its own repeats another
+            ids = batches[place % len(batches)].tolist()
+            inputs = send_to_device(collate([dataset[index] for index in ids]).inputs, run.device)
+            values = compute(model, inputs)
+            if first == 0:
+                result = values.new_zeros(len(dataset), *values.shape[1:])
+            if place < len(batches):
+                result[ids] = values
+    for module in model.modules():
+        if reshard := getattr(module, "reshard", None):  # fsdp leaves some weights gathered
+            reshard()
+    return processes.all_reduce_sum(result.cpu()).to(run.device)
 
 
 def find_documents(position_ids: Tensor) -> Tensor:

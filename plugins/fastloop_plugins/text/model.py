@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -67,9 +67,13 @@ class Model:
 class TextModel:
     """The ``model`` section of a recipe. The constructor checks it.
 
+    Args:
+        key: The place of the section in the recipe, for messages.
+
     Attributes:
         tokenizer: None until ``load_tokenizer`` or ``finish_tokenizer``.
         problem_type: Transformers' name of a classifier's problem; None: the checkpoint's.
+        new: Weights that the built model has and its checkpoint has not.
 
     Raises:
         RecipeError: An option is invalid.
@@ -79,8 +83,9 @@ class TextModel:
     label_key: ClassVar[str] = "data.label"
     section: ClassVar[type[Model]] = Model
 
-    def __init__(self, recipe: Recipe, classify: bool) -> None:
-        self.recipe, self.where, self.classify = recipe, f"{recipe.where}: model", classify
+    def __init__(self, recipe: Recipe, classify: bool, key: str = "model") -> None:
+        self.recipe, self.where, self.classify = recipe, f"{recipe.where}: {key}", classify
+        self.new: set[str] = set()
         self.options = parse(self.section, recipe.model, self.where)
         if recipe.inference is not None:  # the exported model and its tokenizer
             self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
@@ -199,9 +204,8 @@ class TextModel:
         ]
         limit = min((size for size in room if isinstance(size, int) and size > 0), default=max_length)
         if max_length > limit:
-            raise RecipeError(
-                f"{self.recipe.where}: data.max_length: found {max_length}, and the model takes {limit} tokens at most."
-            )
+            taken = f"{self.options.name or 'the model'} takes {limit} tokens at most"
+            raise RecipeError(f"{self.recipe.where}: data.max_length: found {max_length}, and {taken}.")
         if self.trained is None:
             self._ensure_pad_token()
 
@@ -323,7 +327,8 @@ class TextModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-            log_new(self.options.name or "", {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
+            self.new = {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}
+            log_new(self.options.name or "", self.new)
             if labels is not None and not labels.keeps_head:
                 start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head)
             return model
@@ -359,3 +364,46 @@ class TextModel:
             if run.is_main:
                 self.tokenizer.save_pretrained(folder)
         return folder
+
+
+class OtherModel:
+    """A pretrained model beside the one that a run trains, such as a teacher.
+
+    Args:
+        options: Those of ``model``, such as ``name``.
+        auto_class: The Auto class of transformers that builds it.
+        key: The place of the options in the recipe, for messages.
+
+    Attributes:
+        config: None until ``load_tokenizer``, as ``tokenizer``.
+
+    Raises:
+        RecipeError: An option is invalid.
+    """
+
+    def __init__(self, recipe: Recipe, options: Mapping[str, Any], auto_class: str, key: str) -> None:
+        self._auto_class, classify = auto_class, not auto_class.endswith("ForCausalLM")
+        self._model = TextModel(replace(recipe, model=dict(options), inference=None), classify, key)
+        self.config: Any = None
+        self.tokenizer: Any = None
+
+    def load_tokenizer(self, max_length: int) -> None:
+        """Load configuration and tokenizer.
+
+        Raises:
+            RecipeError: One of them is missing or invalid, or the model cannot take ``max_length`` tokens.
+        """
+        self._model.load_tokenizer(max_length)
+        self.config, self.tokenizer = self._model.config, self._model.tokenizer
+
+    def build(self) -> tuple[Any, set[str]]:
+        """The model in float32 on the CPU, and the names of its weights that the checkpoint does not have. Call it
+        after ``load_tokenizer``.
+
+        Raises:
+            RecipeError: The weights cannot be loaded.
+        """
+        import transformers
+
+        model = self._model.build(getattr(transformers, self._auto_class))
+        return model, self._model.new

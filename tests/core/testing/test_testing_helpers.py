@@ -31,6 +31,7 @@ from fastloop.testing import (
     Call,
     Conformance,
     HookCalls,
+    run_commands,
     start,
     train,
     with_dropout,
@@ -130,6 +131,13 @@ def test_failing_process_fails_test_with_its_output(processes):
     assert "process 0 of 2: done" in str(failed.value)
     assert "process 1 of 2: exit code 1\nabout to fail" in str(failed.value)
     assert "ValueError: this one fails" in str(failed.value)
+
+
+def test_a_command_with_another_exit_code_fails_the_test_with_its_output(tmp_path):
+    (output,) = run_commands([(tmp_path, "train", "nowhere.yaml")], code=2)
+    assert "nowhere.yaml" in output
+    with pytest.raises(pytest.fail.Exception, match=r"fastloop train nowhere.yaml\n.*exit code 2(.|\n)*no such file"):
+        run_commands([(tmp_path, "train", "nowhere.yaml")])
 
 
 def test_error_of_the_authors_function_names_its_line(tmp_path):

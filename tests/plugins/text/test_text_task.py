@@ -20,7 +20,7 @@ from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop_plugins.data._packing import PackedCollator
-from fastloop_plugins.text import Ragged, compute, pool, split
+from fastloop_plugins.text import OtherModel, Ragged, compute, compute_all, pool, split
 from fastloop_plugins.text.chat.template import BUILT_IN
 from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
@@ -120,6 +120,30 @@ def test_pool_and_split_read_padded_and_packed_batches_alike(left):
         assert torch.allclose(pool(states, batch, "mean"), torch.stack([text.mean(0) for text in expected]))
         assert torch.equal(pool(states, batch, "first"), torch.stack([text[0] for text in expected]))
         assert torch.equal(pool(states, batch, "last"), torch.stack([text[-1] for text in expected]))
+
+
+def test_values_of_all_samples_and_another_model():
+    """``compute_all`` gives each sample the values that it has alone, without dropout, as another model loads them."""
+    options = recipe(epochs=1)
+    options.model["config"] = BERT | {"hidden_dropout_prob": 0.5}
+    run = build(resolve(options))
+    execute(run)
+    dataset, collate, model = run.datasets["validation"], run.loaders.collators["validation"], run.model.train()
+
+    def vectors(model, inputs):
+        return torch.stack(pool(compute(model, inputs).last_hidden_state, inputs).chunk(2), 1)
+
+    found = compute_all(run, model, dataset, collate, vectors)
+    assert (model.training, found.shape, found.requires_grad) == (True, (48, 2, 16), False)
+    other = OtherModel(run.recipe, {"name": "run/model"}, "AutoModel", "plugins.similarity.model")
+    other.load_tokenizer(24)
+    saved, missing = other.build()
+    assert not missing
+    with torch.no_grad():
+        alone = [vectors(saved.eval(), collate([dataset[index]]).inputs)[0] for index in range(len(dataset))]
+    torch.testing.assert_close(found, torch.stack(alone), rtol=1e-4, atol=1e-5)
+    with pytest.raises(RecipeError, match=r"recipe.yaml: plugins.similarity.model.name: .*nowhere: no such folder"):
+        OtherModel(run.recipe, {"name": "./nowhere"}, "AutoModel", "plugins.similarity.model")
 
 
 def test_packed_pairs_train_to_the_same_numbers(caplog):

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fastloop_distill.rows import KEY, Rows
+from fastloop_distill.rows import Rows
 
 ENTRY = 300
 """Bytes of an entry beside its logits: the key and two Python objects."""
 
 
 class Cache:
-    """The logits of texts by their token ids, on the CPU.
+    """The logits of texts by the hash of their token ids, on the CPU.
 
     Args:
         room: Bytes; full, it keeps what it has.
@@ -25,34 +25,30 @@ class Cache:
     """
 
     def __init__(self, room: int) -> None:
-        self.room, self.active, self.known = room, False, dict[bytes, Tensor]()
+        self.room, self.active, self.known = room, False, dict[int, Tensor]()
 
     def logits(self, rows: Rows, count: int, compute: Callable[[dict[str, Tensor]], Any]) -> Tensor:
         """The logits of the first ``count`` rows, (count, C). ``compute`` gives the output for rows."""
         if not (self.active and self.room):
             return compute(rows.inputs).logits[:count]
-        keys = rows.keys()[:count]
-        missing, new = [place for place, key in enumerate(keys) if key not in self.known], dict[bytes, Tensor]()
-        device = rows.real.device
-        if missing:
+        keys, new = rows.keys()[:count], dict[int, Tensor]()
+        if missing := [place for place, key in enumerate(keys) if key not in self.known]:
             logits = compute({name: value[missing] for name, value in rows.inputs.items()}).logits.cpu()
-            new = dict(zip([keys[place] for place in missing], logits, strict=True))
+            new = {keys[place]: each.clone() for place, each in zip(missing, logits, strict=True)}
             fitting = self.room // (ENTRY + logits[0].nbytes) - len(self.known)
-            self.known |= {key: new[key].clone() for key in [*new][: max(fitting, 0)]}
-        return torch.stack([self.known[key] if key in self.known else new[key] for key in keys]).to(device)
+            self.known |= [*new.items()][: max(fitting, 0)]
+        return torch.stack([self.known[key] if key in self.known else new[key] for key in keys]).to(rows.real.device)
 
     def save(self, processes: Any) -> dict[str, Any]:
         """The entries of each process. With them, a resumed run computes no text again in a batch that gives other
         bits. Every process must call it."""
-        keys = torch.tensor([*b"".join(self.known)], dtype=torch.uint8).view(-1, KEY)
         values = torch.stack([*self.known.values()]) if self.known else torch.empty(0, 0)
-        found = processes.all_gather_object((keys, values))
-        return {"keys": [one for one, _ in found], "values": [one for _, one in found]}
+        return {"known": processes.all_gather_object((torch.tensor([*self.known]), values))}
 
     def load(self, state: dict[str, Any], processes: Any) -> None:
         """Take the result of ``save``; on another number of processes, the entries of all."""
-        entries = [*zip(state["keys"], state["values"], strict=True)]
-        own = entries if len(entries) != processes.world_size else [entries[processes.rank]]
+        entries, rank = state["known"], processes.rank
+        own = entries if len(entries) != processes.world_size else entries[rank : rank + 1]
         self.known = {
-            bytes(key.tolist()): value.clone() for keys, values in own for key, value in zip(keys, values, strict=True)
+            key: value for keys, values in own for key, value in zip(keys.tolist(), values.clone(), strict=True)
         }

@@ -65,14 +65,14 @@ class Distill(Plugin):
             raise RecipeError(f"{where}.class_weights: the soft loss counts all samples alike. Remove one of both.")
         if layers and (recipe.model.get("name") is None or layers != sorted({*layers}) or layers[0] < 0):
             raise RecipeError(f"{self.where}.layers: found {layers}, expected layers of model.name in their order.")
-        self.teacher = Teacher(recipe, f"{self.where}.teacher", self.config.teacher)
+        self.teacher = Teacher(recipe, self.config.teacher, self.auto)
         self.cache = Cache(self.config.cache_mb * 2**20)
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
         if (kind := getattr(self.task.data, "label_type", "class")) != "class":
             raise RecipeError(f"{run.recipe.where}: data.label_type: found {kind}, and distill needs class.")
-        self.teacher.check_inputs(self.task.data.options.max_length)
+        self.teacher.check_inputs(self.task.text_model, self.task.data.options.max_length)
         datasets = yield
         if self.auto in CLASSIFIERS:
             self.teacher.check_labels(self.task.order.names)
@@ -100,7 +100,7 @@ class Distill(Plugin):
         from fastloop_distill.student import Student
 
         dtypes = (weight.dtype for weight in run.unwrap_model().parameters() if weight.is_floating_point())
-        self.teacher.load(self.auto, run.device, next(dtypes))
+        self.teacher.load(run.device, next(dtypes))
         self.student = Student(run.unwrap_model(), self.config.states != "none")
 
     @hookimpl
@@ -109,16 +109,15 @@ class Distill(Plugin):
 
     @hookimpl(wrapper=True)
     def compute_loss(self, run: Run, model: nn.Module, batch: Mapping[str, Any]) -> Generator[None, Output, Output]:
-        import torch
-
         from fastloop_distill.losses import compare
+        from fastloop_distill.student import is_training
 
-        if self.student is None or not (model.training and torch.is_grad_enabled()):
-            return (yield)
-        with self.student.record() as found:
-            output = yield
+        output = yield
+        if self.student is None or not is_training(model):
+            return output
+        found, self.student.output = self.student.output, None
         with run.accelerator.autocast():
-            soft, states = compare(found[-1], batch, self.teacher, self.cache, self.config, self.pairs)
+            soft, states = compare(found, batch, self.teacher, self.cache, self.config, self.pairs)
         run.log("distill/soft_loss", soft)
         output.loss = (1 - self.config.weight) * output.loss + self.config.weight * soft
         if states is not None:
@@ -128,11 +127,11 @@ class Distill(Plugin):
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        return {"teacher": self.teacher.fingerprint} | self.cache.save(run.processes)
+        return {"teacher": self.teacher.digest} | self.cache.save(run.processes)
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        if state["teacher"] != self.teacher.fingerprint:
+        if state["teacher"] != self.teacher.digest:
             raise UsageError(f"{self.where}.teacher: {self.teacher.name} has other weights than before the break.")
         self.cache.load(state, run.processes)
 

@@ -21,16 +21,14 @@ def soft_loss(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return kl_div(ours, theirs, reduction="batchmean", log_target=True) * temperature**2
 
 
-def states_loss(student: Tensor, teacher: Tensor, weights: Tensor, kind: str) -> Tensor:
-    """Sum over the tokens of weight times distance of the hidden states, (N, D) each, weights (N,).
+def distances(student: Tensor, teacher: Tensor, kind: str) -> Tensor:
+    """Distances of hidden states, (N, D) each: (N,).
 
     Args:
         kind: ``mse``, the mean squared difference, or ``cosine``, 1 - cosine similarity: Jiao et al., 2020,
             https://arxiv.org/abs/1909.10351, and Sanh et al., 2019, https://arxiv.org/abs/1910.01108.
     """
-    if kind == "cosine":
-        return ((1 - cosine_similarity(student, teacher, dim=1)) * weights).sum()
-    return ((student - teacher).square().mean(1) * weights).sum()
+    return 1 - cosine_similarity(student, teacher, dim=1) if kind == "cosine" else (student - teacher).square().mean(1)
 
 
 def compare(
@@ -45,19 +43,15 @@ def compare(
     rows, logits, with_states = Rows(batch), student.logits, options.states != "none"
     per_text, targets = logits.dim() == 2, batch.get("targets", batch.get("labels"))
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    if per_text and not with_states:
-        theirs = cache.logits(rows, len(logits), teacher)
+    output = None if per_text and not with_states else teacher(rows.inputs, with_states)
+    if per_text:
+        theirs = cache.logits(rows, len(logits), teacher) if output is None else output.logits
     else:
-        output = teacher(rows.inputs, with_states)
-        theirs = output.logits[: len(logits)] if per_text else rows.flat(output.logits)
-    if not per_text:
-        size, kept = min(logits.shape[-1], theirs.shape[-1]), targets.flatten() != IGNORED
-        logits, theirs = logits.flatten(0, 1)[kept, :size], theirs[kept, :size]  # a vocabulary may be padded
+        size, kept = min(logits.shape[-1], output.logits.shape[-1]), targets.flatten() != IGNORED
+        logits, theirs = logits.flatten(0, 1)[kept, :size], rows.flat(output.logits)[kept, :size]  # one may be padded
     soft = soft_loss(logits.to(dtype), theirs.to(dtype), options.temperature)
     if not with_states:
         return soft, None
-    weights, found = rows.weights(targets, per_text, dtype), []
-    for ours, layer in zip(student.hidden_states[1:], pairs, strict=True):
-        pair = (ours.flatten(0, 1).to(dtype), rows.flat(output.hidden_states[layer + 1]).to(dtype))
-        found.append(states_loss(*pair, weights, options.states))
-    return soft, torch.stack(found).mean()
+    layers = zip(student.hidden_states[1:], (output.hidden_states[layer + 1] for layer in pairs), strict=True)
+    found = [distances(*(each.flatten(0, 1).to(dtype) for each in pair), options.states) for pair in layers]
+    return soft, torch.stack(found).mean(0) @ rows.weights(targets, per_text, dtype)

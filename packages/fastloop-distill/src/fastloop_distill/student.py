@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from fastloop import RecipeError
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -75,55 +76,49 @@ def without_projections(model: Any) -> Iterator[None]:
 
 
 class Student:
-    """Records the outputs of a model.
+    """Records the outputs of a model in training.
 
     Args:
         states: Whether to record hidden states, too.
+
+    Attributes:
+        output: The newest one. It has logits, and hidden states.
     """
 
     def __init__(self, model: Any, states: bool) -> None:
-        self.states = states
-        self.found: list[Any] | None = None
-        self.known = [(module, set(module._forward_hooks)) for module in model.modules()]
-        before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        self.hooks = [before, model.register_forward_hook(self._after_forward)]
-
-    @contextmanager
-    def record(self) -> Iterator[list[Any]]:
-        """Add the output of each forward pass inside this context to a list. It has logits, and hidden states."""
-        self.found = list[Any]()
-        try:
-            yield self.found
-        finally:
-            self.found = None
+        self.states, self.output, self.targets = states, None, None
+        self.known = [(module, {*module._forward_hooks}) for module in model.modules()]
+        self.before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        model.register_forward_hook(self._after_forward)
 
     def _before_forward(self, model: Any, args: Any, inputs: dict[str, Any]) -> Any:
         """Without targets, a language model computes its logits and no loss."""
-        if self.found is None:
+        if not is_training(model):
             return None
         self.targets = inputs.pop("targets", None)
         return args, inputs | ({"output_hidden_states": True} if self.states else {})
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
-        if self.found is None:
+        if not is_training(model):
             return
         if self.targets is not None:
             logits = output.logits.flatten(0, 1).float()
             output.loss = cross_entropy(logits, self.targets.flatten(), ignore_index=IGNORED)
         if (projections := getattr(model, PROJECTIONS, None)) is not None:
             first, *states = output.hidden_states
-            output.hidden_states = (
-                first,
-                *(layer(each) for layer, each in zip(projections.values(), states, strict=True)),
-            )
-        self.found.append(output)
-        self.targets = None
+            mapped = (layer(each) for layer, each in zip(projections.values(), states, strict=True))
+            output.hidden_states = (first, *mapped)
+        self.output, self.targets = output, None
 
     def close(self) -> None:
         """Remove the hooks, and those with which transformers records hidden states."""
-        self.hooks[0].remove()
+        self.before.remove()
         for module, known in self.known:
             for key in module._forward_hooks.keys() - known:
                 del module._forward_hooks[key]
-            if getattr(module, "_output_capturing_hooks_installed", False):
-                module._output_capturing_hooks_installed = False
+            vars(module).pop("_output_capturing_hooks_installed", None)
+
+
+def is_training(model: nn.Module) -> bool:
+    """Whether a pass of the model belongs to a training step."""
+    return model.training and torch.is_grad_enabled()

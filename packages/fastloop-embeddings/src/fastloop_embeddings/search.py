@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 import torch
 from fastloop import RecipeError
-from fastloop.evaluation_results import evaluating
-from fastloop_plugins.text import Split
+from fastloop_plugins.text import Split, compute_all
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -42,8 +41,8 @@ class Judged:
 
     def search(self, run: Run, task: PairTask, vectors: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
         """Rank all documents by the cosine similarity of ``vectors(model, inputs)``."""
-        queries = compute_all(run, task, [self.queries[name] for name in self.gains], ["text"], vectors)
-        documents = compute_all(run, task, [*self.corpus.values()], ["other"], vectors)
+        queries = encode_and_compute(run, task, [self.queries[name] for name in self.gains], ["text"], vectors)
+        documents = encode_and_compute(run, task, [*self.corpus.values()], ["other"], vectors)
         places = {name: place for place, name in enumerate(self.corpus)}
         pairs = [(place, places[name]) for place, known in enumerate(self.gains.values()) for name in known]
         gains = [gain for known in self.gains.values() for gain in known.values()]
@@ -58,7 +57,7 @@ class Judged:
         every = dict.fromkeys(self.gains, [*self.corpus])
         lists = every if candidates is None else read_candidates(candidates, self.gains, self.corpus)
         pairs = [(self.queries[query], self.corpus[name]) for query, names in lists.items() for name in names]
-        parts = compute_all(run, task, pairs, ["text", "other"], scores).cpu().split([*map(len, lists.values())])
+        parts = encode_and_compute(run, task, pairs, ["text", "other"], scores).cpu().split([*map(len, lists.values())])
         gains = [torch.tensor([self.gains[query].get(name, 0.0) for name in names]) for query, names in lists.items()]
         found = [gain[part.argsort(descending=True, stable=True)] for gain, part in zip(gains, parts, strict=True)]
         relevant = [torch.tensor([*known.values()]) for known in self.gains.values()]
@@ -75,29 +74,15 @@ def evaluate(run: Run, task: Any, split: str) -> dict[str, float]:
     return {f"beir_{name}": float(value) for name, value in metrics.items()}
 
 
-def compute_all(
+def encode_and_compute(
     run: Run, task: PairTask, rows: Sequence[Any], columns: list[str], compute: Callable[..., Tensor]
 ) -> Tensor:
-    """``compute(model, inputs)`` of all rows, on every process: (rows, ...). Processes share the batches. A row is a
-    text, or a tuple of the texts of several ``columns``."""
+    """``compute(model, inputs)`` of all rows, on every process: (rows, ...). A row is a text, or a tuple of the texts
+    of several ``columns``."""
     arguments = task.encoding_arguments() | {"columns": columns}
     encoded = [np.array(row, np.int32) for row in task.encode(task.text_model.tokenizer, rows, arguments)]
-    lengths = np.array([*map(len, encoded)])
-    samples = task.build_dataset(Split(np.concatenate(encoded), lengths), arguments)
-    processes, collate = run.loaders.processes, task.build_collator(run)
-    size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
-    batches = np.array_split(np.argsort(lengths, kind="stable"), -(-len(samples) // size))
-    steps = range(processes.rank, -(-len(batches) // processes.world_size) * processes.world_size, processes.world_size)
-    result: Any = None
-    with evaluating(run.model), torch.no_grad():
-        for place in steps:  # as many on each process: one without a batch of its own repeats another
-            batch = batches[place % len(batches)]
-            inputs = collate([samples[int(index)] for index in batch]).inputs
-            found = compute(run.model, {name: value.to(run.device) for name, value in inputs.items()})
-            result = found.new_zeros(len(samples), *found.shape[1:]) if result is None else result
-            if place < len(batches):
-                result[torch.from_numpy(batch).to(run.device)] = found
-    return result if processes.world_size == 1 else processes.all_reduce_mean(result) * processes.world_size
+    split = Split(np.concatenate(encoded), np.array([*map(len, encoded)]))
+    return compute_all(run, run.model, task.build_dataset(split, arguments), task.build_collator(run), compute)
 
 
 def refuse(path: Path, number: int, line: str, expected: str) -> NoReturn:

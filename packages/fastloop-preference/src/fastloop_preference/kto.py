@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl
-from fastloop_plugins.text import Model, Ragged
+from fastloop_plugins.text import Model, Ragged, compute_all
 
 from fastloop_preference.options import KTOOptions, LabelledData
 from fastloop_preference.policy import PolicyTask, mean_of_step
@@ -35,6 +36,7 @@ class KTO(PolicyTask):
 
     name = "kto"
     labels = "required"
+    completions = 1
     sections = {"model": Model, "data": LabelledData}
     conflicts = {"packing": "it computes each prompt with the completion of another row in a batch of its own."}
     description = "learns from completions that are good or not (KTO)"
@@ -78,11 +80,9 @@ class KTO(PolicyTask):
 
     @hookimpl
     def before_evaluate(self, run: Run, split: str) -> None:
-        from fastloop_preference.reference import compute_all
-
         data, collate = run.datasets[split], run.loaders.collators[split]
-        (found,) = compute_all(run, run.model, data, collate, lambda batch: (self.distances(run, run.model, batch),))
-        self.divergence = found.mean().clamp(min=0).to(run.device)
+        found = compute_all(run, run.model, data, collate, partial(self.distances, run))
+        self.divergence = found.mean().clamp(min=0)
 
     @hookimpl
     def compute_loss(self, run: Run, model: Any, batch: Mapping[str, Any]) -> Output:
@@ -98,11 +98,10 @@ class KTO(PolicyTask):
         both = (self.config.beta * ratios)[:, None].where(torch.stack([good, ~good], 1), torch.nan)
         return self.output(model, batch, losses.kto(ratios, good, divergence, self.config), both)
 
-    def keyed(self, model: Any, batch: Mapping[str, Any]) -> tuple[Any, Any]:
+    def keyed(self, model: Any, batch: Mapping[str, Any]) -> Any:
         import torch
 
-        parts = [super().keyed(model, batch), super().keyed(model, batch["other"])]
-        return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        return torch.cat([super().keyed(model, batch), super().keyed(model, batch["other"])], 1)
 
 
 class WithOther:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextvars import copy_context
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import hookimpl
@@ -30,6 +29,7 @@ class PolicyTask(PreferenceTask):
     """Trains a language model by the log-probabilities of completions."""
 
     auto_class = "AutoModelForCausalLM"
+    completions = 2  # of a row
     has_reference = True
     reference: Reference | None = None
     loaded: Any = None  # the model before training, to predict rows that the run did not have
@@ -90,12 +90,17 @@ class PolicyTask(PreferenceTask):
         if self.has_reference and inference is not None:
             self.reference = reference.Reference.load(inference.model / reference.FILE, run.device)
         elif self.has_reference:
-            compute, known = partial(self.keyed, model), getattr(self, "known", "")
-            self.reference = reference.compute_reference(run, model, compute, known, self.cache)
+            known = getattr(self, "known", "")
+            self.reference = reference.compute_reference(run, model, self.keyed, known, self.cache)
 
-    def keyed(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """The keys of the completions of a batch, and their log-probabilities."""
-        return batch["keys"], self.log_probabilities(model, batch)[:, 0]
+    def keyed(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Hashes and log-probabilities of the completions of a batch, (rows, completions, 2), as ``pack`` has them."""
+        import torch
+
+        from fastloop_preference.reference import pack
+
+        found = pack(batch["keys"], self.log_probabilities(model, batch)[:, 0])
+        return torch.stack(found.chunk(self.completions), 1)
 
     def ratios(self, run: Run, found: Tensor, batch: Mapping[str, Any]) -> Tensor:
         """Log-probabilities of completions minus those of the reference, (completions,)."""
@@ -107,7 +112,9 @@ class PolicyTask(PreferenceTask):
 
             from fastloop_preference.reference import load_model, unpack
 
-            self.loaded = self.loaded or load_model(run, f"{run.recipe.where}: plugins.{self.name}")
+            if self.loaded is None:
+                where, size = f"{run.recipe.where}: plugins.{self.name}", self.data.options.max_length
+                self.loaded = load_model(run, where, size)
             with torch.no_grad():
                 values = self.log_probabilities(self.loaded, unpack(batch))[:, 0]
         return found - values

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import Context
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from accelerate.utils import send_to_device
 from fastloop import UsageError
-from fastloop.evaluation_results import evaluating
-from fastloop_plugins.text import cache_token_ids, split
+from fastloop_plugins.text import OtherModel, cache_token_ids, compute_all, split
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -29,11 +26,16 @@ FILE = "reference.logps"
 
 
 class Reference:
-    """Log-probabilities, (completions,) float32, by the int64 hash of a completion and its prompt."""
+    """Log-probabilities, float32, by the int64 hash of a completion and its prompt.
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    Args:
+        packed: Both for each completion, as ``pack`` returns them.
+    """
+
+    def __init__(self, packed: Tensor) -> None:
+        keys, values = packed.unbind(1)
         self.keys, order = keys.sort(stable=True)
-        self.values = values[order]
+        self.values = values.int().view(torch.float32)[order]
 
     def find(self, keys: Tensor) -> Tensor:
         """The values of these keys; NaN for one that is not known."""
@@ -43,16 +45,19 @@ class Reference:
     def save(self, path: Path) -> None:
         """Write a file that ``load`` reads."""
         part = path.with_name(f".{path.name}")
-        save_file({"keys": self.keys, "values": self.values}, part)
+        save_file({"packed": pack(self.keys, self.values)}, part)
         part.replace(path)
 
     @classmethod
     def load(cls, path: Path, device: torch.device) -> Reference:
         """The values of a file; without a file, one that no completion has."""
-        found = (
-            load_file(path) if path.is_file() else {"keys": torch.zeros(1).long(), "values": torch.tensor([torch.nan])}
-        )
-        return cls(found["keys"].to(device), found["values"].to(device))
+        nothing = pack(torch.zeros(1, dtype=torch.int64), torch.tensor([torch.nan]))
+        return cls((load_file(path)["packed"] if path.is_file() else nothing).to(device))
+
+
+def pack(keys: Tensor, values: Tensor) -> Tensor:
+    """Hashes and log-probabilities of completions, (completions,) each, as (completions, 2) int64."""
+    return torch.stack([keys, values.view(torch.int32).long()], 1)
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -64,65 +69,36 @@ def fingerprint(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def compute_reference(run: Run, model: nn.Module, compute: Callable[..., Any], known: str, cache: Context) -> Reference:
+def compute_reference(
+    run: Run, model: nn.Module, compute: Callable[..., Tensor], known: str, cache: Context
+) -> Reference:
     """The values of all splits, from the folder that ``cache_token_ids`` finds in the context ``cache``, or by
-    ``compute_all``. Every process calls it. ``known`` describes weights and precision."""
-    about = ["preference reference 1", known, *(data.fingerprint() for data in run.datasets.values())]
+    ``compute(model, inputs)``: those of ``pack``, (rows, ...). Every process calls it. ``known`` describes weights and
+    precision."""
+    about = ["preference reference 2", known, *(data.fingerprint() for data in run.datasets.values())]
     found: Any = None
     if run.is_main:
         with suppress(KeyError):  # the cache reads the rows, because it has no such entry
-            found = np.array(cache.run(cache_token_ids, about, ({}[name] for name in about))[0])
+            found = torch.tensor(cache.run(cache_token_ids, about, ({}[name] for name in about))[0]).view(torch.int64)
     found = run.processes.all_gather_object(found)[0]
     if found is None:
         collators = run.loaders.collators
         parts = [compute_all(run, model, data, collators[name], compute) for name, data in run.datasets.items()]
-        keys, values = map(torch.cat, zip(*parts, strict=True))
-        found = np.concatenate([keys.numpy().view(np.int32), values.numpy().view(np.int32)])
+        found = torch.cat([part.flatten() for part in parts]).cpu()
         if run.is_main:
-            cache.run(cache_token_ids, about, iter([found.tolist()]))
-        logger.info("reference: computed the log-probabilities of %d completions", len(keys))
-    keys, values = np.split(found, [len(found) // 3 * 2])
-    tensors = torch.from_numpy(keys.view(np.int64)), torch.from_numpy(values.view(np.float32))
-    return Reference(*(tensor.to(run.device) for tensor in tensors))
+            cache.run(cache_token_ids, about, iter([found.view(torch.int32).tolist()]))
+        logger.info("reference: computed the log-probabilities of %d completions", len(found) // 2)
+    return Reference(found.view(-1, 2).to(run.device))
 
 
-def compute_all(
-    run: Run, model: nn.Module, dataset: Any, collate: Callable[..., Any], compute: Callable[..., Any]
-) -> Sequence[Tensor]:
-    """``compute(inputs)`` of all samples, in eval mode and without gradients: tensors on the CPU, end to end, in the
-    same order on each process. Batches have similar lengths, and processes share them."""
-    processes, results = run.loaders.processes, list[Any]()
-    size = run.recipe.train.eval_batch_size or run.loaders.micro_batch_size
-    batches = np.array_split(np.argsort(-dataset.lengths, kind="stable"), -(-len(dataset) // size))
-    steps = range(processes.rank, -(-len(batches) // processes.world_size) * processes.world_size, processes.world_size)
-    with evaluating(model), torch.no_grad():
-        for place in steps:  # as many on each process: one without a batch of its own repeats another
-            inputs = collate([dataset[int(index)] for index in batches[place % len(batches)]]).inputs
-            found = compute(send_to_device(inputs, run.device))
-            results += [found] if place < len(batches) else []
-    for module in model.modules():
-        if hasattr(module, "reshard"):  # fsdp leaves some weights gathered
-            module.reshard()
-    own = [torch.cat(parts).cpu() for parts in zip(*results, strict=True)]
-    return [torch.cat(parts) for parts in zip(*filter(None, processes.all_gather_object(own)), strict=True)]
-
-
-def load_model(run: Run, where: str) -> nn.Module:
+def load_model(run: Run, where: str, max_length: int) -> nn.Module:
     """The model that a run was trained from, for rows that the run did not have. Only ``model.name`` has one."""
-    from transformers import AutoModelForCausalLM
-
-    given = run.recipe.model
-    if given.get("name") is None or given.get("weights") is not None:
+    if run.recipe.model.get("name") is None:
         problem = "a reward needs the model before training, and this run did not begin from a model.name"
         raise UsageError(f"{where}: {problem}. Predict a split of the run's data: --split NAME.")
-    folder = run.recipe.find(given["name"])
-    model = AutoModelForCausalLM.from_pretrained(
-        str(folder) if folder.is_dir() else given["name"],
-        revision=None if folder.is_dir() else given.get("revision"),
-        trust_remote_code=bool(given.get("trust_remote_code")),
-        use_safetensors=True,
-        dtype=torch.float32,
-    )
+    other = OtherModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model")
+    other.load_tokenizer(max_length)
+    model, _ = other.build()
     return model.eval().requires_grad_(False).to(run.device)
 
 

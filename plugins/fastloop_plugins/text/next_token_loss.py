@@ -21,7 +21,7 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
     """Let the forward of a causal language model take ``targets``, and return ``loss``: their mean cross entropy.
 
     Targets are (B, T) int64, the next token of each, or -100 for a token without a loss. With gradients, the output has
-    no logits.
+    no logits, unless the model's attribute ``keeps_logits`` is true.
 
     Args:
         vocabulary: Tokens of the vocabulary, if the head has more rows: their logits are cut off. None: no more rows.
@@ -36,16 +36,18 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
         output = plain(self, *args, **kwargs)
         if targets is None and vocabulary is None:
             return output
-        fields = dict(output) | {"logits": output.logits[..., :vocabulary]}
+        fields = dict(output)
+        if vocabulary is not None:
+            fields["logits"] = fields["logits"][..., :vocabulary]
         if targets is not None:
             fields["loss"] = cross_entropy(
                 fields["logits"].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED
             )
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and not self.keeps_logits:
                 del fields["logits"]  # accelerate would convert them to float32
         return type(output)(**fields)
 
-    model.forward = MethodType(forward, model)
+    model.forward, model.keeps_logits = MethodType(forward, model), False
     model.vocabulary = vocabulary  # by which ``with_loss`` finds the model
 
 

@@ -9,9 +9,6 @@ from typing import Any
 import torch
 from fastloop import RecipeError
 from torch import nn
-from torch.nn.functional import cross_entropy
-
-from fastloop_distill.rows import IGNORED
 
 PROJECTIONS = "distill_projections"
 """Name of the student's module that maps hidden states to the teacher's width. An exported model has none."""
@@ -86,29 +83,23 @@ class Student:
     """
 
     def __init__(self, model: Any, states: bool) -> None:
-        self.states, self.output, self.targets = states, None, None
+        self.output: Any = None
         self.known = [(module, {*module._forward_hooks}) for module in model.modules()]
+        self.inputs, model.keeps_logits = {"output_hidden_states": states}, True  # those of a language model
         self.before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
     def _before_forward(self, model: Any, args: Any, inputs: dict[str, Any]) -> Any:
-        """Without targets, a language model computes its logits and no loss."""
-        if not is_training(model):
-            return None
-        self.targets = inputs.pop("targets", None)
-        return args, inputs | ({"output_hidden_states": True} if self.states else {})
+        return (args, inputs | self.inputs) if is_training(model) else None
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
         if not is_training(model):
             return
-        if self.targets is not None:
-            logits = output.logits.flatten(0, 1).float()
-            output.loss = cross_entropy(logits, self.targets.flatten(), ignore_index=IGNORED)
         if (projections := getattr(model, PROJECTIONS, None)) is not None:
             first, *states = output.hidden_states
             mapped = (layer(each) for layer, each in zip(projections.values(), states, strict=True))
             output.hidden_states = (first, *mapped)
-        self.output, self.targets = output, None
+        self.output = output
 
     def close(self) -> None:
         """Remove the hooks, and those with which transformers records hidden states."""

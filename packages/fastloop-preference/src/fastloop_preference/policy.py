@@ -112,9 +112,7 @@ class PolicyTask(PreferenceTask):
 
             from fastloop_preference.reference import load_model, unpack
 
-            if self.loaded is None:
-                where, size = f"{run.recipe.where}: plugins.{self.name}", self.data.options.max_length
-                self.loaded = load_model(run, where, size)
+            self.loaded = self.loaded or load_model(run, self)
             with torch.no_grad():
                 values = self.log_probabilities(self.loaded, unpack(batch))[:, 0]
         return found - values

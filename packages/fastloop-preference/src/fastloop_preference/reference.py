@@ -20,6 +20,8 @@ from torch.nn.utils.rnn import pad_sequence
 if TYPE_CHECKING:
     from fastloop import Run
 
+    from fastloop_preference.policy import PolicyTask
+
 logger = logging.getLogger("fastloop")
 FILE = "reference.logps"
 """The values of the training run's rows, beside the exported model. Loaders of weights would read *.safetensors."""
@@ -91,13 +93,13 @@ def compute_reference(
     return Reference(found.view(-1, 2).to(run.device))
 
 
-def load_model(run: Run, where: str, max_length: int) -> nn.Module:
+def load_model(run: Run, task: PolicyTask) -> nn.Module:
     """The model that a run was trained from, for rows that the run did not have. Only ``model.name`` has one."""
     if run.recipe.model.get("name") is None:
         problem = "a reward needs the model before training, and this run did not begin from a model.name"
-        raise UsageError(f"{where}: {problem}. Predict a split of the run's data: --split NAME.")
+        raise UsageError(f"{run.recipe.place(task.name)}: {problem}. Predict a split of the run's data: --split NAME.")
     other = OtherModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model")
-    other.load_tokenizer(max_length)
+    other.load_tokenizer(task.data.options.max_length)
     model, _ = other.build()
     return model.eval().requires_grad_(False).to(run.device)
 

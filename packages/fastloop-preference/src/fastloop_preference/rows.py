@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) ->
             start, wholes = encode_chats(renderer, system, prompt, completions)
         else:
             start, wholes = encode_texts(tokenizer, prompt, completions)
-        size = min(common(start, whole) for whole in wholes)
+        size = len(commonprefix([start, *wholes]))
         parts = [start[:size], *(whole[size:] for whole in wholes)]
         yield [*map(len, parts), *chain(*parts)]
 
@@ -85,12 +86,6 @@ def divide(pair: Sequence[Any]) -> tuple[Any, list[Any]]:
     elif size and one[size - 1] == " ":
         size -= 1
     return one[:size], [one[size:], other[size:]]
-
-
-def common(ids: Sequence[int], others: Sequence[int]) -> int:
-    """The number of tokens at the beginning that are the same."""
-    size = min(len(ids), len(others))
-    return next((place for place in range(size) if ids[place] != others[place]), size)
 
 
 class Completions(Sequences):

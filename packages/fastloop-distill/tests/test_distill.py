@@ -83,8 +83,7 @@ def test_a_student_of_some_layers_begins_with_the_teachers_and_is_exported_witho
 
 BESIDE = {
     "packing": ("texts", {}, ("packing", "cls-last-layer"), 1e-5),
-    "compile": ("texts", {}, ({"compile": {"backend": "eager", "cache": False}},), 1e-5),
-    "compiled language": ("language", {}, ({"compile": {"backend": "eager", "cache": False}},), 1e-5),
+    "compile": ("language", {}, ({"compile": {"backend": "eager", "cache": False}},), 1e-5),
     "checkpointing": ("texts", {"states": "mse"}, ("activation-checkpointing",), 1e-5),
     "amp": ("language", {"states": "mse"}, ("amp",), 0.05),
 }

@@ -1,11 +1,15 @@
 """The loss and its gradients equal a plain loop over single texts in float64, however a step is divided."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from distill_runs import Double, recipe, teacher, train_double
 from fastloop.testing import train
 from torch.nn.functional import cosine_similarity
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from fastloop_distill.rows import Rows
 
 CLASSES = {"texts": AutoModelForSequenceClassification, "language": AutoModelForCausalLM}
 
@@ -52,6 +56,17 @@ def test_gradients_equal_those_of_a_plain_loop(kind, states):
     packing = ["packing"] if (kind, states) == ("texts", "none") else []
     given = recipe(kind, *packing, options=options, micro_batch_size=2, max_steps=1)
     same(train_double([given])[0], whole)
+
+
+@pytest.mark.parametrize("ends", [[0, 2, 5, 7], [0, 2, 5, 5]])
+def test_rows_are_those_of_a_packed_batch(ends):
+    ids = torch.tensor([[5, 6, 7, 8, 9, 0, 0]])[:, : ends[-1]]
+    batch = {"input_ids": ids, "position_ids": torch.zeros_like(ids)}
+    lengths = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    for sizes in ({"packed": SimpleNamespace(lengths=lengths)}, {"cu_seq_lens_q": torch.tensor(ends)}):
+        rows = Rows(batch | sizes)
+        assert rows.inputs["input_ids"].tolist() == [[5, 6, 0], [7, 8, 9], [0, 0, 0]]
+        assert torch.equal(rows.flat(rows.inputs["input_ids"]), ids[0])
 
 
 def test_two_processes_have_the_same_gradients(processes):

@@ -85,6 +85,8 @@ class FusedOptimizer(Plugin):
         """For the optimizers of torch that have a fused kernel, on devices that have it."""
         if machine.device not in ("cpu", "cuda") or not has_fused_kernel(recipe):
             return None
+        if machine.device == "cuda" and recipe.train.optimizer_name == "Adagrad":
+            return None  # torch 2.11 and older versions have its kernel on CPUs only
         return Recommendation(why=f"{recipe.train.optimizer_name} steps in one kernel")
 
     @classmethod

@@ -67,7 +67,8 @@ def counts(records: bool) -> dict[str, Any]:
     from torch._dynamo import utils
 
     graphs = [metric for metric in utils.get_compilation_metrics() if metric.is_forward]
-    reasons = [metric.recompile_reason.partition(": ")[2] for metric in graphs if metric.recompile_reason]
+    lines = [metric.recompile_reason.partition("\n")[0] for metric in graphs if metric.recompile_reason]
+    reasons = [line.partition(": ")[2] for line in lines]  # without the stack of the code that torch guards
     breaks = dict(utils.counters["graph_break"])
     return {
         "graphs": utils.counters["stats"]["unique_graphs"],

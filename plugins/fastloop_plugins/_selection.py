@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fastloop.data import Loader
 from fastloop.data.datasets import Filler
 from fastloop.errors import PluginCrash
 from fastloop.estimates import Recommendation
@@ -64,7 +65,7 @@ class SelectedBuild:
             FastloopError: The recipe is wrong, or a plugin that is not selected failed.
         """
         run, out = self._build(Run(self.recipe, self.resolved.plugins), {})
-        suspects = self._suspects(run) if self.recipe.inference is None else []
+        suspects = self._suspects(run)
         if not suspects or (problem := try_step(run)) is None:
             return self._finish(run, out)
         whole, bare = out, out | dict.fromkeys(suspects, problem)
@@ -194,10 +195,12 @@ def dependents(recipe: Recipe, before: Mapping[str, Any], machine: Machine) -> d
 
 
 def try_step(run: Run) -> str | None:
-    """Compute the loss of ``SAMPLES`` samples, and its gradients, as a training step would. Every process must call it.
+    """Compute the loss of ``SAMPLES`` samples, and its gradients, as a training step would. Without training, evaluate
+    or predict them. Every process must call it.
 
     It changes no weight, gradient or buffer. The caller restores the random states. There is no trial for weights that
-    processes share, nor for an iterable dataset that may not give its samples again.
+    processes share, for an iterable dataset that may not give its samples again, nor for prompts, whose continuation
+    takes long.
 
     Returns:
         The first error of any process, in one line. None: there was no trial or no error, or the trial cannot show its
@@ -218,24 +221,29 @@ def _has_whole_weights(run: Run) -> bool:
 
 def _compute(run: Run) -> str | None:
     """``try_step`` on this process."""
-    loader, model, plugins = run.train_loader, run.unwrap_model(), run.plugins
+    inference, model, plugins = run.recipe.inference, run.unwrap_model(), run.plugins
+    loader = run.train_loader if inference is None else run.eval_loaders[inference.split]
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        samples = _samples(run, min(SAMPLES, loader.micro_batch_size))
+        samples = _samples(run, loader)
     except Exception:  # training reports it
         return None
-    if samples is None:
+    if not samples or getattr(run.loaders.collators[run.loaders.first], "generates", False):
         return None
     restore = remember(model)
     try:
         with run.scalars.paused(), eager:
             ((batch,),) = run.to_device([[loader.loader.collate_fn(samples)]])
-            loss = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss
-            torch.autograd.grad(
-                loss, [weight for weight in model.parameters() if weight.requires_grad], allow_unused=True
-            )
+            if inference is None:
+                loss = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs).loss
+                torch.autograd.grad(
+                    loss, [weight for weight in model.parameters() if weight.requires_grad], allow_unused=True
+                )
             with evaluating(model), torch.no_grad():  # some models compute otherwise in eval mode
-                run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
+                if inference is not None and inference.chunk:
+                    run.hooks.predict(run=run, batch=batch.inputs)
+                else:
+                    run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
     except Exception as error:  # models raise errors of any type
         failure, plugins.manager.failure = plugins.manager.failure, None
         by = failure[1] if failure is not None and failure[0] is error else None
@@ -248,10 +256,10 @@ def _compute(run: Run) -> str | None:
     return None
 
 
-def _samples(run: Run, count: int) -> list[Any] | None:
-    """The longest samples of the training split, or the first ones without ``lengths``; None for an iterable dataset
-    that does not read by position."""
-    dataset, loader = run.datasets["train"], run.train_loader
+def _samples(run: Run, loader: Loader) -> list[Any] | None:
+    """The longest samples of the loader's split, the first of the run, or the first ones without ``lengths``. None for
+    an iterable dataset that does not read by position."""
+    dataset, count = run.datasets[run.loaders.first], min(SAMPLES, loader.micro_batch_size)
     if loader.stream is None:
         reader: Any = loader.loader.dataset
         lengths = getattr(dataset, "lengths", None)

@@ -7,8 +7,10 @@ Each plugin's rule, its method ``recommend``, decides by device, dtypes, number 
 measures nothing; `fastloop tune` does. `fastloop plan` shows the reasons. Plugins that the recipe turns off (``packing:
 false``, ``--without packing``) stay off.
 
-While the run is built, a selected plugin that fails, or with which the loss or gradients of two samples fail, is left
-out with a warning. ``numerics: changes-training`` also permits plugins that group samples by length.
+`fastloop predict` and `fastloop evaluate` add it with ``numerics: reassociated`` to recipes that do not list it.
+
+While the run is built, a selected plugin that fails, or with which the loss, gradients or predictions of two samples
+fail, is left out with a warning. ``numerics: changes-training`` also permits plugins that group samples by length.
 """
 
 from __future__ import annotations
@@ -61,6 +63,8 @@ class Auto(Plugin):
 
         candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
         candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]
+        if recipe.inference is not None:
+            candidates = [cls for cls in candidates if cls.for_inference]
         # plugins that arrange the data come first: rules of others read it
         candidates.sort(key=lambda cls: -EFFECTS.index(cls.numerics))
         chosen: dict[str, Recommendation] = {}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import pytest
 
 from fastloop.errors import PluginError
 from fastloop.plugins.resolve import resolve
-from fastloop.recipe import load_recipe, make_recipe
+from fastloop.recipe import Inference, load_recipe, make_recipe
 from fastloop.runtime.hardware import Machine
 from fastloop_plugins._selection import dependents
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
@@ -51,6 +52,13 @@ def test_flagship_recipe_lists_auto_and_resolves_to_the_cpu_recipe():
     assert {name: options for name, options in recipe.plugins.items() if name != "checkpoint-best"} == listed(
         "distilbert_imdb_cpu"
     )
+
+
+def test_inference_gets_only_what_pays_without_training():
+    recipe = make_recipe({**MODEL, "plugins": [{"auto": {"numerics": "reassociated"}}]})
+    recipe.inference = Inference(Path("model"), "test")
+    for machine, plugins in ((CPU, {"cls-last-layer", "packing"}), (H100, {"cls-last-layer", "device-prefetch"})):
+        assert set(resolve(recipe, machine, any_machine=True).recipe.selected) == plugins
 
 
 def test_default_numerics_keep_the_batches():

@@ -114,7 +114,7 @@ def test_results_are_stored_in_the_run_without_texts(run, cli):
     assert f"written to {run / 'evaluation' / 'test.json'}" in out
     found = stored(run)
     summary = json.loads((run / "summary.json").read_text())
-    assert found["metrics"] == summary["test"]
+    assert found["metrics"] == pytest.approx(summary["test"], rel=1e-6)
     assert found["steps"] == summary["steps"]
     assert "worst" not in found
     assert not any(row["text"] in json.dumps(found) + page(cli, run) for row in texts(30, 200))

@@ -54,13 +54,15 @@ class DataLoaderWorkers(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """Beside a device that leaves processors free.
+        """For training beside a device that leaves processors free.
 
         On CUDA not for a task that declares ``deterministic``: a thread of ``device-prefetch`` reads its samples.
         """
         from fastloop_plugins._task_traits import recipe_traits
 
-        if machine.device == "cpu" or (machine.device == "cuda" and "deterministic" in recipe_traits(recipe)):
+        if machine.device == "cpu" or recipe.inference is not None:  # workers may start after the last batch
+            return None
+        if machine.device == "cuda" and "deterministic" in recipe_traits(recipe):
             return None
         return Recommendation(why="workers prepare batches while the device computes", options={"num_workers": 2})
 

@@ -125,6 +125,9 @@ class Packing(Plugin):
 
         current, dataset = found.config._attn_implementation, run.datasets[run.loaders.first]
         longest = max(int(max(getattr(split, "lengths", [0]))) for split in run.datasets.values())
+        inference = run.recipe.inference
+        if inference is not None and inference.chunk and self.name in run.recipe.selected:
+            longest = max(longest, run.recipe.data.get("max_length", 512))  # of later chunks
         stack = next(
             (
                 module

@@ -43,8 +43,8 @@ class TokenCache(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """Beside a device that computes faster than texts are tokenized."""
-        if machine.device == "cpu" or "cached-token-ids" not in recipe_traits(recipe):
+        """For training beside a device that computes faster than texts are tokenized."""
+        if machine.device == "cpu" or recipe.inference is not None or "cached-token-ids" not in recipe_traits(recipe):
             return None
         return Recommendation(why="texts are tokenized once")
 

@@ -85,8 +85,8 @@ class Compile(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """On CUDA. With few shapes, it records CUDA graphs."""
-        if machine.device != "cuda":
+        """For training on CUDA. With few shapes, it records CUDA graphs. Most predictions take less than compiling."""
+        if machine.device != "cuda" or recipe.inference is not None:
             return None
         grouped = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))
         if grouped or "fixed-length" in recipe_traits(recipe):

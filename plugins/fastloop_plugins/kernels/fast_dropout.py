@@ -44,9 +44,10 @@ class FastDropout(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """On a CPU, for transformers models of token ids that are not compiled."""
+        """For training on a CPU, for transformers models of token ids that are not compiled."""
         if (
             machine.device != "cpu"
+            or recipe.inference is not None
             or model_type(recipe) is None
             or recipe.plugins.get("compile", False) is not False
             or "token-ids" not in recipe_traits(recipe)

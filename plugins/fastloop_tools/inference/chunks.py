@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from itertools import chain, tee
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,8 @@ class Chunks(Plugin):
 
     Attributes:
         chunks: Datasets of the samples to predict, in order, beginning with the split of the run.
+        lines: The lines of stdin from the first one on, for a run that is built again without a selected plugin. The
+            command sets it to None once the run is built.
     """
 
     name = "prediction-chunks"
@@ -32,13 +34,17 @@ class Chunks(Plugin):
         super().__init__()
         self.input = "stdin" if name == "-" else name
         self.chunks: Iterator[Any] = iter(())
+        self.lines: Iterator[str] | None = None
 
     @hookimpl(tryfirst=True)
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         run.plugins.unsubscribe(self, "build_datasets")  # split_chunks calls the task's
         wanted: Any = run.recipe.inference
-        found = run.hooks.build_prediction_data(run=run, source=wanted.source, start=wanted.start, size=wanted.chunk)
-        chunks = split_chunks(run, wanted.source, wanted.start, wanted.chunk) if found is None else iter(found)
+        source = wanted.source
+        if isinstance(source, Iterator):
+            source, self.lines = tee(self.lines or source)
+        found = run.hooks.build_prediction_data(run=run, source=source, start=wanted.start, size=wanted.chunk)
+        chunks = split_chunks(run, source, wanted.start, wanted.chunk) if found is None else iter(found)
         first: Any = next(chunks, [])
         if self.input is not None and len(first) == 0:
             raise UsageError(f"{self.input}: found nothing to predict. Expected at least one sample.")

@@ -71,8 +71,8 @@ def evaluate(
     """Evaluate a trained model on a split or a file.
 
     Shows the loss, the task's metrics, and the metrics of each class. They equal the metrics that the training run
-    computes for the same split and number of processes. The results are also written to RUN/evaluation, where
-    `fastloop report RUN` finds them.
+    computes for the same split and number of processes, up to the rounding of the plugins that `auto` selects. The
+    results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
     """
     from fastloop_tools.inference.target import load, open_inference, read_file_instead
 

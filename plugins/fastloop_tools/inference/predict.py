@@ -49,7 +49,8 @@ def predict(
     A classifier gives labels and probabilities, a language model texts, and a module its outputs. Images also have the
     name of their file.
 
-    Rows keep their order. An interrupted job with --out continues after the last complete chunk, if the same command is
+    Files and splits are predicted with the plugins that `auto` selects; `--without auto` turns it off. Rows keep their
+    order. An interrupted job with --out continues after the last complete chunk, if the same command is
     repeated.
     """
     from fastloop_tools.inference.output import Output
@@ -82,6 +83,7 @@ def predict(
 
             reader = Chunks(name)
             with open_inference(recipe, [reader]) as run:
+                reader.lines = None
                 if output.parts:
                     log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
                 predict_chunks(run, reader.chunks, output, threaded=name != "-")

@@ -296,7 +296,8 @@ def test_evaluate_equals_a_count_of_the_predictions(folder, cli):
         assert row["samples"] == counted[2]
     assert [row["name"] for row in result["classes"]] == TAGS
     assert sum(map(sum, result["confusion"])) == sum(map(len, actual))
-    assert result["metrics"] == json.loads((folder / "run/summary.json").read_text())["test"]
+    trained = json.loads((folder / "run/summary.json").read_text())["test"]
+    assert result["metrics"] == pytest.approx(trained, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -313,7 +314,7 @@ def test_inputs_and_formats_of_predictions(folder, cli):
     assert [len(row["tags"]) for row in plain] == [2, 0, 1]
     Path("lines.txt").write_text("Ada sings\n\nBen\n")
     assert rows_of(cli, folder / "run", "lines.txt") == plain
-    test = rows_of(cli, folder / "run", "--split", "test")
+    test = rows_of(cli, folder / "run", "--split", "test", "--without", "auto")  # a small file is predicted without it
     assert test == rows_of(cli, folder / "run", folder / "test.conll")
     for out in ("out.csv", "out.parquet"):
         assert cli("predict", str(folder / "run"), "words.jsonl", "--out", out, "--chunk", "1")[0] == 0

@@ -84,6 +84,8 @@ def train(run: Run) -> None:
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
             run._sync_requests()
+            if not schedule._anything_due():
+                continue
             if schedule.evaluation_due():
                 evaluate(run, "validation")
             if schedule.save_due():
@@ -140,7 +142,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
-    totals = run._start_totals(batches)
+    totals = run._totals[1] if run._totals[0] is batches else run._start_totals(batches)
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1 or run.world_size == 1
@@ -154,7 +156,7 @@ def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
                 run.strategy.backward(run, loss)
         step_loss = loss.detach() if step_loss is None else step_loss + loss.detach()
     assert step_loss is not None
-    return run.processes.all_reduce_mean(step_loss)
+    return step_loss if run.processes.world_size == 1 else run.processes.all_reduce_mean(step_loss)
 
 
 def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> None:

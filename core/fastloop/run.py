@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from itertools import chain, repeat
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from fastloop.state import RunOptimizer
 
 log = logging.getLogger("fastloop")
+COUNTS = attrgetter("loss_weight", "samples", "tokens", "unreadable")
+"""The fields of a ``Batch`` that ``BatchTotals`` sums."""
 
 
 class Run:
@@ -94,7 +97,7 @@ class Run:
         self._skipped_steps: SkippedSteps  # by fp16's loss scaling
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0
-        self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | None = None
+        self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | tuple[None, None] = None, None
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None
         self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
@@ -185,14 +188,13 @@ class Run:
 
     def _start_totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
         """Start to sum over the micro-batches of a step, on all processes. The returned function waits for the sums, so
-        that the exchange overlaps a forward pass. It is kept for the next call with the same list."""
-        if self._totals is None or self._totals[0] is not batches:
-            own = BatchTotals.of(batches)
-            if self.loaders.processes.world_size == 1:
-                self._totals = batches, repeat(own).__next__  # no Python call
-            else:
-                sums = self.loaders.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
-                self._totals = batches, cache(lambda: BatchTotals.read(sums()))
+        that the exchange overlaps a forward pass. It is kept in ``_totals``, for ``accumulate_gradients``."""
+        weights, samples, tokens, unreadable = zip(*map(COUNTS, batches), strict=True)
+        own = BatchTotals(sum(weights), sum(samples), sum(tokens), sum(map(len, unreadable)))
+        self._totals = batches, repeat(own).__next__  # no Python call
+        if self.loaders.processes.world_size > 1:
+            sums = self.loaders.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))
+            self._totals = batches, cache(lambda: BatchTotals.read(sums()))
         return self._totals[1]
 
     def accumulate_gradients(self, batches: list[Batch]) -> Tensor:

@@ -39,6 +39,9 @@ class Schedule:
             for limit in (train.max_steps, steps_per_epoch and steps_per_epoch * train.epochs)
             if limit is not None
         ]
+        self._periods = [
+            steps for steps in (train.max_steps, train.evaluate_every, train.save_every) if isinstance(steps, int)
+        ]
         self.total_steps: int | None = min(limits) if limits else None
         self.epoch_samples, self._eval_loaders = epoch_samples, eval_loaders
 
@@ -47,6 +50,17 @@ class Schedule:
         """Name of the signal that stopped the run, or None. An interrupted run does not evaluate or export."""
         reason = self._state.stop_reason or ""
         return reason.rpartition(" ")[2] if reason.startswith(INTERRUPTED) else None
+
+    def _anything_due(self) -> bool:
+        """Whether ``evaluation_due``, ``save_due`` or ``should_stop`` may be true after this step. Most steps ask only
+        this."""
+        state = self._state
+        return (
+            state.evaluate_requested
+            or state.save_requested
+            or state.stop_reason is not None
+            or not all(map(state.step.__mod__, self._periods))
+        )
 
     def should_stop(self) -> bool:
         """Whether training ends after this step."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,17 +137,6 @@ class BatchTotals(NamedTuple):
     samples: int
     tokens: int
     unreadable: int
-
-    @classmethod
-    def of(cls, batches: Iterable[Batch]) -> BatchTotals:
-        """Sum the given micro-batches, on this process."""
-        weight, samples, tokens, unreadable = 0.0, 0, 0, 0
-        for batch in batches:
-            weight += batch.loss_weight
-            samples += batch.samples
-            tokens += batch.tokens
-            unreadable += len(batch.unreadable)
-        return cls(weight, samples, tokens, unreadable)
 
     @classmethod
     def read(cls, totals: Tensor) -> BatchTotals:

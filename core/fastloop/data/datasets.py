@@ -88,7 +88,10 @@ class MapReader(Dataset[Any]):
     def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
         if get_worker_info() is not None:
             seed_all(micro_batch.seed)
-        samples = self.read_samples(micro_batch)
+        try:
+            samples = Samples(self.read(micro_batch))
+        except Exception:
+            samples = self.read_each(micro_batch)
         if not samples.unreadable:
             samples.ids = tuple(micro_batch)
         if micro_batch.is_filler:
@@ -96,9 +99,10 @@ class MapReader(Dataset[Any]):
         samples.is_last_micro_batch = micro_batch.is_last_micro_batch
         return samples
 
-    def read_samples(self, micro_batch: list[int]) -> Samples:
-        """The samples of a micro-batch. A subclass may return others, with ``unreadable`` and their ``ids`` set."""
-        return Samples(self.read(micro_batch))
+    def read_each(self, micro_batch: list[int]) -> Samples:
+        """Called after an error of reading, which it raises. A subclass may return other samples instead, with
+        ``unreadable`` and their ``ids`` set."""
+        raise
 
 
 class Collate:

@@ -85,20 +85,16 @@ class StepSampler(Sampler[MicroBatchIds]):
         digest = hashlib.sha256(np.array(self.order(epoch), np.int64).tobytes()).hexdigest()[:12]
         return " ".join(filter(None, (used, f"{self.drawn} drawn in the order {digest}")))
 
-    def micro_batches(self, ids: list[int]) -> list[list[int]]:
-        """Divide a step's ids into the micro-batches of all processes."""
-        if self.split is not None:
-            parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
-            return [part[first : first + size] for part, size in parts for first in range(0, len(part), size)]
-        size = self.micro_batch_size
-        return [ids] if len(ids) <= size else [ids[first : first + size] for first in range(0, len(ids), size)]
-
     def steps(self, first: int = 0) -> Iterator[tuple[int, list[list[int]]]]:
         """Yield the place of each step's first sample in the epoch, and the micro-batches of all processes."""
-        order, size = self.order(), self.batch_size
-        return (
-            (start, self.micro_batches(list(order[start : start + size]))) for start in range(first, self.size, size)
-        )
+        order, most = self.order(), self.micro_batch_size
+        for start in range(first, self.size, self.batch_size):
+            ids = list(order[start : start + self.batch_size])
+            if self.split is not None:
+                parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
+                yield start, [part[at : at + size] for part, size in parts for at in range(0, len(part), size)]
+            else:
+                yield start, [ids] if len(ids) <= most else [ids[at : at + most] for at in range(0, len(ids), most)]
 
     def __iter__(self) -> Iterator[MicroBatchIds]:
         for start, parts in self.steps(self.start):

@@ -14,14 +14,12 @@ FILLER_ATTEMPTS = 100
 class SkippingReader(MapReader):
     """A ``MapReader`` for ``Settings.reader_class``."""
 
-    def read_samples(self, micro_batch: list[int]) -> Samples:
+    def read_each(self, micro_batch: list[int]) -> Samples:
         """The readable samples of a micro-batch, or a filler if none is readable.
 
         Raises:
             DataError: There is no filler.
         """
-        with suppress(Exception):
-            return super().read_samples(micro_batch)
         samples = Samples()
         for index in micro_batch:  # may contain an id twice
             try:

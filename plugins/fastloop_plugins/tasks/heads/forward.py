@@ -24,7 +24,11 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         UsageError: The batch has another form, or the model returned no loss.
     """
     if isinstance(batch, dict | Mapping):  # first dict: its check calls no Python function
-        result = _call(model, batch)
+        try:
+            result = model(**batch)
+        except TypeError as error:
+            _check_arguments(model, batch, error)
+            raise
         read: Callable[[str], Any] = (
             result.get if isinstance(result, dict | Mapping) else lambda name: getattr(result, name, None)
         )
@@ -60,7 +64,12 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
     from accelerate.utils import find_batch_size
 
     inputs = batch[0] if isinstance(batch, Sequence) and batch else batch
-    result = _call(model, batch) if isinstance(batch, Mapping) else model(inputs)
+    try:
+        result = model(**batch) if isinstance(batch, Mapping) else model(inputs)
+    except TypeError as error:
+        if isinstance(batch, Mapping):
+            _check_arguments(model, batch, error)
+        raise
     size = find_batch_size(batch)
     fields = (
         {"output": result}
@@ -81,19 +90,6 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
             "Return a tensor, or an object or mapping with tensors such as logits."
         )
     return found
-
-
-def _call(model: nn.Module, batch: Mapping[str, Any]) -> Any:
-    """Call a model with the keys of a batch.
-
-    Raises:
-        UsageError: The keys are not the arguments of its ``forward``.
-    """
-    try:
-        return model(**batch)
-    except TypeError as error:
-        _check_arguments(model, batch, error)
-        raise
 
 
 def _label_hint(batch: Mapping[str, Any]) -> str:

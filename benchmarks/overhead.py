@@ -60,6 +60,7 @@ DISTRIBUTIONS = {"fastloop": "fastloop-train"}
 ROWS, WIDTH, CLASSES, BATCH, LOG_EVERY, WARMUP, SEED = 1024, 64, 10, 8, 10, 200, 0
 LR = 1e-3
 models: list[Any] = []  # every model made by ``work``; the last one is compared across arms
+devices: list[Any] = []  # the device of the last input
 
 
 def work(steps: int, device: str) -> tuple[Any, Any, Any]:
@@ -98,7 +99,7 @@ def work(steps: int, device: str) -> tuple[Any, Any, Any]:
             self.linear = nn.Linear(WIDTH, CLASSES)
 
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            self.device = x.device  # Lightning moves the model to the CPU at the end
+            devices[:] = [x.device]  # Lightning moves the model to the CPU at the end
             return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
 
     torch.manual_seed(SEED)
@@ -278,7 +279,7 @@ def time_arm(arm: str, steps: int, repeats: int, device: str) -> dict[str, Any]:
         "us_per_step": statistics.median(samples),
         "samples": samples,
         "weights": weights,
-        "device": str(models[-1].device),
+        "device": str(devices[0]),
         "threads": torch.get_num_threads(),
     }
 

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from fastloop import PluginError
+from fastloop import PluginError, RecipeError
 from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_plugins.strategies.tensor_parallel import TensorParallel
 from fastloop_tools.scale.estimate import estimate
@@ -112,6 +112,25 @@ def test_a_row_of_a_mesh_is_the_share_of_a_process(process_group, tmp_path, monk
     assert row.samples == 2 * rows["ddp"].samples
     least = 2 * 0.5 * held * (1 if options else 0.5)  # a ring over two processes reduces the gradients
     assert row.wire > least
+
+
+@pytest.mark.slow
+def test_the_groups_of_a_mesh_divide_the_batch_as_in_a_run(tmp_path, monkeypatch):
+    """Two groups of two processes share two samples, which four processes cannot."""
+    monkeypatch.chdir(tmp_path)
+    write_rows(("A", "B"))
+    mesh = {"fsdp": {"tensor": 2}}
+    found = estimate(tiny("decoder", mesh, batch_size=2), 4)
+    rows = {row.name: row for row in found.variants if not row.checkpointing}
+    assert (found.micro_batch_size, found.micro_steps, rows["fsdp x tensor 2"].samples) == (1, 1, 1)
+    assert [name for name, row in rows.items() if row.listed] == ["fsdp x tensor 2"]
+    assert not rows.keys() & {"ddp", "fsdp"}
+    with pytest.raises(RecipeError, match=r"batch_size: 3 is not a multiple of the 2 processes"):
+        estimate(tiny("decoder", mesh, batch_size=3), 4)
+    with pytest.raises(PluginError, match=r"plugin 'fsdp' needs groups of 2 processes, and 3 are not a multiple of 2"):
+        estimate(tiny("decoder", mesh, batch_size=3), 3)
+    with pytest.raises(RecipeError, match=r"batch_size: 2 is not a multiple of the 4 processes"):
+        estimate(tiny("decoder", "ddp", batch_size=2), 4)
 
 
 @pytest.mark.slow

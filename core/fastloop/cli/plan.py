@@ -50,7 +50,7 @@ def plan(
     settings = resolution.configure(loaded)
     world_size = nproc or ranks.world_size()
     part("plugin-checks").check_processes(loaded, resolution, settings, world_size)
-    sharing = max(1, world_size // (settings.processes_per_batch or world_size))
+    sharing = part("process-groups").sharing(world_size, settings.processes_per_batch)
     device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)
     values = vars(settings) | {

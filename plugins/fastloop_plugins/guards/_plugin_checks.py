@@ -124,6 +124,15 @@ def check_processes(recipe: Recipe, resolution: PluginSet, settings: Settings, p
             "joins them. "
             "List one: `fastloop plugins` shows who fills it."
         )
+    check_groups(recipe, settings, processes)
+
+
+def check_groups(recipe: Recipe, settings: Settings, processes: int) -> None:
+    """Check that the processes of a run form whole groups of ``settings.processes_per_batch``.
+
+    Raises:
+        PluginError: They do not.
+    """
     size = settings.processes_per_batch
     if 0 < size < processes and processes % size:
         raise PluginError(

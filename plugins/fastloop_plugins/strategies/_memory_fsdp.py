@@ -24,7 +24,7 @@ def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
     memory."""
     plain, tensor = sharded(layout, layout.processes), layout.tensor
     offloads, within = bool(layout.options.get("cpu_offload")), layout.options.get("shard_within")
-    is_mesh = (layout.options.get("tensor") or 1) == tensor
+    is_mesh = min(layout.options.get("tensor") or 1, layout.processes * tensor) == tensor
     mesh, suffix = ({"tensor": tensor}, f" x tensor {tensor}") if tensor > 1 else ({}, "")
     yield {"name": f"fsdp{suffix}", "options": mesh, "listed": is_mesh and not offloads and not within} | plain
     size = within // tensor if within else layout.per_node

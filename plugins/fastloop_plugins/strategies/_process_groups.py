@@ -9,6 +9,16 @@ import torch
 from fastloop.distributed.processes import Processes
 
 
+def sharing(processes: int, step: int) -> int:
+    """The number of processes that share the samples of a step.
+
+    Args:
+        processes: Number of processes of the run.
+        step: Size of a group, as in ``Settings.processes_per_batch``.
+    """
+    return max(1, processes // (step or processes))
+
+
 def take_every(processes: Processes, step: int) -> Processes:
     """The processes that stand at this one's place in groups of ``step`` consecutive ones. Every process must call it.
 
@@ -21,7 +31,7 @@ def take_every(processes: Processes, step: int) -> Processes:
     found = Processes()
     found.is_main = processes.is_main
     if 0 < step < processes.world_size:
-        found.rank, found.world_size = processes.rank // step, processes.world_size // step
+        found.rank, found.world_size = processes.rank // step, sharing(processes.world_size, step)
         found.device_group = _divide(processes, step)
         found.host_group = found.device_group if processes.host_group is None else _divide(processes, step, "gloo")
     return found

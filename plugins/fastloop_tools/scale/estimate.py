@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, RecipeError, Strategy
@@ -17,7 +18,6 @@ from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
 from fastloop_tools.scale.model import FakeRun, explain, make_fake, open_fake, quiet
 
 if TYPE_CHECKING:
-    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
@@ -129,59 +129,80 @@ def estimate(
     import torch
     from torch.utils._pytree import tree_leaves
 
+    from fastloop.data.loaders import micro_batches
+    from fastloop.plugins.installed import part
     from fastloop.plugins.resolve import resolve
 
     resolved, processes = resolve(recipe, any_machine=True), nproc * nnodes
-    recipe = resolved.recipe
+    recipe, plugins = resolved.recipe, resolved.plugins
+    plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
+    settings = plugins.configure(recipe)
+    part("plugin-checks").check_groups(recipe, settings, processes)
+    sharing = part("process-groups").sharing(processes, settings.processes_per_batch)
+    group = processes // sharing  # processes of the recipe's run that train on the same samples
+    micro_batch_size, micro_steps = micro_batches(recipe, sharing)
     listed = {name: dict(options) for name, options in recipe.plugins.items() if isinstance(options, dict)}
+    divider = sequence_divider(recipe, listed)
+    context = group if divider is not None else 1
     with ExitStack() as opened:
-        divider, context = sequence_divider(recipe, listed, processes)
-        fake = opened.enter_context(open_fake(resolved, processes // context))
-        weights = weights_of(fake, None)
-        share = divider.divide_sequences(fake.run.unwrap_model(), context) if context > 1 else None
-        measured = measure(fake, listed.get(CHECKPOINTING, {}), share)
-        whole = fake, weights, measured
+
+        @cache
+        def build(samples: int, strategy: Any = None, size: int = 1) -> Share:
+            with quiet() if build.cache_info().misses > 1 else nullcontext():
+                fake = opened.enter_context(open_fake(resolved, settings.mixed_precision, samples))
+            model, counter = fake.run.unwrap_model(), None
+            if size > 1:
+                counter = strategy.divide_model(model, size, fake.precision, recipe.where)
+            elif context > 1:
+                counter = divider.divide_sequences(model, context)
+            return Share(fake, listed.get(CHECKPOINTING, {}), counter)
+
+        whole = build(micro_batch_size)
         result = Estimate(
             recipe=recipe.where,
             processes=processes,
-            parameters=sum(weight.elements for weight in weights),
-            precision=fake.precision,
-            batch=[list(leaf.shape) for leaf in tree_leaves(fake.batch) if isinstance(leaf, torch.Tensor)],
-            micro_batch_size=fake.micro_batch_size,
-            micro_steps=fake.micro_steps,
+            parameters=sum(weight.elements for weight in whole.weights),
+            precision=settings.mixed_precision,
+            batch=[list(leaf.shape) for leaf in tree_leaves(whole.fake.batch) if isinstance(leaf, torch.Tensor)],
+            micro_batch_size=micro_batch_size,
+            micro_steps=micro_steps,
             device_memory=memory,
         )
         for name, cls in strategies(recipe):
-            options = listed.get(name, {})
-            for size in cls.divisions(processes, nproc) if hasattr(cls, "divisions") else [1]:
+            options, sizes = listed.get(name, {}), {1}
+            if hasattr(cls, "divisions"):
+                sizes = {*cls.divisions(processes, nproc), *([group] if name in listed and context == 1 else [])}
+            for size in sorted(sizes):
                 if size > 1 and (context > 1 or CONFLICTS.keys() & listed.keys()):
                     continue  # the run would be refused
-                fake, weights, measured = whole
-                if size > 1:
-                    try:
-                        fake, weights, measured = divided(opened, resolved, cls, size, processes // size, listed)
-                    except PluginError:
-                        if name in listed and size in (options.get("tensor"), processes):
-                            raise
-                        continue
+                try:
+                    samples, steps = micro_batches(recipe, processes // max(size, context))
+                except RecipeError:
+                    continue  # likewise, and the recipe's own strategy is checked above
+                try:
+                    share = build(samples, cls, size) if size > 1 else build(samples)
+                except PluginError:
+                    if name in listed and size == group:
+                        raise
+                    continue
                 layout = Layout(
-                    weights=weights_of(fake, options.get("blocks"), weights),
-                    buffers=sum(buffer.nbytes for buffer in fake.run.unwrap_model().buffers()),
+                    weights=weights_of(share.fake, options.get("blocks"), share.weights),
+                    buffers=sum(buffer.nbytes for buffer in share.fake.run.unwrap_model().buffers()),
                     processes=processes // size,
-                    per_node=nproc // size,
+                    per_node=max(1, nproc // size),
                     tensor=size,
-                    micro_steps=fake.micro_steps,
-                    precision=fake.precision,
-                    samples=fake.micro_batch_size,
+                    micro_steps=steps,
+                    precision=settings.mixed_precision,
+                    samples=samples,
                     device="cpu" if recipe.train.device == "cpu" else "cuda",
                     options=options,
                 )
                 for row in cls.estimate_memory(layout):
                     row["name"] += f" x context {context}" * (context > 1)
                     for checkpointing in (False, True):
-                        if (checkpointing, bool(row.get("weights_cast"))) not in measured:
+                        if (checkpointing, bool(row.get("weights_cast"))) not in share.activations:
                             continue
-                        found = measured[checkpointing, bool(row.get("weights_cast"))]
+                        found = share.activations[checkpointing, bool(row.get("weights_cast"))]
                         is_listed = name in listed and row.get("listed", True)
                         chosen = is_listed and checkpointing == (CHECKPOINTING in listed)
                         result.variants.append(
@@ -195,36 +216,33 @@ def estimate(
     return result
 
 
-def sequence_divider(recipe: Recipe, listed: Mapping[str, Any], processes: int) -> tuple[Any, int]:
-    """The plugin of a recipe that divides the tokens of sequences, and over how many processes; None and 1: there is
-    none."""
-    from fastloop.plugins.resolve import load_listed
-
-    for name, options in listed.items():
-        cls: Any = load_listed(recipe, name)
-        if hasattr(cls, "divide_sequences"):
-            return cls, min(options.get("size") or processes, processes)
-    return None, 1
-
-
-def divided(
-    opened: ExitStack, resolved: ResolvedRecipe, strategy: Any, size: int, groups: int, listed: Mapping[str, Any]
-) -> tuple[FakeRun, tuple[Weight, ...], dict[tuple[bool, bool], Activations]]:
-    """The share of a process in a model that a strategy divides, its weights, and its activations for the samples of a
-    group.
+class Share:
+    """The part of a model that one process has.
 
     Args:
-        size: Processes of a group, which divide each layer.
-        groups: Number of groups, which share the samples of a step.
-        listed: The plugins of the recipe, with their options.
+        fake: The built model, perhaps divided.
+        options: The options of the plugin for activation checkpointing.
+        counter: The result of ``divide_model`` or ``divide_sequences``; None: nothing is divided.
 
-    Raises:
-        PluginError: The strategy cannot divide the model.
+    Attributes:
+        weights: The parameters; see ``weights_of``.
     """
-    with quiet():
-        fake = opened.enter_context(open_fake(resolved, groups))
-    share = strategy.divide_model(fake.run.unwrap_model(), size, fake.precision, resolved.recipe.where)
-    return fake, weights_of(fake, None), measure(fake, listed.get(CHECKPOINTING, {}), share)
+
+    def __init__(self, fake: FakeRun, options: Mapping[str, Any], counter: Any) -> None:
+        self.fake, self.options, self.counter = fake, options, counter
+        self.weights = weights_of(fake, None)
+
+    @cached_property
+    def activations(self) -> dict[tuple[bool, bool], Activations]:
+        """See ``measure``."""
+        return measure(self.fake, self.options, self.counter)
+
+
+def sequence_divider(recipe: Recipe, listed: Mapping[str, Any]) -> Any:
+    """The plugin of a recipe that divides the tokens of sequences; None: there is none."""
+    from fastloop.plugins.resolve import load_listed
+
+    return next((cls for name in listed if hasattr(cls := load_listed(recipe, name), "divide_sequences")), None)
 
 
 def _variant(

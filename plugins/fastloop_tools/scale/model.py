@@ -90,34 +90,26 @@ class FakeRun:
         batch: The inputs of one micro-batch of one process, as fake tensors.
         mode: The mode that the tensors belong to.
         precision: ``no``, ``bf16`` or ``fp16``.
-        micro_batch_size: Samples of the batch.
-        micro_steps: Micro-batches of an optimizer step on one process.
     """
 
     run: Run
     batch: Any
     mode: FakeTensorMode
     precision: str
-    micro_batch_size: int
-    micro_steps: int
 
 
 @contextmanager
-def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
-    """Build a recipe's model and optimizer, and read a batch. It reads the data as a run does.
+def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterator[FakeRun]:
+    """Build a recipe's model and optimizer, and read a micro-batch. It reads the data as a run does.
 
     Raises:
-        RecipeError: The model cannot be built on the meta device; or the batch size is no multiple of the processes.
+        RecipeError: The model cannot be built on the meta device.
     """
-    from fastloop.data.loaders import micro_batches
     from fastloop.lifecycle import open_run
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
 
     recipe, plugins = resolved.recipe, resolved.plugins
-    size, micro_steps = micro_batches(recipe, processes)
-    plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
-    precision = plugins.configure(recipe).mixed_precision
     building = {plugin.name for hook in BUILDING for plugin, _ in plugins.each(hook)}
     kept = [
         plugin.name
@@ -127,7 +119,7 @@ def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
     ]
     kept = [name for name in kept if name not in LEFT_OUT]
     tree = recipe.to_dict()
-    tree["train"] |= {"batch_size": size, "micro_batch_size": size, "device": "cpu"}
+    tree["train"] |= {"batch_size": samples, "micro_batch_size": samples, "device": "cpu"}
     with tempfile.TemporaryDirectory(prefix="fastloop-plan-") as scratch, ExitStack() as stack:
         single = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
         mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -143,7 +135,7 @@ def open_fake(resolved: ResolvedRecipe, processes: int) -> Iterator[FakeRun]:
         fake = torch.utils._pytree.tree_map(
             lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, inputs
         )
-        yield FakeRun(run, fake, mode, precision, size, micro_steps)
+        yield FakeRun(run, fake, mode, precision)
 
 
 @contextmanager

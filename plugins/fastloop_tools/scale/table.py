@@ -72,7 +72,7 @@ def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: fl
     for name, samples in {
         variant.name: variant.samples for variant in found.variants if variant.samples != found.micro_batch_size
     }.items():
-        yield f"{name}: every process has the whole micro-batch of {samples} samples."
+        yield f"{name}: a micro-batch has {samples} samples."
     if any(variant.seconds is not None for variant in found.variants):
         yield "seconds: a step if communication and computation overlap: a lower bound."
     if found.device_memory is None:

@@ -63,10 +63,27 @@ RECIPE: dict[str, Any] = {
     "plugins": [{"module": {"loss": "cross_entropy"}}, "ddp", {"watchdog": {"timeout": 10}}, {"progress": False}],
     "output": "run",
 }
+LAYERS = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class Llama(nn.Module):
+    def __init__(self):
+        super().__init__()
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
+        self.inner = LlamaForCausalLM(LlamaConfig(vocab_size=16, hidden_size=16, intermediate_size=32, **heads))
+
+    def forward(self, x):
+        return self.inner(input_ids=(4 * x).long().clamp(-8, 7) + 8).logits[:, -1, :3].float()
+"""
+MESH = RECIPE | {
+    "model": {"module": "code.py:Llama"},
+    "train": RECIPE["train"] | {"micro_batch_size": 3},
+    "plugins": [RECIPE["plugins"][0], {"fsdp": {"tensor": 2}}, {"watchdog": {"timeout": 20}}, {"progress": False}],
+}
 TRAIN = ["-m", "fastloop", "train", "recipe.yaml"]
 PATIENT = "plugins.watchdog.timeout=120"
 """For runs that lose no machine: a loaded machine may stall a process for seconds."""
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "3", "--monitor-interval", "0.1"]
+TORCHRUN = ["-m", "torch.distributed.run", "--max-restarts", "3", "--monitor-interval", "0.1"]
 RENDEZVOUS = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29500", "--rdzv-conf"]
 WAITING = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
 """How long a rendezvous waits for more machines, and when a machine counts as lost."""
@@ -112,16 +129,27 @@ def set_pace(seconds: float, folder: Path = Path()) -> None:
     (folder / "seconds.new").replace(folder / "seconds")
 
 
+def write_mesh(folder: Path) -> None:
+    """A recipe of ``fsdp`` with divided layers."""
+    write_recipe(folder)
+    (folder / "code.py").write_text(CODE + LAYERS)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(MESH))
+
+
 def fastloop(nodes: TwoNodes, *arguments: str) -> list[forked.Command]:
     """Start a run by fastloop's own launcher, with one process on each machine."""
     master = ["--nproc", "1", "--nnodes", "2", "--master", f"{ADDRESSES[0]}:29400"]
     return [nodes.start(node, *TRAIN, *master, "--node-rank", str(node), *arguments) for node in (0, 1)]
 
 
-def torchrun(nodes: TwoNodes, node: int, machines: str, *arguments: str, **variables: str) -> forked.Command:
-    """Start a machine of a run by torchrun, with one process."""
-    found = ["--nnodes", machines, "--local-addr", ADDRESSES[node], *RENDEZVOUS, f"{WAITING},is_host={1 - node}"]
-    return nodes.start(node, *TORCHRUN, *found, *TRAIN, "--resume", *arguments, **variables)
+def torchrun(
+    nodes: TwoNodes, node: int, machines: str, *arguments: str, processes: int = 1, **variables: str
+) -> forked.Command:
+    """Start a machine of a run by torchrun."""
+    found = ["--nproc-per-node", str(processes), "--nnodes", machines, "--local-addr", ADDRESSES[node], *RENDEZVOUS]
+    return nodes.start(
+        node, *TORCHRUN, *found, f"{WAITING},is_host={1 - node}", *TRAIN, "--resume", *arguments, **variables
+    )
 
 
 def wait(commands: list[forked.Command]) -> None:
@@ -217,3 +245,26 @@ def test_torchrun_continues_with_other_machines(nodes, undisturbed):
     assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
     weights, expected = (load_file(run / "model" / "model.safetensors") for run in (Path("run"), undisturbed))
     assert all(torch.allclose(weights[name], expected[name], rtol=1e-4, atol=1e-6) for name in weights | expected)
+
+
+def test_torchrun_continues_on_another_mesh(nodes, tmp_path_factory):
+    """a machine of a two by two mesh (``fsdp`` with ``tensor``) is lost: the other one resumes on half of the mesh, and
+    a new machine joins, with the same losses"""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    for place in (folder, Path()):
+        write_mesh(place)
+    plain = [*TRAIN, "--without", "fsdp", PATIENT]
+    done = forked.run(*plain, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=ENDS)
+    assert done.returncode == 0, done.stderr
+    first, second = (torchrun(nodes, node, "1:2", processes=2, **ELASTIC) for node in (0, 1))
+    wait_for_checkpoint([first, second], 2)
+    nodes.lose(1)
+    wait_for_checkpoint([first], max(steps()) + 2)
+    nodes.set_link()
+    third = torchrun(nodes, 1, "1:2", processes=2, **ELASTIC)
+    wait([first, third])
+    assert "saved by 4 processes, resumed on 2" in first.stdout
+    assert "saved by 2 processes, resumed on 4" in first.stdout
+    ours, theirs = metrics(Path("run")), metrics(folder / "run")
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs]
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)

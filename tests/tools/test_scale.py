@@ -22,7 +22,7 @@ from fastloop.recipe import Recipe
 from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_plugins.strategies.fsdp import FSDP
-from fastloop_tools.scale.activations import LiveBytes
+from fastloop_tools.scale.activations import Activations, LiveBytes, equal_blocks, extrapolate, micro_step
 from fastloop_tools.scale.change import smallest_change
 from fastloop_tools.scale.estimate import Variant, estimate
 from fastloop_tools.scale.sizes import format_size, parse_bytes, unit_for
@@ -96,6 +96,34 @@ def test_the_peak_of_a_step_is_that_of_the_allocator(fake):
         with LiveBytes([*model.parameters(), inputs]) as counted:
             model(inputs).pow(2).mean().backward()
     assert counted.peak == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plugins", [[], BF16], ids=["fp32", "bf16"])
+def test_few_equal_blocks_stand_for_all(plugins, monkeypatch):
+    """Six blocks, of which two and three are computed, give the numbers of all six."""
+    monkeypatch.setitem(scale_runs.LLAMA, "num_hidden_layers", 6)
+    whole: list[Activations] = []
+    counts: list[int] = []
+
+    def compute_both(model: Any, step: Any) -> Activations:
+        whole.append(step())
+        counts.clear()
+        assert extrapolate(model, step) == whole[-1]
+        assert counts == [2, 3]
+        model.model.layers[4].mlp.more = 1
+        assert equal_blocks(model) is None
+        del model.model.layers[4].mlp.more
+        return whole[-1]
+
+    def count_blocks(model: Any, *arguments: Any) -> Activations:
+        counts.append(len(model.model.layers))
+        return micro_step(model, *arguments)
+
+    monkeypatch.setattr("fastloop_tools.scale.estimate.extrapolate", compute_both)
+    monkeypatch.setattr("fastloop_tools.scale.estimate.micro_step", count_blocks)
+    estimate(tiny("decoder", "fsdp", *plugins), 4)
+    assert len({step.saved for step in whole}) >= 4  # with recomputed blocks, and shares of tensor 2
 
 
 # -- formulas ----------------------------------------------------------------------------------------------------------

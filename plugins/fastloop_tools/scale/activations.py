@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from fastloop_plugins._models import transformers_model
+
+GROUPED = {torch.ops.aten._grouped_mm: lambda left, right, *_, **options: 2 * math.prod(left) * right[-1]}
+"""The operations of experts' matrix products, by shapes, which torch does not count."""
+FEW = (2, 3)
+"""Blocks of the shortened models that stand for one with more equal blocks."""
 PASSES = 2
 """Times that ``micro_step`` computes forward and backward."""
 
@@ -115,7 +122,7 @@ def micro_step(
     known = [*parameters, *model.buffers(), *(leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))]
     fake: Callable[[], Any] = nullcontext if mode is None else lambda: mode
     with fake(), autocast(model, precision):
-        with saved_bytes(known) as count, FlopCounterMode(display=False) as counter:
+        with saved_bytes(known) as count, FlopCounterMode(display=False, custom_mapping=GROUPED) as counter:
             value = loss(model)
             saved = count()
             value.backward()  # type: ignore[no-untyped-call]
@@ -133,6 +140,59 @@ def micro_step(
             handle.remove()
         model.zero_grad()
     return Activations(saved, live.peak, counter.get_total_flops())
+
+
+def extrapolate(model: nn.Module, step: Callable[[], Activations]) -> Activations:
+    """The result of ``step()``, computed with two and three blocks of the model if it has more, and all are equal.
+
+    Each further block adds the same bytes to forward's, and at no moment adds more. So the peak is convex in the number
+    of blocks: where the third block adds as much to the peak as to the saved bytes, each further one does, too.
+    """
+    blocks = equal_blocks(model)
+    if blocks is None or len(blocks) <= FEW[-1]:
+        return step()
+    whole, found = blocks._modules, []
+    try:
+        for count in FEW:
+            blocks._modules = dict(list(whole.items())[:count])
+            found.append(step())
+    finally:
+        blocks._modules = whole
+    before, last = found
+    if last.peak - before.peak != last.saved - before.saved:
+        return step()
+    more = len(whole) - FEW[-1]
+    return Activations(*(end + more * (end - start) for start, end in zip(astuple(before), astuple(last), strict=True)))
+
+
+def equal_blocks(model: nn.Module) -> nn.ModuleList | None:
+    """The blocks of a transformers model, if they differ only in their index; otherwise None."""
+    found = transformers_model(model)
+    count = getattr(found.config.get_text_config(), "num_hidden_layers", None) if found is not None else None
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
+    if len(lists) != 1:
+        return None
+    first, *others = ([_traits(part) for part in block.named_modules()] for block in lists[0])
+    for index, other in enumerate(others, start=1):
+        if len(first) != len(other):
+            return None
+        for ours, theirs in zip(first, other, strict=True):
+            if ours.keys() != theirs.keys() or any(
+                theirs[key] != value and (value, theirs[key]) != (0, index) for key, value in ours.items()
+            ):
+                return None
+    return lists[0]
+
+
+def _traits(part: tuple[str, nn.Module]) -> dict[str, Any]:
+    """All attributes of a module by name, with None for those that are no plain values, and its weights and hooks."""
+    name, module = part
+    plain = (bool, int, float, str, tuple, torch.dtype)
+    found = {key: value if isinstance(value, plain) else None for key, value in vars(module).items()}
+    weights = {key: weight for key, weight in module._parameters.items() if weight is not None}
+    shapes = {key: (weight.shape, weight.dtype, weight.requires_grad) for key, weight in weights.items()}
+    hooks = len(module._forward_hooks), len(module._forward_pre_hooks)
+    return found | {"": (name, type(module), shapes, hooks)}
 
 
 @contextmanager

@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError, RecipeError, Strategy
 from fastloop_plugins.kernels._blocks import transformer_blocks
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_plugins.strategies._tensor_group import CONFLICTS
-from fastloop_tools.scale.activations import PASSES, Activations, micro_step, state_bytes
+from fastloop_tools.scale.activations import PASSES, Activations, extrapolate, micro_step, state_bytes
 from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
 from fastloop_tools.scale.model import FakeRun, explain, make_fake, open_fake, quiet
 
@@ -197,12 +197,16 @@ def estimate(
                     device="cpu" if recipe.train.device == "cpu" else "cuda",
                     options=options,
                 )
-                for row in cls.estimate_memory(layout):
+                rows = list(cls.estimate_memory(layout))
+                # all strategies use the same undivided model
+                casts = {False, True} if size == 1 else {bool(row.get("weights_cast")) for row in rows}
+                activations = share.activations(casts)
+                for row in rows:
                     row["name"] += f" x context {context}" * (context > 1)
                     for checkpointing in (False, True):
-                        if (checkpointing, bool(row.get("weights_cast"))) not in share.activations:
+                        if (checkpointing, bool(row.get("weights_cast"))) not in activations:
                             continue
-                        found = share.activations[checkpointing, bool(row.get("weights_cast"))]
+                        found = activations[checkpointing, bool(row.get("weights_cast"))]
                         is_listed = name in listed and row.get("listed", True)
                         chosen = is_listed and checkpointing == (CHECKPOINTING in listed)
                         result.variants.append(
@@ -231,11 +235,13 @@ class Share:
     def __init__(self, fake: FakeRun, options: Mapping[str, Any], counter: Any) -> None:
         self.fake, self.options, self.counter = fake, options, counter
         self.weights = weights_of(fake, None)
+        self._found: dict[tuple[bool, bool], Activations] = {}
 
-    @cached_property
-    def activations(self) -> dict[tuple[bool, bool], Activations]:
-        """See ``measure``."""
-        return measure(self.fake, self.options, self.counter)
+    def activations(self, casts: set[bool]) -> dict[tuple[bool, bool], Activations]:
+        """The result of the first call of ``measure``."""
+        if not self._found:
+            self._found = measure(self.fake, self.options, self.counter, casts)
+        return self._found
 
 
 def sequence_divider(recipe: Recipe, listed: Mapping[str, Any]) -> Any:
@@ -340,12 +346,15 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
     return tuple(found)
 
 
-def measure(fake: FakeRun, options: Mapping[str, Any], share: Any = None) -> dict[tuple[bool, bool], Activations]:
+def measure(
+    fake: FakeRun, options: Mapping[str, Any], share: Any, casts: set[bool]
+) -> dict[tuple[bool, bool], Activations]:
     """(checkpointing, whether weights have the dtype of autocast) -> the activations of a fake step.
 
     Args:
         options: The options of the plugin for activation checkpointing.
         share: A result of ``divide_model``, if a strategy has divided the model.
+        casts: Dtypes to measure: True is that of autocast.
 
     Raises:
         RecipeError: The model reads values of tensors.
@@ -359,10 +368,16 @@ def measure(fake: FakeRun, options: Mapping[str, Any], share: Any = None) -> dic
         {True: torch.bfloat16 if fake.precision == "bf16" else torch.float16} if fake.precision != "no" else {}
     )
     found: dict[tuple[bool, bool], Activations] = {}
+    errors: dict[bool, Exception] = {}
 
     def loss(called: Any) -> torch.Tensor:
         value: torch.Tensor = run.hooks.compute_loss(run=run, model=called, batch=fake.batch).loss
         return value
+
+    def step() -> Activations:
+        before = share.sent if share is not None else 0.0
+        one = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+        return replace(one, sent=(share.sent - before) / PASSES if share is not None else 0.0)
 
     for checkpointing in (False, True):
         if checkpointing:
@@ -373,15 +388,27 @@ def measure(fake: FakeRun, options: Mapping[str, Any], share: Any = None) -> dic
                 break
             load(CHECKPOINTING)(**options).before_prepare(run=run, model=model)  # type: ignore[attr-defined]
         for cast, dtype in dtypes.items():
+            if cast in errors or (len(dtypes) > 1 and cast not in casts):
+                continue
             if dtype is not torch.float32 or cast != (next(model.parameters()).dtype != torch.float32):
                 make_fake(model, fake.mode, dtype)
-            before = share.sent if share is not None else 0.0
+            # autocast keeps its copies of weights until the end of forward, where recomputed blocks save none
+            has_copies = checkpointing and not cast and len(dtypes) > 1
             try:
-                step = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
-                sent = (share.sent - before) / PASSES if share is not None else 0.0
-                found[checkpointing, cast] = replace(step, sent=sent)
+                with quiet("torch._subclasses.fake_tensor", logging.CRITICAL):  # it logs tracebacks
+                    found[checkpointing, cast] = step() if has_copies else extrapolate(model, step)
             except Exception as error:
-                raise RecipeError(f"{run.recipe.where}: {explain(error)}") from error
+                errors[cast] = error
+    if not found:
+        reason = next(iter(errors.values()))
+        raise RecipeError(f"{run.recipe.where}: {explain(reason)}") from reason
+    for cast, reason in errors.items():
+        logger.warning(
+            "%s: no rows of strategies that keep weights in %s: %s",
+            run.recipe.where,
+            fake.precision if cast else "fp32",
+            str(reason).splitlines()[0],
+        )
     if fake.precision == "no":
         found |= {(checkpointing, True): value for (checkpointing, _), value in list(found.items())}
     return found

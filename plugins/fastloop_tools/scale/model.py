@@ -139,15 +139,20 @@ def open_fake(resolved: ResolvedRecipe, precision: str, samples: int) -> Iterato
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Log only errors inside the block, which repeats what is logged already."""
-    log = logging.getLogger("fastloop")
-    level = log.level
-    log.setLevel(logging.ERROR)
+def quiet(name: str = "fastloop", level: int = logging.ERROR) -> Iterator[None]:
+    """Log only errors inside the block, which repeats what is logged already.
+
+    Args:
+        name: The logger.
+        level: The lowest level to log.
+    """
+    log = logging.getLogger(name)
+    before = log.level
+    log.setLevel(level)
     try:
         yield
     finally:
-        log.setLevel(level)
+        log.setLevel(before)
 
 
 def explain(error: BaseException) -> str:

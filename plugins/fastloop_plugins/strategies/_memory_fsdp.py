@@ -2,7 +2,7 @@
 
 Zhao et al., "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", 2023.
 
-Torch splits each parameter along its first dimension, and pads the shards to equal sizes.
+Torch splits each parameter along one dimension (``shard_dim``), and pads the shards to equal sizes.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fastloop_plugins.strategies._memory_layout import Layout, Weight, total
+from fastloop_plugins.strategies._memory_layout import Layout, Weight, shard_dim, total
 
 
 def shard(weight: Weight, processes: int) -> float:
     """Bytes of one process's shard of a parameter, with padding."""
-    rows = weight.shape[0] if weight.shape else 1
+    rows = weight.shape[shard_dim(weight.shape, processes)] if weight.shape else 1
     return -(-rows // processes) * weight.bytes / max(rows, 1)
 
 

@@ -25,7 +25,7 @@ same for ``size`` processes of its option ``size``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,6 +106,14 @@ class Layout:
         for weight in self.weights:
             found.setdefault(weight.block, []).append(weight)
         return found
+
+
+def shard_dim(shape: Sequence[int], processes: int) -> int:
+    """The dimension that ``fsdp`` shards: the first one, unless it is smaller than the number of processes and another
+    one divides evenly, as of stacked experts."""
+    if not shape or shape[0] >= processes:
+        return 0
+    return next((dim for dim, size in enumerate(shape) if size % processes == 0), 0)
 
 
 def total(weights: Iterable[Weight], size: Callable[[Weight], float] | None = None) -> float:

@@ -139,7 +139,9 @@ class FSDP(DividingStrategy):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         import torch
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+        from torch.distributed.tensor import Shard
 
+        from fastloop_plugins.strategies._memory_layout import shard_dim
         from fastloop_plugins.strategies._sharded_parameters import match_norm_inputs, refuse_scalars, refuse_ties
 
         config, precision = self.config, run.accelerator.mixed_precision
@@ -158,7 +160,12 @@ class FSDP(DividingStrategy):
             policy = MixedPrecisionPolicy(dtypes[given], dtypes[config.reduce_dtype], torch.float32)
         offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
         mesh, inner_mesh = make_meshes(run, config.shard_within, config.tensor)
-        options: dict[str, Any] = {"mesh": mesh, "offload_policy": offload}
+        shards = mesh.size(mesh.ndim - 1)
+        options: dict[str, Any] = {
+            "mesh": mesh,
+            "offload_policy": offload,
+            "shard_placement_fn": lambda weight: Shard(shard_dim(weight.shape, shards)),
+        }
         blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if not blocks:
             logger.warning(

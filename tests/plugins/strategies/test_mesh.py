@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from strategy_helpers import same, save_at_end
 from strategy_runs import all_of
-from test_tensor_parallel import EVEN, LLAMA, QWEN, TIED, TRAIN, run
+from test_tensor_parallel import EVEN, LLAMA, MIXTURE, QWEN, TIED, TRAIN, run
 
 from fastloop.testing import ProcessResult
 from fastloop.testing.tasks import TEXTS, write_texts
@@ -23,6 +23,8 @@ COPIES = {"fsdp": {"tensor": 2, "shard_within": 2}}
 """Two whole copies of the model, each divided over two processes."""
 LORA = {"lora": {"target_modules": "all-linear"}}
 SHORT = TRAIN | {"epochs": 2}
+EXPERTS = MIXTURE | {"num_experts": 3}
+"""Fewer experts than processes: ``fsdp`` divides each of them."""
 CLASSES = {"model": {"config": LLAMA, "tokenizer": {"kind": "word"}}, "data": TEXTS["data"]}
 
 
@@ -36,6 +38,7 @@ PLAIN = [
     run("plain qwen", config=QWEN, train=SHORT),
     run("plain tied", config=TIED, train=SHORT | {"max_grad_norm": None}),
     run("plain lora", LORA, train=SHORT),
+    run("plain experts", config=EXPERTS, train=SHORT),
     run("plain ema", "ema", train=SHORT, **EVEN),
     classify("plain classes"),
 ]
@@ -44,6 +47,7 @@ FOUR = [
     run("mesh qwen", MESH, "activation-checkpointing", config=QWEN, train=SHORT | {"micro_batch_size": 2}),
     run("mesh tied", MESH, "packing", config=TIED, train=SHORT | {"max_grad_norm": None}),
     run("mesh lora", COPIES, LORA, train=SHORT),
+    run("mesh experts", "fsdp", config=EXPERTS, train=SHORT),
     run("mesh ema", MESH, "ema", train=SHORT, **EVEN),
     classify("mesh classes", MESH),
     run("mesh to copies", COPIES, resume="mesh"),
@@ -56,7 +60,10 @@ FOUR = [
     run("mesh with an audit", MESH, "sample-audit"),
     run("mesh with a fused loss", MESH, "fused-loss"),
 ]
-AFTER = [run("mesh to plain", resume="mesh")]
+AFTER = [
+    run("mesh to plain", resume="mesh"),
+    run("experts to plain", resume="mesh experts", config=EXPERTS, train=SHORT),
+]
 THREE = [run("uneven mesh", MESH)]
 save_at_end([PLAIN, FOUR, AFTER], 12)
 
@@ -78,7 +85,7 @@ def results(processes: Callable[..., list[ProcessResult]], folder: Path) -> dict
     return {name: result for start in starts for name, result in start[0].result.items()}
 
 
-@pytest.mark.parametrize("kind", ["", " qwen", " tied", " lora", " ema", " classes"])
+@pytest.mark.parametrize("kind", ["", " qwen", " tied", " lora", " ema", " classes", " experts"])
 def test_numbers_are_those_of_one_process(results, folder, kind):
     mesh, plain = results[f"mesh{kind}"], results[f"plain{kind}"]
     same(mesh, plain, 1e-5)
@@ -93,6 +100,10 @@ def test_numbers_are_those_of_one_process(results, folder, kind):
 def test_resume_on_another_mesh(results, name):
     assert len(results[name]["losses"]) == (4 if name == "fsdp to mesh" else 8)
     same(results[name], results["plain"], 1e-5)
+
+
+def test_experts_resume_on_one_process(results):
+    same(results["experts to plain"], results["plain experts"], 1e-5)
 
 
 def stored(checkpoint: Path) -> tuple[int, dict[str, Any]]:
@@ -110,6 +121,8 @@ def test_each_process_holds_a_part_of_its_part(folder, results):
     layer = "model.base_model.model.model.layers.1.self_attn.o_proj"
     assert shapes[f"{layer}.base_layer.weight"] == (16, 8)
     assert shapes[f"{layer}.lora_A.default.weight"] == (8, 8)
+    _, shapes = stored(folder / "mesh experts/checkpoints/step-00000004")
+    assert shapes["model.model.layers.0.mlp.experts.down_proj"] == (3, 4, 8)  # of (3, 16, 8)
 
 
 @pytest.mark.parametrize(

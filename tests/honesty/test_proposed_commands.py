@@ -742,6 +742,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "testing/documents.py fastloop new",
         "new/job.py fastloop new",
     ),
+    "tests/tools/test_inference_selection.py tries it": ("inference/target.py --without",),
     "several processes: tests/reliability and tests/plugins/strategies start them": (
         "importing/command.py --nproc",
         "cli/messages.py --resume",

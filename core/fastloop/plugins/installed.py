@@ -44,11 +44,11 @@ def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, import
     by_name: dict[str, list[importlib.metadata.EntryPoint]] = {}
     for point in entry_points(group):
         by_name.setdefault(point.name, []).append(point)
-    table = {}
-    for name, points in sorted(by_name.items()):
-        for point in points:
-            table[name if len(points) == 1 and name not in taken else f"{distribution_name(point)}:{name}"] = point
-    return table
+    return {
+        name if len(points) == 1 and name not in taken else f"{distribution_name(point)}:{name}": point
+        for name, points in sorted(by_name.items())
+        for point in points
+    }
 
 
 def distribution_name(point: importlib.metadata.EntryPoint) -> str:
@@ -98,8 +98,10 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
     if len(points) == 1:
         return points[0]
     if points:
-        choice = " or ".join(sorted(f"{distribution_name(point)}:{name}" for point in points))
-        raise PluginError(f"{where}: {name!r} is the name of plugins in several packages. Say which: {choice}.")
+        raise PluginError(
+            f"{where}: {name!r} is the name of plugins in several packages. Say which: "
+            f"{' or '.join(sorted(f'{distribution_name(point)}:{name}' for point in points))}."
+        )
     raise PluginError(
         f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, installed())} `fastloop plugins` "
         "lists them."
@@ -162,13 +164,21 @@ def entry_points(group: str) -> importlib.metadata.EntryPoints:
 
 
 def _metadata_folders() -> tuple[tuple[str, int], ...]:
-    """The folders of ``sys.path`` with their times of change. Reading all metadata takes up to a second, so the results
-    are kept until one of them changes."""
+    """The folders of ``sys.path`` that have metadata of packages, with their times of change. Reading all metadata
+    takes up to a second, so the results are kept until one of them changes. A run writes into the current folder, which
+    usually has none."""
     folders = []
-    for path in sys.path:
+    for path in map(Path, sys.path):
         with suppress(OSError):
-            folders.append((str(Path(path).absolute()), Path(path).stat().st_mtime_ns))
+            folder = (str(path.absolute()), path.stat().st_mtime_ns)
+            if _has_metadata(*folder):
+                folders.append(folder)
     return tuple(folders)
+
+
+@lru_cache(maxsize=64)
+def _has_metadata(folder: str, changed: int) -> bool:
+    return Path(folder).is_file() or any(path.name.lower().endswith("-info") for path in Path(folder).iterdir())
 
 
 @lru_cache(maxsize=2)

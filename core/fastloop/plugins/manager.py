@@ -92,8 +92,9 @@ class Hooks(pluggy.PluginManager):
             self.add_hookspecs(namespace)
 
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> Any:
-        """The marks of an implementation. Adds ``trylast`` to the hooks in ``fallback_hooks``."""
-        marks = super().parse_hookimpl_opts(plugin, name)
+        """The marks of an implementation. Adds ``trylast`` to the hooks in ``fallback_hooks``. Most names of an object
+        are Python's own, which pluggy would look up one by one."""
+        marks = None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
         if marks and (marks["specname"] or name) in getattr(plugin, "fallback_hooks", ()):
             return {**marks, "trylast": True}
         return marks
@@ -147,6 +148,9 @@ def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
     return crash
 
 
+_packages_distributions = cache(importlib.metadata.packages_distributions)
+
+
 @cache
 def distribution_of(cls: Any) -> importlib.metadata.Distribution | None:
     """The distribution that a plugin is installed with; None for one of a file or a script."""
@@ -159,7 +163,7 @@ def distribution_of(cls: Any) -> importlib.metadata.Distribution | None:
     ]
     for point in sorted(points, key=lambda point: point.value != f"{cls.__module__}:{cls.__qualname__}"):
         return point.dist
-    names = importlib.metadata.packages_distributions().get(package, [])
+    names = _packages_distributions().get(package, [])
     return importlib.metadata.distribution(names[0]) if len(names) == 1 else None
 
 

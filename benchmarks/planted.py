@@ -12,8 +12,9 @@
 * lagging process: two processes, one of which reads slowly, so that the other waits for it.
 
 All data is generated. An edit is kept if it is faster, in up to three pairs. Each estimate is made just before
-the edit is tried. Its error is the estimate divided by the measured factor, minus one. Its sign is right if both are
-above or both are below one; a difference within the measured range has no sign.
+the edit is tried. Its error is the estimate divided by the measured factor, minus one. Its sign is right if the
+measured factors are above one, too. An estimate below 1.1, which fastloop shows as "about 1", and factors on both sides
+of one have no sign.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import Any
 
 import yaml
 from _measure import RESULTS, machine, show_machine, source, table, write, write_section
+
+from fastloop_tools.profile.suggestions import ABOUT_ONE, show_speedup
 
 CODE = """
 import os
@@ -216,11 +219,11 @@ def error(trial: dict[str, Any]) -> float:
 
 def sign(trial: dict[str, Any]) -> str:
     """Whether an estimate has the sign of the measured effect: `right` or `wrong`; empty if the measured range contains
-    1."""
+    1, or if the estimate is about 1."""
     low, high = min(trial["ratios"]), max(trial["ratios"])
-    if low <= 1 <= high:
+    if low <= 1 <= high or trial["estimate"] < ABOUT_ONE:
         return ""
-    return "right" if (trial["estimate"] > 1) == (low > 1) else "wrong"
+    return "right" if low > 1 else "wrong"
 
 
 def kept(results: Path) -> dict[str, dict[str, Any]]:
@@ -275,7 +278,7 @@ def main() -> None:
             if ratios:
                 spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
                 measured = [spread, f"{error(trial):+.0%}", sign(trial)]
-            cells += [f"`{trial['edit']}`", f"{trial['estimate']:.2f}", *measured]
+            cells += [f"`{trial['edit']}`", show_speedup(trial["estimate"]), *measured]
         lines.append([found["name"], *cells, *[""] * (7 - len(cells)), "yes" if found["cured"] else "no"])
     tried = [trial for found in rows.values() for trial in found["trials"] if trial["ratios"]]
     signs = [sign(trial) for trial in tried]
@@ -285,7 +288,7 @@ def main() -> None:
     )
     errors += (
         f"{signs.count('right')} have the sign of the effect, {signs.count('wrong')} do not, {signs.count('')} "
-        "effects have none."
+        "have none."
     )
     shown = table(
         ["planted", "suggestion", "is the cause", "first edit", "x estimate", "x measured", "error", "sign", "cured"],

@@ -76,10 +76,10 @@ def test_reviews_are_read_as_they_were_written(measure: Any, tmp_path: Path) -> 
     ("estimate", "ratios", "off", "sign"),
     [
         (1.5, [1.1, 1.2, 1.3], 0.25, "right"),
-        (0.8, [0.9, 0.8, 0.7], 0.0, "right"),
         (1.5, [0.3, 0.5, 0.6], 2.0, "wrong"),
-        (0.9, [1.1, 1.2, 1.5], -0.25, "wrong"),
-        (1.1, [0.9, 1.0, 1.2], 0.1, ""),
+        (1.08, [0.8, 0.9, 1.0], 0.2, ""),
+        (1.08, [0.7, 0.8, 0.9], 0.35, ""),
+        (1.5, [0.9, 1.2, 1.3], 0.25, ""),
     ],
 )
 def test_an_estimate_has_an_error_and_a_sign(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastloop.estimates import StepProfile
-from fastloop_tools.profile.suggestions import Suggestion
+from fastloop_tools.profile.suggestions import Suggestion, show_speedup, speedup
 from fastloop_tools.profile.timeline import LAUNCH, OTHER
 from fastloop_tools.trials.statistics import break_even
 from fastloop_tools.trials.tables import markdown_table
@@ -46,7 +46,7 @@ def markdown(profile: StepProfile, found: list[Suggestion], refused: Mapping[str
         lines += ["No plugin estimates a speedup of more than a few percent.", ""]
     for number, suggestion in enumerate(found, start=1):
         estimate = suggestion.estimate
-        about = f"about {milliseconds(estimate.seconds)} of a step ({estimate.seconds / profile.seconds:.0%})"
+        about = f"about {milliseconds(estimate.seconds)} of a step (x {show_speedup(speedup(profile, estimate))})"
         pays = break_even(estimate.once, estimate.seconds)
         once = f" It costs about {estimate.once:.0f} s once, and pays off after {pays} steps." if pays else ""
         lines.append(f"{number}. `{suggestion.edit}`: {about}. {estimate.why}{once} ({suggestion.numerics})")

@@ -19,6 +19,9 @@ from fastloop_tools.trials.statistics import break_even
 
 WORTH = 0.03
 """Share of a step that an estimate must reach to be shown."""
+ABOUT_ONE = 1.1
+"""Estimated speedup below which no figure is shown. Three of four such estimates had the wrong sign in
+``benchmarks/planted.py``."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,16 @@ def suggest(
         numerics = "reassociated" if estimate.overrides else cls.numerics
         found.append(Suggestion(cls.name, estimate, words(on, cls, estimate), new, numerics))
     return sorted(found, key=lambda suggestion: -suggestion.estimate.seconds), refused
+
+
+def speedup(profile: StepProfile, estimate: SpeedupEstimate) -> float:
+    """The estimated speedup of a step; at most 100."""
+    return profile.seconds / max(profile.seconds - estimate.seconds, 0.01 * profile.seconds)
+
+
+def show_speedup(factor: float) -> str:
+    """An estimated speedup as text: ``1.25``, or ``about 1``."""
+    return "about 1" if factor < ABOUT_ONE else f"{factor:.2f}"
 
 
 def candidates(recipe: Recipe) -> Iterator[type[Plugin]]:

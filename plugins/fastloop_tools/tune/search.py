@@ -25,7 +25,7 @@ from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import Recipe
 from fastloop_tools.bench.plan import edited
-from fastloop_tools.profile.suggestions import suggest
+from fastloop_tools.profile.suggestions import show_speedup, speedup, suggest
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, verdict
 from fastloop_tools.trials.worker import Window
@@ -154,8 +154,7 @@ class Search:
         seen = StepProfile(**here["profile"])
         left_out = {trial.plugin for trial in self.trials if trial.kept and trial.estimate is None}
         for found in suggest(seen, self.best, self.never | left_out)[0]:
-            factor = seen.seconds / max(seen.seconds - found.estimate.seconds, 0.01 * seen.seconds)
-            yield Trial(found.edit, found.plugin, found.numerics, found.recipe, factor)
+            yield Trial(found.edit, found.plugin, found.numerics, found.recipe, speedup(seen, found.estimate))
         for name, options in self.given.plugins.items():
             if options is not False and self.best.plugins.get(name) not in (None, False):
                 plugin = load_listed(self.given, name)
@@ -203,7 +202,7 @@ class Search:
             decision, trial.why = False, f"it costs {trial.once:.0f} s once, which {length} steps do not save"
         trial.kept = decision
         ratios = ", ".join(f"{ratio:.2f}" for ratio in trial.ratios)
-        estimate = "" if trial.estimate is None else f" (estimate {trial.estimate:.2f})"
+        estimate = "" if trial.estimate is None else f" (estimate {show_speedup(trial.estimate)})"
         pays = f", pays after {trial.pays_after} steps" if decision and trial.once > ONCE else ""
         self.say(f"{trial.edit}: x {ratios}{estimate}: {'kept' if decision else trial.why or 'not kept'}{pays}")
         if not decision:

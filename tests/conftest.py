@@ -14,6 +14,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One thread for torch, here and in started processes: sums have one order, and threads do not wait for those of other
+# workers, which took half the time of some tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -85,17 +88,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 @pytest.fixture(autouse=True)
 def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test runs in an empty folder, on one thread (so that sums have one order), and leaves no global state."""
+    """Every test runs in an empty folder, and leaves no global state."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(gc, "freeze", lambda: None)  # the command line freezes the objects of its own process
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     logger = logging.getLogger("fastloop")
     logger.setLevel(logging.NOTSET)  # a fixture of a module may have run a command, which logs more
     level, propagate = logger.level, logger.propagate
     warn_once.cache_clear()  # of the warnings that an earlier test caused
     yield
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     logger.propagate = propagate  # the command line shows messages itself
     logger.setLevel(level)
     for handler in [handler for handler in logger.handlers if isinstance(handler, Messages)]:

@@ -46,7 +46,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def run(name: str, results: Path, *options: str) -> list[dict[str, Any]]:
     """Run a command of the suite; its records."""
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
     done = forked.run(
         str(BENCHMARKS / "gpu" / f"{name}.py"),
         "--tiny",

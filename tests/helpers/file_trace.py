@@ -77,7 +77,7 @@ def record(
     """
     trace = root.with_name(f"{root.name}.trace")
     trace.touch()
-    added = {"LD_PRELOAD": str(library), "FILE_TRACE": str(trace), "FILE_TRACE_ROOT": str(root), "OMP_NUM_THREADS": "1"}
+    added = {"LD_PRELOAD": str(library), "FILE_TRACE": str(trace), "FILE_TRACE_ROOT": str(root)}
     running = [
         subprocess.Popen(
             command, env={**os.environ, **added, **more}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

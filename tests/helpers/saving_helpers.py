@@ -6,6 +6,7 @@ A forked process has torch loaded already, so that a hundred of them are a matte
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import json
 import os
 import signal
@@ -108,7 +109,6 @@ RECIPE: dict[str, Any] = {
     ],
 }
 FASTLOOP = ["-m", "fastloop", "train"]
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def times(short: int) -> int:
@@ -128,7 +128,7 @@ def ranks(count: int) -> list[dict[str, str]]:
     if count == 1:
         return [{}]
     port = str(launch.free_port())
-    return [launch.member(rank, count, "127.0.0.1", port) | ONE_THREAD for rank in range(count)]
+    return [launch.member(rank, count, "127.0.0.1", port) for rank in range(count)]
 
 
 class Forked:
@@ -154,6 +154,7 @@ class Forked:
             said = os.open("said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(said, 1)
             os.dup2(said, 2)
+            faulthandler.enable(2, all_threads=True)  # SIGABRT shows where a hanging process waits
             sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
             os.environ.update(environment or {})
             sys.argv = ["fastloop", "train", "recipe.yaml", *arguments]
@@ -188,13 +189,13 @@ class Forked:
         return self.code is not None
 
     def wait(self, seconds: float = 300) -> int:
-        """Its exit code. A process that takes longer is killed, and the test fails."""
+        """Its exit code. A process that takes longer is ended, and the test fails with the stacks of its threads."""
         deadline = time.monotonic() + seconds
         while not self.over():
             if time.monotonic() > deadline:
-                self.send(signal.SIGKILL)
+                self.send(signal.SIGABRT)
                 os.waitpid(self.pid, 0)
-                pytest.fail(f"it did not end within {seconds:g} seconds: {said()[-2000:]}")
+                pytest.fail(f"it did not end within {seconds:g} seconds: {said()[-5000:]}")
             time.sleep(0.002)
         assert self.code is not None
         return self.code

@@ -63,7 +63,7 @@ class TwoNodes:
 
     def start(self, node: int, *arguments: str, **variables: str) -> forked.Command:
         """Start ``python ARGUMENTS`` on a node, with more environment variables."""
-        added = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"} | variables
+        added = {"GLOO_SOCKET_IFNAME": INTERFACE} | variables
         return forked.Command(__file__, "enter", str(self._holders[node]), *arguments, env=os.environ | added)
 
     def set_link(self, delay: float = 0.0, loss: float = 0.0) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -118,7 +117,7 @@ def undisturbed(tmp_path_factory):
 def do(*command: str, fault: str = "", rank: int = 1, once: str = "") -> subprocess.CompletedProcess[str]:
     """Run a command with a fault in one of its processes. A command that hangs fails by the timeout."""
     data = [f"data.arguments={{fault: {fault}, rank: '{rank}', once: '{once}'}}"] if fault else []
-    return forked.run(*command, *data, timeout=HANGS, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return forked.run(*command, *data, timeout=HANGS)
 
 
 def errors(text: str) -> list[str]:

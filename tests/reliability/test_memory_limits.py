@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from saving_helpers import ONE_THREAD, Forked, said, until, with_tmpfs
+from saving_helpers import Forked, said, until, with_tmpfs
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def _recipe():
 
 def train(output: str, *more: str, **limits: str) -> subprocess.CompletedProcess[str]:
     """A run in a process of its own, in which allocations fail beyond a limit."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"} | limits
+    environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0"} | limits
     return forked.run(*FASTLOOP, f"output={output}", *more, env=environment)
 
 
@@ -277,9 +277,7 @@ def test_worker_above_the_limit_of_its_control_group(who, group):
     # larger than the rank.
     join = f'echo 0 > {shlex.quote(str(group))}/cgroup.procs; exec "$@"'
     command = ["sh", "-c", join, "sh", sys.executable, *FASTLOOP, "output=run", *more[who]]
-    done = subprocess.run(
-        command, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=600, check=False
-    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == (1 if who == "worker" else 128 + signal.SIGKILL), done.stdout + done.stderr
     assert "was ended by SIGKILL. The kernel did that because the memory of this control group ran out" in done.stderr
     assert "Its limit is 1,024 MiB." in done.stderr

@@ -19,7 +19,6 @@ import pytest
 from long_form import LONG
 from saving_helpers import (
     FASTLOOP,
-    ONE_THREAD,
     Forked,
     record,
     said,
@@ -215,7 +214,7 @@ def test_unresponsive_process_is_killed_after_timeout():
 
 def command(*arguments: str, environment: dict[str, str] | None = None) -> forked.Command:
     """A launcher, in a process of its own."""
-    return forked.Command(*arguments, output=Path("said.txt"), env=os.environ | ONE_THREAD | (environment or {}))
+    return forked.Command(*arguments, output=Path("said.txt"), env=os.environ | (environment or {}))
 
 
 @pytest.fixture(scope="module")

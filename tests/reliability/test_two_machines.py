@@ -110,9 +110,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run folder of two processes on one machine."""
     folder = tmp_path_factory.mktemp("undisturbed")
     write_recipe(folder)
-    done = forked.run(
-        *TRAIN, "--nproc", "2", PATIENT, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=ENDS
-    )
+    done = forked.run(*TRAIN, "--nproc", "2", PATIENT, cwd=folder, timeout=ENDS)
     assert done.returncode == 0, done.stderr
     return folder / "run"
 
@@ -254,7 +252,7 @@ def test_torchrun_continues_on_another_mesh(nodes, tmp_path_factory):
     for place in (folder, Path()):
         write_mesh(place)
     plain = [*TRAIN, "--without", "fsdp", PATIENT]
-    done = forked.run(*plain, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=ENDS)
+    done = forked.run(*plain, cwd=folder, timeout=ENDS)
     assert done.returncode == 0, done.stderr
     first, second = (torchrun(nodes, node, "1:2", processes=2, **ELASTIC) for node in (0, 1))
     wait_for_checkpoint([first, second], 2)

@@ -21,9 +21,7 @@ WAIT = 300.0
 
 def fastloop(*arguments: str, path: Path | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a command in a new process, whose start and streams matter here."""
-    environment = (
-        os.environ | {"OMP_NUM_THREADS": "1"} | ({"PYTHONPATH": str(path)} if path else {}) | options.pop("env", {})
-    )
+    environment = os.environ | ({"PYTHONPATH": str(path)} if path else {}) | options.pop("env", {})
     command = [sys.executable, "-P", "-m", "fastloop", *arguments]
     return subprocess.run(
         command, env=environment, text=True, timeout=WAIT, check=False, **({"capture_output": True} | options)
@@ -155,7 +153,7 @@ ONE_STEP = (
 def shell(arguments: str, redirection: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a shell does. The exit code is that of fastloop."""
     line = f"{sys.executable} -P -m fastloop {arguments} {redirection}"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
+    environment = os.environ | variables
     command = ["bash", "-c", f"set -o pipefail; {line}"]
     return subprocess.run(command, env=environment, text=True, timeout=WAIT, check=False, capture_output=True)
 

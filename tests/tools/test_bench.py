@@ -134,7 +134,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     (site / "planted_plugins.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     Path("net.py").write_text(CODE)
 
     def put(*plugins: Any, **train: Any) -> str:

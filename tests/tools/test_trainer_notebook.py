@@ -51,9 +51,7 @@ def execute() -> Iterator[Execute]:
     client_module = pytest.importorskip("jupyter_client")
     pytest.importorskip("ipykernel")
     manager = client_module.KernelManager(kernel_name="python3")
-    manager.start_kernel(
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-    )
+    manager.start_kernel(env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
     client = manager.client()
     client.start_channels()
     client.wait_for_ready(120)

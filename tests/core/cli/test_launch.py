@@ -60,7 +60,6 @@ RECIPE: dict[str, Any] = {
 }
 FASTLOOP = ["-m", "fastloop"]
 TRAIN = ["train", "recipe.yaml"]
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # so that all sum alike
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +70,7 @@ def _recipe():
 
 def do(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a command. Processes of fastloop's own launcher are forked, those of other launchers are new."""
-    return forked.run(*command, timeout=600, env=os.environ | ONE_THREAD | (environment or {}))
+    return forked.run(*command, timeout=600, env=os.environ | (environment or {}))
 
 
 def numbers(output: str) -> dict[str, Any]:
@@ -95,9 +94,7 @@ def test_launchers_give_the_same_run():
         str(launch.free_port()),
     ]
     command = [sys.executable, *FASTLOOP, *TRAIN, "output=ours", "--nproc", "2"]
-    ours = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, env=os.environ | ONE_THREAD, check=False
-    )
+    ours = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ours.returncode == 0, ours.stderr
     assert ours.stdout.count("completed") == 1
     assert ours.stderr == ""
@@ -106,9 +103,7 @@ def test_launchers_give_the_same_run():
         assert done.returncode == 0, done.stderr
         assert numbers(name) == numbers("ours")
     master = ["--nproc", "1", "--nnodes", "2", "--master", f"127.0.0.1:{launch.free_port()}"]
-    with forked.Command(
-        *FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1", env=os.environ | ONE_THREAD
-    ) as other:
+    with forked.Command(*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "1") as other:
         done = do(*FASTLOOP, *TRAIN, "output=nodes", *master, "--node-rank", "0")
         assert (done.returncode, other.wait(400)) == (0, 0), done.stderr
     assert numbers("nodes") == numbers("ours")
@@ -125,7 +120,7 @@ def test_mpi_processes_join_one_run():
             "OMPI_COMM_WORLD_LOCAL_RANK": rank,
             "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
         }
-        variables = os.environ | mpi | ONE_THREAD | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        variables = os.environ | mpi | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         started.append(forked.Command(*FASTLOOP, *TRAIN, env=variables))
     codes = [process.wait(400) for process in started]
     said = [process.stdout + process.stderr for process in started]

@@ -1,0 +1,382 @@
+"""Image classifiers trained from scratch by fastloop, timm and transformers: speed on a CPU, and accuracy.
+
+    pip install --no-deps timm torchvision==0.28.0            # torchvision's version must be that for your torch
+    python benchmarks/images.py                               # about 12 minutes on two quiet cores
+    python benchmarks/images.py --steps 4 --repeats 1         # whether it runs
+
+The work: scikit-learn's digits, as PNG files. Two models learn from 32 images a step, by AdamW at a constant rate.
+
+* vit: ViT-tiny, with 192 features, 12 layers, 3 heads and patches of 16 x 16 pixels, on images of 224 x 224.
+* resnet: the small ResNet of ``recipes/digits_images.yaml``, on images of 32 x 32. It trains four epochs.
+
+A training image is a random part of 70% to 100% of the area, resized with bilinear interpolation; none is flipped.
+
+* fastloop: the recipe lists ``image-classification`` and ``auto``, which selects the plugins.
+* timm: the loop of timm's train.py, with its data loader and optimizer, bf16 autocast, fused AdamW and WORKERS. The ViT
+  is timm's, the ResNet that of transformers.
+* timm, default: the same in fp32, with the four workers and the optimizer that train.py has without options.
+* hf: transformers' ``Trainer`` on an image folder of datasets, with torchvision's transforms, as transformers' example
+  run_image_classification.py sets it up. bf16, fused AdamW, no clipping, and WORKERS.
+* hf, default: the same in fp32, without workers and with clipping, as the example is without options.
+
+Protocol
+* Each arm of each round is a fresh process. The time of a step is the mean over all but the first five, which includes
+  reading the images, and starting an epoch. Each round has its own seed. Rounds are interleaved, A B C, C B A.
+* Ratios compare arms of the same round. The page reports their median, with a 95% percentile bootstrap interval.
+* Loss: the mean over the last quarter of the steps. Accuracy: of the ResNet on 500 other digits, after its last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from _measure import (
+    RESULTS,
+    caution,
+    load,
+    machine,
+    ratio,
+    rounds,
+    show_machine,
+    show_ratio,
+    source,
+    spawn,
+    table,
+    write,
+    write_section,
+)
+
+ARMS = ("fastloop", "timm", "timm, default", "hf", "hf, default")
+MODELS: dict[str, dict[str, Any]] = {
+    "vit": {
+        "model_type": "vit",
+        "hidden_size": 192,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 3,
+        "intermediate_size": 768,
+        "image_size": 224,
+        "patch_size": 16,
+    },
+    "resnet": {
+        "model_type": "resnet",
+        "embedding_size": 16,
+        "hidden_sizes": [32, 64, 128],
+        "depths": [1, 1, 1],
+        "layer_type": "basic",
+    },
+}
+"""Configurations of transformers."""
+SIZES, RATES = {"vit": 224, "resnet": 32}, {"vit": 5e-4, "resnet": 2e-3}
+BATCH, WARMUP, TRAIN, HELD_OUT, EPOCHS, CLASSES, SCALE = 32, 5, 1280, 500, 4, 10, (0.7, 1.0)
+WORKERS = {"timm": {"vit": 1, "resnet": 1}, "hf": {"vit": 1, "resnet": 1}}
+"""Worker processes that read images: of 0, 1 and 2, the fastest on two cores."""
+PACKAGES = ("torch", "transformers", "timm", "torchvision", "fastloop-train")
+
+
+class Watch:
+    """Times the steps, and keeps their losses."""
+
+    def __init__(self) -> None:
+        self.ends, self.losses = list[float](), list[float]()
+
+    def step(self, loss: float) -> None:
+        """A step has reached the same place as the step before."""
+        self.losses.append(loss)
+        self.ends.append(time.perf_counter())
+
+    def found(self) -> dict[str, Any]:
+        """Mean seconds of a step after the warm-up, and the loss at the end."""
+        measured = self.ends[min(WARMUP, len(self.ends) - 1) - 1 :]
+        last = self.losses[-max(1, len(self.losses) // 4) :]
+        seconds = (measured[-1] - measured[0]) / (len(measured) - 1)
+        return {"seconds": seconds, "steps": len(self.ends), "loss": statistics.mean(last)}
+
+
+# -- the arms, each in a process of its own ----------------------------------------------------------------------------
+
+
+def train_fastloop(kind: str, images: Path, output: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Train as ``fastloop train`` does, in this process."""
+    from fastloop import Plugin, hookimpl
+    from fastloop.cli import launch
+    from fastloop.lifecycle import execute, open_run
+    from fastloop.plugins.resolve import resolve
+    from fastloop.recipe import make_recipe
+
+    watch, results = Watch(), dict[str, float]()
+
+    class Watching(Plugin):
+        name = "watching"
+
+        @hookimpl
+        def after_step(self, loss: Any) -> None:
+            watch.step(loss.item())
+
+        @hookimpl
+        def after_evaluate(self, metrics: dict[str, float]) -> None:
+            results.update(metrics)
+
+    recipe = make_recipe(
+        {
+            "model": {"config": MODELS[kind]},
+            "data": {
+                "images": str(images),
+                "image_size": SIZES[kind],
+                "crop_fraction": 1.0,
+                "augment": {"scale": list(SCALE), "flip": 0},
+            },
+            "train": {
+                "epochs": -(-steps * BATCH // TRAIN),
+                "max_steps": steps,
+                "batch_size": BATCH,
+                "lr": RATES[kind],
+                "seed": seed,
+                "device": "cpu",
+                "evaluate_every": None,
+                "save_every": None,
+            },
+            "plugins": ["image-classification", "auto", {"progress": False}],
+            "output": str(output),
+        }
+    )
+    launch.start_again(launch.resolve_early(recipe))
+    with open_run(resolve(recipe, objects=[Watching()])) as run:
+        execute(run)
+        plugins = run.plugins.names()
+    return watch.found() | {"accuracy": results["accuracy"], "plugins": plugins}
+
+
+def transformers_model(kind: str) -> Any:
+    """A model of transformers with random weights."""
+    from transformers import AutoConfig, AutoModelForImageClassification
+
+    config = AutoConfig.for_model(**MODELS[kind], num_labels=CLASSES)
+    return AutoModelForImageClassification.from_config(config)
+
+
+def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> dict[str, Any]:
+    """Train with the parts of timm's train.py, in its order."""
+    import timm
+    import torch
+    from timm.data import create_dataset, create_loader
+    from timm.optim import create_optimizer_v2
+    from timm.utils import random_seed
+
+    watch, device = Watch(), torch.device("cpu")
+    random_seed(seed, 0)
+    is_vit = kind == "vit"
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES) if is_vit else transformers_model(kind)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=RATES[kind], **({"fused": True} if best else {}))
+    loss_function = torch.nn.CrossEntropyLoss()
+
+    def loader(split: str) -> Any:
+        train = split == "train"
+        return create_loader(
+            create_dataset("", root=str(images), split=split, is_training=train, batch_size=BATCH),
+            input_size=(3, SIZES[kind], SIZES[kind]),
+            batch_size=BATCH,
+            is_training=train,
+            interpolation="bilinear",
+            num_workers=WORKERS["timm"][kind] if best else 4,
+            device=device,
+            **({"scale": SCALE, "hflip": 0.0, "color_jitter": None} if train else {"crop_pct": 1.0}),
+        )
+
+    def forward(inputs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16, enabled=best):
+            output = model(inputs)
+        return getattr(output, "logits", output).float()
+
+    model.train()
+    batches = loader("train")
+    while len(watch.ends) < steps:
+        for inputs, targets in batches:
+            loss = loss_function(forward(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss.item())
+            if len(watch.ends) == steps:
+                break
+    model.eval()
+    with torch.no_grad():
+        right = [(forward(inputs).argmax(1) == targets).float() for inputs, targets in loader("validation")]
+    return watch.found() | {"accuracy": torch.cat(right).mean().item()}
+
+
+def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best: bool) -> dict[str, Any]:
+    """Train by transformers' ``Trainer``, as in its example."""
+    import torch
+    from datasets import load_dataset
+    from torchvision.transforms import CenterCrop, Compose, Normalize, RandomResizedCrop, Resize, ToTensor
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    watch, size, workers = Watch(), SIZES[kind], WORKERS["hf"][kind]
+    set_seed(seed)
+
+    class Watched(Trainer):
+        def training_step(self, *arguments: Any, **options: Any) -> Any:
+            loss = super().training_step(*arguments, **options)
+            watch.step(loss.item())
+            return loss
+
+    tensor = [ToTensor(), Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))]
+    transforms = {
+        "train": Compose([RandomResizedCrop(size, scale=SCALE), *tensor]),
+        "validation": Compose([Resize(size), CenterCrop(size), *tensor]),
+    }
+    data = load_dataset("imagefolder", data_dir=str(images), cache_dir=str(output / "datasets"))
+    for split, transform in transforms.items():
+
+        def apply(rows: dict[str, Any], transform: Any = transform) -> dict[str, Any]:
+            rows["pixel_values"] = [transform(image.convert("RGB")) for image in rows["image"]]
+            return rows
+
+        data[split].set_transform(apply)
+
+    def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        pixels = torch.stack([row["pixel_values"] for row in rows])
+        return {"pixel_values": pixels, "labels": torch.tensor([row["label"] for row in rows])}
+
+    arguments = TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
+        learning_rate=RATES[kind],
+        lr_scheduler_type="constant",
+        seed=seed,
+        use_cpu=True,
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **(
+            {
+                "bf16": True,
+                "optim": "adamw_torch_fused",
+                "max_grad_norm": 0.0,
+                "dataloader_num_workers": workers,
+                "dataloader_persistent_workers": workers > 0,
+            }
+            if best
+            else {}
+        ),
+    )
+    trainer = Watched(
+        model=transformers_model(kind),
+        args=arguments,
+        data_collator=collate,
+        train_dataset=data["train"],
+        eval_dataset=data["validation"],
+        compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()},
+    )
+    trainer.train()
+    return watch.found() | {"accuracy": float(trainer.evaluate()["eval_accuracy"])}
+
+
+def import_torchvision() -> None:
+    """Import torchvision. Its builds for Linux in the Python Package Index need the libraries of CUDA for its
+    operators, without which the import fails. No arm uses an operator, so they may have no kernel."""
+    import torch
+
+    try:
+        import torchvision
+    except RuntimeError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        import torchvision  # noqa: F401
+
+
+def work(name: str, folder: Path, steps: int, seed: int) -> dict[str, Any]:
+    """Train one arm in this process. ``name``: ``MODEL/ARM``."""
+    kind, _, arm = name.partition("/")
+    images, output = folder / kind, folder / f"{kind}-{arm}-{seed}"
+    import_torchvision()  # torchmetrics imports it too
+    if arm == "fastloop":
+        return train_fastloop(kind, images, output, steps, seed)
+    if arm.startswith("timm"):
+        return train_timm(kind, images, steps, seed, best="default" not in arm)
+    return train_hf(kind, images, output, steps, seed, best="default" not in arm)
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+def summary(found: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, Any], str, str]:
+    """Ratios of speed, and the tables of arms and of ratios."""
+    lines, ratios = [], dict[str, Any]()
+
+    def spread(name: str, key: str) -> str:
+        values = [one[name][key] for one in found]
+        return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+    def seconds(name: str) -> list[float]:
+        return [one[name]["seconds"] for one in found]
+
+    for kind in MODELS:
+        for arm in ARMS:
+            name = f"{kind}/{arm}"
+            accuracy = spread(name, "accuracy") if kind == "resnet" else ""
+            lines.append([kind, arm, f"{1000 * statistics.median(seconds(name)):.0f}", spread(name, "loss"), accuracy])
+        for arm in ARMS[1:]:
+            ratios[f"{kind}: {arm} / fastloop"] = ratio(seconds(f"{kind}/{arm}"), seconds(f"{kind}/fastloop"))
+    head = ["model", "arm", "milliseconds a step", "loss at the end, mean (range)", "accuracy, mean (range)"]
+    speeds = table(["fastloop is faster than", "by"], [[name, show_ratio(value)] for name, value in ratios.items()])
+    return ratios, table(head, lines, text_columns=2), speeds
+
+
+def main() -> None:
+    """Run all arms and report, or run one arm in this process."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=3, help="interleaved rounds, each with its seed (default 3)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps of the ViT (default 20)")
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
+    names = [f"{kind}/{arm}" for kind in MODELS for arm in ARMS]
+    parser.add_argument("--work", choices=names, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        print(json.dumps(work(options.work, options.folder, options.steps, options.seed)))
+        return
+    from fastloop_plugins.datasets.digit_images import digit_images
+
+    found: list[dict[str, dict[str, Any]]] = [{} for _ in range(options.repeats)]
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for kind, size in SIZES.items():  # the accuracy of the ViT is not compared
+            held_out = HELD_OUT if kind == "resnet" else BATCH
+            (folder / kind).symlink_to(digit_images(TRAIN, held_out, 0, size, temporary), target_is_directory=True)
+        for number, name in rounds(names, options.repeats):
+            steps = options.steps if name.startswith("vit") else EPOCHS * TRAIN // BATCH
+            own = ["-W", "ignore", __file__, "--work", name, "--folder", folder, "--steps", steps, "--seed", number]
+            row = spawn(own, {"HF_HUB_OFFLINE": "1"})
+            found[number][name] = row
+            shown = f"{1000 * row['seconds']:.0f} ms a step, loss {row['loss']:.3f}, {row['wall_seconds']:.0f} s"
+            print(f"round {number + 1} {name:21} {shown}", flush=True)
+    ratios, arms, speeds = summary(found)
+    facts, every = machine(*PACKAGES), [row for one in found for row in one.values()]
+    results = {"machine": facts, "steps": options.steps, "batch": BATCH, "load": load(every)}
+    results |= {"seconds": time.perf_counter() - started, "ratios": ratios, "rounds": found}
+    print(f"\n{arms}\n\n{speeds}\n\n{load(every)}\n{write('images', results, options.results)}")
+    if options.results == RESULTS:
+        said = f"{show_machine(facts)} {options.repeats} rounds of {options.steps} steps of the ViT, and of "
+        said += f"{EPOCHS} epochs of the ResNet. {load(every)} {caution(options.repeats)}"
+        for kind in MODELS:
+            said += f" For {kind}, `auto` selected: {', '.join(found[0][f'{kind}/fastloop']['plugins'])}."
+        write_section("Images", "\n\n".join([source(__doc__, __file__), arms, speeds, said]))
+
+
+if __name__ == "__main__":
+    main()

@@ -35,6 +35,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -160,29 +161,26 @@ def transformers_model(kind: str) -> Any:
     """A model of transformers with random weights."""
     from transformers import AutoConfig, AutoModelForImageClassification
 
-    config = AutoConfig.for_model(**MODELS[kind], num_labels=CLASSES)
-    return AutoModelForImageClassification.from_config(config)
+    auto: Any = AutoModelForImageClassification
+    return auto.from_config(AutoConfig.for_model(**MODELS[kind], num_labels=CLASSES))
 
 
 def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> dict[str, Any]:
     """Train with the parts of timm's train.py, in its order."""
-    import timm
     import torch
-    from timm.data import create_dataset, create_loader
-    from timm.optim import create_optimizer_v2
-    from timm.utils import random_seed
 
+    timm: Any = import_module("timm")  # it exports its functions without declaring so
     watch, device = Watch(), torch.device("cpu")
-    random_seed(seed, 0)
+    timm.utils.random_seed(seed, 0)
     is_vit = kind == "vit"
     model = timm.create_model("vit_tiny_patch16_224", num_classes=CLASSES) if is_vit else transformers_model(kind)
-    optimizer = create_optimizer_v2(model, opt="adamw", lr=RATES[kind], **({"fused": True} if best else {}))
+    optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", lr=RATES[kind], **({"fused": True} if best else {}))
     loss_function = torch.nn.CrossEntropyLoss()
 
     def loader(split: str) -> Any:
         train = split == "train"
-        return create_loader(
-            create_dataset("", root=str(images), split=split, is_training=train, batch_size=BATCH),
+        return timm.data.create_loader(
+            timm.data.create_dataset("", root=str(images), split=split, is_training=train, batch_size=BATCH),
             input_size=(3, SIZES[kind], SIZES[kind]),
             batch_size=BATCH,
             is_training=train,
@@ -248,6 +246,13 @@ def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best:
         pixels = torch.stack([row["pixel_values"] for row in rows])
         return {"pixel_values": pixels, "labels": torch.tensor([row["label"] for row in rows])}
 
+    def accuracy(found: Any) -> dict[str, float]:
+        return {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()}
+
+    options: dict[str, Any] = {}
+    if best:
+        options = {"bf16": True, "optim": "adamw_torch_fused", "max_grad_norm": 0.0}
+        options |= {"dataloader_num_workers": workers, "dataloader_persistent_workers": workers > 0}
     arguments = TrainingArguments(
         output_dir=str(output),
         max_steps=steps,
@@ -261,17 +266,7 @@ def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best:
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        **(
-            {
-                "bf16": True,
-                "optim": "adamw_torch_fused",
-                "max_grad_norm": 0.0,
-                "dataloader_num_workers": workers,
-                "dataloader_persistent_workers": workers > 0,
-            }
-            if best
-            else {}
-        ),
+        **options,
     )
     trainer = Watched(
         model=transformers_model(kind),
@@ -279,7 +274,7 @@ def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best:
         data_collator=collate,
         train_dataset=data["train"],
         eval_dataset=data["validation"],
-        compute_metrics=lambda found: {"accuracy": (found.predictions.argmax(1) == found.label_ids).mean()},
+        compute_metrics=accuracy,
     )
     trainer.train()
     return watch.found() | {"accuracy": float(trainer.evaluate()["eval_accuracy"])}

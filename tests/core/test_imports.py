@@ -150,6 +150,22 @@ for name in sys.argv[1:]:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
+def test_an_installed_package_that_torchmetrics_cannot_import_is_named(tmp_path):
+    (tmp_path / "torchvision").mkdir()
+    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator nms')")
+    (tmp_path / "torchvision-0.1.dist-info").mkdir()
+    (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n"
+    )
+    command = [sys.executable, "-m", "fastloop", "plan", "quickstart"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "300"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "the package torchvision fails with RuntimeError: no operator nms. Install the version that" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_every_public_name_exists():
     for name in fastloop.__all__:
         assert getattr(fastloop, name).__doc__ or name in ("hookimpl", "Trait"), name

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
+from traceback import walk_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError, RecipeError
+from fastloop import PluginError, RecipeError, UsageError
 from fastloop.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -25,6 +26,10 @@ def import_torchmetrics() -> None:
     torchmetrics 1.9 imports it only to restore ``scipy.signal.hamming``, which a package of audio metrics uses. It has
     no switch for this, so an empty module takes its place during the import. No thread may import ``scipy.signal``
     meanwhile. Later imports are as usual.
+
+    Raises:
+        UsageError: A package that torchmetrics imports if it is installed fails, such as a torchvision for another
+            torch.
     """
     if {"torchmetrics", "scipy.signal"} & sys.modules.keys():
         return
@@ -32,6 +37,12 @@ def import_torchmetrics() -> None:
     stand_in.__dict__["hamming"] = None  # torchmetrics does not change the module
     try:
         import torchmetrics  # noqa: F401
+    except Exception as error:
+        package = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)][-1].partition(".")[0]
+        raise UsageError(
+            f"torchmetrics cannot be imported: the package {package} fails with {type(error).__name__}: {error}. "
+            f"Install the version that fits your torch, or remove it: pip uninstall {package}"
+        ) from error
     finally:
         del sys.modules["scipy.signal"]
 

@@ -76,7 +76,8 @@ class CpuAttention(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         reason = self.reason_against(run, model)
         if reason is not None:
-            logger.warning("cpu-attention: %s: attention stays as it is", reason)
+            level = logging.INFO if self.name in run.recipe.selected else logging.WARNING  # else the user asked for it
+            logger.log(level, "cpu-attention: %s: attention stays as it is", reason)
             return
         from fastloop_plugins.kernels._cpu_attention import use
 

@@ -307,6 +307,10 @@ def test_a_model_with_heads_of_several_sizes_keeps_its_attention(kind, tmp_path,
         in caplog.text
     )
     assert made.unwrap_model().config._attn_implementation == "sdpa"
+    caplog.clear()
+    made.recipe.selected["cpu-attention"] = "auto: one kernel"  # by `auto`, so there is nothing to correct
+    CpuAttention().before_prepare(made, made.unwrap_model())
+    assert caplog.text == ""
 
 
 def test_a_config_with_a_head_size_for_each_layer_gives_none():

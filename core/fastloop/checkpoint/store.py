@@ -32,10 +32,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
@@ -159,17 +155,21 @@ def write(
                 )
             (aside / "state.json").write_text(json.dumps(packed))
             _finish(aside, folder)
-    except (OSError, SafetensorError, CheckpointException) as error:
+    except Exception as error:
         if is_main:
             shutil.rmtree(aside, ignore_errors=True)  # free the space on a full disk
-        why = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        if not isinstance(why, OSError | SafetensorError):
+        if not isinstance(error, OSError | SafetensorError):
             raise
-        raise SaveError(f"{folder} was not saved: {why}") from error
+        raise SaveError(f"{folder} was not saved: {error}") from error
     return folder
 
 
 def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
+    # only here, as in _read_shards: few runs have shards, and the import takes an eighth of a second
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
     addresses = set()
     for name, tensor in sharded.items():
         address = tensor.to_local().data_ptr()
@@ -177,9 +177,12 @@ def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
             sharded[name] = tensor.clone()
         addresses.add(address)
     torch.distributed.barrier(group)  # the main process has removed leftovers of an interrupted save
-    state_dict_saver.save(
-        sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group
-    )
+    try:
+        state_dict_saver.save(
+            sharded, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True), process_group=group
+        )
+    except CheckpointException as error:
+        raise next(iter(error.failures.values()))[0] from error
 
 
 def _finish(aside: Path, folder: Path) -> None:
@@ -316,6 +319,10 @@ def read(
 
 
 def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None], group: Any) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     tensors: dict[str, Tensor] = {}
     for name, metadata in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
         assert isinstance(metadata, TensorStorageMetadata)
@@ -324,8 +331,12 @@ def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None],
     is_sharded = any(isinstance(tensor, DTensor) for tensor in tensors.values())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        reader = HuggingFaceStorageReader(str(folder))
-        state_dict_loader.load(tensors, storage_reader=reader, process_group=group, no_dist=not is_sharded)
+        state_dict_loader.load(
+            tensors,
+            storage_reader=HuggingFaceStorageReader(str(folder)),
+            process_group=group,
+            no_dist=not is_sharded,
+        )
     return tensors
 
 

@@ -87,6 +87,23 @@ def spawn(
     return result | {"wall_seconds": wall, "foreign_cores": foreign}
 
 
+def run_command(arguments: Sequence[str]) -> dict[str, float]:
+    """Run Python with arguments, and measure the process: ``wall`` and ``processor`` seconds, and ``foreign_cores``.
+
+    Raises:
+        SystemExit: The process failed.
+    """
+    busy, start = busy_seconds(), time.perf_counter()
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    wall, after = time.perf_counter() - start, busy_seconds()
+    if status:
+        sys.exit(f"error: {' '.join(arguments)} ended with status {status}")
+    used = usage.ru_utime + usage.ru_stime
+    foreign = 0.0 if busy is None or after is None else max(0.0, (after - busy - used) / wall)
+    return {"wall": wall, "processor": used, "foreign_cores": foreign}
+
+
 def busy_seconds() -> float | None:
     """CPU seconds that all processes of this machine have used so far, stolen time included."""
     try:

@@ -170,6 +170,8 @@ def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> di
     import torch
 
     timm: Any = import_module("timm")  # it exports its functions without declaring so
+    for part in ("data", "optim", "utils"):
+        import_module(f"timm.{part}")
     watch, device = Watch(), torch.device("cpu")
     timm.utils.random_seed(seed, 0)
     is_vit = kind == "vit"

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from _measure import cpu_model, interval, load, spawn, version
+from _measure import cpu_model, interval, load, source, spawn, version, write, write_section
 
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="N of the N and 2N step runs (default 1000)")
     parser.add_argument("--repeats", type=int, default=3, help="samples per process (default 3)")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help="raw is always run")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here; docs do not change")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="what all arms train on (default cpu)")
     parser.add_argument("--seconds", type=float, help="begin no further round after so many seconds")
     parser.add_argument("--arm", choices=list(ARMS), help=argparse.SUPPRESS)
@@ -354,13 +354,16 @@ def main() -> None:
         rows, shown = report(rounds, arms)
         if args.json:
             args.json.write_text(json.dumps(results(args, rows, rounds, arms), indent=1))
-    print(f"\n{shown}\n\n{load([r[a] for r in rounds for a in arms])}")
     facts = results(args, rows, rounds, arms)
     versions = ", ".join(f"{name} {found or 'not installed'}" for name, found in facts["versions"].items())
-    print(
+    about = (
         f"{facts['cpu']}, {facts['threads']} thread, {facts['device']}; {len(rounds)} rounds of {args.repeats} "
-        f"samples; {versions}."
+        f"samples; {versions}. {facts['load']}"
     )
+    print(f"\n{shown}\n\n{about}")
+    if not args.json and arms == list(ARMS) and args.device == "cpu":
+        print(write("overhead", facts))
+        write_section("Cost of a step", f"{source(__doc__, __file__)}\n\n{shown}\n\n{about}")
 
 
 def results(

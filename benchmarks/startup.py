@@ -19,14 +19,11 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from _measure import RESULTS, busy_seconds, load, machine, rounds, show_machine, source, table, write, write_section
+from _measure import RESULTS, load, machine, rounds, run_command, show_machine, source, table, write, write_section
 
 PROBE = '''
 """Ends the process after the first step."""
@@ -61,23 +58,6 @@ ARMS = {
 }
 
 
-def sample(arguments: tuple[str, ...]) -> dict[str, float]:
-    """Run a process in the current folder; returns its ``wall`` and ``processor`` seconds, and ``foreign_cores``.
-
-    Raises:
-        SystemExit: The process failed.
-    """
-    busy, start = busy_seconds(), time.perf_counter()
-    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    wall, after = time.perf_counter() - start, busy_seconds()
-    if status:
-        sys.exit(f"error: {' '.join(arguments)} ended with status {status}")
-    used = usage.ru_utime + usage.ru_stime
-    foreign = 0.0 if busy is None or after is None else max(0.0, (after - busy - used) / wall)
-    return {"wall": wall, "processor": used, "foreign_cores": foreign}
-
-
 def main() -> None:
     """Measure, and write the results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -93,9 +73,9 @@ def main() -> None:
         home = Path.cwd()
         os.chdir(folder)
         for arm in ARMS.values():
-            sample(arm)
+            run_command(arm)
         for number, arm in rounds(list(ARMS), options.repeats):
-            found.append({"round": number, "arm": arm} | sample(ARMS[arm]))
+            found.append({"round": number, "arm": arm} | run_command(ARMS[arm]))
         os.chdir(home)
     results = {"machine": machine("torch", "transformers", "accelerate", "fastloop-train"), "samples": found}
     print(write("startup", results, options.results.resolve()))

@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any
 
 import overhead
-from _measure import cpu_model, version
+from _measure import cpu_model, source, version, write, write_section
 
 DEFAULTS = ("log", "metric-check", "optimizer-check", "progress")
 """Plugins of every run, which are left out one at a time."""
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="N of the N and 2N step runs (default 100)")
     parser.add_argument("--arms", nargs="+", help="arms to count; raw is always counted")
     parser.add_argument("--no-instructions", action="store_true", help="count calls only, which is quicker")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here; docs do not change")
     args = parser.parse_args()
     target = args.json and args.json.resolve()
     rows: dict[str, dict[str, float]] = {}
@@ -140,12 +140,14 @@ def main() -> None:
     versions = {"python": sys.version.split()[0]} | {
         package: version(package) for package in ("torch", "accelerate", "fastloop-train")
     }
-    table = "\n".join(lines)
-    print(table)
+    shown = "\n".join(lines)
+    found = {"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}
+    print(shown)
     if target:
-        target.write_text(
-            json.dumps({"cpu": cpu_model(), "versions": versions, "steps": args.steps, "rows": rows}, indent=1)
-        )
+        target.write_text(json.dumps(found, indent=1))
+    elif args.arms is None:
+        write("step-calls", found)
+        write_section("Python calls of a step", f"{source(__doc__, __file__)}\n\n{shown}")
 
 
 if __name__ == "__main__":

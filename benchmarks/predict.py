@@ -8,8 +8,8 @@ The model is a MiniLM-L6 that `fastloop train` trains on 400 reviews, without pl
 fresh process that reads the same JSONL file of IMDB reviews, cut at 512 tokens. Its time is that of the whole command:
 imports, the model, tokenization, the batches and the output.
 
-* predict: ``fastloop predict RUN FILE --out OUT``, with the plugins that `auto` selects.
-* predict, no auto: the same with ``--without auto``.
+* predict: ``fastloop predict RUN FILE --out OUT``, with the plugins that `auto` selects: they compute in float32, too.
+* predict, bf16: the same with ``--with amp``, as for a run that was trained with it.
 * pipeline: ``transformers.pipeline("text-classification", batch_size=32)`` in float32, over a list of texts.
 * evaluate: ``fastloop evaluate RUN --file FILE``.
 * Trainer.evaluate: the rows by `datasets`, ``DataCollatorWithPadding``, batches of 32, and the accuracy.
@@ -119,7 +119,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
     predict = ["-m", "fastloop", "predict", run, rows, length, "--out"]
     return {
         "predict": [*predict, str(folder / "predict.jsonl")],
-        "predict, no auto": [*predict, str(folder / "predict, no auto.jsonl"), "--without", "auto"],
+        "predict, bf16": [*predict, str(folder / "predict, bf16.jsonl"), "--with", "amp"],
         "pipeline": [str(folder / "pipeline.py"), model, rows, str(folder / "pipeline.jsonl")],
         "evaluate": [
             "-m",
@@ -136,11 +136,11 @@ def commands(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def compare_labels(folder: Path) -> tuple[float, float]:
-    """The share of the pipeline's labels that `predict` gives, and the largest difference of a probability."""
+def compare_labels(folder: Path, arm: str) -> tuple[float, float]:
+    """The share of the pipeline's labels that an arm gives, and the largest difference of a probability."""
     ours, theirs = (
         [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-        for name in ("predict", "pipeline")
+        for name in (arm, "pipeline")
     )
     pairs = list(zip(ours, theirs, strict=True))
     same = statistics.mean(str(one["label"]) == str(other["label"]) for one, other in pairs)
@@ -166,7 +166,7 @@ def main() -> None:
             (folder / f"{arm}.jsonl").unlink(missing_ok=True)  # predict keeps the file of a complete job
             found.append({"round": number, "arm": arm} | run_command(arms[arm]))
             print(f"round {number + 1} {arm:18} {found[-1]['wall']:.1f} s", flush=True)
-        same, apart = compare_labels(folder)
+        compared = {arm: compare_labels(folder, arm) for arm in ("predict", "predict, bf16")}
         files = [folder / "evaluate.json", folder / "trainer.json"]
         metrics = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     facts = machine(*PACKAGES)
@@ -174,8 +174,7 @@ def main() -> None:
         "machine": facts,
         "rows": options.rows,
         "samples": found,
-        "same_labels": same,
-        "largest_difference": apart,
+        "compared": compared,
         "metrics": metrics,
     }
     shown = report(results)
@@ -192,15 +191,18 @@ def report(results: dict[str, Any]) -> str:
     shown = [
         [arm, f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})"] for arm, each in walls.items()
     ]
-    pairs = [("predict", "pipeline"), ("predict", "predict, no auto"), ("evaluate", "Trainer.evaluate")]
+    pairs = [("predict", "pipeline"), ("predict, bf16", "pipeline"), ("evaluate", "Trainer.evaluate")]
     faster = [[f"{other} / {one}", show_ratio(ratio(walls[other], walls[one]))] for one, other in pairs]
+    agreement = [
+        f"`{arm}` gives {same:.1%} of the labels of `pipeline`, and probabilities that differ by at most {apart:.1e}."
+        for arm, (same, apart) in results["compared"].items()
+    ]
     return "\n\n".join(
         [
             source(__doc__, __file__),
             table(["command", "seconds (range)"], shown),
             table(["ratio of seconds", "median (interval)"], faster),
-            f"`predict` gives {results['same_labels']:.1%} of the labels of `pipeline`, and probabilities that differ "
-            f"by at most {results['largest_difference']:.4f}. {results['rows']} reviews. "
+            f"{' '.join(agreement)} {results['rows']} reviews. "
             f"{show_machine(results['machine'])} {load(results['samples'])} {caution(len(walls['predict']))}".strip(),
         ]
     )

@@ -9,7 +9,7 @@ fresh process that reads the same JSONL file of IMDB reviews, cut at 512 tokens.
 imports, the model, tokenization, the batches and the output.
 
 * predict: ``fastloop predict RUN FILE --out OUT``, with the plugins that `auto` selects: they compute in float32, too.
-* predict, bf16: the same with ``--with auto``, which may select plugins that compute in 16 bits.
+* predict, bf16: the same with ``--with amp``.
 * pipeline: ``transformers.pipeline("text-classification", batch_size=32)`` in float32, over a list of texts.
 * evaluate: ``fastloop evaluate RUN --file FILE``.
 * Trainer.evaluate: the rows by `datasets`, ``DataCollatorWithPadding``, batches of 32, and the accuracy.
@@ -119,7 +119,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
     predict = ["-m", "fastloop", "predict", run, rows, length, "--out"]
     return {
         "predict": [*predict, str(folder / "predict.jsonl")],
-        "predict, bf16": [*predict, str(folder / "predict, bf16.jsonl"), "--with", "auto"],
+        "predict, bf16": [*predict, str(folder / "predict, bf16.jsonl"), "--with", "amp"],
         "pipeline": [str(folder / "pipeline.py"), model, rows, str(folder / "pipeline.jsonl")],
         "evaluate": [
             "-m",

@@ -153,7 +153,9 @@ for name in sys.argv[1:]:
 @pytest.mark.slow
 def test_an_installed_package_that_torchmetrics_cannot_import_is_named(tmp_path):
     (tmp_path / "torchvision").mkdir()
-    (tmp_path / "torchvision" / "__init__.py").write_text("raise RuntimeError('no operator nms')")
+    (tmp_path / "torchvision" / "__init__.py").write_text(
+        "import torch; torch.library.register_fake('torchvision::nms')(print)"
+    )
     (tmp_path / "torchvision-0.1.dist-info").mkdir()
     (tmp_path / "torchvision-0.1.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: torchvision\nVersion: 0.1\n"
@@ -162,7 +164,8 @@ def test_an_installed_package_that_torchmetrics_cannot_import_is_named(tmp_path)
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "COLUMNS": "300"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "the package torchvision fails with RuntimeError: no operator nms. Install the version that" in done.stderr
+    found = "the package torchvision fails with RuntimeError: operator torchvision::nms does not exist. Install the"
+    assert found in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -38,7 +38,8 @@ def import_torchmetrics() -> None:
     try:
         import torchmetrics  # noqa: F401
     except Exception as error:
-        package = [frame.f_globals["__name__"] for frame, _ in walk_tb(error.__traceback__)][-1].partition(".")[0]
+        callers = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in walk_tb(error.__traceback__)]
+        package = [name for name in callers if name != "torch"][-1]  # torch raises errors about what others register
         raise UsageError(
             f"torchmetrics cannot be imported: the package {package} fails with {type(error).__name__}: {error}. "
             f"Install the version that fits your torch, or remove it: pip uninstall {package}"

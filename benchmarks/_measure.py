@@ -81,13 +81,11 @@ def spawn(
     if done.returncode != 0:
         sys.exit(f"{' '.join(command[1:])} failed:\n{done.stdout[-1000:]}\n{done.stderr[-3000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    wall, after = time.perf_counter() - start, busy_seconds()
-    used = sum(os.times()[:4]) - own
-    foreign = None if busy is None or after is None else max(0.0, (after - busy - used) / wall)
-    return result | {"wall_seconds": wall, "foreign_cores": foreign}
+    wall, used = time.perf_counter() - start, sum(os.times()[:4]) - own
+    return result | {"wall_seconds": wall, "foreign_cores": foreign_cores(busy, used, wall)}
 
 
-def run_command(arguments: Sequence[str]) -> dict[str, float]:
+def run_command(arguments: Sequence[str]) -> dict[str, Any]:
     """Run Python with arguments, and measure the process: ``wall`` and ``processor`` seconds, and ``foreign_cores``.
 
     Raises:
@@ -96,12 +94,33 @@ def run_command(arguments: Sequence[str]) -> dict[str, float]:
     busy, start = busy_seconds(), time.perf_counter()
     process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
-    wall, after = time.perf_counter() - start, busy_seconds()
+    wall, used = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
     if status:
         sys.exit(f"error: {' '.join(arguments)} ended with status {status}")
-    used = usage.ru_utime + usage.ru_stime
-    foreign = 0.0 if busy is None or after is None else max(0.0, (after - busy - used) / wall)
-    return {"wall": wall, "processor": used, "foreign_cores": foreign}
+    return {"wall": wall, "processor": used, "foreign_cores": foreign_cores(busy, used, wall)}
+
+
+class Clock:
+    """Times the steps of a training by their ends."""
+
+    def __init__(self) -> None:
+        self.ends = list[float]()
+
+    def step(self) -> None:
+        """A step has reached the same place as the step before."""
+        self.ends.append(time.perf_counter())
+
+    def seconds(self, warmup: int) -> float:
+        """Mean seconds of a step, without the first ``warmup`` steps if there are more."""
+        measured = self.ends[min(warmup, len(self.ends) - 1) - 1 :]
+        return (measured[-1] - measured[0]) / (len(measured) - 1)
+
+
+def foreign_cores(busy: float | None, used: float, wall: float) -> float | None:
+    """Cores that other processes used in the last ``wall`` seconds, in which this one and its children used ``used``
+    CPU seconds. ``busy``: ``busy_seconds()`` before them."""
+    after = busy_seconds()
+    return None if busy is None or after is None else max(0.0, (after - busy - used) / wall)
 
 
 def busy_seconds() -> float | None:

@@ -39,6 +39,7 @@ from typing import Any
 from _measure import (
     RESULTS,
     ROOT,
+    Clock,
     caution,
     load,
     machine,
@@ -63,22 +64,6 @@ PAIRS = (
 """Arms whose speeds are compared."""
 BATCH, LENGTH, LR, WARMUP, HELD_OUT = 32, 64, 2e-5, 2, 400
 PACKAGES = ("torch", "transformers", "sentence-transformers", "fastloop-train")
-
-
-class Clock:
-    """Times the steps of an epoch after the warm-up."""
-
-    def __init__(self) -> None:
-        self.steps, self.ends = 0, list[float]()
-
-    def step(self) -> None:
-        """A step has ended."""
-        self.ends.append(time.perf_counter())
-
-    def seconds(self) -> float:
-        """Mean seconds of a step."""
-        measured = self.ends[WARMUP - 1 :]
-        return (measured[-1] - measured[0]) / (len(measured) - 1)
 
 
 # -- the arms, each in a process of its own ----------------------------------------------------------------------------
@@ -118,7 +103,7 @@ def train_fastloop(folder: Path, seed: int, dropout: bool) -> dict[str, Any]:
     with open_run(resolve(recipe, objects=[Watch()])) as run:
         execute(run)
         plugins = run.plugins.names()
-    return {"seconds": clock.seconds(), "steps": len(clock.ends), "plugins": plugins} | quality(
+    return {"seconds": clock.seconds(WARMUP), "steps": len(clock.ends), "plugins": plugins} | quality(
         folder, folder / "run" / "model"
     )
 
@@ -177,7 +162,7 @@ def train_theirs(folder: Path, seed: int, dropout: bool, best: bool) -> dict[str
 
         trainer.data_collator.preprocess_fn = preprocess
     trainer.train()
-    found = {"seconds": clock.seconds(), "steps": len(clock.ends)}
+    found = {"seconds": clock.seconds(WARMUP), "steps": len(clock.ends)}
     if not best:
         return found
     model.save_pretrained(str(folder / "st" / "model"))

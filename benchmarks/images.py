@@ -41,6 +41,7 @@ from typing import Any
 
 from _measure import (
     RESULTS,
+    Clock,
     caution,
     load,
     machine,
@@ -79,28 +80,27 @@ SIZES, RATES = {"vit": 224, "resnet": 32}, {"vit": 5e-4, "resnet": 2e-3}
 BATCH, WARMUP, TRAIN, HELD_OUT, CLASSES, SCALE = 32, 5, 1280, 500, 10, (0.7, 1.0)
 FACTORS = {"vit": 1, "resnet": 10}
 """Steps of the model per step of the ViT."""
-WORKERS = {"timm": {"vit": 1, "resnet": 2}, "hf": {"vit": 1, "resnet": 2}}
-"""Worker processes that read images: of 0, 1 and 2, the fastest on two cores."""
+WORKERS = {"vit": 1, "resnet": 2}
+"""Worker processes that read images for the peers: reading takes a larger share of a step of the ResNet."""
 PACKAGES = ("torch", "transformers", "timm", "torchvision", "fastloop-train")
 
 
-class Watch:
+class Watch(Clock):
     """Times the steps, and keeps their losses."""
 
     def __init__(self) -> None:
-        self.ends, self.losses = list[float](), list[float]()
+        super().__init__()
+        self.losses = list[float]()
 
-    def step(self, loss: float) -> None:
-        """A step has reached the same place as the step before."""
+    def add(self, loss: float) -> None:
+        """A step has ended with this loss."""
         self.losses.append(loss)
-        self.ends.append(time.perf_counter())
+        self.step()
 
     def found(self) -> dict[str, Any]:
         """Mean seconds of a step after the warm-up, and the loss at the end."""
-        measured = self.ends[min(WARMUP, len(self.ends) - 1) - 1 :]
         last = self.losses[-max(1, len(self.losses) // 4) :]
-        seconds = (measured[-1] - measured[0]) / (len(measured) - 1)
-        return {"seconds": seconds, "steps": len(self.ends), "loss": statistics.mean(last)}
+        return {"seconds": self.seconds(WARMUP), "steps": len(self.ends), "loss": statistics.mean(last)}
 
 
 # -- the arms, each in a process of its own ----------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def train_fastloop(kind: str, images: Path, output: Path, steps: int, seed: int)
 
         @hookimpl
         def after_step(self, loss: Any) -> None:
-            watch.step(loss.item())
+            watch.add(loss.item())
 
         @hookimpl
         def after_evaluate(self, metrics: dict[str, float]) -> None:
@@ -187,7 +187,7 @@ def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> di
             batch_size=BATCH,
             is_training=train,
             interpolation="bilinear",
-            num_workers=WORKERS["timm"][kind] if best else 4,
+            num_workers=WORKERS[kind] if best else 4,
             device=device,
             **({"scale": SCALE, "hflip": 0.0, "color_jitter": None} if train else {"crop_pct": 1.0}),
         )
@@ -205,7 +205,7 @@ def train_timm(kind: str, images: Path, steps: int, seed: int, best: bool) -> di
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            watch.step(loss.item())
+            watch.add(loss.item())
             if len(watch.ends) == steps:
                 break
     model.eval()
@@ -221,13 +221,13 @@ def train_hf(kind: str, images: Path, output: Path, steps: int, seed: int, best:
     from torchvision.transforms import CenterCrop, Compose, Normalize, RandomResizedCrop, Resize, ToTensor
     from transformers import Trainer, TrainingArguments, set_seed
 
-    watch, size, workers = Watch(), SIZES[kind], WORKERS["hf"][kind]
+    watch, size, workers = Watch(), SIZES[kind], WORKERS[kind]
     set_seed(seed)
 
     class Watched(Trainer):
         def training_step(self, *arguments: Any, **options: Any) -> Any:
             loss = super().training_step(*arguments, **options)
-            watch.step(loss.item())
+            watch.add(loss.item())
             return loss
 
     tensor = [ToTensor(), Normalize(mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))]

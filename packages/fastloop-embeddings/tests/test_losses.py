@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +21,8 @@ OURS = {
     "multiple_negatives": (2, lambda vectors: losses.multiple_negatives(vectors, 0.05)),
     "multiple_negatives, hard": (3, lambda vectors: losses.multiple_negatives(vectors, 0.05)),
     "cosent": (2, lambda vectors: losses.cosent(vectors, SCORES, 0.05)),
-    "cosine": (2, lambda vectors: losses.cosine(vectors, SCORES)),
-    "triplet": (3, lambda vectors: losses.triplet(vectors, 1.0)),
+    "cosine": (2, lambda vectors: losses.compute(vectors, SCORES, SimpleNamespace(loss="cosine"))),
+    "triplet": (3, lambda vectors: losses.compute(vectors, None, SimpleNamespace(loss="triplet", margin=1.0))),
 }
 DIMS = (2, 4, 6)
 CASES = [*OURS, *(f"{name}, dims" for name in OURS)]
@@ -97,8 +98,10 @@ def test_a_loss_of_one_row_by_hand():
     assert losses.multiple_negatives([first, second], 0.05).item() == 0
     hard = losses.multiple_negatives([first, second, first], 1.0)
     assert hard.item() == pytest.approx(math.log(1 + math.e))
-    assert losses.triplet([first, second, first], 1.0).item() == pytest.approx(1 + math.sqrt(2))
-    assert losses.cosine([first, second], torch.tensor([0.5])).item() == pytest.approx(0.25)
+    triplet = OURS["triplet"][1]([first, second, first])
+    assert triplet.item() == pytest.approx(1 + math.sqrt(2))
+    cosine = losses.compute([first, second], torch.tensor([0.5]), SimpleNamespace(loss="cosine"))
+    assert cosine.item() == pytest.approx(0.25)
     assert losses.cosent([first, second], torch.tensor([0.5]), 0.05).item() == 0  # no two rows to order
 
 

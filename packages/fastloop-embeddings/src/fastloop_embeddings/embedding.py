@@ -96,13 +96,11 @@ class Embedding(PairTask):
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
         import torch
 
-        from fastloop_embeddings.losses import cosine_similarities
-
         vectors, scores = self.vectors(model, batch), batch.get("labels")
         columns = vectors.chunk(len(self.columns))
         loss = self.cached.next_loss(vectors) if self.cached.waiting else self.loss(columns, scores)
         if scores is not None:
-            return Output(loss, cosine_similarities(columns), scores)
+            return Output(loss, torch.cosine_similarity(*columns), scores)
         rows = len(columns[0])
         return Output(loss, torch.stack(columns, 1), batch["keys"].view(-1, rows).T)
 

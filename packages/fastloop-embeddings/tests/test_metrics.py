@@ -15,19 +15,18 @@ def vector(angle: float):
     return [math.cos(math.radians(angle)), math.sin(math.radians(angle))]
 
 
-ONES = torch.ones(4)
-
-
 def rank(queries, documents, relevant, gains, recall_at):
-    return measure(*search(queries, documents, relevant, gains, max(10, *recall_at)), recall_at)
+    return measure(search(queries, documents, relevant, gains, max(10, *recall_at)), gains, recall_at)
 
 
 def test_rankings_by_hand():
     documents = torch.tensor([vector(angle) for angle in ANGLES.values()])
     queries = torch.tensor([vector(angle) for angle in (0, 0, 44)])
     # query 0: a c relevant, at ranks 1 and 3; query 1: e, at rank 5; query 2 (d c b e a f): b, at rank 3
-    relevant = torch.tensor([[0, 0], [0, 2], [1, 4], [2, 1]])
-    found = {name: value.item() for name, value in rank(queries, documents, relevant, ONES, (1, 3, 10)).items()}
+    relevant = torch.tensor([[0, 2], [4, -1], [1, -1]])
+    found = {
+        name: value.item() for name, value in rank(queries, documents, relevant, relevant >= 0, (1, 3, 10)).items()
+    }
     second, third, fifth = 1 / math.log2(3), 1 / math.log2(4), 1 / math.log2(6)
     assert found == pytest.approx(
         {
@@ -38,7 +37,7 @@ def test_rankings_by_hand():
             "ndcg@10": ((1 + third) / (1 + second) + fifth + third) / 3,
         }
     )
-    graded = rank(queries, documents, relevant, torch.tensor([1.0, 3, 2, 2]), (1,))
+    graded = rank(queries, documents, relevant, torch.tensor([[1.0, 3], [2, 0], [2, 0]]), (1,))
     assert graded["ndcg@10"].item() == pytest.approx(((1 + 3 * third) / (3 + second) + fifth + third) / 3)
 
 
@@ -87,7 +86,7 @@ def test_batches_and_equal_texts_do_not_change_the_values():
 def test_more_queries_than_one_part_compares(monkeypatch):
     draw = torch.Generator().manual_seed(0)
     queries, documents = torch.randn(7, 4, generator=draw), torch.randn(20, 4, generator=draw)
-    relevant = torch.stack([torch.arange(7), torch.arange(7)], 1)
-    expected = rank(queries, documents, relevant, torch.ones(7), (5,))
+    relevant = torch.arange(7)[:, None]
+    expected = rank(queries, documents, relevant, torch.ones(7, 1), (5,))
     monkeypatch.setattr("fastloop_embeddings.metrics.CHUNK", 3)
-    assert rank(queries, documents, relevant, torch.ones(7), (5,)) == expected
+    assert rank(queries, documents, relevant, torch.ones(7, 1), (5,)) == expected

@@ -84,7 +84,7 @@ def test_the_metrics_of_a_ranking_equal_a_table(monkeypatch, tmp_path):
 
     def ranked(candidates, scores):
         monkeypatch.setattr(search, "encode_and_compute", lambda *arguments: torch.tensor(scores))
-        return measure(*judged.rerank(None, None, candidates, None), (1,))
+        return measure(judged.rerank(None, None, candidates, None), judged.relevant(), (1,))
 
     texts = {name: name for name in ("d1", "d2", "d3", "d4")}
     judged = search.Judged(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
@@ -16,8 +17,6 @@ DEPTH = 10
 """Documents of a ranking that MRR and nDCG read, as in most retrieval benchmarks."""
 CHUNK = 1024
 """Queries that are compared with all documents at a time. It limits the memory of the similarities."""
-SHIFTS = torch.tensor([0, 16, 32, 48])
-"""Places of the 16-bit parts of a 64-bit number. float32 holds each part exactly."""
 
 
 def collect(rankings: Metric | None) -> MetricCollection:
@@ -37,35 +36,32 @@ class Retrieval(Metric):
     """
 
     full_state_update = False
-    vectors: list[Tensor]
-    keys: list[Tensor]
+    rows: list[Tensor]
     shape: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        # a process without rows contributes an empty float32 vector, so the states of others have to be such vectors
-        self.add_state("vectors", default=[], dist_reduce_fx="cat")
-        self.add_state("keys", default=[], dist_reduce_fx="cat")
+        # a process without rows contributes an empty float32 vector, so the state of others has to be such a vector
+        self.add_state("rows", default=[], dist_reduce_fx="cat")
         self.add_state("shape", default=torch.zeros(2, dtype=torch.int64), dist_reduce_fx="max")
 
     def update(self, vectors: Tensor, keys: Tensor) -> None:
         """Add the vectors of rows, (rows, columns, D), of which the second column is relevant to the first, and a
         number for each text, (rows, columns) int64. Equal texts have equal numbers."""
-        self.vectors.append(vectors.float().flatten())
-        self.keys.append((keys[..., None] >> SHIFTS.to(keys.device) & 0xFFFF).float().flatten())
-        self.shape = self.shape.new_tensor(vectors.shape[1:])
+        rows = torch.cat([vectors.float(), keys[..., None].view(torch.float32)], 2)  # the bits of keys, as two numbers
+        self.rows.append(rows.flatten())
+        self.shape = self.shape.new_tensor(rows.shape[1:])
 
     def compute(self) -> dict[str, Tensor]:
-        columns, size = self.shape.tolist()
-        vectors = dim_zero_cat(self.vectors).view(-1, columns, size)
-        parts = dim_zero_cat(self.keys).view(-1, columns, len(SHIFTS)).long()
-        keys = (parts << SHIFTS.to(parts.device)).sum(-1)
-        queries, query_of = unique(vectors[:, 0], keys[:, 0])
-        documents, document_of = unique(vectors[:, 1:].flatten(0, 1), keys[:, 1:].flatten())
-        wanted = zip((query_of, document_of), keys.T.contiguous(), strict=False)  # the first two columns
-        relevant = torch.stack([torch.searchsorted(known, found) for known, found in wanted], 1).unique(dim=0)
-        gains = torch.ones_like(relevant[:, 0])
-        return measure(*search(queries, documents, relevant, gains, DEPTH), (1, DEPTH))
+        rows = dim_zero_cat(self.rows).view(-1, *self.shape.tolist())
+        vectors, keys = rows[..., :-2], rows[..., -2:].contiguous().view(torch.int64)[..., 0].cpu().numpy()
+        _, queries, query_of = np.unique(keys[:, 0], return_index=True, return_inverse=True)
+        _, documents, document_of = np.unique(keys[:, 1:].ravel(), return_index=True, return_inverse=True)
+        pairs = np.unique(np.stack([query_of, document_of[:: keys.shape[1] - 1]], 1), axis=0)
+        parts = torch.from_numpy(pairs[:, 1]).split(np.bincount(pairs[:, 0]).tolist())
+        relevant = pad_sequence(parts, batch_first=True, padding_value=-1).to(rows.device)
+        found = search(vectors[:, 0][queries], vectors[:, 1:].flatten(0, 1)[documents], relevant, relevant >= 0, DEPTH)
+        return measure(found, relevant >= 0, (1, DEPTH))
 
 
 class Ranking(Metric):
@@ -96,25 +92,20 @@ class Ranking(Metric):
         return dict(zip(("recall@1", f"mrr@{DEPTH}", f"ndcg@{DEPTH}"), self.total / self.queries, strict=True))
 
 
-def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """The arguments of ``measure`` for an exact search by cosine similarity among vectors, (Q, D) and (C, D).
+def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, depth: int) -> Tensor:
+    """Search by cosine similarity among vectors, (Q, D) and (C, D), and return the gains of the nearest documents of
+    each query, (Q, depth).
 
     Args:
-        relevant: Distinct pairs of a query and a document that is relevant to it, (P, 2) int64: one or more a query.
-        gains: How relevant each is, (P,) above 0.
+        relevant: The documents that are relevant to each query, filled with -1, (Q, most) int64.
+        gains: How relevant each is, (Q, most).
         depth: Documents of a ranking.
     """
-    size, documents = len(documents), normalize(documents).T
-    pairs, order = (relevant[:, 0] * size + relevant[:, 1]).sort()
-    gains, found = gains[order].float(), []
-    for start in range(0, len(queries), CHUNK):
-        similar = normalize(queries[start : start + CHUNK]) @ documents
-        best = similar.topk(min(depth, size)).indices
-        keys = best + size * torch.arange(start, start + len(best), device=best.device)[:, None]
-        places = torch.searchsorted(pairs, keys).clamp(max=len(pairs) - 1)
-        found.append(gains[places] * (pairs[places] == keys))
-    counts = torch.bincount(relevant[:, 0], minlength=len(queries)).tolist()
-    return torch.cat(found), pad_sequence(gains.split(counts), batch_first=True)
+    found, documents = [], normalize(documents).T
+    for part, own, gain in zip(*(each.split(CHUNK) for each in (queries, relevant, gains)), strict=True):
+        best = (normalize(part) @ documents).topk(min(depth, documents.shape[1])).indices
+        found.append(((best[..., None] == own[:, None]) * gain[:, None]).sum(2))
+    return torch.cat(found)
 
 
 def measure(found: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[str, Tensor]:
@@ -129,11 +120,3 @@ def measure(found: Tensor, relevant: Tensor, recall_at: Sequence[int]) -> dict[s
     metrics = {f"recall@{k}": (hit[:, :k].sum(1) / count).mean() for k in recall_at}
     metrics[f"mrr@{DEPTH}"] = (hit[:, :DEPTH] / places[: hit.shape[1]]).max(1).values.mean()
     return metrics | {f"ndcg@{DEPTH}": (dcg / best).mean()}
-
-
-def unique(vectors: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """One vector for each distinct key, (U, D), and the sorted keys, (U,)."""
-    found, inverse = keys.unique(return_inverse=True)
-    places = torch.arange(len(keys), device=keys.device)
-    first = places.new_full((len(found),), len(keys)).scatter_reduce(0, inverse, places, "amin")
-    return vectors[first], found

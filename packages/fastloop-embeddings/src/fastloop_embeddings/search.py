@@ -32,26 +32,26 @@ RECALL_AT = (1, 10, 100)
 
 @dataclass
 class Judged:
-    """A collection, and the queries of a split that have relevant documents. Its methods return the arguments of
-    ``measure``: gains of ranked documents, (Q, depth), and of all relevant ones, (Q, most)."""
+    """A collection, and the queries of a split that have relevant documents. Its methods return gains, on the CPU: of
+    ranked documents, (Q, depth), and of all relevant ones, (Q, most)."""
 
     queries: Mapping[str, str]  # id -> text
     corpus: Mapping[str, str]  # id -> text
     gains: Mapping[str, Mapping[str, float]]  # query -> relevant document -> how relevant it is
 
-    def search(self, run: Run, task: PairTask, vectors: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    def relevant(self) -> Tensor:
+        return pad_sequence([torch.tensor([*known.values()]) for known in self.gains.values()], batch_first=True)
+
+    def search(self, run: Run, task: PairTask, vectors: Callable[..., Tensor]) -> Tensor:
         """Rank all documents by the cosine similarity of ``vectors(model, inputs)``."""
         queries = encode_and_compute(run, task, [self.queries[name] for name in self.gains], ["text"], vectors)
         documents = encode_and_compute(run, task, [*self.corpus.values()], ["other"], vectors)
         places = {name: place for place, name in enumerate(self.corpus)}
-        pairs = [(place, places[name]) for place, known in enumerate(self.gains.values()) for name in known]
-        gains = [gain for known in self.gains.values() for gain in known.values()]
-        relevant = torch.tensor(pairs, device=run.device)
-        return search(queries, documents, relevant, torch.tensor(gains, device=run.device), max(RECALL_AT))
+        parts = [torch.tensor([places[name] for name in known]) for known in self.gains.values()]
+        relevant = pad_sequence(parts, batch_first=True, padding_value=-1).to(run.device)
+        return search(queries, documents, relevant, self.relevant().to(run.device), max(RECALL_AT)).cpu()
 
-    def rerank(
-        self, run: Run, task: PairTask, candidates: Path | None, scores: Callable[..., Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def rerank(self, run: Run, task: PairTask, candidates: Path | None, scores: Callable[..., Tensor]) -> Tensor:
         """Rank candidates by ``scores(model, inputs)`` of pairs; equal ones in the order of the file. Without
         candidates, rank all documents."""
         every = dict.fromkeys(self.gains, [*self.corpus])
@@ -60,8 +60,7 @@ class Judged:
         parts = encode_and_compute(run, task, pairs, ["text", "other"], scores).cpu().split([*map(len, lists.values())])
         gains = [torch.tensor([self.gains[query].get(name, 0.0) for name in names]) for query, names in lists.items()]
         found = [gain[part.argsort(descending=True, stable=True)] for gain, part in zip(gains, parts, strict=True)]
-        relevant = [torch.tensor([*known.values()]) for known in self.gains.values()]
-        return pad_sequence(found, batch_first=True), pad_sequence(relevant, batch_first=True)
+        return pad_sequence(found, batch_first=True)
 
 
 def evaluate(run: Run, task: Any, split: str) -> dict[str, float]:
@@ -70,7 +69,8 @@ def evaluate(run: Run, task: Any, split: str) -> dict[str, float]:
     if (path := next((path for path in paths if path.is_file()), None)) is None:
         return {}
     queries, corpus = (read_texts(task.folder / f"{name}.jsonl") for name in ("queries", "corpus"))
-    metrics = measure(*task.rank(run, Judged(queries, corpus, read_gains(path, queries, corpus))), RECALL_AT)
+    judged = Judged(queries, corpus, read_gains(path, queries, corpus))
+    metrics = measure(task.rank(run, judged), judged.relevant(), RECALL_AT)
     return {f"beir_{name}": float(value) for name, value in metrics.items()}
 
 

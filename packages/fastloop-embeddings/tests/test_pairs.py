@@ -44,8 +44,9 @@ def test_joined_ids_equal_those_of_the_tokenizer(template, side):
             alone = full
         found = join(*(np.array(ids, np.int32) for ids in alone))
         expected = made([texts], truncation=True, max_length=join.max_length)
-        assert found[0].tolist() == expected["input_ids"][0]
-        assert found[1].tolist() == expected["token_type_ids"][0]
+        assert {name: ids.tolist() for name, ids in found.items()} == {
+            name: expected[name][0] for name in ("input_ids", "token_type_ids")
+        }
 
 
 @pytest.mark.parametrize("pair", ["[CLS] $B [SEP] $A [SEP]", "$A $A $B [SEP]"], ids=["other order", "repeated"])

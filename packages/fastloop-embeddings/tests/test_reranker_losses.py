@@ -71,7 +71,6 @@ def ours(case, model, made):
     found = Rows(names, made, QUERIES if case == "list_net" else range(5), LABELS if scored else None)
     if case != "binary":
         found = group(found) if scored else draw(found, names[1:], 10**6, 0)
-        task.most = max(map(len, found.documents))
     task.join, task.text_model = Joiner(made, LONGEST, "model"), SimpleNamespace(tokenizer=made)
     batch = task.build_batch([found[index] for index in range(len(found))])
     assert max(map(len, batch.columns["input_ids"][0])) == LONGEST

@@ -8,7 +8,7 @@ costs one more forward pass, and needs the memory of one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fastloop import Batch, Run
@@ -26,8 +26,8 @@ class CachedGradients:
 
     def __init__(self, columns: int, vectors: Callable[..., Tensor], loss: Callable[..., Tensor]) -> None:
         self.columns, self.vectors, self.loss = columns, vectors, loss
-        self.waiting: list[tuple[Tensor, float]] = []  # of each micro-batch: gradients, and the factor of its loss
-        self.value: Tensor | None = None
+        self.waiting: list[Tensor] = []  # gradients of each micro-batch
+        self.value: Tensor  # the loss of the whole step
 
     def step(self, run: Run, batches: list[Batch]) -> Tensor | None:
         """Do a step that micro-batches or processes divide, or return None for another one: ``train_step``."""
@@ -47,9 +47,9 @@ class CachedGradients:
         leaf, *rest = (torch.cat(parts).to(run.device) for parts in zip(*every, strict=True))
         self.value = self.loss(leaf.requires_grad_().unbind(1), rest[0] if rest else None)
         (gradient,) = torch.autograd.grad(self.value, leaf)
-        sizes, start = [*map(len, found)], sum(len(rows) for rows, *_ in every[: processes.rank])
-        parts = gradient[start : start + sum(sizes)].split(sizes)
-        self.waiting = [(part, len(leaf) / max(size, 1)) for part, size in zip(parts, sizes, strict=True)]
+        parts = gradient.split([len(rows) for rows, *_ in every])[processes.rank].split([*map(len, found)])
+        # the core weights the loss of a micro-batch by its share of the step's rows, which the factor reverses
+        self.waiting = [part * (len(leaf) / max(len(part), 1)) for part in parts]
         try:
             loss = run.accumulate_gradients(batches)
         finally:
@@ -58,12 +58,10 @@ class CachedGradients:
         return loss
 
     def next_loss(self, vectors: Tensor) -> Tensor:
-        """A loss of the next micro-batch with the cached gradients and the value of the whole step. The core weights it
-        by the micro-batch's share of the step's rows, which the factor reverses."""
-        gradients, factor = self.waiting.pop(0)
-        product = (self.rows(vectors)[: len(gradients)] * gradients).sum() * factor
-        value: Any = self.value
-        return product - product.detach() + value.detach()
+        """A loss of the next micro-batch with the cached gradients and the value of the whole step."""
+        gradients = self.waiting.pop(0)
+        product = (self.rows(vectors)[: len(gradients)] * gradients).sum()
+        return product - product.detach() + self.value.detach()
 
     def rows(self, vectors: Tensor) -> Tensor:
         """The vectors of each row, (rows, columns, D)."""

@@ -39,8 +39,6 @@ class Embedding(PairTask):
         if loss == "triplet" and recipe.data.get("negative") is None:
             raise RecipeError(f"{recipe.where}: data.negative: missing, and the loss triplet reads it. Name a column.")
         self.read_columns(recipe, loss in SCORED)
-        if any(size < 1 for size in self.config.dims):
-            raise RecipeError(f"{recipe.where}: plugins.embedding.dims: found {self.config.dims}, expected 1 or more.")
         self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
 
     def prediction_columns(self) -> tuple[str, ...]:
@@ -101,8 +99,7 @@ class Embedding(PairTask):
         loss = self.cached.next_loss(vectors) if self.cached.waiting else self.loss(columns, scores)
         if scores is not None:
             return Output(loss, torch.cosine_similarity(*columns), scores)
-        rows = len(columns[0])
-        return Output(loss, torch.stack(columns, 1), batch["keys"].view(-1, rows).T)
+        return Output(loss, torch.stack(columns, 1), batch["keys"].view(len(columns), -1).T)
 
     def loss(self, columns: Any, scores: Any) -> Any:
         """The loss of the vectors of each column, (N, D) each, summed over ``dims``."""
@@ -133,7 +130,5 @@ class Embedding(PairTask):
 
         super().export_model(run, folder)
         if run.is_main:
-            options, length = self.config, self.data.options.max_length
-            prompts = {"query": options.query_prompt, "document": options.document_prompt}
-            write_modules(folder, self.vector_size(), options.pooling, options.normalize, length, prompts)
+            write_modules(folder, self.vector_size(), self.data.options.max_length, self.config)
         return folder

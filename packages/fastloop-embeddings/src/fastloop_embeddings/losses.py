@@ -55,18 +55,17 @@ def truncate(vectors: Sequence[Tensor], size: int) -> list[Tensor]:
 
 def compute_of_lists(scores: Tensor, labels: Tensor, options: Any) -> Tensor:
     """Compute the loss of rerankers that ``options.loss`` names, with ``temperature``, from scores and labels of the
-    documents of each query, (queries, documents) each. NaN as a label: there is no document."""
+    documents of each query, (queries, documents) each. NaN as a label: there is no document.
+
+    ``list_net`` is the mean cross entropy between the softmax of the labels of each query and that of its scores:
+    Cao et al., 2007, https://doi.org/10.1145/1273496.1273513.
+    """
+    labels = labels.to(scores.dtype)
     if options.loss == "binary":
-        return functional.binary_cross_entropy_with_logits(scores, labels.to(scores.dtype))
+        return functional.binary_cross_entropy_with_logits(scores, labels)
     if options.loss == "list_net":
-        return list_net(scores, labels.to(scores.dtype))
+        absent, lowest = labels.isnan(), torch.finfo(scores.dtype).min  # -inf would give 0 * inf
+        wanted = labels.masked_fill(absent, lowest).softmax(1)
+        return functional.cross_entropy(scores.masked_fill(absent, lowest), wanted)
     first = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
     return functional.cross_entropy(scores.sigmoid() / options.temperature, first)
-
-
-def list_net(scores: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross entropy between the softmax of the labels of each query and that of its scores: Cao et al., 2007,
-    https://doi.org/10.1145/1273496.1273513."""
-    absent, lowest = labels.isnan(), torch.finfo(scores.dtype).min  # -inf would give 0 * inf
-    wanted = labels.masked_fill(absent, lowest).softmax(1)
-    return functional.cross_entropy(scores.masked_fill(absent, lowest), wanted)

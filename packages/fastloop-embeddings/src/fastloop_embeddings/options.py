@@ -60,9 +60,10 @@ class EmbeddingOptions:
     predict: Annotated[
         Literal["text", "other"], option("The column that a file to predict has: data.text or data.other.")
     ] = "text"
-    dims: Annotated[list[int], option("Sum the loss over the first so many numbers of vectors; empty: use all.")] = (
-        field(default_factory=list)
-    )
+    dims: Annotated[
+        list[Annotated[int, option("Numbers.", ge=1)]],
+        option("Sum the loss over the first so many numbers of vectors; empty: use all."),
+    ] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)

@@ -25,56 +25,46 @@ class Joiner:
     """
 
     def __init__(self, tokenizer: Any, max_length: int, where: str) -> None:
-        text, alone = (tokenizer("x", add_special_tokens=special)["input_ids"] for special in (False, True))
-        pair, size, self.left = tokenizer("x", "x"), len(text), tokenizer.truncation_side == "left"
-        start, found, self.typed = places(text, alone), places(text, pair["input_ids"]), "token_type_ids" in pair
+        alone, pair = (tokenizer(*texts, return_special_tokens_mask=True) for texts in (("x",), ("x", "x")))
+        text, both = (np.flatnonzero(np.equal(each["special_tokens_mask"], 0)) for each in (alone, pair))
+        size, self.left = len(text), tokenizer.truncation_side == "left"
         problem = f"{where}.tokenizer: it does not only put special tokens around the texts of a pair. Use another."
-        if len(start) != 1 or len(found) != 2:
+        if not size or len(both) != 2 * size:
             raise RecipeError(problem)
-        self.around = start[0], len(alone) - start[0] - size  # special tokens before and after a text alone
-        types = pair["token_type_ids"] if self.typed else [0] * len(pair["input_ids"])
-        parts = slice(found[0]), slice(found[0] + size, found[1]), slice(found[1] + size, None)
-        self.ids, self.types = ([np.array(row[part], np.int32) for part in parts] for row in (pair["input_ids"], types))
-        self.kinds, self.specials = [types[place] for place in found], sum(map(len, self.ids))
+        self.around = text[0], len(alone["input_ids"]) - 1 - text[-1]  # special tokens before and after a text alone
+        self.columns = [name for name in ("input_ids", "token_type_ids") if name in pair]
+        rows = np.array([pair[name] for name in self.columns], np.int32)
+        ends = (both[0], both[size - 1] + 1, both[size], both[-1] + 1)
+        self.parts = np.split(rows, ends, axis=1)  # special tokens, and the texts between them
+        self.specials = rows.shape[1] - 2 * size
         self.max_length = self.specials + 8
         for probe in PROBES:
             own = self(*(np.array(tokenizer(each)["input_ids"], np.int32) for each in probe))
             theirs = tokenizer(*probe, truncation="longest_first", max_length=self.max_length)
-            names = ("input_ids", "token_type_ids")[: 1 + self.typed]
-            if [theirs[name] for name in names] != [each.tolist() for each in own[: len(names)]]:
+            if any(theirs[name] != row.tolist() for name, row in own.items()):
                 raise RecipeError(problem)
         self.max_length = max_length
 
-    def __call__(self, first: Any, second: Any) -> tuple[Any, Any]:
-        """Ids and types of the tokens of a pair, int32, from the ids of its texts."""
+    def __call__(self, first: Any, second: Any) -> dict[str, Any]:
+        """``input_ids`` of a pair, int32, from the ids of its texts. If the tokenizer has them, ``token_type_ids``."""
         before, after = self.around
         texts = [text[before : len(text) - after] for text in (first, second)]
         room, (short, long) = self.max_length - self.specials, sorted(map(len, texts))
-        long = min(long, max(short, room - short))
-        if short + long > room:
-            short, long = room // 2, room - room // 2
+        short = min(short, room // 2)
+        long = min(long, room - short)
         sizes = (short, long) if len(texts[0]) <= len(texts[1]) else (long, short)
-        one, other = (
-            text[len(text) - size if self.left else 0 :][:size] for text, size in zip(texts, sizes, strict=True)
-        )
-        types = [np.full(len(text), kind, np.int32) for text, kind in zip((one, other), self.kinds, strict=True)]
-        return (
-            np.concatenate([self.ids[0], one, self.ids[1], other, self.ids[2]]),
-            np.concatenate([self.types[0], types[0], self.types[1], types[1], self.types[2]]),
-        )
-
-
-def places(part: list[int], ids: list[int]) -> list[int]:
-    """The places in ``ids`` where ``part`` begins."""
-    size = len(part)
-    return [place for place in range(len(ids) - size + 1) if size and ids[place : place + size] == part]
+        parts = [*self.parts]
+        for place, text, size in zip((1, 3), texts, sizes, strict=True):
+            parts[place] = np.repeat(parts[place][:, :1], size, axis=1)  # the type of each token
+            parts[place][0] = text[len(text) - size if self.left else 0 :][:size]
+        return dict(zip(self.columns, np.concatenate(parts, axis=1), strict=True))
 
 
 class Lists:
     """A map-style dataset of queries with several documents each, the same in every epoch.
 
-    A sample has ``text``, the ids of the query, a key for each document with its ids, and ``label``, (documents,)
-    float32: the labels of the rows, or 1 for the first document and 0 for the others.
+    A sample has ``text``, the ids of the query, a key for each document with its ids, and ``label``, (most documents,)
+    float32: the labels of the rows, or 1 for the first document and 0 for the others, filled with NaN.
 
     Args:
         rows: Map-style, with ``lengths``: a sample has the ids of each column, of which ``text`` is the query.
@@ -86,6 +76,7 @@ class Lists:
 
     def __init__(self, rows: Any, names: Sequence[str], documents: Sequence[Any]) -> None:
         self.rows, self.names, self.documents = rows, names, documents
+        self.most = max(map(len, documents), default=0)
         self.lengths = np.array([rows.lengths[each // len(names)].sum() for each in documents])
 
     def __len__(self) -> int:
@@ -93,16 +84,16 @@ class Lists:
 
     def fingerprint(self) -> str:
         """See ``fastloop.data.DatasetProtocol``."""
-        return (
-            f"{self.rows.fingerprint()}-{blake2b(np.concatenate(self.documents).tobytes(), digest_size=8).hexdigest()}"
-        )
+        documents = blake2b(np.concatenate(self.documents).tobytes(), digest_size=8)
+        return f"{self.rows.fingerprint()}-{documents.hexdigest()}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         found = [divmod(int(place), len(self.names)) for place in self.documents[index]]
         samples = [self.rows[row] for row, _ in found]
         texts = {f"document {place}": samples[place][self.names[name]] for place, (_, name) in enumerate(found)}
-        labels = [sample.get("label", float(place == 0)) for place, sample in enumerate(samples)]
-        return {"text": samples[0]["text"], **texts, "label": np.array(labels, np.float32)}
+        labels = np.full(self.most, np.nan, np.float32)
+        labels[: len(samples)] = [sample.get("label", place == 0) for place, sample in enumerate(samples)]
+        return {"text": samples[0]["text"], **texts, "label": labels}
 
 
 def draw(rows: Any, names: Sequence[str], count: int, seed: int) -> Lists:

@@ -34,7 +34,6 @@ class Reranker(PairTask):
     reads_all = False  # the model reads the first token of a pair
     sections = {"model": Model, "data": RankedData}
     description = "learns scores of pairs of texts"
-    most = 1  # documents of a query
 
     Config = RerankerOptions
 
@@ -75,7 +74,6 @@ class Reranker(PairTask):
             elif (labels := getattr(rows, "labels", None)) is not None and not 0 <= labels.min() <= labels.max() <= 1:
                 found = f"found numbers from {labels.min():g} to {labels.max():g}, and the loss binary needs 0 to 1"
                 raise RecipeError(f"{run.recipe.where}: data.label: {split}: {found}.")
-        self.most = max((len(each) for rows in lists.values() for each in rows.documents), default=1)
         return lists or datasets
 
     @hookimpl
@@ -89,21 +87,13 @@ class Reranker(PairTask):
         import numpy as np
         import torch
 
-        keys = [[key for key in sample if key not in ("text", "label")] for sample in samples]
-        found = [
-            self.join(sample["text"], sample[key]) for sample, own in zip(samples, keys, strict=True) for key in own
-        ]
-        columns = {"input_ids": ([ids for ids, _ in found], self.text_model.tokenizer.pad_token_id)}
-        if self.join.typed:
-            columns["token_type_ids"] = ([types for _, types in found], 0)
-        fixed = {}
+        pairs = [self.join(row["text"], row[key]) for row in samples for key in row if key not in ("text", "label")]
+        batch = super().build_batch(pairs)
+        batch.loss_weight = len(samples)
         if "label" in samples[0]:
-            labels = np.full((len(samples), self.most), np.nan, np.float32)
-            for row, sample, own in zip(labels, samples, keys, strict=True):
-                row[: len(own)] = sample["label"]
-            fixed["labels"] = torch.from_numpy(labels)
-        tokens = sum(len(ids) for ids, _ in found)
-        return Ragged(columns=columns, fixed=fixed, loss_weight=len(samples), tokens=tokens)
+            labels = np.array([sample["label"] for sample in samples], np.float32)
+            batch.fixed["labels"] = torch.from_numpy(labels.reshape(len(samples), -1))
+        return batch
 
     @hookimpl
     def build_model(self, run: Run) -> Any:

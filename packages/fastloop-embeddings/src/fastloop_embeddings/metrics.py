@@ -101,10 +101,12 @@ def search(queries: Tensor, documents: Tensor, relevant: Tensor, gains: Tensor, 
         gains: How relevant each is, (Q, most).
         depth: Documents of a ranking.
     """
-    found, documents = [], normalize(documents).T
+    relevant, order = relevant.sort(dim=1)
+    gains, documents, found = gains.gather(1, order), normalize(documents).T, []
     for part, own, gain in zip(*(each.split(CHUNK) for each in (queries, relevant, gains)), strict=True):
         best = (normalize(part) @ documents).topk(min(depth, documents.shape[1])).indices
-        found.append(((best[..., None] == own[:, None]) * gain[:, None]).sum(2))
+        places = torch.searchsorted(own, best).clamp(max=own.shape[1] - 1)
+        found.append(gain.gather(1, places) * (own.gather(1, places) == best))
     return torch.cat(found)
 
 

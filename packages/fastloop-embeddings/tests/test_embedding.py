@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
     """A folder for each case, with a trained model in ``run``, vectors of ``TEXTS_TO_PREDICT`` and others, and for a
     collection those of its documents and ``TEXTS_TO_PREDICT`` in ``documents.npy``."""
     folders, commands, more = {}, [], {}
-    for case, (options, data, _) in CASES.items():
+    for case, (options, data, (metric, _)) in CASES.items():
         folders[case] = folder = tmp_path_factory.mktemp(case)
         if "beir" in data:
             queries, documents, _ = write_collection(folder / "collection")
@@ -35,7 +35,8 @@ def trained(tmp_path_factory):
             (folder / "documents.csv").write_text("\n".join(["other", *TEXTS_TO_PREDICT, *documents]) + "\n")
         elif "label" in data:
             more[case] = [row[name] for name in ("first", "second") for row in rows()["validation"]]
-        write_recipe(folder, options, data)
+        monitor = "beir_recall@10" if "beir" in data else metric
+        write_recipe(folder, options, data, {"early-stopping": {"monitor": monitor, "patience": 99}})
         texts = [*TEXTS_TO_PREDICT, *more.get(case, ())]
         (folder / "texts.csv").write_text("\n".join([data.get("text", "text"), *texts]) + "\n")
         commands.append([str(folder), "train", "recipe.yaml"])

@@ -22,9 +22,10 @@ PAIRS = [("red dog", "dog red"), ("red dog", "old slow house"), ("fish", "fish")
 def trained(tmp_path_factory):
     """A folder for each case, with a trained model in ``run``, and the scores of ``PAIRS`` in ``scores.npy``."""
     folders, commands = {}, []
-    for case, (options, data, _) in CASES.items():
+    for case, (options, data, (metric, _)) in CASES.items():
         folders[case] = folder = tmp_path_factory.mktemp(case)
-        write_recipe(folder, options, data, task="reranker", epochs=25)
+        monitored = {"early-stopping": {"monitor": metric, "patience": 99}}
+        write_recipe(folder, options, data, monitored, task="reranker", epochs=25)
         write_candidates(folder)
         names = [data.get("text", "text"), data.get("other", "other")]
         (folder / "pairs.csv").write_text("\n".join(map(",".join, [names, *PAIRS])) + "\n")

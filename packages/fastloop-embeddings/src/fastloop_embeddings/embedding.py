@@ -16,7 +16,7 @@ from fastloop import Output, RecipeError, hookimpl
 from fastloop_plugins.text import Model, TextTask, compute, pool
 
 from fastloop_embeddings.cached_gradients import CachedGradients
-from fastloop_embeddings.options import SCORED, SPANS_ROWS, EmbeddingOptions, PairData, PairTask
+from fastloop_embeddings.options import RANKINGS, SCORED, SPANS_ROWS, EmbeddingOptions, PairData, PairTask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -38,6 +38,7 @@ class Embedding(PairTask):
         loss = self.config.loss
         if loss == "triplet" and recipe.data.get("negative") is None:
             raise RecipeError(f"{recipe.where}: data.negative: missing, and the loss triplet reads it. Name a column.")
+        self.adds_metrics = () if loss in SCORED else ("recall@10", *RANKINGS)
         self.read_columns(recipe, loss in SCORED)
         self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
 

@@ -18,6 +18,8 @@ SPANS_ROWS = ("multiple_negatives", "cosent")
 """Losses that compare the rows of a batch with each other. Those of parts of a batch do not add up to its loss."""
 SCORED = ("cosent", "cosine")
 """Losses that read a score for each row. The others read pairs of similar texts."""
+RANKINGS = ("recall@1", "mrr@10", "ndcg@10")
+"""Metrics of all rankings."""
 
 NO_VALIDATION = (
     "data.files.validation: missing, and rows that are held out of train would divide the lists of list_net. Give a "
@@ -96,7 +98,10 @@ class PairTask(TextTask):
             found = f"found {self.data.label_type}, expected number: scores are numbers"
             raise RecipeError(f"{data}.label_type: {found}.")
         self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
-        for name in ("corpus.jsonl", "queries.jsonl", "qrels") if self.folder is not None else ():
+        if self.folder is None:
+            return
+        self.adds_metrics += tuple(f"beir_{name}" for name in ("recall@10", "recall@100", *RANKINGS))
+        for name in ("corpus.jsonl", "queries.jsonl", "qrels"):
             if not (self.folder / name).exists():
                 raise RecipeError(f"{data}.beir: {self.folder / name} is missing. Expected a folder as BEIR has it.")
 

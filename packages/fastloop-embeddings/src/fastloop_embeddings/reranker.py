@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Output, RecipeError, hookimpl
 from fastloop_plugins.text import Model, Ragged, compute, padded_traits
 
-from fastloop_embeddings.options import NO_VALIDATION, PairTask, RankedData, RerankerOptions
+from fastloop_embeddings.options import NO_VALIDATION, RANKINGS, PairTask, RankedData, RerankerOptions
 from fastloop_embeddings.pairs import Joiner, draw, group
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Reranker(PairTask):
         if loss != "binary" and recipe.data.get("streaming"):
             problem = f"the loss {loss} reads several rows at once. Use the loss binary."
             raise RecipeError(f"{recipe.where}: data.streaming: {problem}")
+        self.adds_metrics = () if loss == "binary" else RANKINGS
         self.read_columns(recipe, loss != "multiple_negatives")
         options, where = self.data.options, f"{recipe.where}: data.candidates"
         self.candidates = None if options.candidates is None else recipe.find(options.candidates)

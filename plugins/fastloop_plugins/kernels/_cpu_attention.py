@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from functools import partial
+import os
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ from fastloop_plugins.kernels._native import KernelUnavailable, load, operation,
 SOURCE = Path(__file__).with_name("cpu_attention.c")
 INSTRUCTIONS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 """Instruction sets that the kernel uses."""
+PRODUCTS = {
+    "multiply": "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
+    "release": "_ZN2at6native7cpublas14brgemm_releaseEb",
+}
+"""Functions of torch that the kernel calls: ``brgemm`` and ``brgemm_release`` of ATen/native/CPUBlas.h in torch 2.6 and
+later. oneDNN compiles a product for this processor, with AMX if there is AMX."""
+ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Environment variables that limit oneDNN's instructions. Its products would end the process if it may not use bf16."""
 HEAD_SIZES = (32, 64, 128)
 """Features of a head that the kernel is compiled for."""
 
@@ -42,6 +51,7 @@ class Row(ctypes.Structure):
         ("drop", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
         *((name, ctypes.c_int32) for name in ("causal", "threads")),
+        *((name, ctypes.c_void_p) for name in ("multiply", "release")),
     )
 
 
@@ -50,11 +60,40 @@ def unavailable() -> str | None:
     absent = sorted(INSTRUCTIONS - processor_flags())
     if absent:
         return f"this processor has no {', '.join(absent)}"
+    if limit := next((name for name in ISA_LIMITS if name in os.environ), None):
+        return f"{limit} may forbid oneDNN the instructions that it needs"
     try:
         load(SOURCE)
+        products()
     except KernelUnavailable as error:
         return str(error)
     return None
+
+
+@cache
+def products() -> dict[str, int]:
+    """The addresses of ``PRODUCTS``, after a first product with the right result.
+
+    Raises:
+        KernelUnavailable: This torch has no such functions, or they compute something else.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
+    try:
+        multiply, release = (getattr(library, symbol) for symbol in PRODUCTS.values())
+    except AttributeError:
+        raise KernelUnavailable(f"torch {torch.__version__} does not export oneDNN's products") from None
+    first, second = (torch.arange(tokens * 64).remainder(7).view(tokens, 64).bfloat16() for tokens in (16, 64))
+    pairs, found = second.view(32, 2, 64).transpose(1, 2).contiguous(), torch.empty(16, 64)
+    sizes, tensors = (16, 64, 64, 64, 64, 64), (first, pairs, found)
+    multiply.argtypes = [ctypes.c_int64] * 6 + [ctypes.c_bool] + [ctypes.c_void_p] * 3 + [ctypes.c_bool]
+    multiply(*sizes, False, *(tensor.data_ptr() for tensor in tensors), True)
+    release(ctypes.c_bool(True))
+    if not torch.equal(found, first.float() @ second.float()):
+        raise KernelUnavailable(f"a product of oneDNN in torch {torch.__version__} is wrong")
+    return {
+        name: ctypes.cast(function, ctypes.c_void_p).value or 0
+        for name, function in zip(PRODUCTS, (multiply, release), strict=True)
+    }
 
 
 def check(ends: tuple[Tensor, Tensor], tensors: dict[str, Tensor], log_sums: Tensor) -> None:
@@ -118,6 +157,7 @@ def call(
         key_ends=ends[1].data_ptr(),
         log_sums=log_sums.data_ptr(),
         threads=torch.get_num_threads(),
+        **products(),
         **views,
         **options,
     )

@@ -3,14 +3,17 @@
  * Method: FlashAttention-2 (Dao, 2023) for a CPU. A task is one head of one sequence. It computes a block of query rows at a time, so
  * scores stay in the core's cache. Backward computes the probabilities again, from the log-sum-exp that forward keeps.
  *
- * Layout: token t and head h of a tensor begin at t * token + h * head elements, and the features of a head are contiguous. Products take
- * two bf16 numbers at a time (vdpbf16ps), so operands are packed in pairs: "pairs of features" for scores, "pairs of rows" for sums over rows.
+ * Layout: token t and head h of a tensor begin at t * token + h * head elements, and the features of a head are contiguous.
+ *
+ * Products are those of oneDNN, which torch exports: they use AMX where the processor has it. They sum over two bf16 numbers at a time,
+ * so the second operand is packed in pairs: "pairs of features" for scores, "pairs of rows" for sums over rows.
  *
  * Dropout: element (query row, head, key) is dropped if 16 random bits are below a threshold. The bits are splitmix64 (Steele et al., 2014)
  * of a counter, so backward draws the same ones and no mask is kept.
  */
 #include <immintrin.h>
 #include <math.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -18,14 +21,20 @@
 typedef uint16_t bf16;
 
 enum {
-    ROWS = 32, /* query rows of a block: their probabilities stay in the second-level cache */
-    STEP = 64, /* keys are padded to a multiple of this: four vectors of 16 floats */
+    ROWS = 32, /* query rows of a block: their scores stay in the second-level cache */
+    TILE = 16, /* the block of the last rows has a multiple of this: rows of a tile of AMX */
+    STEP = 64, /* keys are padded to a multiple of this, so that products have few shapes: oneDNN compiles each */
 };
 
 struct view {
     bf16 *data;
     int64_t token, head; /* strides, in elements */
 };
+
+/* to = first * second, added to what is there if `adds`. Shapes: (rows, inner) * (inner, columns), with strides in numbers, or in pairs
+ * of numbers for the second operand, whose rows 2i and 2i + 1 are pairs. */
+typedef void product(int64_t rows, int64_t columns, int64_t inner, int64_t first_stride, int64_t second_stride, int64_t to_stride, bool adds,
+                     const bf16 *first, const bf16 *second, float *to, bool pairs);
 
 struct row {
     int64_t sequences, heads, key_heads;
@@ -36,17 +45,19 @@ struct row {
     uint32_t drop;     /* an element is dropped if its 16 random bits are below this */
     uint64_t seed;
     int32_t causal, threads;
+    product *multiply;
+    void (*release)(bool pairs); /* ends the use of `multiply` in a thread */
 };
 
 #define INLINE static inline __attribute__((always_inline))
 
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 INLINE int64_t padded(int64_t tokens, int64_t step) { return (tokens + step - 1) / step * step; }
 
 INLINE bf16 *at(const struct view *view, int64_t token, int64_t head) { return view->data + token * view->token + head * view->head; }
-
-INLINE __m512 products(__m512 sum, uint32_t pair, __m512i pairs) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)pair), (__m512bh)pairs);
-}
 
 INLINE __m512 widen(const bf16 *from) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
@@ -71,21 +82,53 @@ INLINE __m512 exp2_of(__m512 x) {
 /* Which of 32 keys are kept for a query row: bit i is the key first + i. */
 INLINE __mmask32 kept(const struct row *row, int64_t query, int64_t head, int64_t first) {
     if (!row->drop) return 0xffffffffu;
-    const __m512i golden = _mm512_set1_epi64((long long)0x9e3779b97f4a7c15ull);
+    const uint64_t golden = 0x9e3779b97f4a7c15ull;
+    const __m512i steps = _mm512_setr_epi64(0, (long long)golden, (long long)(2 * golden), (long long)(3 * golden), (long long)(4 * golden),
+                                            (long long)(5 * golden), (long long)(6 * golden), (long long)(7 * golden));
     uint64_t counter = ((((uint64_t)query * (uint64_t)row->heads + (uint64_t)head) << 20) | (uint64_t)(first / 32)) << 3;
-    __m512i bits = _mm512_add_epi64(_mm512_set1_epi64((long long)counter), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7));
-    bits = _mm512_add_epi64(_mm512_set1_epi64((long long)row->seed), _mm512_mullo_epi64(bits, golden));
+    __m512i bits = _mm512_add_epi64(_mm512_set1_epi64((long long)(row->seed + counter * golden)), steps);
     bits = _mm512_mullo_epi64(_mm512_xor_si512(bits, _mm512_srli_epi64(bits, 30)), _mm512_set1_epi64((long long)0xbf58476d1ce4e5b9ull));
     bits = _mm512_mullo_epi64(_mm512_xor_si512(bits, _mm512_srli_epi64(bits, 27)), _mm512_set1_epi64((long long)0x94d049bb133111ebull));
     bits = _mm512_xor_si512(bits, _mm512_srli_epi64(bits, 31));
     return _mm512_cmpge_epu16_mask(bits, _mm512_set1_epi16((short)row->drop));
 }
 
+/* Transpose 16 rows of 16 numbers of 32 bits. */
+INLINE void transpose_tile(__m512i rows[16]) {
+    __m512i part[16];
+    for (int i = 0; i < 16; i += 2) {
+        part[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        part[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) /* lane k of rows[i + c]: column 4k + c of the rows i to i + 3 */
+        for (int c = 0; c < 4; c += 2) {
+            rows[i + c] = _mm512_unpacklo_epi64(part[i + c / 2], part[i + 2 + c / 2]);
+            rows[i + c + 1] = _mm512_unpackhi_epi64(part[i + c / 2], part[i + 2 + c / 2]);
+        }
+    for (int c = 0; c < 4; c++) {
+        __m512i even[2], odd[2];
+        for (int half = 0; half < 2; half++) {
+            even[half] = _mm512_shuffle_i32x4(rows[8 * half + c], rows[8 * half + 4 + c], 0x88);
+            odd[half] = _mm512_shuffle_i32x4(rows[8 * half + c], rows[8 * half + 4 + c], 0xdd);
+        }
+        part[c] = _mm512_shuffle_i32x4(even[0], even[1], 0x88);
+        part[4 + c] = _mm512_shuffle_i32x4(odd[0], odd[1], 0x88);
+        part[8 + c] = _mm512_shuffle_i32x4(even[0], even[1], 0xdd);
+        part[12 + c] = _mm512_shuffle_i32x4(odd[0], odd[1], 0xdd);
+    }
+    memcpy(rows, part, sizeof(part));
+}
+
 /* Pairs of features: to[i][t] = features 2i and 2i + 1 of token t. Tokens up to width are zero. */
 INLINE void pack_features(uint32_t *to, const bf16 *from, int64_t stride, int64_t tokens, int64_t width, const int size) {
-    for (int64_t token = 0; token < tokens; token++)
-        for (int i = 0; i < size / 2; i++) memcpy(&to[i * width + token], from + token * stride + 2 * i, 4);
-    for (int i = 0; i < size / 2; i++) memset(&to[i * width + tokens], 0, (size_t)(width - tokens) * 4);
+    for (int64_t token = 0; token < width; token += 16)
+        for (int i = 0; i < size / 2; i += 16) {
+            __m512i rows[16];
+            for (int t = 0; t < 16; t++)
+                rows[t] = token + t < tokens ? _mm512_loadu_si512(from + (token + t) * stride + 2 * i) : _mm512_setzero_si512();
+            transpose_tile(rows);
+            for (int t = 0; t < 16; t++) _mm512_storeu_si512(to + (i + t) * width + token, rows[t]);
+        }
 }
 
 /* Pairs of rows: to[t][f] = feature f of the tokens 2t and 2t + 1. Tokens up to width are zero. */
@@ -99,45 +142,35 @@ INLINE void pack_rows(uint32_t *to, const bf16 *from, int64_t stride, int64_t to
         }
 }
 
-/* Scores of four rows: to[m][t] = sum over features of rows[m] and the packed token t, for t < columns. */
-INLINE void scores(float *to, const uint32_t *rows, const uint32_t *packed, int64_t columns, int64_t width, const int size) {
-    for (int64_t first = 0; first < columns; first += STEP) {
-        __m512 sums[4][4];
-        for (int m = 0; m < 4; m++)
-            for (int n = 0; n < 4; n++) sums[m][n] = _mm512_setzero_ps();
-        for (int i = 0; i < size / 2; i++) {
-            __m512i pairs[4];
-            for (int n = 0; n < 4; n++) pairs[n] = _mm512_loadu_si512(packed + i * width + first + 16 * n);
-            for (int m = 0; m < 4; m++)
-                for (int n = 0; n < 4; n++) sums[m][n] = products(sums[m][n], rows[m * size / 2 + i], pairs[n]);
-        }
-        for (int m = 0; m < 4; m++)
-            for (int n = 0; n < 4; n++) _mm512_storeu_ps(to + m * width + first + 16 * n, sums[m][n]);
-    }
-}
-
-/* Weighted sums of packed rows, added to a block: to[m][f] += sum over pairs i of weights[m * across + i * along] and packed[i][f]. */
-INLINE void add_sums(float *to, int64_t count, const uint32_t *weights, int64_t across, int64_t along, int64_t pairs, const uint32_t *packed, const int size) {
-    enum { M = 4, N = 2 };
-    for (int64_t m0 = 0; m0 < count; m0 += M)
-        for (int f = 0; f < size; f += 16 * N) {
-            __m512 sums[M][N];
-            for (int m = 0; m < M; m++)
-                for (int n = 0; n < N; n++) sums[m][n] = _mm512_loadu_ps(to + (m0 + m) * size + f + 16 * n);
-            for (int64_t i = 0; i < pairs; i++) {
-                __m512i columns[N];
-                for (int n = 0; n < N; n++) columns[n] = _mm512_loadu_si512(packed + i * size + f + 16 * n);
-                for (int m = 0; m < M; m++)
-                    for (int n = 0; n < N; n++) sums[m][n] = products(sums[m][n], weights[(m0 + m) * across + i * along], columns[n]);
-            }
-            for (int m = 0; m < M; m++)
-                for (int n = 0; n < N; n++) _mm512_storeu_ps(to + (m0 + m) * size + f + 16 * n, sums[m][n]);
-        }
-}
-
 INLINE void store_scaled(struct view *view, int64_t token, int64_t head, const float *from, int64_t tokens, float factor, const int size) {
     for (int64_t t = 0; t < tokens; t++)
         for (int f = 0; f < size; f += 16) narrow(at(view, token + t, head) + f, _mm512_mul_ps(_mm512_loadu_ps(from + t * size + f), _mm512_set1_ps(factor)));
+}
+
+/* The same from features of tokens: from[f][t], with rows of `width` tokens. */
+INLINE void store_transposed(struct view *view, int64_t token, int64_t head, const float *from, int64_t width, int64_t tokens, float factor, const int size) {
+    for (int64_t first = 0; first < tokens; first += 16)
+        for (int f = 0; f < size; f += 16) {
+            __m512i rows[16];
+            for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from + (f + i) * width + first);
+            transpose_tile(rows);
+            for (int t = 0; t < 16 && first + t < tokens; t++)
+                narrow(at(view, token + first + t, head) + f, _mm512_mul_ps(_mm512_castsi512_ps(rows[t]), _mm512_set1_ps(factor)));
+        }
+}
+
+/* Transpose a block of rows: to[f][r] = from[r][f]. */
+INLINE void transpose(bf16 *to, const bf16 *from, const int size) {
+    for (int first = 0; first < ROWS; first += 16)
+        for (int f = 0; f < size; f += 32) {
+            __m512i pairs[16];
+            for (int r = 0; r < 16; r++) pairs[r] = _mm512_loadu_si512(from + (first + r) * size + f);
+            transpose_tile(pairs);
+            for (int i = 0; i < 16; i++) {
+                _mm256_storeu_si256((__m256i *)(to + (f + 2 * i) * ROWS + first), _mm512_cvtepi32_epi16(pairs[i]));
+                _mm256_storeu_si256((__m256i *)(to + (f + 2 * i + 1) * ROWS + first), _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs[i], 16)));
+            }
+        }
 }
 
 /* Copy query rows; rows up to ROWS are zero. */
@@ -148,7 +181,9 @@ INLINE void load_rows(bf16 *to, const struct view *view, int64_t token, int64_t 
 }
 
 /* The 16 lanes, of those that begin at key first, that are before key limit. */
-INLINE __mmask16 before(int64_t first, int64_t limit) { return limit - first >= 16 ? 0xffff : limit <= first ? 0 : (__mmask16)((1u << (limit - first)) - 1); }
+INLINE __mmask16 before(int64_t first, int64_t limit) {
+    return _mm512_cmplt_epi32_mask(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32((int)(limit - first)));
+}
 
 struct task {
     int64_t query, queries, key, keys, width; /* first token and number of tokens; keys padded to STEP */
@@ -158,7 +193,7 @@ INLINE struct task task_of(const struct row *row, int64_t sequence) {
     struct task task = {row->query_ends[sequence], 0, row->key_ends[sequence], 0, 0};
     task.queries = row->query_ends[sequence + 1] - task.query;
     task.keys = row->key_ends[sequence + 1] - task.key;
-    task.width = padded(task.keys, STEP);
+    task.width = padded(most(task.keys, 1), STEP);
     return task;
 }
 
@@ -169,29 +204,27 @@ INLINE int64_t visible(const struct row *row, const struct task *task, int64_t r
     return limit < 0 ? 0 : limit;
 }
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 INLINE void forward_task(struct row *row, int64_t sequence, int64_t head, char *memory, const int size) {
     const struct task task = task_of(row, sequence);
     const int64_t width = task.width, key_head = head / (row->heads / row->key_heads);
     const float to_log2 = row->scale * 1.44269504f, undropped = 1.0f / (1.0f - (float)row->drop / 65536.0f);
     uint32_t *keys = (uint32_t *)memory, *values = keys + width * size / 2;
-    float *raw = (float *)(values + width * size / 2), *sums = raw + 4 * width;
+    float *raw = (float *)(values + width * size / 2), *sums = raw + ROWS * width;
     bf16 *weights = (bf16 *)(sums + ROWS * size), *rows = weights + ROWS * width;
     pack_features(keys, at(&row->key, task.key, key_head), row->key.token, task.keys, width, size);
     pack_rows(values, at(&row->value, task.key, key_head), row->value.token, task.keys, width, size);
     for (int64_t block = 0; block < task.queries; block += ROWS) {
-        const int64_t count = least(ROWS, task.queries - block), used = padded(count, 4);
-        const int64_t columns = padded(visible(row, &task, block + count - 1), STEP);
+        const int64_t count = least(ROWS, task.queries - block), used = padded(count, TILE);
+        const int64_t columns = padded(most(visible(row, &task, block + count - 1), 1), STEP);
         float factors[ROWS];
         load_rows(rows, &row->query, task.query + block, head, count, size);
-        for (int64_t r = 0; r < used; r++) {
-            if (r % 4 == 0) scores(raw, (uint32_t *)(rows + r * size), keys, columns, width, size);
-            const float *from = raw + r % 4 * width;
+        row->multiply(used, columns, size, size, width, width, false, rows, (bf16 *)keys, raw, true);
+        for (int64_t r = 0; r < count; r++) {
+            const float *from = raw + r * width;
             const int64_t limit = visible(row, &task, block + r);
-            __m512 most = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-            for (int64_t j = 0; j < limit; j += 16) most = _mm512_mask_max_ps(most, before(j, limit), most, _mm512_loadu_ps(from + j));
-            const float peak = limit ? _mm512_reduce_max_ps(most) * to_log2 : 0.0f;
+            __m512 largest = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+            for (int64_t j = 0; j < limit; j += 16) largest = _mm512_mask_max_ps(largest, before(j, limit), largest, _mm512_loadu_ps(from + j));
+            const float peak = limit ? _mm512_reduce_max_ps(largest) * to_log2 : 0.0f;
             for (int64_t j = 0; j < columns; j += 32) {
                 __m512 parts[2];
                 for (int n = 0; n < 2; n++) {
@@ -204,10 +237,9 @@ INLINE void forward_task(struct row *row, int64_t sequence, int64_t head, char *
             }
             const float sum = _mm512_reduce_add_ps(total);
             factors[r] = limit ? undropped / sum : 0.0f;
-            if (r < count) row->log_sums[(task.query + block + r) * row->heads + head] = limit ? peak + log2f(sum) : INFINITY;
+            row->log_sums[(task.query + block + r) * row->heads + head] = limit ? peak + log2f(sum) : INFINITY;
         }
-        memset(sums, 0, sizeof(float) * (size_t)(used * size));
-        add_sums(sums, used, (uint32_t *)weights, width / 2, 1, columns / 2, values, size);
+        row->multiply(used, size, columns, width, size, size, false, weights, (bf16 *)values, sums, true);
         for (int64_t r = 0; r < count; r++) store_scaled(&row->output, task.query + block + r, head, sums + r * size, 1, factors[r], size);
     }
 }
@@ -221,25 +253,23 @@ INLINE void backward_task(struct row *row, int64_t sequence, int64_t key_head, c
         _mm512_setzero_si512());
     uint32_t *keys = (uint32_t *)memory, *values = keys + width * size / 2, *key_rows = values + width * size / 2;
     uint32_t *weight_pairs = key_rows + width * size / 2, *grad_pairs = weight_pairs + ROWS / 2 * width;
-    uint32_t *query_pairs = grad_pairs + ROWS / 2 * width, *output_pairs = query_pairs + ROWS / 2 * size;
-    float *raw = (float *)(output_pairs + ROWS / 2 * size), *raw_grads = raw + 4 * width, *of_query = raw_grads + 4 * width;
-    float *of_key = of_query + ROWS * size, *of_value = of_key + width * size;
+    float *raw = (float *)(grad_pairs + ROWS / 2 * width), *raw_grads = raw + ROWS * width, *of_query = raw_grads + ROWS * width;
+    float *of_key = of_query + ROWS * size, *of_value = of_key + width * size; /* (size, width) */
     bf16 *grads = (bf16 *)(of_value + width * size), *rows = grads + ROWS * width, *outer = rows + ROWS * size;
+    bf16 *features = outer + ROWS * size; /* (size, ROWS) */
     pack_features(keys, at(&row->key, task.key, key_head), row->key.token, task.keys, width, size);
     pack_features(values, at(&row->value, task.key, key_head), row->value.token, task.keys, width, size);
     pack_rows(key_rows, at(&row->key, task.key, key_head), row->key.token, task.keys, width, size);
     memset(of_key, 0, sizeof(float) * (size_t)(2 * width * size));
     for (int64_t head = key_head * group; head < (key_head + 1) * group; head++)
         for (int64_t block = 0; block < task.queries; block += ROWS) {
-            const int64_t count = least(ROWS, task.queries - block), used = padded(count, 4);
-            const int64_t columns = padded(visible(row, &task, block + count - 1), STEP);
+            const int64_t count = least(ROWS, task.queries - block), used = padded(count, TILE);
+            const int64_t columns = padded(most(visible(row, &task, block + count - 1), 1), STEP);
             load_rows(rows, &row->query, task.query + block, head, count, size);
             load_rows(outer, &row->output_grad, task.query + block, head, count, size);
+            row->multiply(used, columns, size, size, width, width, false, rows, (bf16 *)keys, raw, true);
+            row->multiply(used, columns, size, size, width, width, false, outer, (bf16 *)values, raw_grads, true);
             for (int64_t r = 0; r < used; r += 2) {
-                if (r % 4 == 0) {
-                    scores(raw, (uint32_t *)(rows + r * size), keys, columns, width, size);
-                    scores(raw_grads, (uint32_t *)(outer + r * size), values, columns, width, size);
-                }
                 float log_sum[2] = {0, 0}, mean[2] = {0, 0};
                 int64_t limit[2];
                 for (int two = 0; two < 2; two++) {
@@ -255,7 +285,7 @@ INLINE void backward_task(struct row *row, int64_t sequence, int64_t key_head, c
                 for (int64_t j = 0; j < columns; j += 32) {
                     __m512i weight[2], grad[2];
                     for (int two = 0; two < 2; two++) {
-                        const float *from = raw + (r % 4 + two) * width + j, *from_grads = raw_grads + (r % 4 + two) * width + j;
+                        const float *from = raw + (r + two) * width + j, *from_grads = raw_grads + (r + two) * width + j;
                         const __mmask32 keep = kept(row, task.query + block + r + two, head, j);
                         __m512 parts[2], part_grads[2];
                         for (int n = 0; n < 2; n++) {
@@ -275,22 +305,21 @@ INLINE void backward_task(struct row *row, int64_t sequence, int64_t key_head, c
                     }
                 }
             }
-            memset(of_query, 0, sizeof(float) * (size_t)(used * size));
-            add_sums(of_query, used, (uint32_t *)grads, width / 2, 1, columns / 2, key_rows, size);
+            row->multiply(used, size, columns, width, size, size, false, grads, (bf16 *)key_rows, of_query, true);
             store_scaled(&row->query_grad, task.query + block, head, of_query, count, row->scale, size);
-            pack_rows(query_pairs, rows, size, used, used, size);
-            pack_rows(output_pairs, outer, size, used, used, size);
-            add_sums(of_key, columns, grad_pairs, 1, width, used / 2, query_pairs, size);
-            add_sums(of_value, columns, weight_pairs, 1, width, used / 2, output_pairs, size);
+            transpose(features, rows, size);
+            row->multiply(size, columns, used, ROWS, width, width, true, features, (bf16 *)grad_pairs, of_key, true);
+            transpose(features, outer, size);
+            row->multiply(size, columns, used, ROWS, width, width, true, features, (bf16 *)weight_pairs, of_value, true);
         }
-    store_scaled(&row->key_grad, task.key, key_head, of_key, task.keys, row->scale, size);
-    store_scaled(&row->value_grad, task.key, key_head, of_value, task.keys, undropped, size);
+    store_transposed(&row->key_grad, task.key, key_head, of_key, width, task.keys, row->scale, size);
+    store_transposed(&row->value_grad, task.key, key_head, of_value, width, task.keys, undropped, size);
 }
 
 /* Bytes that a task needs for a sequence of this many keys. */
 static size_t task_bytes(int64_t keys, int64_t size) {
-    const int64_t width = padded(keys, STEP);
-    return (size_t)(width * size * 2 * 3 + ROWS * width * 2 * 2 + ROWS * size * 2 * 2 + width * 4 * 8 + ROWS * size * 4 + width * size * 8 + ROWS * width * 2 + ROWS * size * 4 + 64);
+    const int64_t width = padded(most(keys, 1), STEP);
+    return (size_t)(2 * (3 * width * size + 3 * ROWS * width + 3 * ROWS * size) + 4 * (2 * ROWS * width + ROWS * size + 2 * width * size));
 }
 
 /* Run all tasks; returns 0, or 1 if there is no memory. */
@@ -309,6 +338,7 @@ INLINE int run_tasks(struct row *row, const int size, const int backward) {
                 if (backward) backward_task(row, task / heads, task % heads, memory, size);
                 else forward_task(row, task / heads, task % heads, memory, size);
             }
+        row->release(true);
         free(memory);
     }
     return failed;

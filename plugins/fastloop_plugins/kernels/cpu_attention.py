@@ -6,9 +6,11 @@
       - cpu-attention
 
 The kernel computes all sequences of a packed row, or a batch of sequences of equal length, in one call. Batches with a
-padding mask keep the model's attention. It needs a processor with AVX512-BF16, a C compiler, bf16 precision, and heads
-of 32, 64 or 128 features. Otherwise the plugin logs the reason and changes nothing. Method: Dao, "FlashAttention-2:
-Faster Attention with Better Parallelism and Work Partitioning", 2023.
+padding mask keep the model's attention. Its products are oneDNN's, which use AMX if the processor has it.
+
+It needs a processor with AVX512-BF16, a C compiler, bf16 precision, and heads of 32, 64 or 128 features. Otherwise the
+plugin logs the reason and changes nothing. Method: Dao, "FlashAttention-2: Faster Attention with Better Parallelism and
+Work Partitioning", 2023.
 """
 
 from __future__ import annotations

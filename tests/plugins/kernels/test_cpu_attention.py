@@ -18,7 +18,7 @@ from training_runs import execute
 
 from fastloop_plugins.data._varlen import head_size
 from fastloop_plugins.data.packing import Packing
-from fastloop_plugins.kernels import _native
+from fastloop_plugins.kernels import _cpu_attention, _native
 from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, SOURCE, RowAttention, attention, unavailable
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.kernels.compile import Compile
@@ -29,6 +29,8 @@ from fastloop_plugins.precision.amp import Amp
 REASON = unavailable()
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"cpu-attention: {REASON}")
 
+COULD_PACK = "_ZN2at6native7cpublas10could_packEN3c1010ScalarTypeE"
+"""Another function of torch, which writes nothing."""
 SIZES = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -358,6 +360,24 @@ def test_a_compiler_that_is_absent_or_fails_is_a_reason(script, reason, tmp_path
     with pytest.raises(_native.KernelUnavailable, match=reason):
         _native.load.__wrapped__(SOURCE)
     assert not list(tmp_path.glob("fastloop/kernels/*"))
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("symbol", "reason"),
+    [("no_such_function", "does not export"), (COULD_PACK, "a product of oneDNN .* is wrong")],
+    ids=["absent", "another function"],
+)
+def test_a_torch_without_the_products_is_a_reason(symbol, reason, monkeypatch):
+    monkeypatch.setitem(_cpu_attention.PRODUCTS, "multiply", symbol)
+    with pytest.raises(_native.KernelUnavailable, match=reason):
+        _cpu_attention.products.__wrapped__()
+
+
+@needs_kernel
+def test_a_limit_on_onednn_is_a_reason(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert "ONEDNN_MAX_CPU_ISA" in str(unavailable())
 
 
 @pytest.mark.slow

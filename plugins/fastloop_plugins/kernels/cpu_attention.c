@@ -21,7 +21,7 @@
 typedef uint16_t bf16;
 
 enum {
-    ROWS = 32, /* query rows of a block: their scores stay in the second-level cache */
+    ROWS = 64, /* query rows of a block: their scores stay in the second-level cache */
     TILE = 16, /* the block of the last rows has a multiple of this: rows of a tile of AMX */
     STEP = 64, /* keys are padded to a multiple of this, so that products have few shapes: oneDNN compiles each */
 };

@@ -22,7 +22,7 @@ typedef uint16_t bf16;
 
 enum {
     ROWS = 64, /* query rows of a block: their scores stay in the second-level cache */
-    TILE = 16, /* the block of the last rows has a multiple of this: rows of a tile of AMX */
+    TILE = 32, /* the block of the last rows has a multiple of this: an instruction of AMX sums over 32 numbers */
     STEP = 64, /* keys are padded to a multiple of this, so that products have few shapes: oneDNN compiles each */
 };
 

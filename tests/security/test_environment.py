@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saving_helpers import write_recipe
 
 from fastloop_plugins._own_plugins import own_plugins
 
@@ -143,11 +144,8 @@ STREAMS: dict[str, str] = {
     "readers of both that leave": "2>&1 | head -1",
     "a full disk": "> /dev/full",
 }
-QUICK = ("a closed standard output", "a reader that leaves")
-"""Those of `make test`; the others are slow tests."""
-ONE_STEP = (
-    "train quickstart data.limit.train=64 data.limit.validation=32 data.limit.test=32 train.max_steps=1 output=run"
-)
+ONE_STEP = "train recipe.yaml train.max_steps=1 output=run"
+"""Trains a module with the default plugins: a recipe of texts imports more, which takes longer than its training."""
 
 
 def shell(arguments: str, redirection: str = "", **variables: str) -> subprocess.CompletedProcess[str]:
@@ -158,15 +156,11 @@ def shell(arguments: str, redirection: str = "", **variables: str) -> subprocess
     return subprocess.run(command, env=environment, text=True, timeout=WAIT, check=False, capture_output=True)
 
 
-def in_make_test(item: tuple[str, str]) -> Any:
-    """The parameters of a test, marked slow unless they are in ``QUICK``."""
-    return pytest.param(item[1], id=item[0], marks=[] if item[0] in QUICK else pytest.mark.slow)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("redirection", [*map(in_make_test, STREAMS.items())])
+@pytest.mark.parametrize("redirection", STREAMS.values(), ids=STREAMS.keys())
 def test_a_run_outlives_its_standard_streams(redirection):
     """the standard output or error of a training is closed, full or without a reader: the run completes"""
+    write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}])
     done = shell(ONE_STEP, redirection)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
@@ -177,6 +171,7 @@ def test_a_run_outlives_its_standard_streams(redirection):
 @pytest.mark.slow
 def test_two_processes_outlive_their_standard_streams():
     """the reader of two processes leaves: both complete the run"""
+    write_recipe(plugins=[{"module": {"loss": "cross_entropy"}}])
     done = shell(f"{ONE_STEP} --nproc 2 --with ddp", "2>&1 | head -1")
     assert done.returncode == 0, done.stderr
     assert json.loads(Path("run/summary.json").read_text())["status"] == "completed"

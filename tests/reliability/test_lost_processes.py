@@ -61,7 +61,7 @@ FAULTS = {
     "native": lambda: ctypes.PyDLL(None).sleep(1000),  # holds the interpreter
     "cut": cut_links,
 }
-LATE = 24.0
+LATE = 18.0
 
 class Rows(Dataset):
     def __init__(self, fault=None, rank="1", once=""):
@@ -173,7 +173,7 @@ def test_native_code_that_holds_the_interpreter_is_ended_too():
 
 def test_slow_process_is_named_and_run_continues():
     """a rank that is late: a warning names it, and the run continues"""
-    done = do(*FASTLOOP, "plugins.watchdog.timeout=32", "--nproc", "2", fault="late", rank=1)
+    done = do(*FASTLOOP, "plugins.watchdog.timeout=24", "--nproc", "2", fault="late", rank=1)
     assert done.returncode == 0, done.stderr
     assert "watchdog: process 1 of 2 has made no progress for" in done.stdout
 

@@ -36,7 +36,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_process_continues():
     """a rank stopped for longer than several heartbeats: the run warns, and ends with the same numbers"""
     write_recipe()
-    watched = ["--with", "ddp", "--with", "watchdog", "plugins.watchdog.timeout=40"]
+    watched = ["--with", "ddp", "--with", "watchdog", "plugins.watchdog.timeout=20"]
     assert [each.wait() for each in together("output=whole", *watched)] == [0, 0], said()
     processes = together("output=run", *watched, environment={"FAULT": "step 6 1 me('SIGSTOP')"})
     until(lambda: "has made no progress" in said())

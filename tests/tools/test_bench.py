@@ -249,14 +249,14 @@ def test_bench_reports_killed_or_hanging_process_as_row(recipe):
         "--repeats",
         "1",
         "--timeout",
-        "40",
+        "20",
         "--no-numerics",
     )
     done = forked.run("-m", "fastloop", "bench", *given, "--output", "ablation")
     record = json.loads(Path("ablation/bench.json").read_text())
     assert done.returncode == 1
     assert variants(record)["+ dies"]["error"] == "the process ended with exit code 7: no output"
-    assert "took more than 40 seconds" in variants(record)["hangs"]["error"]
+    assert "took more than 20 seconds" in variants(record)["hangs"]["error"]
     assert variants(record)["baseline"]["results"] is not None
     assert "exit code 7" in done.stdout
 

@@ -12,7 +12,7 @@ import os
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -50,6 +50,20 @@ TRAIN: dict[str, Any] = {
     "save_every": None, "seed": 1
 }  # fmt: skip
 SEEDS = (2, 3, 4)
+TRAININGS = {
+    "declared": (),
+    "options": (),
+    "documented": (),
+    "numerics": (),
+    "batch_norm": ("batch norm",),
+    "saved_and_loaded": ("whole", "resumed"),
+    "killed": ("whole", "after the kill"),
+    "processes": (),
+    "off": ("before", "off"),
+    "cost": ("before", "off", "whole"),
+}
+"""Check of ``Conformance`` -> the trainings of ``alone`` that it reads beside ``ours``. An author's own check may read
+each of them."""
 
 
 @dataclass(kw_only=True)
@@ -334,23 +348,28 @@ def dies(study: Study) -> Trained | Failed:
     return study.train("killed", KillAtStep(), save_every=SAVES_EVERY)
 
 
-def alone(study: Study) -> dict[str, Any]:
-    """The trainings of one process with the plugin, after that of ``dies``; ``changed``: settings that it did not
-    restore."""
-    # imports, which the plugin need not undo
-    found: dict[str, Any] = {"before": study.train("before", on=study.task != study.without)}
+def alone(study: Study, names: Collection[str]) -> dict[str, Any]:
+    """The trainings of one process with the plugin, after that of ``dies``: ``ours``, and those of ``names``.
+    ``changed``: settings that it did not restore."""
+    found: dict[str, Any] = {}
+    if "before" in names:  # imports, which the plugin need not undo
+        found["before"] = study.train("before", on=study.task != study.without)
     before = snapshot()
     found["ours"] = study.train("ours", still=True)
     found["changed"] = changes(before, snapshot())
-    found["off"] = study.train("off", on=False, still=True)
+    if "off" in names:
+        found["off"] = study.train("off", on=False, still=True)
     if isinstance(found["ours"], Failed):
         return found
-    if with_batch_norm(study.task):
+    if "batch norm" in names and with_batch_norm(study.task):
         found["batch norm"] = study.train("batch norm", still=True, batch_norm=True)
-    found["whole"] = study.train("whole") if study.still else found["ours"]
-    found["interrupted"] = study.train("resumed", InterruptAtStep())
-    found["resumed"] = study.train("resumed", resume=True)
-    found["after the kill"] = study.train("killed", resume=True, save_every=SAVES_EVERY)
+    if "whole" in names:
+        found["whole"] = study.train("whole") if study.still else found["ours"]
+    if "resumed" in names:
+        found["interrupted"] = study.train("resumed", InterruptAtStep())
+        found["resumed"] = study.train("resumed", resume=True)
+    if "after the kill" in names:
+        found["after the kill"] = study.train("killed", resume=True, save_every=SAVES_EVERY)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 from functools import cache, cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fastloop.errors import PluginError
 from fastloop.plugins.installed import installed, load
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import check_requirements, resolve
-from fastloop.testing.runs import Failed, Study, Trained, alone, dies, resumed_together, together, without
+from fastloop.testing.runs import TRAININGS, Failed, Study, Trained, alone, dies, resumed_together, together, without
 from fastloop.testing.starting import ProcessResult, failure, start
 from fastloop.testing.tasks import TEXTS, VECTORS, write_texts
 
@@ -48,18 +49,26 @@ def strategies_for(plugin: str) -> list[str]:
 
 
 class StudyResults:
-    """The results of the trainings of one study. Each training runs once, on first use.
+    """The results of the trainings of one study. Each training that a check reads runs once, on first use.
 
     Args:
         where: A folder for the runs.
         plain: The results without the plugin; None: these are already without it.
         refuses: See ``Conformance``.
+        checks: The selected checks, which decide what is trained.
     """
 
     def __init__(
-        self, study: Study, where: Path, plain: StudyResults | None = None, refuses: Collection[str] = ()
+        self,
+        study: Study,
+        where: Path,
+        plain: StudyResults | None = None,
+        refuses: Collection[str] = (),
+        checks: Collection[str] = (),
     ) -> None:
         self.study, self.where, self._plain, self.refuses = study, where, plain, refuses
+        everything = tuple(chain(*TRAININGS.values()))
+        self._names = {*chain.from_iterable(TRAININGS.get(check, everything) for check in checks)}
         self._pairs: dict[str, list[ProcessResult]] = {}
         self._reasons: dict[str | None, str] = {}
         write_texts(where)
@@ -84,8 +93,9 @@ class StudyResults:
     def _alone(self) -> ProcessResult:
         if self._plain is None:
             return start(1, without, self.study, folder=self.where)[0]
-        assert self.killed is not None  # its run is resumed
-        return start(1, alone, self.study, folder=self.where)[0]
+        if "after the kill" in self._names:
+            assert self.killed is not None  # its run is resumed
+        return start(1, alone, self.study, self._names, folder=self.where)[0]
 
     def _together(self, strategy: str) -> list[ProcessResult]:
         if strategy not in self._pairs:
@@ -187,4 +197,6 @@ def study_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     plain = Study(plugin="", options={}, task=other, without=other, **common)
     if repr(plain) not in _PLAIN:
         _PLAIN[repr(plain)] = StudyResults(plain, tmp_path_factory.mktemp("plain"))
-    return StudyResults(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)], ours.refuses)
+    names = [item.name for item in request.session.items if getattr(item, "cls", None) is ours]
+    checks = {name.partition("[")[0].removeprefix("test_") for name in names}
+    return StudyResults(study, tmp_path_factory.mktemp("conformance"), _PLAIN[repr(plain)], ours.refuses, checks)

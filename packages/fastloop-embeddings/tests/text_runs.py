@@ -26,7 +26,7 @@ def rows(count: int = 64):
 DATA = {"module": f"{__file__}:rows", "max_length": 32}
 """The section ``data``. ``SCORED`` adds scores."""
 SCORED = {"text": "first", "other": "second", "label": "score", "label_type": "number"}
-TRAIN = {"epochs": 15, "batch_size": 16, "lr": 3e-3, "device": "cpu"}
+TRAIN = {"epochs": 15, "batch_size": 16, "lr": 3e-3, "device": "cpu", "save_every": None}
 
 
 def write_recipe(folder, options, data, *plugins, task="embedding", model=TEXTS["model"], **train):

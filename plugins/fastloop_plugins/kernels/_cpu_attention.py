@@ -77,10 +77,10 @@ def products() -> dict[str, int]:
     Raises:
         KernelUnavailable: This torch has no such functions, or they compute something else.
     """
-    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
     try:
+        library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so"))
         multiply, release = (getattr(library, symbol) for symbol in PRODUCTS.values())
-    except AttributeError:
+    except (OSError, AttributeError):
         raise KernelUnavailable(f"torch {torch.__version__} does not export oneDNN's products") from None
     first, second = (torch.arange(tokens * 64).remainder(7).view(tokens, 64).bfloat16() for tokens in (16, 64))
     pairs, found = second.view(32, 2, 64).transpose(1, 2).contiguous(), torch.empty(16, 64)

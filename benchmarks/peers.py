@@ -71,6 +71,7 @@ PLUGINS: list[Any] = [
     "fused-optimizer",
     "fast-dropout",
     "cpu-attention",
+    "cpu-layers",
     "cls-last-layer",
     "attention",
     "allocator",

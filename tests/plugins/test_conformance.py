@@ -82,6 +82,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "causal-lm": {"task": LANGUAGE},
     "channels-last": {"task": IMAGES},
     "cpu-attention": {"task": WIDE},
+    "cpu-layers": {"task": WIDE},
     "compile": {"options": {"backend": "eager", "cache": False}},
     "curriculum": {"task": TEXTS},
     "dataloader-workers": {"options": {"num_workers": 1}},

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins.kernels._native import KernelUnavailable, load, operation, processor_flags
+from fastloop_plugins.kernels._native import KernelUnavailable, load, operation, unavailable_kernels
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
-INSTRUCTIONS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
-"""Instruction sets that the kernel uses."""
 PRODUCTS = {
     "multiply": "_ZN2at6native7cpublas6brgemmEllllllbPKN3c108BFloat16ES5_Pfb",
     "release": "_ZN2at6native7cpublas14brgemm_releaseEb",
@@ -57,13 +55,11 @@ class Row(ctypes.Structure):
 
 def unavailable() -> str | None:
     """Why the kernel cannot run on this machine; None: it can, and is compiled."""
-    absent = sorted(INSTRUCTIONS - processor_flags())
-    if absent:
-        return f"this processor has no {', '.join(absent)}"
+    if reason := unavailable_kernels(SOURCE):
+        return reason
     if limit := next((name for name in ISA_LIMITS if name in os.environ), None):
         return f"{limit} may forbid oneDNN the instructions that it needs"
     try:
-        load(SOURCE)
         products()
     except KernelUnavailable as error:
         return str(error)

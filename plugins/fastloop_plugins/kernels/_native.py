@@ -18,14 +18,23 @@ import tempfile
 from contextlib import AbstractContextManager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from torch import bfloat16
 from torch.autograd import profiler  # torch also loads its OpenMP runtime, which the libraries call
 
 from fastloop.runtime.regions import NO_CONTEXT
 from fastloop_plugins._cache import digest, private_cache
+from fastloop_plugins.data._varlen import computing_dtype
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c11")
+INSTRUCTIONS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
+"""Instruction sets that the kernels use."""
 TIMEOUT = 120
 """Seconds that a compiler may take. A kernel takes one or two."""
 
@@ -67,7 +76,9 @@ def load(source: Path) -> ctypes.CDLL:
     program = compiler()
     if program is None:
         raise KernelUnavailable("no C compiler was found. Install one (Debian: apt install gcc), or set CC to its path")
-    facts = (source.read_bytes(), " ".join(sorted(processor_flags())), platform.machine(), program, *FLAGS)
+    files = (path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
+    machine = (" ".join(sorted(processor_flags())), platform.machine())
+    facts: tuple[str | bytes, ...] = (*files, *machine, program, *FLAGS)
     library = private_cache("kernels") / f"{source.stem}-{digest(facts)}.so"
     if not library.is_file():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
@@ -96,3 +107,26 @@ def run_compiler(program: str, *arguments: str) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
         raise KernelUnavailable(f"{program} failed: {next((line for line in lines if 'error' in line), lines[0])}")
+
+
+def unavailable_kernels(source: Path) -> str | None:
+    """Why the kernels of a C file cannot run on this machine; None: they can, and are compiled."""
+    absent = sorted(INSTRUCTIONS - processor_flags())
+    if absent:
+        return f"this processor has no {', '.join(absent)}"
+    try:
+        load(source)
+    except KernelUnavailable as error:
+        return str(error)
+    return None
+
+
+def reason_against(run: Run, model: nn.Module) -> str | None:
+    """Why a run can use no kernel for bf16 on a CPU; None: it may."""
+    if run.device.type != "cpu":
+        return f"this run is on {run.device.type}"
+    if "compile" in run.plugins.names():
+        return "the kernel would break compile's graph"
+    if (dtype := computing_dtype(run, model)) != bfloat16:
+        return f"the run computes in {dtype}, not in bf16 (add amp: {{dtype: bf16}})"
+    return None

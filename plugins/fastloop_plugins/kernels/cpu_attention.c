@@ -8,17 +8,14 @@
  * Products are those of oneDNN, which torch exports: they use AMX where the processor has it. They sum over two bf16 numbers at a time,
  * so the second operand is packed in pairs: "pairs of features" for scores, "pairs of rows" for sums over rows.
  *
- * Dropout: element (query row, head, key) is dropped if 16 random bits are below a threshold. The bits are splitmix64 (Steele et al., 2014)
- * of a counter, so backward draws the same ones and no mask is kept.
+ * Dropout: backward draws the bits of forward again, so no mask is kept.
  */
-#include <immintrin.h>
 #include <math.h>
 #include <stdbool.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-typedef uint16_t bf16;
+#include "vectors.h"
 
 enum {
     ROWS = 64, /* query rows of a block: their scores stay in the second-level cache */
@@ -49,8 +46,6 @@ struct row {
     void (*release)(bool pairs); /* ends the use of `multiply` in a thread */
 };
 
-#define INLINE static inline __attribute__((always_inline))
-
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -59,38 +54,12 @@ INLINE int64_t padded(int64_t tokens, int64_t step) { return (tokens + step - 1)
 
 INLINE bf16 *at(const struct view *view, int64_t token, int64_t head) { return view->data + token * view->token + head * view->head; }
 
-INLINE __m512 widen(const bf16 *from) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16));
-}
-
-INLINE void narrow(bf16 *to, __m512 from) { _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(from)); }
-
 INLINE __m512i narrow_two(__m512 low, __m512 high) { return (__m512i)_mm512_cvtne2ps_pbh(high, low); }
-
-/* 2^x for x <= 0, relative error below 3e-6: a polynomial of degree 5 on [-0.5, 0.5]. */
-INLINE __m512 exp2_of(__m512 x) {
-    __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), part = _mm512_sub_ps(x, whole);
-    __m512 power = _mm512_set1_ps(1.33335581e-3f);
-    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(9.61812911e-3f));
-    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(5.55041087e-2f));
-    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(2.40226507e-1f));
-    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(6.93147181e-1f));
-    power = _mm512_fmadd_ps(power, part, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(power, whole);
-}
 
 /* Which of 32 keys are kept for a query row: bit i is the key first + i. */
 INLINE __mmask32 kept(const struct row *row, int64_t query, int64_t head, int64_t first) {
-    if (!row->drop) return 0xffffffffu;
-    const uint64_t golden = 0x9e3779b97f4a7c15ull;
-    const __m512i steps = _mm512_setr_epi64(0, (long long)golden, (long long)(2 * golden), (long long)(3 * golden), (long long)(4 * golden),
-                                            (long long)(5 * golden), (long long)(6 * golden), (long long)(7 * golden));
-    uint64_t counter = ((((uint64_t)query * (uint64_t)row->heads + (uint64_t)head) << 20) | (uint64_t)(first / 32)) << 3;
-    __m512i bits = _mm512_add_epi64(_mm512_set1_epi64((long long)(row->seed + counter * golden)), steps);
-    bits = _mm512_mullo_epi64(_mm512_xor_si512(bits, _mm512_srli_epi64(bits, 30)), _mm512_set1_epi64((long long)0xbf58476d1ce4e5b9ull));
-    bits = _mm512_mullo_epi64(_mm512_xor_si512(bits, _mm512_srli_epi64(bits, 27)), _mm512_set1_epi64((long long)0x94d049bb133111ebull));
-    bits = _mm512_xor_si512(bits, _mm512_srli_epi64(bits, 31));
-    return _mm512_cmpge_epu16_mask(bits, _mm512_set1_epi16((short)row->drop));
+    uint64_t position = (((uint64_t)query * (uint64_t)row->heads + (uint64_t)head) << 20) | (uint64_t)(first / 32);
+    return draw_kept(row->seed, position, row->drop);
 }
 
 /* Transpose 16 rows of 16 numbers of 32 bits. */

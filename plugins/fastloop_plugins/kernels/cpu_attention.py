@@ -89,22 +89,17 @@ class CpuAttention(Plugin):
     @staticmethod
     def reason_against(run: Run, model: nn.Module) -> str | None:
         """Why the kernel cannot compute this model's attention; None: it can."""
-        from torch import bfloat16
-
-        from fastloop_plugins.data._varlen import computing_dtype, head_size
+        from fastloop_plugins.data._varlen import head_size
         from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, unavailable
+        from fastloop_plugins.kernels._native import reason_against
 
         found = transformers_model(model)
-        if run.device.type != "cpu":
-            return f"this run is on {run.device.type}"
         if found is None or not getattr(found, "_supports_sdpa", False):
             return f"{type(model).__name__} has no selectable attention"
         if (current := found.config._attn_implementation) not in REPLACED:
             return f"the model's attention is {current!r}"
-        if "compile" in run.plugins.names():
-            return "the kernel would break compile's graph"
-        if (dtype := computing_dtype(run, model)) != bfloat16:
-            return f"the run computes in {dtype}, not in bf16 (add amp: {{dtype: bf16}})"
+        if reason := reason_against(run, model):
+            return reason
         if (size := head_size(found.config)) not in HEAD_SIZES:
             sizes = ", ".join(map(str, HEAD_SIZES))
             return (

@@ -9,7 +9,7 @@ fresh process that reads the same JSONL file of IMDB reviews, cut at 512 tokens.
 imports, the model, tokenization, the batches and the output.
 
 * predict: ``fastloop predict RUN FILE --out OUT``, with the plugins that `auto` selects: they compute in float32, too.
-* predict, bf16: the same with ``--with amp``.
+* predict, auto: the same with ``--with auto``, which also selects bf16, packing and the CPU's kernels.
 * pipeline: ``transformers.pipeline("text-classification", batch_size=32)`` in float32, over a list of texts.
 * evaluate: ``fastloop evaluate RUN --file FILE``.
 * Trainer.evaluate: the rows by `datasets`, ``DataCollatorWithPadding``, batches of 32, and the accuracy.
@@ -120,7 +120,7 @@ def commands(folder: Path) -> dict[str, list[str]]:
     predict = ["-m", "fastloop", "predict", run, rows, length, "--out"]
     return {
         "predict": [*predict, str(folder / "predict.jsonl")],
-        "predict, bf16": [*predict, str(folder / "predict, bf16.jsonl"), "--with", "amp"],
+        "predict, auto": [*predict, str(folder / "predict, auto.jsonl"), "--with", "auto"],
         "pipeline": [str(folder / "pipeline.py"), model, rows, str(folder / "pipeline.jsonl")],
         "evaluate": [
             "-m",
@@ -166,7 +166,7 @@ def main() -> None:
             (folder / f"{arm}.jsonl").unlink(missing_ok=True)  # predict keeps the file of a complete job
             found.append({"round": number, "arm": arm} | run_command(arms[arm]))
             print(f"round {number + 1} {arm:18} {found[-1]['wall']:.1f} s", flush=True)
-        compared = {arm: compare_probabilities(folder, arm) for arm in ("predict", "predict, bf16")}
+        compared = {arm: compare_probabilities(folder, arm) for arm in ("predict", "predict, auto")}
         ours, theirs = (json.loads((folder / f"{name}.json").read_text()) for name in ("evaluate", "trainer"))
         accuracy = {"evaluate": ours["metrics"]["accuracy"], "Trainer.evaluate": theirs["eval_accuracy"]}
     facts = machine(*PACKAGES)
@@ -191,7 +191,7 @@ def report(results: dict[str, Any]) -> str:
     shown = [
         [arm, f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})"] for arm, each in walls.items()
     ]
-    pairs = [("predict", "pipeline"), ("predict, bf16", "pipeline"), ("evaluate", "Trainer.evaluate")]
+    pairs = [("predict", "pipeline"), ("predict, auto", "pipeline"), ("evaluate", "Trainer.evaluate")]
     faster = [[f"{other} / {one}", show_ratio(ratio(walls[other], walls[one]))] for one, other in pairs]
     apart = [
         f"Probabilities of `{arm}` differ from those of `pipeline` by at most {value:.1e}."

@@ -5,8 +5,8 @@
     python benchmarks/memory.py --steps 300
 
 The model, the data and the command are those of ``flagship.py``, with 12,000 reviews an epoch. A batch has 12 reviews
-of any length, so each step has other sizes. The table has what the process holds (its resident set) at some steps, and
-that relative to step 50. Other load on the machine does not change it.
+of any length, so each step has other sizes. The table has what the process holds (its resident set) at some steps, that
+relative to step 50, and the tokens of the largest batch until then. Other load on the machine does not change it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,26 @@ from pathlib import Path
 from _measure import RESULTS, ROOT, machine, show_machine, source, table, write, write_section
 from flagship import RECIPE, fastloop, overrides
 
+from fastloop.lifecycle import build
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import load_recipe
+
 BATCH, ROWS = 12, 12_000
 """Samples of a step, and of an epoch."""
 FIRST = 50
 """Step that later ones are compared with: one-time work is done."""
 
 
-def train(data: Path, steps: int, folder: Path) -> dict[int, int]:
-    """Train; returns step -> bytes that the process held."""
+def train(data: Path, steps: int, folder: Path) -> tuple[dict[int, int], list[int]]:
+    """Train; returns step -> bytes that the process held, and the tokens of each step's batch in the first epoch."""
     rows = min(ROWS, steps * BATCH)
     work = overrides(data, train=("train", rows), validation=("validation", 400), test=("test", 200))
-    length = (f"train.epochs={-(-steps * BATCH // rows)}", f"train.max_steps={steps}")
-    fastloop("train", RECIPE, *work, *length, f"output={folder}")
+    work = (*work, f"train.epochs={-(-steps * BATCH // rows)}", f"train.max_steps={steps}")
+    fastloop("train", RECIPE, *work, f"output={folder}")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line["memory_bytes"] for line in lines if "memory_bytes" in line}
+    run = build(resolve(load_recipe(RECIPE, [*work, f"output={folder}-batches"])))
+    tokens = [batch.inputs["input_ids"].numel() for batch in run.training_batches()]
+    return {line["step"]: line["memory_bytes"] for line in lines if "memory_bytes" in line}, tokens
 
 
 def main() -> None:
@@ -47,14 +53,17 @@ def main() -> None:
     )
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
-        held = train(options.data, options.steps, Path(temporary, "run"))
+        held, tokens = train(options.data, options.steps, Path(temporary, "run"))
     last = max(held)
     points = [step for step in (10, FIRST, 100, 250, 500, 1000, 1500, 2000) if step in held and step < last] + [last]
     shown = table(
-        ["step", "MiB", f"of step {FIRST}"],
-        [[str(step), f"{held[step] / 2**20:,.0f}", f"{held[step] / held[FIRST]:.0%}"] for step in points],
+        ["step", "MiB", f"of step {FIRST}", "largest batch, tokens"],
+        [
+            [str(step), f"{held[step] / 2**20:,.0f}", f"{held[step] / held[FIRST]:.0%}", f"{max(tokens[:step]):,}"]
+            for step in points
+        ],
     )
-    results = {"machine": machine("torch", "transformers"), "held": held}
+    results = {"machine": machine("torch", "transformers"), "held": held, "tokens": tokens}
     print(f"\n{shown}\n\n{write('memory', results, options.results)}")
     if options.results == RESULTS:
         write_section(

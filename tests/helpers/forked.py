@@ -208,6 +208,7 @@ class ForkedPopen(subprocess.Popen):  # type: ignore[type-arg]
             self.pid = os.fork()
         if self.pid == 0:
             _become(args[1:], env, cwd, (stdin, stdout, stderr), fds, new_session)
+        self._close_pipe_fds(*rest[3:9])  # type: ignore[attr-defined] # the child's ends
 
 
 def _become(

@@ -64,6 +64,32 @@ for project in sys.argv[2:]:
 """Builds the wheels of several projects in one process, with the backend that each of them names."""
 
 
+SUITES = """
+import os, sys
+from multiprocessing import forkserver, resource_tracker
+import pytest, transformers
+from fastloop.testing import starting
+starting._context()
+server = forkserver._forkserver
+server.ensure_running()
+server.ensure_running = resource_tracker.ensure_running  # in a suite, whose child the server is not
+codes = []
+for folder in sys.argv[1:]:
+    sys.stdout.flush()
+    if os.fork() == 0:
+        os.chdir(folder)
+        ignored = "ignore::pytest.PytestAssertRewriteWarning"  # fastloop.testing is imported above
+        options = ["-q", "-W", "error", "-W", ignored, "-p", "no:cacheprovider", "-p", "no:xdist"]
+        code = pytest.main([*options, "-k", "not ConformanceOf", "tests"])
+        sys.stdout.flush()
+        os._exit(code)
+    codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
+sys.exit(any(codes))
+"""
+"""Runs the tests of several projects, each in a process forked from this one, so that all share its imports and its
+server of forked processes. A second conformance class of a project takes a minute, and is left out."""
+
+
 def build_wheels(into: Path, *projects: Path) -> list[Path]:
     """Build the wheels of projects into a folder, with the hatchling that is installed here; returns their paths."""
     into.mkdir(exist_ok=True)

@@ -12,7 +12,18 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def test_the_recipe_of_dates_learns_in_a_few_steps(tmp_path):
-    run_commands([[str(tmp_path), "train", str(RECIPES / "dates.yaml"), "train.epochs=1", "output=run"]])
+    run_commands(
+        [
+            [
+                str(tmp_path),
+                "train",
+                str(RECIPES / "dates.yaml"),
+                "train.epochs=1",
+                "data.arguments={train: 2000}",
+                "output=run",
+            ]
+        ]
+    )
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["test"]
     assert found["recall@10"] > 0.5
 

@@ -30,7 +30,7 @@ DIGITS = {
         "lr": 1e-1,
         "optimizer": "SGD",
         "device": "cpu",
-        "evaluate_every": 5,
+        "evaluate_every": 15,
         "save_every": None,
     },
 }

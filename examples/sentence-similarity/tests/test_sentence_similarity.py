@@ -2,11 +2,9 @@
 
 import json
 import random
-import subprocess
-import sys
 
 import pytest
-from fastloop.testing import TEXTS, Conformance
+from fastloop.testing import TEXTS, Conformance, run_commands
 
 WORDS = "red blue green old new big small fast slow dog cat bird fish house tree river".split()
 
@@ -23,26 +21,17 @@ def pairs(count: int = 64):
 DATA = {"module": f"{__file__}:pairs", "max_length": 32}
 
 
-def fastloop(*arguments, folder):
-    """Run a command of fastloop in a folder."""
-    done = subprocess.run(
-        [sys.executable, "-m", "fastloop", *arguments], cwd=folder, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
+@pytest.mark.filterwarnings("ignore:The variance of predictions or target:UserWarning")  # each score is 1
 @pytest.mark.parametrize("label", [{}, {"label": "score", "label_type": "number"}], ids=["pairs", "scores"])
 def test_it_learns_that_the_same_words_are_similar(tmp_path, label):
     recipe = {"model": TEXTS["model"], "data": {**DATA, **label}, "output": "run", "plugins": ["sentence-similarity"]}
     recipe["train"] = {"epochs": 15, "batch_size": 16, "lr": 3e-3, "device": "cpu"}
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
-    fastloop("train", "recipe.yaml", folder=tmp_path)
+    (tmp_path / "texts.csv").write_text("text\nred dog\ndog red\nold slow house\n")
+    predict = (tmp_path, "predict", "run", "texts.csv", "--out", "vectors.jsonl")
+    run_commands([(tmp_path, "train", "recipe.yaml"), predict])
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["validation"]
     assert found["loss"] < 0.05 if label else found["accuracy"] > 0.9
-
-    (tmp_path / "texts.csv").write_text("text\nred dog\ndog red\nold slow house\n")
-    fastloop("predict", "run", "texts.csv", "--out", "vectors.jsonl", folder=tmp_path)
     first, same, other = (json.loads(line)["vector"] for line in (tmp_path / "vectors.jsonl").read_text().splitlines())
     similar = [sum(one * two for one, two in zip(first, vector, strict=True)) for vector in (first, same, other)]
     assert similar[0] == pytest.approx(1, abs=1e-5)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -119,11 +118,5 @@ def test_results_become_a_page(script: Any) -> None:
 @pytest.mark.slow
 def test_a_sample_of_architectures_equals_plain_pytorch() -> None:
     """The whole table takes most of an hour: `make architectures`."""
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "architectures.py"), "--sample"],
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
+    done = forked.run(str(BENCHMARKS / "architectures.py"), "--sample", timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 import yaml
@@ -239,9 +238,7 @@ def test_a_configuration_file_trains_what_the_recipe_would():
     }
     weights = {}
     for name, command in starts.items():
-        ended = subprocess.run(
-            [sys.executable, "-m", *command, f"output={name}"], capture_output=True, text=True, check=False
-        )
+        ended = forked.run("-m", *command, f"output={name}")
         assert ended.returncode == 0, ended.stderr
         weights[name] = load_file(Path(name, "model", "model.safetensors"))
     assert yaml.safe_load(Path("launched/recipe.yaml").read_text())["train"]["max_grad_norm"] == 0.01

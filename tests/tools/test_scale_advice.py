@@ -20,6 +20,7 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
+from fastloop_tools.scale.activations import Activations, extrapolate
 from fastloop_tools.scale.change import Command, smallest_change
 from fastloop_tools.scale.estimate import estimate
 
@@ -118,18 +119,30 @@ CASES: dict[str, tuple[list[Any], list[str]]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_the_printed_command_resolves_and_then_fits(case):
+def test_the_printed_command_resolves_and_then_fits(case, monkeypatch):
     plugins, words = CASES[case]
     file = write_recipe(*plugins)
     machine = ["--nproc", str(PROCESSES), "--device-memory"]
-    found = plan(file, *words, *machine, "1KiB")
+    measured: list[Activations] = []
+
+    def measure(*arguments: Any) -> Activations:
+        measured.append(extrapolate(*arguments))
+        return measured[-1]
+
+    with monkeypatch.context() as patched:
+        patched.setattr("fastloop_tools.scale.estimate.extrapolate", measure)
+        found = plan(file, *words, *machine, "1KiB")
     totals = sorted(
         float(line.split()[-3])
         for line in found.splitlines()
         if re.match(r"\*?(ddp|fsdp|zero|tensor).* (yes|no)$", line)
     )
     memory = f"{totals[len(totals) // 4] * 1.01:.2f}MiB"
-    command = suggested(plan(file, *words, *machine, memory))
+    again = iter(measured)
+    with monkeypatch.context() as patched:  # the device's memory changes no measurement
+        patched.setattr("fastloop_tools.scale.estimate.extrapolate", lambda *_: next(again))
+        command = suggested(plan(file, *words, *machine, memory))
+    assert next(again, None) is None
     resolves(command)
     start = command.index("--nproc")
     assert command[start : start + 2] == ["--nproc", str(PROCESSES)]

@@ -84,10 +84,11 @@ def ranges(hub: Hub) -> int:
 
 
 @pytest.mark.slow
-def test_a_killed_run_on_a_dataset_of_the_hub_resumes_to_the_same_bits():
+def test_a_killed_run_on_a_dataset_of_the_hub_resumes_to_the_same_bits_and_what_cannot_be_streamed_is_named():
     write_hub(root := Path("hub").resolve())
     write_recipe()
-    with hub_server(root) as (url, hub), trainer(url) as python:
+    closed = {"own/private": "RepoNotFound", "own/gated": "GatedRepo"}
+    with hub_server(root, closed) as (url, hub), trainer(url) as python:
         code, out = train(python, "output=whole")
         assert code == 0, out
         commit = commit_of(root / "own/films/main")
@@ -110,16 +111,8 @@ def test_a_killed_run_on_a_dataset_of_the_hub_resumes_to_the_same_bits():
         assert record() == record("whole")
         assert summary()["sample-audit"]["repeated"] == summary()["sample-audit"]["missing"] == 0
 
-
-@pytest.mark.slow
-def test_what_cannot_be_streamed_from_a_hub_is_named():
-    write_hub(root := Path("hub").resolve())
-    write_recipe()
-    with (
-        hub_server(root, {"own/private": "RepoNotFound", "own/gated": "GatedRepo"}) as (url, _),
-        trainer(url) as python,
-    ):
-        code, out = train(python, "data.name=own/scripted", "train.max_steps=2")
+        # other datasets of the same hub
+        code, out = train(python, "data.name=own/scripted", "train.max_steps=2", "output=scripted")
         assert code == 0, out
         assert f"data: own/scripted, the hub's Parquet copy at commit {commit_of(root / 'own/scripted/convert')}" in out
         assert f"data: train {ROWS}, streamed from 10 row groups in 2 files, validation 24" in out

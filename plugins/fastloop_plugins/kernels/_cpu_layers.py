@@ -17,7 +17,7 @@ SOURCE = Path(__file__).with_name("cpu_layers.c")
 LANES = 32
 """Columns that the kernels compute at once: the number of columns is a multiple of it."""
 WIDEST = 2**14
-"""Most columns of a norm: the kernel keeps a row in the stack of a thread, 4 bytes for each column."""
+"""Most columns: the kernel of the norm keeps a row in the stack of a thread, 4 bytes for each column."""
 
 
 class Layer(ctypes.Structure):
@@ -36,6 +36,11 @@ class Layer(ctypes.Structure):
         ("seed", ctypes.c_uint64),
         ("threads", ctypes.c_int32),
     )
+
+
+def has_kernel(columns: int) -> bool:
+    """Whether the kernels compute rows of this many columns."""
+    return columns % LANES == 0 and columns <= WIDEST
 
 
 def call(name: str, columns: int, options: dict[str, Any], **tensors: Tensor | None) -> None:
@@ -57,7 +62,7 @@ def call(name: str, columns: int, options: dict[str, Any], **tensors: Tensor | N
     for key, tensor in given.items():
         expected = (torch.float32 if key in sizes else torch.bfloat16, "cpu", sizes.get(key, rows * columns), True)
         found = (tensor.dtype, tensor.device.type, tensor.numel(), tensor.is_contiguous())
-        if found != expected or columns % LANES or columns > WIDEST:
+        if found != expected or not has_kernel(columns):
             raise ValueError(
                 f"cpu-layers: {name}: {key}: found {found}, expected {expected} (dtype, device, numbers, contiguous), "
                 f"and a multiple of {LANES} columns up to {WIDEST}, not {columns}."
@@ -227,18 +232,17 @@ def replacement(module: nn.Module) -> Any:
     children: dict[str, Any] = dict(module.named_children())
     norms = [child for child in children.values() if isinstance(child, nn.LayerNorm)]
     for norm in norms:
-        columns = norm.normalized_shape[-1]
-        if type(norm) is not nn.LayerNorm or norm.bias is None or columns % LANES or columns > WIDEST:
+        if type(norm) is not nn.LayerNorm or norm.bias is None or not has_kernel(norm.normalized_shape[-1]):
             return None
     if children.keys() == {"dense", "LayerNorm", "dropout"}:
         return add_hidden
     if children.keys() == {"dense", "intermediate_act_fn"}:
         exact = isinstance(children["intermediate_act_fn"], GELUActivation)
-        return activate if exact and not children["dense"].out_features % LANES else None
+        return activate if exact and has_kernel(children["dense"].out_features) else None
     if children.keys() == {"attention", "sa_layer_norm", "ffn", "output_layer_norm"}:
         ffn = children["ffn"]
         exact = isinstance(ffn.activation, GELUActivation) and not ffn.chunk_size_feed_forward
-        return compute_block if exact and not ffn.lin1.out_features % LANES else None
+        return compute_block if exact and has_kernel(ffn.lin1.out_features) else None
     return None
 
 

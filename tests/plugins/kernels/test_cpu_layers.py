@@ -229,6 +229,22 @@ def test_gradients_are_nearly_as_exact_as_those_of_amp_alone():
     assert 0 < (gradients(True) - exact).norm() < 1.5 * amp
 
 
+@pytest.mark.parametrize("width", [100, 2**14 + 32])
+def test_activations_of_widths_without_a_kernel_stay_the_models(width):
+    from transformers import AutoConfig, AutoModel
+
+    with torch.device("meta"):
+        models = [
+            AutoModel.from_config(AutoConfig.for_model(**config, **{name: size}))
+            for config, name in (
+                ({key: value for key, value in BERT.items() if key != "intermediate_size"}, "intermediate_size"),
+                ({key: value for key, value in DISTILBERT.items() if key != "hidden_dim"}, "hidden_dim"),
+            )
+            for size in (96, width)
+        ]
+    assert [use(model) for model in models] == [6, 4, 2, 0]
+
+
 @needs_kernel
 def test_masks_are_drawn_again_where_activations_are_computed_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

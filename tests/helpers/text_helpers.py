@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from training_runs import execute
+
 from fastloop.lifecycle import build
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import resolve
@@ -41,6 +43,32 @@ def make_run(
         tree | {"plugins": [task, {"log": False}, {"progress": False}, {"module": False}]}, Path("recipe.yaml")
     )
     return build(resolve(recipe, objects=objects))
+
+
+def build_on_short_texts(config: dict[str, Any], *objects: Plugin) -> Run:
+    """A run of a new model on texts of 1 to 25 words: ``causal-lm`` for GPT-2 and Llama, or ``text-classification``."""
+    lines = [
+        f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n"
+        for i in range(40)
+    ]
+    Path("a.csv").write_text("text,label\n" + "".join(lines))
+    data: dict[str, Any] = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32}
+    task = "causal-lm" if config["model_type"] in ("gpt2", "llama") else "text-classification"
+    data |= {"label": "label"} if task == "text-classification" else {}
+    return make_run(task, {"config": config, "tokenizer": {"kind": "word"}}, data, objects)
+
+
+def train_to_numbers(config: dict[str, Any], *objects: Plugin) -> list[float]:
+    """The loss of an evaluation after training on short texts, and the norms of all weights. Biases of keys have no
+    gradient but rounding, and are left out."""
+    made = build_on_short_texts(config, *objects)
+    summary = execute(made)
+    weights = made.unwrap_model().named_parameters()
+    keys = ("key.bias", "k_lin.bias", "c_attn.bias")
+    return [
+        summary["validation"]["loss"],
+        *(float(w.detach().norm()) for name, w in weights if not name.endswith(keys)),
+    ]
 
 
 def train_whole_and_cut(cli: Any, recipe: str, steps: int, *changes: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins.kernels._native import KernelUnavailable, load, operation, unavailable_kernels
+from fastloop_plugins.kernels._native import KernelUnavailable, draw_dropout, load, operation, unavailable_kernels
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
 PRODUCTS = {
@@ -187,10 +187,8 @@ class RowAttention(torch.autograd.Function):
         query, key, value = (
             tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value)
         )
-        drop = min(round(p * 2**16), 2**16 - 1)
-        seed = int(torch.randint(2**63 - 1, ())) if drop else 0
         output, log_sums = torch.empty(query.shape, dtype=query.dtype), torch.empty(query.shape[:2])
-        ctx.ends, ctx.options = ends, {"scale": scale, "drop": drop, "seed": seed, "causal": causal}
+        ctx.ends, ctx.options = ends, {"scale": scale, "causal": causal, **draw_dropout(p)}
         call(
             "attention_forward",
             ends,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins.kernels._native import load, operation
+from fastloop_plugins.kernels._native import draw_dropout, load, operation
 
 SOURCE = Path(__file__).with_name("cpu_layers.c")
 LANES = 32
@@ -93,8 +93,7 @@ class Norm(torch.autograd.Function):
     ) -> Tensor:
         """Draw a seed for the dropout mask from torch's default generator, and compute."""
         input, residual = input.contiguous(), residual.contiguous()
-        drop = min(round(p * 2**16), 2**16 - 1)
-        ctx.options = {"drop": drop, "seed": int(torch.randint(2**63 - 1, ())) if drop else 0}
+        ctx.options = draw_dropout(p)
         output, factors = torch.empty_like(input), torch.empty(input.shape[:-1], dtype=torch.float32)
         normal = torch.empty_like(input) if any(ctx.needs_input_grad) else None
         call(

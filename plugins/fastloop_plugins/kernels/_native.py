@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import bfloat16
+from torch import bfloat16, randint
 from torch.autograd import profiler  # torch also loads its OpenMP runtime, which the libraries call
 
 from fastloop.runtime.regions import NO_CONTEXT
@@ -64,6 +64,13 @@ def operation(name: str) -> AbstractContextManager[Any]:
     """Show the block as the operation ``fastloop::NAME`` in torch's profiler, for native code that is no operation of
     torch. Without an active profiler, it costs one Python call."""
     return profiler.record_function(f"fastloop::{name}") if profiler._is_profiler_enabled else NO_CONTEXT
+
+
+def draw_dropout(p: float) -> dict[str, int]:
+    """Arguments of a kernel for dropout at rate ``p``: how many of 65,536 elements are dropped, and a seed for the mask
+    from torch's default generator."""
+    drop = min(round(p * 2**16), 2**16 - 1)
+    return {"drop": drop, "seed": int(randint(2**63 - 1, ())) if drop else 0}
 
 
 @cache

@@ -176,7 +176,7 @@ INLINE int64_t visible(const struct row *row, const struct task *task, int64_t r
 INLINE void forward_task(struct row *row, int64_t sequence, int64_t head, char *memory, const int size) {
     const struct task task = task_of(row, sequence);
     const int64_t width = task.width, key_head = head / (row->heads / row->key_heads);
-    const float to_log2 = row->scale * 1.44269504f, undropped = 1.0f / (1.0f - (float)row->drop / 65536.0f);
+    const float to_log2 = row->scale * 1.44269504f, undropped = dropout_scale(row->drop);
     uint32_t *keys = (uint32_t *)memory, *values = keys + width * size / 2;
     float *raw = (float *)(values + width * size / 2), *sums = raw + ROWS * width;
     bf16 *weights = (bf16 *)(sums + ROWS * size), *rows = weights + ROWS * width;
@@ -216,7 +216,7 @@ INLINE void forward_task(struct row *row, int64_t sequence, int64_t head, char *
 INLINE void backward_task(struct row *row, int64_t sequence, int64_t key_head, char *memory, const int size) {
     const struct task task = task_of(row, sequence);
     const int64_t width = task.width, group = row->heads / row->key_heads;
-    const float to_log2 = row->scale * 1.44269504f, undropped = 1.0f / (1.0f - (float)row->drop / 65536.0f);
+    const float to_log2 = row->scale * 1.44269504f, undropped = dropout_scale(row->drop);
     const __m512i interleave = _mm512_add_epi16( /* 0, 32, 1, 33, ...: element i of one vector, then of the other */
         _mm512_cvtepu8_epi16(_mm256_setr_epi8(0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47)),
         _mm512_setzero_si512());

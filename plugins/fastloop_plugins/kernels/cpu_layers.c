@@ -38,11 +38,9 @@ INLINE __m512 biased(const struct layer *layer, int64_t row, int64_t column) {
 
 INLINE void accumulate(float *to, __m512 term) { _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), term)); }
 
-INLINE float undropped(const struct layer *layer) { return 1.0f / (1.0f - (float)layer->drop / 65536.0f); }
-
 void norm_forward(struct layer *layer) {
     const int64_t columns = layer->columns;
-    const float scale = undropped(layer), share = 1.0f / (float)columns;
+    const float scale = dropout_scale(layer->drop), share = 1.0f / (float)columns;
 #pragma omp parallel for num_threads(layer->threads) schedule(static)
     for (int64_t row = 0; row < layer->rows; row++) {
         float sum[columns]; /* stays in the first-level cache */
@@ -74,7 +72,7 @@ void norm_forward(struct layer *layer) {
 
 void norm_backward(struct layer *layer) {
     const int64_t columns = layer->columns;
-    const float scale = undropped(layer), share = 1.0f / (float)columns;
+    const float scale = dropout_scale(layer->drop), share = 1.0f / (float)columns;
 #pragma omp parallel for num_threads(layer->threads) schedule(static)
     for (int64_t row = 0; row < layer->rows; row++) {
         float *sums = layer->sums + omp_get_thread_num() * 3 * columns;

@@ -24,6 +24,9 @@ INLINE __m512 exp2_of(__m512 x) {
     return _mm512_scalef_ps(power, whole);
 }
 
+/* What dropout multiplies kept elements by: `drop` of 65536 are dropped. */
+INLINE float dropout_scale(uint32_t drop) { return 1.0f / (1.0f - (float)drop / 65536.0f); }
+
 /* Which of 32 elements dropout keeps: bit i is the element 32 * position + i. An element is dropped if its 16 random bits are below `drop`.
  * The bits are splitmix64 (Steele et al., 2014) of the position. */
 INLINE __mmask32 draw_kept(uint64_t seed, uint64_t position, uint32_t drop) {

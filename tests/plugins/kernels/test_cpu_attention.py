@@ -13,8 +13,8 @@ from typing import Any
 import forked
 import pytest
 import torch
-from text_helpers import make_run
-from training_runs import execute
+from text_helpers import build_on_short_texts as run
+from text_helpers import train_to_numbers
 
 from fastloop_plugins.data._varlen import head_size
 from fastloop_plugins.data.packing import Packing
@@ -224,33 +224,6 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
     assert all(torch.equal(one, other) for results in found[1:] for one, other in zip(found[0], results, strict=True))
 
 
-def run(config: dict[str, Any], *objects: Any, task: str | None = None, **train: Any) -> Any:
-    """A run on texts of 1 to 25 words."""
-    lines = [
-        f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n"
-        for i in range(40)
-    ]
-    Path("a.csv").write_text("text,label\n" + "".join(lines))
-    task = task or ("text-classification" if config["model_type"] == "bert" else "causal-lm")
-    data = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32} | (
-        {"label": "label"} if "class" in task else {}
-    )
-    return make_run(task, {"config": config, "tokenizer": {"kind": "word"}}, data, objects, **train)
-
-
-def results(config: dict[str, Any], *objects: Any) -> list[float]:
-    """The loss of an evaluation after training, and the norms of all weights. Biases of keys have no gradient but
-    rounding."""
-    made = run(config, *objects)
-    summary = execute(made)
-    weights = [
-        weight
-        for name, weight in made.unwrap_model().named_parameters()
-        if not name.endswith(("key.bias", "c_attn.bias"))
-    ]
-    return [summary["validation"]["loss"], *(float(weight.detach().norm()) for weight in weights)]
-
-
 @needs_kernel
 @pytest.mark.parametrize(
     ("config", "others"),
@@ -270,9 +243,9 @@ def test_a_model_trains_to_the_numbers_that_it_has_without_the_kernel(config, ot
     monkeypatch.setattr(
         RowAttention, "apply", lambda *given, apply=RowAttention.apply: calls.append(given) or apply(*given)
     )
-    plain = results(config, Amp(dtype="bf16"), *(other() for other in others))
+    plain = train_to_numbers(config, Amp(dtype="bf16"), *(other() for other in others))
     assert not calls
-    fast = results(config, Amp(dtype="bf16"), CpuAttention(), *(other() for other in others))
+    fast = train_to_numbers(config, Amp(dtype="bf16"), CpuAttention(), *(other() for other in others))
     assert calls
     assert fast == pytest.approx(plain, rel=0.01)
     assert fast != plain
@@ -282,7 +255,7 @@ def test_a_model_trains_to_the_numbers_that_it_has_without_the_kernel(config, ot
 def test_batches_with_padding_keep_the_models_attention(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(RowAttention, "apply", lambda *given: pytest.fail("the kernel has no mask for padding"))
-    assert results(BERT, Amp(dtype="bf16"), CpuAttention()) == results(BERT, Amp(dtype="bf16"))
+    assert train_to_numbers(BERT, Amp(dtype="bf16"), CpuAttention()) == train_to_numbers(BERT, Amp(dtype="bf16"))
 
 
 @pytest.mark.parametrize("kind", ["swin", "segformer"])

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from text_helpers import make_run
+from text_helpers import build_on_short_texts as run
+from text_helpers import train_to_numbers
 from torch.nn.functional import gelu, layer_norm
-from training_runs import execute
 
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels._cpu_layers import SOURCE, Gelu, Norm, use
@@ -159,27 +157,6 @@ def test_a_second_derivative_raises():
         (loss + gradient.square().sum()).backward()
 
 
-def run(config: dict[str, Any], *objects: Any) -> Any:
-    """A run on texts of 1 to 25 words."""
-    lines = [
-        f"{('bad', 'good')[i % 2]} {' '.join(f'w{(i * k) % 7}' for k in range(i * 5 % 25))},{i % 2}\n"
-        for i in range(40)
-    ]
-    Path("a.csv").write_text("text,label\n" + "".join(lines))
-    data = {"files": {"train": "a.csv", "validation": "a.csv"}, "max_length": 32, "label": "label"}
-    return make_run("text-classification", {"config": config, "tokenizer": {"kind": "word"}}, data, objects)
-
-
-def results(config: dict[str, Any], *objects: Any) -> list[float]:
-    """The loss of an evaluation after training, and the norms of all weights but biases of keys, whose gradient is
-    rounding alone."""
-    made = run(config, *objects)
-    summary = execute(made)
-    weights = made.unwrap_model().named_parameters()
-    norms = [float(weight.detach().norm()) for name, weight in weights if not name.endswith(("key.bias", "k_lin.bias"))]
-    return [summary["validation"]["loss"], *norms]
-
-
 @needs_kernel
 @pytest.mark.parametrize(
     ("config", "others"),
@@ -199,9 +176,9 @@ def test_a_model_trains_to_the_numbers_that_it_has_without_the_kernels(config, o
     monkeypatch.chdir(tmp_path)
     calls = []
     monkeypatch.setattr(Norm, "apply", lambda *given, apply=Norm.apply: calls.append(given) or apply(*given))
-    plain = results(config, Amp(dtype="bf16"), *(other() for other in others))
+    plain = train_to_numbers(config, Amp(dtype="bf16"), *(other() for other in others))
     assert not calls
-    fast = results(config, Amp(dtype="bf16"), CpuLayers(), *(other() for other in others))
+    fast = train_to_numbers(config, Amp(dtype="bf16"), CpuLayers(), *(other() for other in others))
     assert calls
     assert fast == pytest.approx(plain, rel=0.02)
     assert fast != plain
@@ -250,7 +227,7 @@ def test_masks_are_drawn_again_where_activations_are_computed_again(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     config = BERT | {"hidden_dropout_prob": 0.2}
     plain, again = (
-        results(config, Amp(dtype="bf16"), CpuLayers(), FastDropout(), *others)
+        train_to_numbers(config, Amp(dtype="bf16"), CpuLayers(), FastDropout(), *others)
         for others in ([], [ActivationCheckpointing()])
     )
     assert again == pytest.approx(plain, rel=1e-5)

@@ -19,7 +19,7 @@ from pathlib import Path
 from _measure import RESULTS, ROOT, machine, show_machine, source, table, write, write_section
 from flagship import RECIPE, fastloop, overrides
 
-from fastloop.lifecycle import build
+from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 
@@ -36,8 +36,8 @@ def train(data: Path, steps: int, folder: Path) -> tuple[dict[int, int], list[in
     work = (*work, f"train.epochs={-(-steps * BATCH // rows)}", f"train.max_steps={steps}")
     fastloop("train", RECIPE, *work, f"output={folder}")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    run = build(resolve(load_recipe(RECIPE, [*work, f"output={folder}-batches"])))
-    tokens = [batch.inputs["input_ids"].numel() for batch in run.training_batches()]
+    with open_run(resolve(load_recipe(RECIPE, [*work, f"output={folder}-batches"]))) as run:
+        tokens = [batch.inputs["input_ids"].numel() for batch in run.training_batches()]
     return {line["step"]: line["memory_bytes"] for line in lines if "memory_bytes" in line}, tokens
 
 

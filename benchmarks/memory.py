@@ -36,7 +36,7 @@ def train(data: Path, steps: int, folder: Path) -> tuple[dict[int, int], list[in
     work = (*work, f"train.epochs={-(-steps * BATCH // rows)}", f"train.max_steps={steps}")
     fastloop("train", RECIPE, *work, f"output={folder}")
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    with open_run(resolve(load_recipe(RECIPE, [*work, f"output={folder}-batches"]))) as run:
+    with open_run(resolve(load_recipe(str(RECIPE), [*work, f"output={folder}-batches"]))) as run:
         tokens = [batch.inputs["input_ids"].numel() for batch in run.training_batches()]
     return {line["step"]: line["memory_bytes"] for line in lines if "memory_bytes" in line}, tokens
 

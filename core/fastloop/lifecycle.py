@@ -18,6 +18,7 @@ from torch import nn
 
 from fastloop import log_points, loop
 from fastloop.checkpoint import folder, resume
+from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
@@ -241,7 +242,9 @@ def _build_model(run: Run) -> None:
     optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
     if optimizer is None:
         raise PluginError(f"{run.recipe.where}: no plugin built an optimizer.")
+    record = BuildRecord.make(model, optimizer, run.plugins)
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
+    run.build_record = record.with_scheduler(run.scheduler)
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)

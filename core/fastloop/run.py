@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
+from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.checkpoint.saver import CheckpointSaver
 from fastloop.data import Loader, Loaders
 from fastloop.distributed.processes import Processes
@@ -73,6 +74,7 @@ class Run:
         schedule: When to evaluate, save and stop.
         saver: The pending and the newest complete checkpoint.
         signals: The stop signal of this process.
+        build_record: The settings with which the run was built, for its checkpoints.
         resume_point: ``(checkpoint folder, warnings)`` to resume from, or None.
         scalars: The values since the last log point; see ``log``.
         updates: Calls of ``apply_gradients`` in the current step.
@@ -94,6 +96,7 @@ class Run:
         self.scheduler: Any
         self.metrics: MetricCollection | None = None
         self.schedule: Schedule
+        self.build_record: BuildRecord
         self._skipped_steps: SkippedSteps  # by fp16's loss scaling
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0

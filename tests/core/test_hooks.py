@@ -162,7 +162,7 @@ def test_a_plugin_that_had_nothing_to_save_is_resumed_without_a_word(caplog):
     assert "forgetful" not in caplog.text
     short_run(Forgetful(), "run", max_steps=1).fit()
     short_run(scribe([]), "run", resume=True).fit()
-    assert "plugin 'scribe' is not in the checkpoint: its state starts at step 1" in caplog.text
+    assert "plugin 'scribe' is not in the checkpoint: it starts at step 1" in caplog.text
 
 
 def test_a_run_that_fails_tells_its_plugins_and_then_writes_its_summary():

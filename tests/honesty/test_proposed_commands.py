@@ -558,20 +558,6 @@ CASES: dict[str, Case] = {
         module(data={"arguments": {"splits": ["train"]}}, plugins=["early-stopping"]),
         (r"use (--without early-stopping)",),
     ),
-    "another length of the schedule": Case(
-        ("training/lr_scheduler.py plugins.lr-scheduler.arguments.{}=",),
-        then(
-            stopped(
-                module(plugins=["./plugin.py:Stops", {"lr-scheduler": {"schedule": "CosineAnnealingLR"}}], max_steps=2)
-            ),
-            "train",
-            "r.yaml",
-            "train.max_steps=4",
-            "--resume",
-            code=75,
-        ),
-        (r"keep the old schedule: (plugins\.lr-scheduler\.arguments\.T_max=2)",),
-    ),
     "another split than a fold": Case(
         ("data/folds.py --split",),
         then(module(plugins=["folds"]), "evaluate", "out", "--split", "validation"),

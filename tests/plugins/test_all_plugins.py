@@ -21,9 +21,8 @@ def test_required_plugins_are_installed():
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_plugin_module_has_limited_length_and_docstring(name):
+def test_plugin_module_has_a_docstring(name):
     text = Path(sys.modules[load(name).__module__].__file__).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 240
     assert ast.get_docstring(ast.parse(text))
 
 

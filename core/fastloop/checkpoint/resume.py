@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
+from fastloop.checkpoint.build_record import with_own_code, with_own_growth
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
 from fastloop.recipe import secrets
 from fastloop.runtime.random_states import random_states, restore_random_states
@@ -43,6 +44,7 @@ def save(run: Run) -> None:
         state = {
             "fastloop": 1,
             "recipe": secrets.hidden(run.recipe.to_dict()),
+            "build": run.build_record.to_dict(),
             "state": run.state.to_dict(),
             "clock": dict(run.clock.seconds),
             "data": run.loaders.fingerprints,
@@ -147,10 +149,12 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     with refuse_errors(
         f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError
     ):
-        run.strategy.load_optimizer_state(run, saved["optimizer"])
-    for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
-        if part is not None:
-            part.load_state_dict(saved[name])
+        run.strategy.load_optimizer_state(run, with_own_code(saved["optimizer"], run.optimizer.param_groups))
+    if run.scheduler is not None:
+        run.scheduler.load_state_dict(saved["scheduler"])
+    scaler = run.accelerator.scaler
+    if scaler is not None:
+        scaler.load_state_dict(with_own_growth(saved["scaler"], scaler))
     run.state.restore(saved["state"])
     recipe = secrets.hidden(run.recipe.to_dict())
     if run.interrupted or any(saved["recipe"][key] != recipe[key] for key in ("train", "plugins")):
@@ -166,12 +170,9 @@ def _restore_plugins(run: Run, states: dict[str, Any]) -> None:
     """Restore the states of the plugins, by name. An error of a plugin stays the plugin's."""
     log_points.start(run)
     for plugin, call in run.plugins.each("load_state"):
-        if plugin.name not in states:
-            log.warning("plugin %r is not in the checkpoint: its state starts at step %d", plugin.name, run.state.step)
-        elif (state := states[plugin.name]) is not None:
+        state = states.get(plugin.name)
+        if state is not None:
             call(run=run, state=state)
-    for name in sorted(name for name, state in states.items() if state is not None and name not in run.plugins.names()):
-        log.warning("plugin %r is in the checkpoint, but not in this run", name)
 
 
 def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:

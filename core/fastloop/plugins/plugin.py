@@ -202,6 +202,10 @@ class Plugin:
     """For a task: ``model`` and ``data`` -> the dataclass of their keys. `fastloop schema` and the docs show them."""
     numerics: ClassVar[Numerics] = "bitwise"
     """How the plugin affects the numbers."""
+    on_resume: ClassVar[Mapping[str, Literal["fixed", "free"]]] = {}
+    """Option -> whether a run that resumes must have the checkpoint's value (``fixed``), or may have another one
+    (``free``), which is logged and must take effect. The options that it leaves out are fixed in a task and
+    if ``numerics`` is ``changes-training``, and free otherwise."""
     description: ClassVar[str] = ""
     """The plugin's effect in a few words, for `fastloop plan`."""
     read_only: ClassVar[bool] = False

@@ -30,6 +30,7 @@ class CheckpointBest(Plugin):
 
     name = "checkpoint-best"
     numerics = "bitwise"
+    on_resume = {"monitor": "fixed", "mode": "fixed"}  # the values of the kept checkpoints are compared with new ones
     runs_after = ("ema",)  # inside its wrapper, so that it keeps the evaluated weights
     description = "keeps the best weights, and ends with them"
 

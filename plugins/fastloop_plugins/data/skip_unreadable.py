@@ -28,6 +28,7 @@ class SkipUnreadable(Plugin):
 
     name = "skip-unreadable"
     numerics = "changes-training"
+    on_resume = {"limit": "free"}
     for_inference = True
     description = "skips samples that cannot be read"
 

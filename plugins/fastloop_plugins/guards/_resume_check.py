@@ -1,5 +1,8 @@
 """Checks that a run resumes with the settings, the parts and the data of its checkpoint, before weights are loaded.
 
+Each setting is fixed or free. A run cannot change a fixed setting, because the checkpoint's weights, or the states that
+are loaded with them, depend on it. It can change a free one, and a line of the log names both values.
+
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
 
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import hookimpl
 from fastloop.checkpoint import unpack
+from fastloop.checkpoint.build_record import OPTIMIZER_CODE, Difference, differences, explain_parameters
 from fastloop.checkpoint.resume import refuse_errors
 from fastloop.errors import CheckpointError
 from fastloop.recipe import Train, secrets
@@ -22,11 +26,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-FIXED_ON_RESUME = (
+FIXED = (
     "seed", "batch_size", "lr", "optimizer", "weight_decay", "decay_biases_and_norms", "layer_lr_decay",
     "parameter_groups", "max_grad_norm"
 )  # fmt: skip
-"""Keys of ``train`` that a resumed run cannot change, because the checkpoint's weights depend on them."""
+"""Keys of ``train`` that a resumed run cannot change."""
+
+FREE = (
+    "epochs", "max_steps", "micro_batch_size", "eval_batch_size", "log_every", "evaluate_every", "save_every",
+    "keep_checkpoints", "on_save_error", "on_data_change", "device"
+)  # fmt: skip
+"""Keys of ``train`` that a resumed run may change."""
 
 
 @hookimpl(trylast=True)
@@ -42,10 +52,19 @@ def check_run(run: Run) -> None:
     # the main process reads: another host may see the checkpoint late
     saved = run.processes.all_gather_object(read_state(path) if run.is_main else None)[0]
     with refuse_errors(f"{path}: malformed state.json. Resume from another checkpoint: "):
-        compare_settings(path, unpack(saved["recipe"], {}), secrets.hidden(run.recipe.to_dict()))
-        if "data" in saved:  # checkpoints of early versions have no fingerprints
+        changed = compare_recipes(path, unpack(saved["recipe"], {}), secrets.hidden(run.recipe.to_dict()))
+        built = unpack(saved.get("build"), {})  # None in a checkpoint of an early version
+        if built is not None:
+            changed += compare_plugins(run, path, built["plugins"])
+        if "data" in saved:  # as above
             compare_data(run, path, saved["data"])
         compare_parts(run, path, saved)
+        if built is not None:
+            compare_trained(run, path, built)
+        report_plugins(run, saved)
+    if changed:
+        listed = ", ".join(f"{one.key} = {one.now!r} (was {one.before!r})" for one in changed)
+        logger.info("%s: the run resumes with other settings: %s", path, listed)
 
 
 def read_state(path: Path) -> Any:
@@ -60,6 +79,108 @@ def read_state(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read: {error}.") from None
 
 
+def refusal(path: Path, difference: Difference) -> CheckpointError:
+    """The error for a fixed setting that differs."""
+    return CheckpointError(
+        f"{path}: was saved with {difference.key} = {difference.before!r}, and this run has {difference.now!r}. Resume "
+        "with the same, or start a new run."
+    )
+
+
+def compare_recipes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
+    """Compare the model, the data and the section ``train``. Returns the free settings that differ.
+
+    Raises:
+        CheckpointError: A fixed setting differs; names the key and both values.
+    """
+    for section in ("model", "data"):
+        if old[section] != new[section]:
+            raise refusal(path, Difference(section, old[section], new[section]))
+    changed = []
+    for key, now in new["train"].items():
+        before = old["train"].get(key, getattr(Train, key))  # a checkpoint of an early version may lack a key
+        if before == now:
+            continue
+        difference = Difference(f"train.{key}", before, now)
+        differs_in_code = key == "optimizer" and without_code(before) == without_code(now)
+        if key in FIXED and not differs_in_code:
+            raise refusal(path, difference)
+        changed.append(difference)
+    return changed
+
+
+def without_code(optimizer: Any) -> Any:
+    """The value of ``train.optimizer`` without the arguments that only select the code of a step."""
+    if not isinstance(optimizer, dict):
+        return optimizer
+    return {name: value for name, value in optimizer.items() if name not in OPTIMIZER_CODE}
+
+
+def compare_plugins(run: Run, path: Path, saved: dict[str, Any]) -> list[Difference]:
+    """Compare the options of the plugins that both runs have. Returns the free options that differ.
+
+    Raises:
+        CheckpointError: A fixed option differs; names the key and both values.
+    """
+    changed = []
+    for plugin in run.plugins:
+        if plugin.name not in saved:
+            continue
+        changes_training = plugin.numerics == "changes-training" or plugin.slot == "task"
+        default = "fixed" if changes_training else "free"
+        now = run.build_record.plugins[plugin.name]["options"]
+        for name, value in now.items():
+            before = saved[plugin.name]["options"].get(name)
+            if before == value:
+                continue
+            difference = Difference(f"plugins.{plugin.name}.{name}", before, value)
+            if plugin.on_resume.get(name, default) == "fixed":
+                raise refusal(path, difference)
+            changed.append(difference)
+    return changed
+
+
+def compare_trained(run: Run, path: Path, saved: dict[str, Any]) -> None:
+    """Compare the parameters that the optimizer steps, its settings and those of the scheduler.
+
+    Plugins and user code may build an optimizer or a scheduler with settings that no recipe names.
+
+    Raises:
+        CheckpointError: They differ; names the parameters, or the key and both values.
+    """
+    problem = explain_parameters(saved["parameters"], run.build_record.parameters)
+    if problem is not None:
+        raise CheckpointError(
+            f"{path}: was saved by a run that trains other parameters: {problem}. Resume with the same model and the "
+            "same frozen layers, or start a new run."
+        )
+    groups_before = dict(enumerate(saved["groups"]))
+    groups_now = dict(enumerate(run.build_record.groups))
+    for difference in differences(groups_before, groups_now, "optimizer.param_groups"):
+        if difference.key.rpartition(".")[2] not in OPTIMIZER_CODE:
+            raise refusal(path, difference)
+    for difference in differences(saved["scheduler"], run.build_record.scheduler, "scheduler"):
+        raise refusal(path, difference)
+
+
+def report_plugins(run: Run, saved: dict[str, Any]) -> None:
+    """Log the plugins that only the checkpoint or only the run has, if they have a state or change training."""
+    built = saved["build"]["plugins"] if "build" in saved else {}
+    keeps_state = {plugin.name for plugin, _ in run.plugins.each("load_state")}
+    for plugin in run.plugins:
+        is_known = plugin.name in built or plugin.name in saved["plugins"]
+        if not is_known and (plugin.name in keeps_state or plugin.numerics == "changes-training"):
+            logger.warning(
+                "plugin %r is not in the checkpoint: it starts at step %d", plugin.name, saved["state"]["step"]
+            )
+    here = run.plugins.names()
+    for name in sorted({*built, *saved["plugins"]}):
+        has_state = saved["plugins"].get(name) is not None
+        changes_training = name in built and built[name]["numerics"] == "changes-training"
+        if name not in here and (has_state or changes_training):
+            logger.warning("plugin %r is in the checkpoint, but not in this run", name)
+
+
 def compare_parts(run: Run, path: Path, saved: dict[str, Any]) -> None:
     """Compare the counters' types and the parts of the run with the checkpoint's.
 
@@ -69,30 +190,17 @@ def compare_parts(run: Run, path: Path, saved: dict[str, Any]) -> None:
     """
     for name, part in (("scheduler", run.scheduler), ("scaler", run.accelerator.scaler)):
         if (part is None) != (saved[name] is None):
-            then, now = "out" * (saved[name] is None), "out" * (part is None)
-            raise CheckpointError(f"{path}: was saved with{then} a {name}, and this run is with{now} one.")
+            if part is None:
+                problem = f"was saved with a {name}, and this run has none"
+            else:
+                problem = f"was saved without a {name}, and this run has one"
+            raise CheckpointError(f"{path}: {problem}. Resume with the plugins of the run that saved it.")
     for key, value in saved["state"].items():
-        wrong_type = (usual := vars(run.state)[key]) is not None and type(value) is not type(usual)
-        if wrong_type or (isinstance(value, int) and not -1 <= value < 2**63):
+        usual = vars(run.state)[key]
+        wrong_type = usual is not None and type(value) is not type(usual)
+        out_of_range = isinstance(value, int) and not -1 <= value < 2**63
+        if wrong_type or out_of_range:
             raise ValueError(f"state.{key}: found {value!r:.40}")
-
-
-def compare_settings(path: Path, old: dict[str, Any], new: dict[str, Any]) -> None:
-    """Compare the settings that weights depend on.
-
-    Raises:
-        CheckpointError: Names the key and both values.
-    """
-    pairs = [(key, old[key], new[key]) for key in ("model", "data")]
-    pairs += [
-        (f"train.{key}", old["train"].get(key, getattr(Train, key)), new["train"][key]) for key in FIXED_ON_RESUME
-    ]
-    for key, before, now in pairs:
-        if before != now:
-            raise CheckpointError(
-                f"{path}: was saved with {key} = {before!r}, and this run has {now!r}. Resume with the same, or start "
-                "a new run."
-            )
 
 
 def compare_data(run: Run, path: Path, saved: dict[str, str]) -> None:

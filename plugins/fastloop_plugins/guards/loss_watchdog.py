@@ -26,6 +26,7 @@ class LossWatchdog(Plugin):
 
     name = "loss-watchdog"
     numerics = "changes-training"
+    on_resume = {"threshold": "free", "patience": "free", "action": "free"}
     description = "may stop training at a high loss"
 
     @dataclass(kw_only=True)

@@ -55,6 +55,7 @@ class Amp(Plugin):
     name = "amp"
     slot = "precision"
     numerics = "reduced-precision"
+    on_resume = {"init_scale": "fixed"}  # a resumed run continues with the checkpoint's factor
     requirements = (When(wants("bf16"), Dtype("bf16")), When(wants("fp16"), Dtype("fp16")))
     for_inference = True
     description = "forward pass in a smaller dtype"

@@ -52,6 +52,7 @@ class CausalLM(TextTask):
     ``bits_per_character`` of texts."""
 
     name = "causal-lm"
+    on_resume = {"temperature": "free", "top_k": "free", "top_p": "free", "max_new_tokens": "free"}
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: tuple[str, ...] = ("perplexity",)
     description = "model, data and loss of a causal language model"

@@ -54,6 +54,7 @@ class ImageClassification(Plugin):
     """One class for each image."""
 
     name = "image-classification"
+    on_resume = {"metrics": "free", "threshold": "free"}
     slot = "task"
     fallback_hooks = ("compute_loss",)
     requirements = (Package("pillow", ">=11", extra="vision"),)

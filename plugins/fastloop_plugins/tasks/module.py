@@ -63,6 +63,7 @@ class Module(Plugin):
     """Calls your own model, datasets, loss and metrics."""
 
     name = "module"
+    on_resume = {"metrics": "free"}
     slot = "task"
     sections = {"model": Model, "data": Data}
     description = "trains a module of your own"

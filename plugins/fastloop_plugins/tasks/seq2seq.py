@@ -55,6 +55,14 @@ class Seq2Seq(TextTask):
     """Learns a target text for each input text with cross entropy of the next target token."""
 
     name = "seq2seq"
+    on_resume = {
+        "temperature": "free",
+        "top_k": "free",
+        "top_p": "free",
+        "generate": "free",
+        "max_new_tokens": "free",
+        "num_beams": "free",
+    }
     columns = ("text", "target")
     conflicts = {
         "packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."

@@ -60,6 +60,7 @@ class TextClassification(TextTask):
     """One class, any number of classes, or a number for each text."""
 
     name = "text-classification"
+    on_resume = {"metrics": "free", "threshold": "free"}
     labels = "required"
     sections = {"model": Model, "data": Data}
     auto_class = "AutoModelForSequenceClassification"

@@ -64,6 +64,7 @@ class TokenClassification(TextTask):
     """One tag for each word of a sentence."""
 
     name = "token-classification"
+    on_resume = {"metrics": "free", "scheme": "free"}
     columns = ("words",)
     labels = "required"
     sections = {"model": Model, "data": TagData}

@@ -24,6 +24,7 @@ class EarlyStopping(Plugin):
 
     name = "early-stopping"
     numerics = "changes-training"
+    on_resume = {"patience": "free", "min_delta": "free", "threshold": "free"}
     description = "may stop training before the last epoch"
 
     @dataclass(kw_only=True)

@@ -39,6 +39,7 @@ class EMA(Plugin):
 
     name = "ema"
     numerics = "changes-training"
+    on_resume = {"batch_norm_batches": "free"}
     # the outer wrapper, so that checkpoint-best keeps the weights that were evaluated
     runs_before = ("checkpoint-best",)
     description = "evaluates and exports averaged weights"

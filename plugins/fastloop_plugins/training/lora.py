@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
-from fastloop import CheckpointError, Device, Package, Plugin, PluginError, RecipeError, When, hookimpl, option
+from fastloop import Device, Package, Plugin, PluginError, RecipeError, When, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,6 +64,7 @@ class LoRA(Plugin):
 
     name = "lora"
     numerics = "changes-training"
+    on_resume = {"merge": "free"}
     requirements = (
         Package("peft", ">=0.18", extra="lora"),
         When(quantizes, Device("cpu", "cuda", "xpu")),
@@ -150,20 +151,6 @@ class LoRA(Plugin):
             "lora: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
         )
         return wrapped
-
-    @hookimpl
-    def save_state(self) -> dict[str, Any]:
-        return {"alpha": self.config.alpha}
-
-    @hookimpl
-    def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        before, now = state["alpha"], self.config.alpha
-        if before != now:  # r is in the shapes of the weights
-            raise CheckpointError(
-                f"{run.recipe.where}: plugins.lora.alpha: the adapters were trained with {before:g}, and {now:g} would "
-                "scale them. "
-                "Resume with the same, or start a new run."
-            )
 
     @hookimpl(wrapper=True)
     def export_model(self, run: Run, folder: Path) -> Generator[None, Any, Any]:

@@ -13,8 +13,8 @@ transformers, or ``file.py:name``, called with ``(optimizer, **arguments)``:
       - lr-scheduler: {schedule: warmup_stable_decay, warmup: 0.05, arguments: {num_decay_steps: 100}}
 
 The run sets ``total_steps``, ``T_max``, ``num_training_steps``, ``max_lr`` and ``num_warmup_steps``, unless
-``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. With ``CosineAnnealingLR`` or
-``OneCycleLR``, a run resumes only with the same number of steps.
+``arguments`` does. Schedules step once an optimizer step, so ``step_size`` counts steps. A run resumes only with the
+same options. With ``CosineAnnealingLR`` or ``OneCycleLR``, it also needs the same number of steps.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
-from fastloop import CheckpointError, Plugin, RecipeError, UsageError, hookimpl, option
-from fastloop_plugins.training._schedules import INSTEAD, OWN, find_schedule, make_schedule, warmup_steps
+from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
+from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, warmup_steps
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -96,20 +96,3 @@ class LRSchedule(Plugin):
             return config.min_ratio + (1 - config.min_ratio) * shape
 
         return LambdaLR(optimizer, ratio)
-
-    @hookimpl
-    def save_state(self, run: Run) -> dict[str, Any]:
-        return {"total_steps": run.total_steps}
-
-    @hookimpl
-    def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        config, before, now = self.config, state["total_steps"], run.total_steps
-        # torch has restored these attributes, so the rate would follow the old length
-        for key in ("T_max", "total_steps"):
-            given = key in config.arguments or INSTEAD.get(key) in config.arguments
-            if before != now and not given and hasattr(run.scheduler, key):
-                raise CheckpointError(
-                    f"{run.recipe.where}: plugins.lr-scheduler: {config.schedule} was saved in a run of {before} "
-                    f"steps, and this run has {now}. Resume with the same number, or keep the old schedule: "
-                    f"plugins.lr-scheduler.arguments.{key}={before}."
-                )

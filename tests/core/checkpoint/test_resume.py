@@ -428,7 +428,7 @@ def test_a_second_ctrl_c_stops_at_once(train):
 def test_a_checkpoint_of_another_model_is_refused_and_nothing_is_changed(train):
     train("run", [], epochs=1)
     before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
-    with pytest.raises(CheckpointError, match="not a checkpoint of this model"):
+    with pytest.raises(CheckpointError, match="trains other parameters"):
         train("run", [], resume=True, model=torch.nn.Linear(8, 3))
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
 
@@ -650,7 +650,7 @@ def test_other_trained_parameters_are_refused(train):
     train("run", [], epochs=1)
     model = tiny_model()
     model[0].weight.requires_grad = False
-    with pytest.raises(CheckpointError, match="not a checkpoint of this optimizer"):
+    with pytest.raises(CheckpointError, match=r"0\.weight"):
         train("run", [], resume=True, model=model)
 
 

@@ -116,9 +116,7 @@ def test_a_resumed_run_has_the_same_adapters(bert_run):
 
 def test_a_run_does_not_resume_with_another_scale_of_the_adapters(bert_run):
     bert_run(epochs=1, merge=False, alpha=8)
-    with pytest.raises(
-        CheckpointError, match=r"plugins\.lora\.alpha: the adapters were trained with 8, and 64 would scale them"
-    ):
+    with pytest.raises(CheckpointError, match=r"plugins\.lora\.alpha = 8.*64"):
         bert_run(epochs=2, resume=True, merge=False, alpha=64)
 
 

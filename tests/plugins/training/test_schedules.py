@@ -71,13 +71,8 @@ def test_a_resumed_run_has_the_weights_of_a_whole_one(case):
 @pytest.mark.parametrize("schedule", ["CosineAnnealingLR", "OneCycleLR"])
 def test_a_schedule_of_torch_does_not_resume_with_another_length(schedule):
     execute(make_run("output=cut", plugins=[{"lr-scheduler": {"schedule": schedule}}]))
-    longer = make_run(
-        "output=cut", "train.epochs=5", plugins=[{"lr-scheduler": {"schedule": schedule}}], resume=Path("cut")
-    )
-    with pytest.raises(
-        CheckpointError, match=rf"{schedule} was saved in a run of {STEPS} steps, and this run has 40.*={STEPS}"
-    ):
-        execute(longer)
+    with pytest.raises(CheckpointError, match=rf"scheduler\..* = {STEPS}, .* 40"):
+        make_run("output=cut", "train.epochs=5", plugins=[{"lr-scheduler": {"schedule": schedule}}], resume=Path("cut"))
 
 
 def test_a_schedule_of_a_given_length_resumes_in_a_longer_run():

@@ -191,15 +191,13 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tiny_run, tmp_path):
 
     tiny_run([Two()], output=tmp_path / "run", epochs=1)
     with pytest.raises(
-        CheckpointError, match="its groups belong to the optimizers adam, sgd, and this run's to adam, momentum"
+        CheckpointError, match=r"optimizer\.param_groups\.\d\.optimizer = 'sgd', and this run has 'momentum'"
     ):
         tiny_run([Renamed()], output=tmp_path / "run", resume=True)
-    with pytest.raises(CheckpointError, match="not a checkpoint of this optimizer"):
+    with pytest.raises(CheckpointError, match="optimizer"):
         tiny_run(output=tmp_path / "run", resume=True)
     tiny_run(output=tmp_path / "one", epochs=1)
-    with pytest.raises(
-        CheckpointError, match="its groups belong to the optimizers without a name, and this run's to adam, sgd"
-    ):
+    with pytest.raises(CheckpointError, match="optimizer = None, and this run has 'adam'"):
         tiny_run([Two()], output=tmp_path / "one", resume=True)
 
 

@@ -4,7 +4,8 @@
       - ema: {decay: 0.999}
 
 After every ``update_every``-th step, the average moves by ``1 - decay`` towards the weights. With ``warmup``, the decay
-is at most ``(1 + n) / (10 + n)`` after ``n`` updates, so the average quickly leaves the initial weights.
+is at most ``(1 + n) / (10 + n)`` after ``n`` updates, so the average quickly leaves the initial weights. The average of
+weights in bf16 or fp16 is kept in float32, because a small update would be rounded away.
 
 With ``mean``, the average is the plain mean of the weights at all updates: stochastic weight averaging (Izmailov et
 al., 2018, https://arxiv.org/abs/1803.05407). Begin after most of the training, and update once an epoch:
@@ -70,13 +71,20 @@ class EMA(Plugin):
             for name, weight in run.unwrap_model().named_parameters()
             if weight.requires_grad and weight.is_floating_point()
         }
+        import torch
+
         from fastloop.distributed.tensors import shard_like
 
+        self.small = [name for name, weight in self.weights.items() if weight.dtype in (torch.bfloat16, torch.float16)]
         groups: dict[Any, list[str]] = {}  # torch cannot average weights of several meshes in one call
         for name, weight in self.weights.items():
-            groups.setdefault(getattr(weight, "device_mesh", None), []).append(name)
+            if name not in self.small:
+                groups.setdefault(getattr(weight, "device_mesh", None), []).append(name)
         self.groups = list(groups.values())
-        loaded, self.average = self.average, {name: weight.detach().clone() for name, weight in self.weights.items()}
+        loaded = self.average
+        self.average = {name: weight.detach().clone() for name, weight in self.weights.items()}
+        for name in self.small:
+            self.average[name] = self.average[name].float()
         for name, tensor in loaded.items():
             self.average[name].copy_(shard_like(tensor, self.average[name]))
 
@@ -95,6 +103,8 @@ class EMA(Plugin):
             for names in self.groups:
                 averages, weights = ([tensors[name] for name in names] for tensors in (self.average, self.weights))
                 torch._foreach_lerp_(averages, weights, 1 - decay)
+            for name in self.small:
+                self.average[name].lerp_(self.weights[name].float(), 1 - decay)
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -137,18 +147,24 @@ class EMA(Plugin):
     @contextmanager
     def swapped(self) -> Generator[None, None, None]:
         """Use the averages as the model's weights inside this context."""
+        averages = {name: self.average[name] for name in self.small}  # a weight cannot hold them without rounding
         self.exchange()
         try:
             yield
         finally:
             self.exchange()
+            self.average |= averages
 
     def exchange(self) -> None:
-        """Swap the model's weights with the averages, in place: compiled and wrapped models keep their tensors."""
+        """Swap the model's weights with the averages, in place: compiled and wrapped models keep their tensors.
+        ``average`` then holds the weights; those of ``small`` are new tensors."""
         import torch
 
         with torch.no_grad():
             for name, weight in self.weights.items():
                 kept = weight.clone()
                 weight.copy_(self.average[name])
-                self.average[name].copy_(kept)
+                if name in self.small:
+                    self.average[name] = kept
+                else:
+                    self.average[name].copy_(kept)

@@ -22,7 +22,7 @@ optimizer; a later entry overrides an earlier one. Schedules multiply the rate o
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,10 +97,8 @@ class ParameterGroups(Plugin):
         parameters = parameters_by_name(model)
         found: dict[int, dict[str, Any]] = {id(parameter): {} for parameter in parameters.values()}
         if not run.recipe.train.decay_biases_and_norms:
-            for module in model.modules():
-                for name, parameter in module.named_parameters(recurse=False):
-                    if name == "bias" or "Norm" in type(module).__name__:
-                        found.setdefault(id(parameter), {})["weight_decay"] = 0.0
+            for parameter in biases_and_norms(model):
+                found.setdefault(id(parameter), {})["weight_decay"] = 0.0
         for where, patterns, arguments in self.patterns:
             for pattern in patterns:
                 trained = [
@@ -156,3 +154,23 @@ class ParameterGroups(Plugin):
                     optimizer.add_param_group({**group, **own, "params": parameters})
                     values = ", ".join(f"{key} {value}" for key, value in sorted(own.items())) or "train's values"
                     log.info("parameter-groups: %d parameters with %s", len(parameters), values)
+
+
+def biases_and_norms(model: nn.Module) -> Iterator[nn.Parameter]:
+    """The biases of a model, and the weights of its norms.
+
+    A bias has ``bias`` in its name, such as ``in_proj_bias`` of attention or ``bias_hh_l0`` of a GRU; or it is the
+    table of a module with such a name, such as ``relative_attention_bias`` of T5. The weights of norms are those of
+    torch's classes, and the parameters with at most one dimension of other classes whose name contains ``Norm``.
+    """
+    from torch import nn
+
+    norms = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
+    for path, module in model.named_modules():
+        is_norm = isinstance(module, norms)
+        is_named_norm = "norm" in type(module).__name__.lower()
+        is_bias_table = path.endswith("bias")
+        for name, parameter in module.named_parameters(recurse=False):
+            is_vector_of_norm = is_named_norm and parameter.ndim <= 1
+            if is_norm or is_vector_of_norm or is_bias_table or "bias" in name.lower():
+                yield parameter

@@ -73,6 +73,37 @@ def test_training_weights_are_restored_after_failed_evaluation(tiny_run):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.steps[-1].items())
 
 
+class Narrow(nn.Module):
+    """The tiny model with weights in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = tiny_model().bfloat16()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs.bfloat16()).float()
+
+
+def rounds_to(tensor: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether a tensor differs from the exact values by its rounding alone."""
+    return torch.allclose(tensor.double(), exact, rtol=torch.finfo(tensor.dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"decay": 0.99, "warmup": False}, {"mean": True}], ids=["decay", "mean"])
+def test_the_average_of_bf16_weights_is_that_of_float64(tiny_run, options):
+    weights = WeightRecorder()
+    model = Narrow()
+    expected = {name: weight.detach().double() for name, weight in model.named_parameters()}
+    result = tiny_run([{"ema": options}, weights], model=model, evaluate_every=1)
+    for count, step in enumerate(weights.steps, start=1):
+        share = 1 / count if "mean" in options else 0.01
+        for name in expected:
+            expected[name] += share * (step[name].double() - expected[name])
+        for name in expected:
+            assert rounds_to(weights.evaluated[count - 1][name], expected[name])
+    assert all(rounds_to(result.weights[name], expected[name]) for name in expected)
+
+
 def test_a_resumed_run_has_the_same_average(tiny_run):
     whole = tiny_run([{"ema": {"decay": 0.9}}], epochs=3)
     tiny_run([{"ema": {"decay": 0.9}}], epochs=1, output="run")

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from recipe_runs import LR, assert_same, make_run, torch_loop, trained
 from torch import nn
 from torch.optim import SGD, AdamW
 from training_runs import execute
 
 from fastloop import CheckpointError, RecipeError
+from fastloop_plugins.training.parameter_groups import biases_and_norms
 
 
 def grouped(model: nn.Module, chosen: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -48,6 +50,83 @@ def test_biases_and_norms_do_not_decay():
     ours = trained(weight_decay=0.3, decay_biases_and_norms=False)
     chosen = {".bias": {"weight_decay": 0.0}, "1.weight": {"weight_decay": 0.0}}
     assert_same(ours, torch_loop(lambda model: AdamW(grouped(model, chosen), lr=LR, weight_decay=0.3)))
+
+
+class NormHead(nn.Linear):
+    """A matrix of a class whose name contains Norm, such as that of Baichuan 2."""
+
+
+class Scale(nn.Module):
+    """A norm of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(8))
+
+
+class RootNorm(Scale):
+    """The same, with a name that says so."""
+
+
+def test_biases_are_found_by_name_and_norms_by_type_and_dimension():
+    model = nn.ModuleDict(
+        {
+            "attention": nn.MultiheadAttention(8, 2),
+            "gru": nn.GRU(8, 8),
+            "head": NormHead(8, 8, bias=False),
+            "layer": nn.LayerNorm(8),
+            "rms": nn.RMSNorm(8),
+            "group": nn.GroupNorm(2, 8),
+            "batch": nn.BatchNorm2d(8),
+            "root": RootNorm(),
+            "scale": Scale(),
+            "relative_attention_bias": nn.Embedding(4, 2),
+            "embedding": nn.Embedding(4, 2),
+        }
+    )
+    spared = {id(parameter) for parameter in biases_and_norms(model)}
+    decayed = {name for name, parameter in model.named_parameters() if id(parameter) not in spared}
+    assert decayed == {
+        "attention.in_proj_weight",
+        "attention.out_proj.weight",
+        "gru.weight_ih_l0",
+        "gru.weight_hh_l0",
+        "head.weight",
+        "scale.gain",
+        "embedding.weight",
+    }
+
+
+ARCHITECTURES: dict[str, tuple[str, set[str]]] = {
+    "bert": ("AutoModelForSequenceClassification", set()),
+    "distilbert": ("AutoModelForSequenceClassification", set()),
+    "deberta-v2": ("AutoModelForTokenClassification", set()),
+    "mpnet": ("AutoModelForSequenceClassification", set()),
+    "t5": ("AutoModelForSeq2SeqLM", set()),
+    "bart": ("AutoModelForSeq2SeqLM", set()),
+    "gpt2": ("AutoModelForCausalLM", set()),
+    "llama": ("AutoModelForCausalLM", set()),
+    "vit": ("AutoModelForImageClassification", set()),
+    "resnet": ("AutoModelForImageClassification", {"BatchNorm2d"}),
+    "mamba": ("AutoModelForCausalLM", {"MambaRMSNorm"}),
+}
+"""Architecture -> its Auto class, and the classes of norms that transformers' `Trainer` decays, because their names do
+not match its patterns."""
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_the_parameters_without_decay_are_those_of_the_trainer_of_transformers(kind):
+    import transformers
+
+    auto, norms = ARCHITECTURES[kind]
+    with torch.device("meta"):
+        model = getattr(transformers, auto).from_config(transformers.AutoConfig.for_model(kind))
+    names = {name for name, _ in model.named_parameters()}
+    theirs = names - {*transformers.Trainer.get_decay_parameter_names(None, model)}
+    spared = {id(parameter) for parameter in biases_and_norms(model)}
+    ours = {name for name, parameter in model.named_parameters() if id(parameter) in spared}
+    assert theirs <= ours
+    assert {type(model.get_submodule(name.rpartition(".")[0])).__name__ for name in ours - theirs} == norms
 
 
 def test_lower_layers_learn_more_slowly():

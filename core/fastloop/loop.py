@@ -68,12 +68,23 @@ def fit(run: Run) -> None:
     if run.interrupted:
         return
     run.hooks.after_fit(run=run)
+    limit = run.recipe.train.max_steps
+    if limit is not None and run.state.step < limit and run.state.stop_reason is None:
+        log.warning(
+            "%s: train.epochs = %d ended after %d steps, before train.max_steps = %d. To train that many, remove "
+            "train.epochs or raise it.",
+            run.recipe.where,
+            run.recipe.train.epochs,
+            run.state.step,
+            limit,
+        )
 
 
 def train(run: Run) -> None:
     """Train the remaining epochs, starting at the run's counters."""
     state, hooks, schedule = run.state, run.hooks, run.schedule
-    while state.epoch < run.recipe.train.epochs and not schedule.should_stop():
+    while not schedule.are_epochs_done() and not schedule.should_stop():
+        first_step = state.step
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
@@ -95,6 +106,8 @@ def train(run: Run) -> None:
         if run.interrupted or not schedule.is_epoch_done():
             break
         state.epoch, state.epoch_samples = state.epoch + 1, 0
+        if state.step == first_step and run.recipe.train.epochs is None:  # else the loop would not end
+            state.request_stop(f"the training data gave no sample in epoch {state.epoch}")
         hooks.after_epoch(run=run)
         if schedule.evaluation_due(epoch_ended=True):
             evaluate(run, "validation")

@@ -8,6 +8,7 @@ shares it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ class Schedule:
 
     Attributes:
         total_steps: Optimizer steps of the whole run; None: unknown.
+        steps_of_epochs: Optimizer steps of ``train.epochs``; None: unknown, or there is no limit on epochs.
+        epochs: Epochs that the run begins; None: unknown.
         epoch_samples: Samples of an epoch; None: unknown, an epoch ends with the loader.
     """
 
@@ -34,16 +37,18 @@ class Schedule:
         eval_loaders: Mapping[str, Any],
     ) -> None:
         self._train, self._state = train, state
-        limits = [
-            limit
-            for limit in (train.max_steps, steps_per_epoch and steps_per_epoch * train.epochs)
-            if limit is not None
-        ]
+        self.steps_of_epochs: int | None = None
+        if steps_per_epoch is not None and train.epochs is not None:
+            self.steps_of_epochs = steps_per_epoch * train.epochs
+        limits = [limit for limit in (train.max_steps, self.steps_of_epochs) if limit is not None]
         self._periods = [
             steps for steps in (train.max_steps, train.evaluate_every, train.save_every) if isinstance(steps, int)
         ]
         self.total_steps: int | None = min(limits) if limits else None
         self.epoch_samples, self._eval_loaders = epoch_samples, eval_loaders
+        self.epochs: int | None = train.epochs
+        if train.epochs is None and train.max_steps is not None and steps_per_epoch is not None:
+            self.epochs = math.ceil(train.max_steps / steps_per_epoch)
 
     @property
     def interrupted(self) -> str | None:
@@ -61,6 +66,10 @@ class Schedule:
             or state.stop_reason is not None
             or not all(map(state.step.__mod__, self._periods))
         )
+
+    def are_epochs_done(self) -> bool:
+        """Whether all of ``train.epochs`` are done. Without a limit on epochs, only ``should_stop`` ends the run."""
+        return self._train.epochs is not None and self._state.epoch >= self._train.epochs
 
     def should_stop(self) -> bool:
         """Whether training ends after this step."""
@@ -90,6 +99,6 @@ class Schedule:
         if state.save_requested or every is None:
             return state.save_requested
         if epoch_ended:
-            return every == "epoch" or self.should_stop() or state.epoch >= self._train.epochs
+            return every == "epoch" or self.should_stop() or self.are_epochs_done()
         due = isinstance(every, int) and state.step % every == 0
         return due or (self.should_stop() and not self.is_epoch_done())  # otherwise the epoch's end saves

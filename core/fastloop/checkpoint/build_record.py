@@ -56,8 +56,7 @@ class BuildRecord:
         parameters = []
         groups = []
         for group in optimizer.param_groups:
-            settings = {name: value for name, value in group.items() if name != "params"}
-            groups.append(plain(settings))
+            groups.append(group_settings(group))
             for parameter in group["params"]:
                 parameters.append([names.get(id(parameter), "(not in the model)"), list(parameter.shape)])
         recorded = {}
@@ -75,6 +74,13 @@ class BuildRecord:
     def to_dict(self) -> dict[str, Any]:
         """The fields, for a checkpoint."""
         return asdict(self)
+
+
+def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group. Its learning rate is that from which a scheduler began."""
+    settings = {str(name): plain(value) for name, value in group.items() if name != "params"}
+    settings["lr"] = settings.pop("initial_lr", settings.get("lr"))
+    return settings
 
 
 def plain(value: Any) -> Any:
@@ -106,15 +112,42 @@ class Difference:
     now: Any
 
 
-def differences(before: Any, now: Any, key: str = "") -> Iterator[Difference]:
-    """The values that differ between two trees of mappings. A key that only one of them has is compared with None."""
+def differences(before: Any, now: Any, key: str) -> Iterator[Difference]:
+    """The values that differ between two trees of mappings and lists. A key that only one of them has is compared with
+    None.
+
+    Args:
+        key: The place of both trees.
+    """
+    if isinstance(before, list) and isinstance(now, list) and (len(before) == len(now) or _holds_mappings(before)):
+        before = dict(enumerate(before))
+        now = dict(enumerate(now))
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         if before != now:
             yield Difference(key, before, now)
         return
     for name in {**before, **now}:
-        place = f"{key}.{name}" if key else str(name)
-        yield from differences(before.get(name), now.get(name), place)
+        yield from differences(before.get(name), now.get(name), f"{key}.{name}")
+
+
+def _holds_mappings(values: list[Any]) -> bool:
+    return any(isinstance(value, Mapping) for value in values)
+
+
+def changed_settings(built: Any, saved: Any, now: Any, key: str) -> Iterator[Difference]:
+    """The settings that differ between two runs, without the values that the first run changed while it trained, such
+    as the number of steps of a scheduler.
+
+    Args:
+        built: The settings of the run that saved the checkpoint, as it was built.
+        saved: Its state in the checkpoint.
+        now: The settings of the run that resumes. An optimizer and a scheduler that Python keeps have trained, too.
+        key: The place of the settings.
+    """
+    progress = {difference.key for difference in differences(built, saved, key)}
+    for difference in differences(built, now, key):
+        if difference.key not in progress:
+            yield difference
 
 
 def explain_parameters(before: list[list[Any]], now: list[list[Any]]) -> str | None:

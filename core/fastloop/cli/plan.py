@@ -92,9 +92,12 @@ def plan(
     wrappers = [impl.plugin_name for impl in resolution.manager.hook.compute_loss.get_hookimpls() if impl.wrapper]
     if len(wrappers) > 1:
         typer.echo(f"loss     {' around '.join([*reversed(wrappers), str(resolution.in_slot('task'))])}")
-    typer.echo(
-        f"length   {loaded.train.max_steps or f'{loaded.train.epochs} epochs'}{' steps' * bool(loaded.train.max_steps)}"
-    )
+    lengths = []
+    if loaded.train.epochs is not None:
+        lengths.append(f"{loaded.train.epochs} epochs")
+    if loaded.train.max_steps is not None:
+        lengths.append(f"{loaded.train.max_steps} steps")
+    typer.echo(f"length   {' or '.join(lengths)}{', the shorter' if len(lengths) > 1 else ''}")
     typer.echo(f"output   {loaded.output}")
     if not verbose:
         typer.echo(f"\n`fastloop plan {recipe} -v` shows each plugin's effect and options.")

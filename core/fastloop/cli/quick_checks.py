@@ -159,7 +159,7 @@ def prepare(recipe: Recipe, samples: int | None) -> None:
             "on_save_error": "stop",
         }
     else:
-        changes = {"epochs": 10**6, "max_steps": recipe.train.max_steps or OVERFIT_STEPS, "save_every": None}
+        changes = {"epochs": None, "max_steps": recipe.train.max_steps or OVERFIT_STEPS, "save_every": None}
     recipe.train = replace(recipe.train, evaluate_every=None, **changes)
     recipe.output = f"{recipe.output}.{'fast-dev-run' if samples is None else 'overfit'}"
     recipe.plugins |= without_publishers(recipe)

@@ -49,12 +49,17 @@ from fastloop.recipe.plugin_references import plugin_name, plugins_by_name
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
 
+DEFAULT_EPOCHS = 3
+"""Passes over the training data of a recipe that has neither ``train.epochs`` nor ``train.max_steps``."""
+
 
 @dataclass(kw_only=True)
 class Train:
     """The ``train`` section."""
 
-    epochs: Annotated[int, option("Passes over the training data.", ge=1)] = 3
+    epochs: Annotated[
+        int | None, option("Passes over the training data; null: 3, or as many as max_steps needs.", ge=1)
+    ] = None
     batch_size: Annotated[int, option("Samples per optimizer step, over all processes.", ge=1)] = 32
     micro_batch_size: Annotated[
         int | None, option("Samples per micro-batch of one process; null: batch_size / world size.", ge=1)
@@ -81,9 +86,7 @@ class Train:
         option("Other arguments for some parameters, by name: [{match: 'head.*', lr: 1.0e-3}]."),
     ] = None
     seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
-    max_steps: Annotated[int | None, option("Stop after this many optimizer steps; null: after the epochs.", ge=1)] = (
-        None
-    )
+    max_steps: Annotated[int | None, option("Optimizer steps of the run; null: all steps of the epochs.", ge=1)] = None
     max_grad_norm: Annotated[
         float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)
     ] = None
@@ -112,6 +115,8 @@ class Train:
     )
 
     def __post_init__(self) -> None:
+        if self.epochs is None and self.max_steps is None:
+            self.epochs = DEFAULT_EPOCHS
         if isinstance(self.optimizer, dict) and not isinstance(self.optimizer.get("name"), str):
             raise ValueError(
                 f"optimizer: found {self.optimizer!r} without a name. Expected such as {{name: SGD, momentum: 0.9}}."

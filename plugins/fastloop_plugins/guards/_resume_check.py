@@ -10,12 +10,22 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from fastloop import hookimpl
 from fastloop.checkpoint import unpack
-from fastloop.checkpoint.build_record import OPTIMIZER_CODE, Difference, differences, explain_parameters
+from fastloop.checkpoint.build_record import (
+    OPTIMIZER_CODE,
+    Difference,
+    changed_settings,
+    explain_parameters,
+    group_settings,
+    plain,
+)
 from fastloop.checkpoint.resume import refuse_errors
 from fastloop.errors import CheckpointError
 from fastloop.recipe import Train, secrets
@@ -53,14 +63,15 @@ def check_run(run: Run) -> None:
     saved = run.processes.all_gather_object(read_state(path) if run.is_main else None)[0]
     with refuse_errors(f"{path}: malformed state.json. Resume from another checkpoint: "):
         changed = compare_recipes(path, unpack(saved["recipe"], {}), secrets.hidden(run.recipe.to_dict()))
-        built = unpack(saved.get("build"), {})  # None in a checkpoint of an early version
-        if built is not None:
-            changed += compare_plugins(run, path, built["plugins"])
+        has_record = "build" in saved  # checkpoints of early versions have none
+        if has_record:
+            saved["build"] = unpack(saved["build"], {})
+            changed += compare_plugins(run, path, saved["build"]["plugins"])
         if "data" in saved:  # as above
             compare_data(run, path, saved["data"])
         compare_parts(run, path, saved)
-        if built is not None:
-            compare_trained(run, path, built)
+        if has_record:
+            compare_trained(run, path, saved)
         report_plugins(run, saved)
     if changed:
         listed = ", ".join(f"{one.key} = {one.now!r} (was {one.before!r})" for one in changed)
@@ -148,19 +159,25 @@ def compare_trained(run: Run, path: Path, saved: dict[str, Any]) -> None:
     Raises:
         CheckpointError: They differ; names the parameters, or the key and both values.
     """
-    problem = explain_parameters(saved["parameters"], run.build_record.parameters)
+    problem = explain_parameters(saved["build"]["parameters"], run.build_record.parameters)
     if problem is not None:
         raise CheckpointError(
             f"{path}: was saved by a run that trains other parameters: {problem}. Resume with the same model and the "
             "same frozen layers, or start a new run."
         )
-    groups_before = dict(enumerate(saved["groups"]))
-    groups_now = dict(enumerate(run.build_record.groups))
-    for difference in differences(groups_before, groups_now, "optimizer.param_groups"):
+    built = saved["build"]
+    groups = [group_settings(group) for group in without_tensors(saved["optimizer"]["param_groups"])]
+    for difference in changed_settings(built["groups"], groups, run.build_record.groups, "optimizer.param_groups"):
         if difference.key.rpartition(".")[2] not in OPTIMIZER_CODE:
             raise refusal(path, difference)
-    for difference in differences(saved["scheduler"], run.build_record.scheduler, "scheduler"):
+    state = plain(without_tensors(saved["scheduler"]))
+    for difference in changed_settings(built["scheduler"], state, run.build_record.scheduler, "scheduler"):
         raise refusal(path, difference)
+
+
+def without_tensors(tree: Any) -> Any:
+    """A part of a checkpoint's state, with empty tensors in place of those in its file."""
+    return unpack(tree, defaultdict(lambda: torch.empty(0)))
 
 
 def report_plugins(run: Run, saved: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ def training_arguments(run: Run, given: Mapping[str, Any]) -> TrainingArguments:
         "per_device_train_batch_size": loader.micro_batch_size,
         "per_device_eval_batch_size": (evaluation or loader).micro_batch_size,
         "gradient_accumulation_steps": loader.micro_steps,
-        "num_train_epochs": train.epochs,
+        "num_train_epochs": run.schedule.epochs or sys.maxsize,  # as Trainer has it for a stream
         "max_steps": train.max_steps or -1,
         "learning_rate": train.lr,
         "lr_scheduler_type": schedule if "lr-scheduler" in plugins and schedule in known else "constant",

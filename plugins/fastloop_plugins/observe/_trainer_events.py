@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -99,7 +100,7 @@ class TrainerEvents:
             self.handler.eval_dataloader = run.eval_loaders["validation"].loader
         self.state = TrainerState(
             max_steps=run.total_steps or 0,
-            num_train_epochs=run.recipe.train.epochs,
+            num_train_epochs=run.schedule.epochs or sys.maxsize,  # as Trainer has it for a stream
             train_batch_size=run.train_loader.micro_batch_size,
             is_local_process_zero=run.accelerator.is_local_main_process,
             is_world_process_zero=run.is_main,

@@ -84,9 +84,10 @@ class Progress(Plugin):
         seconds, samples = run.clock.read("train"), run.state.samples
         speed = (samples - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
         of = f"/{run.total_steps}" if run.total_steps else ""
+        of_epochs = f"/{run.schedule.epochs}" if run.schedule.epochs else ""
         parts = [
             f"step {run.state.step}{of}",
-            f"epoch {run.state.epoch + 1}/{run.recipe.train.epochs}",
+            f"epoch {run.state.epoch + 1}{of_epochs}",
             f"loss {loss:.4f}",
             f"{speed:.1f} samples/s",
         ]

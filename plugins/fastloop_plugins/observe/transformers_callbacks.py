@@ -43,6 +43,7 @@ class TransformersCallbacks(Plugin):
 
     name = "transformers-callbacks"
     numerics = "changes-training"
+    on_resume = {"callbacks": "free", "arguments": "free"}
     publishes = True
     description = "runs callbacks of the HF Trainer"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
 
 OWN = ("linear", "cosine", "constant")
 LENGTHS = ("total_steps", "T_max", "num_training_steps")
@@ -102,7 +105,7 @@ def make_schedule(
     if "max_lr" in taken:
         given.setdefault("max_lr", [group["lr"] for group in optimizer.param_groups])
     if "num_warmup_steps" in taken:
-        given.setdefault("num_warmup_steps", warmup_steps(warmup, run.total_steps))
+        given.setdefault("num_warmup_steps", warmup_steps(warmup, run.total_steps, run.recipe.where))
     elif warmup:
         raise RecipeError(
             f"{where}.warmup: {name} has no warm-up of its own. Remove it, or use linear, cosine or constant."
@@ -118,6 +121,16 @@ def make_schedule(
     return schedule
 
 
-def warmup_steps(warmup: int | float, total: int | None) -> int | float:
-    """The number of warm-up steps: a float below 1 is a share of the run's steps."""
-    return math.ceil(warmup * (total or 0)) if isinstance(warmup, float) and warmup < 1 else warmup
+def warmup_steps(warmup: int | float, total: int | None, where: str) -> int | float:
+    """The number of warm-up steps: a float below 1 is a share of the run's steps. Warn if the run ends before them."""
+    if isinstance(warmup, float) and warmup < 1:
+        return math.ceil(warmup * (total or 0))
+    if total is not None and warmup >= total:
+        logger.warning(
+            "%s: plugins.lr-scheduler.warmup: found %g steps, and the run has %d: the learning rate does not reach its "
+            "peak. Use fewer steps, or a share of the run such as 0.1.",
+            where,
+            warmup,
+            total,
+        )
+    return warmup

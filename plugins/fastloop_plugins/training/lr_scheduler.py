@@ -84,7 +84,7 @@ class LRSchedule(Plugin):
             raise UsageError(
                 f"plugin {self.name!r}: the data has no known length, so the run has no known end. Set train.max_steps."
             )
-        warmup = warmup_steps(config.warmup, total)
+        warmup = warmup_steps(config.warmup, total, run.recipe.where)
 
         def ratio(step: int) -> Any:
             if step < warmup:

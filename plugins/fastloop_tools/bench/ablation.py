@@ -118,7 +118,7 @@ class Bench:
         self.record["quality"] = {"seeds": QUALITY_SEEDS, "steps": steps, "metrics": metrics, "errors": errors}
         for number in range(QUALITY_SEEDS):
             for arm, variant in arms.items():
-                length: dict[str, Any] = {} if steps is None else {"max_steps": steps, "epochs": 10**6}
+                length: dict[str, Any] = {} if steps is None else {"max_steps": steps, "epochs": None}
                 length["seed"] = ablation.recipe.train.seed + number
                 spec = {"evaluates": True}
                 found = self.runner.train(ablation.recipe, variant.plugins, "quality", spec=spec, **length)

@@ -111,11 +111,12 @@ def convert_lengths(result: Conversion, processes: int, given: Mapping[str, Any]
         int(result.take_number(key)) for key in ("per_device_train_batch_size", "gradient_accumulation_steps")
     )
     epochs, steps = float(result.take_number("num_train_epochs")), int(result.take_number("max_steps", -1))
-    result.put("train.epochs", max(1, math.ceil(epochs)))
-    if epochs != math.ceil(epochs):
-        result.note("num_train_epochs", f"{epochs:g} is rounded up; for less, set train.max_steps")
-    if steps > 0:
+    if steps > 0:  # it overrides the epochs there
         result.put("train.max_steps", steps)
+    else:
+        result.put("train.epochs", max(1, math.ceil(epochs)))
+        if epochs != math.ceil(epochs):
+            result.note("num_train_epochs", f"{epochs:g} is rounded up; for less, set train.max_steps")
     result.put("train.batch_size", micro * accumulated * processes)
     result.put("train.micro_batch_size", micro)
     logging = result.take_number("logging_steps")

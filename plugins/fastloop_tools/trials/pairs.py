@@ -78,7 +78,7 @@ class TrialRunner:
     def measure(self, recipe: Recipe, window: Window, number: int = 0, *how: Any) -> Measurement:
         """Measure a recipe. The same ``number`` gives the same seed. Further arguments are those of ``train``."""
         spec = {field.name: getattr(window, field.name) for field in dataclasses.fields(Window)}
-        train = {"max_steps": 10**9, "epochs": 10**6, "seed": recipe.train.seed + number}  # the worker ends the run
+        train = {"max_steps": 10**9, "epochs": None, "seed": recipe.train.seed + number}  # the worker ends the run
         more: dict[str, Any] = {"spec": spec, **train}
         found = self.train(recipe, *how, **more)
         if found["foreign_load"] > LOUD:
@@ -88,7 +88,7 @@ class TrialRunner:
 
     def losses(self, recipe: Recipe, steps: int, *how: Any) -> Measurement:
         """Train the first steps of a recipe without dropout, for their losses; see ``train``."""
-        return self.train(recipe, *how, spec={"dropout": False}, max_steps=steps, epochs=10**6)
+        return self.train(recipe, *how, spec={"dropout": False}, max_steps=steps, epochs=None)
 
     def compare_losses(self, before: Recipe, after: Recipe, promise: str, steps: int) -> dict[str, Any]:
         """Compare an edited recipe's losses with a numerics class: ``verdict``, ``difference``, ``bound``, ``why``."""

@@ -221,17 +221,21 @@ def train_short(recipe: Recipe, observer: Plugin, off: Iterable[str], **train: A
     from fastloop.recipe import make_recipe
 
     tree = recipe.to_dict()
-    tree["train"] |= {"max_steps": 10**9, "epochs": 10**6, "save_every": None} | train
+    tree["train"] |= {"max_steps": 10**9, "epochs": None, "save_every": None} | train
     tree["plugins"] = recipe.listed(recipe.plugins | dict.fromkeys(off, False) | without_publishers(recipe))
     with tempfile.TemporaryDirectory(prefix="fastloop-short-") as scratch:
         return run_recipe(resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source)), observer)[0]
 
 
-def whole_length(run: Run, epochs: int, max_steps: int | None) -> int | None:
+def whole_length(run: Run, epochs: int | None, max_steps: int | None) -> int | None:
     """Total steps of the recipe, of which a measurement trains only a few; None if unknown."""
     steps = run.train_loader.steps_per_epoch()
-    limits = [limit for limit in (max_steps, steps and steps * epochs) if limit is not None]
-    return min(limits) if limits else None
+    limits = []
+    if max_steps is not None:
+        limits.append(max_steps)
+    if steps is not None and epochs is not None:
+        limits.append(steps * epochs)
+    return min(limits, default=None)
 
 
 def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:

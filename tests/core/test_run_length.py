@@ -1,0 +1,92 @@
+"""The length of a run: ``train.epochs``, ``train.max_steps``, both or neither, for data of known and unknown length."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from fastloop import Trainer
+from fastloop.recipe import Train
+from fastloop.testing import tiny_data, tiny_model
+
+SAMPLES = 40
+STEPS_PER_EPOCH = 5
+
+
+class Stream(IterableDataset):
+    """The tiny samples, as often as the data can be read."""
+
+    def __init__(self, passes: int | None = None) -> None:
+        self.left = passes
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.left == 0:
+            return
+        if self.left is not None:
+            self.left -= 1
+        data = tiny_data(SAMPLES)
+        for index in range(SAMPLES):
+            yield data[index]
+
+
+def train(data: Any, **arguments: Any) -> dict[str, Any]:
+    usual = {"loss": nn.functional.cross_entropy, "batch_size": 8, "output": "run", "save_every": None}
+    return Trainer(tiny_model(), data, **usual, **arguments).fit()
+
+
+@pytest.mark.parametrize("data", [Stream, lambda: tiny_data(SAMPLES)], ids=["stream", "map-style"])
+@pytest.mark.parametrize(
+    ("length", "steps"),
+    [
+        ({"max_steps": 17}, 17),
+        ({"max_steps": 3}, 3),
+        ({"epochs": 2}, 2 * STEPS_PER_EPOCH),
+        ({"epochs": 2, "max_steps": 7}, 7),
+        ({"epochs": 2, "max_steps": 17}, 2 * STEPS_PER_EPOCH),
+    ],
+)
+def test_a_run_has_as_many_steps_as_its_recipe_says(caplog, data, length, steps):
+    summary = train(data(), **length)
+    assert (summary["steps"], summary["status"]) == (steps, "completed")
+    is_cut = "epochs" in length and steps < length.get("max_steps", 0)
+    assert ("train.max_steps" in caplog.text) == is_cut, "the epochs end first: a warning"
+
+
+def test_a_schedule_ends_with_the_steps_of_a_stream():
+    trainer = Trainer(
+        tiny_model(),
+        Stream(),
+        loss=nn.functional.cross_entropy,
+        batch_size=8,
+        max_steps=20,
+        output="run",
+        plugins=["lr-scheduler"],
+    )
+    trainer.fit()
+    assert trainer.run.optimizer.param_groups[0]["lr"] == 0.0
+
+
+def test_data_that_can_be_read_once_ends_the_run_with_a_reason():
+    summary = train(Stream(passes=1), max_steps=17)
+    assert (summary["steps"], summary["status"]) == (STEPS_PER_EPOCH, "stopped")
+    assert "epoch 2" in summary["reason"]
+
+
+def test_without_both_a_recipe_has_three_epochs():
+    assert Train().epochs == 3
+    assert Train(max_steps=100).epochs is None
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "constant_with_warmup"])
+def test_a_warm_up_longer_than_the_run_is_a_warning(caplog, schedule):
+    caplog.set_level(logging.WARNING, logger="fastloop")
+    train(tiny_data(SAMPLES), max_steps=4, plugins=[{"lr-scheduler": {"schedule": schedule, "warmup": 4}}])
+    assert "plugins.lr-scheduler.warmup" in caplog.text
+    caplog.clear()
+    train(tiny_data(SAMPLES), max_steps=4, plugins=[{"lr-scheduler": {"schedule": schedule, "warmup": 3}}])
+    assert caplog.text == ""

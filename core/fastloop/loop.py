@@ -105,6 +105,7 @@ def train(run: Run) -> None:
                 break
         if run.interrupted or not schedule.is_epoch_done():
             break
+        run.train_loader.check_length(state.epoch_samples)
         state.epoch, state.epoch_samples = state.epoch + 1, 0
         if state.step == first_step and run.recipe.train.epochs is None:  # else the loop would not end
             state.request_stop(f"the training data gave no sample in epoch {state.epoch}")

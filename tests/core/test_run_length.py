@@ -34,6 +34,17 @@ class Stream(IterableDataset):
             yield data[index]
 
 
+class Sized(Stream):
+    """A stream that states its length."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+
 def train(data: Any, **arguments: Any) -> dict[str, Any]:
     usual = {"loss": nn.functional.cross_entropy, "batch_size": 8, "output": "run", "save_every": None}
     return Trainer(tiny_model(), data, **usual, **arguments).fit()
@@ -90,3 +101,27 @@ def test_a_warm_up_longer_than_the_run_is_a_warning(caplog, schedule):
     caplog.clear()
     train(tiny_data(SAMPLES), max_steps=4, plugins=[{"lr-scheduler": {"schedule": schedule, "warmup": 3}}])
     assert caplog.text == ""
+
+
+def test_a_stream_that_states_its_length_has_a_schedule(caplog):
+    caplog.set_level(logging.WARNING, logger="fastloop")
+    trainer = Trainer(
+        tiny_model(),
+        Sized(SAMPLES),
+        loss=nn.functional.cross_entropy,
+        batch_size=8,
+        epochs=2,
+        output="run",
+        plugins=["lr-scheduler"],
+    )
+    trainer.fit()
+    assert trainer.run.total_steps == 2 * STEPS_PER_EPOCH
+    assert trainer.run.optimizer.param_groups[0]["lr"] == 0.0
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("length", [SAMPLES - 8, SAMPLES + 8])
+def test_a_stream_that_states_a_wrong_length_is_read_to_its_end(caplog, length):
+    summary = train(Sized(length), epochs=2)
+    assert (summary["steps"], summary["samples"]) == (2 * STEPS_PER_EPOCH, 2 * SAMPLES)
+    assert caplog.text.count(f"length of {length}") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
@@ -66,6 +67,7 @@ class Loader:
         self.dataset = dataset
         reading = settings.of(split)
         self.unreadable = 0
+        self.has_warned_of_length = False
         self.max_batches: int | None = None
         self.batch_size, self.micro_batch_size, self.world_size = batch_size, micro_batch_size, world_size
         self.micro_steps = batch_size // (micro_batch_size * world_size)
@@ -132,7 +134,29 @@ class Loader:
 
     def steps_per_epoch(self) -> int | None:
         """Optimizer steps per epoch; None for a dataset of unknown length."""
-        return None if self.epoch_samples is None else -(-self.epoch_samples // self.batch_size)
+        samples = self.epoch_samples
+        if samples is None and self.in_step and hasattr(self.dataset, "__len__"):
+            samples = self.stream.size  # as the dataset states it: an epoch ends with its last sample
+        return None if samples is None else math.ceil(samples / self.batch_size)
+
+    def check_length(self, samples: int) -> None:
+        """Warn once if an epoch had another number of samples than an iterable dataset states. The schedule of the
+        learning rate depends on the stated one.
+
+        Args:
+            samples: Samples of a complete epoch, over all processes.
+        """
+        if self.stream is None or self.epoch_samples is not None or self.steps_per_epoch() is None:
+            return
+        if samples != self.stream.size and not self.has_warned_of_length:
+            self.has_warned_of_length = True
+            log.warning(
+                "%s states a length of %d, and an epoch had %d samples: schedules follow the stated length. Correct "
+                "its __len__, or remove it and set train.max_steps.",
+                type(self.dataset).__name__,
+                self.stream.size,
+                samples,
+            )
 
     def batches(self, epoch: int = 0, start: int = 0) -> Iterator[Batch]:
         """The micro-batches of ``steps``."""

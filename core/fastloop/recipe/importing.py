@@ -19,7 +19,7 @@ PREFIX = "fastloop_file_"
 
 
 def import_file(file: str, recipe: Recipe, key: str) -> ModuleType:
-    """Import a file once.
+    """Import a file once. It may import the modules beside it.
 
     Raises:
         RecipeError: The code fails; names the line.
@@ -47,6 +47,9 @@ def _load_file(path: Path) -> ModuleType:
     name = f"{PREFIX}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
+    folder = str(path.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that a file beside this one does not hide an installed module
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
     sys.modules[name] = module  # dataclasses and pickle look up the file's classes here

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Run
+    from fastloop import Batch, Run
     from fastloop.recipe import Recipe
 
 
@@ -179,6 +179,13 @@ class Module(Plugin):
     @hookimpl
     def build_metrics(self) -> MetricCollection | None:
         return self.metrics
+
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        from fastloop_plugins.tasks.heads.micro_batches import warn_of_other_means
+
+        run.plugins.unsubscribe(self, "before_step")
+        warn_of_other_means(run, batches)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, default_collate
 
-from fastloop import Output, Plugin, Run, UsageError, hookimpl
+from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks.heads.collate import DefaultCollator, TargetCounter
 from fastloop_plugins.tasks.heads.forward import forward, outputs
+from fastloop_plugins.tasks.heads.micro_batches import warn_of_other_means
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.user_loader import UserLoader
 
@@ -139,6 +140,11 @@ class TrainerTask(Plugin):
             log.info(
                 "train: samples come in the order of the loader's %s", getattr(sampler.user_order, "name", "sampler")
             )
+
+    @hookimpl
+    def before_step(self, run: Run, batches: list[Batch]) -> None:
+        run.plugins.unsubscribe(self, "before_step")
+        warn_of_other_means(run, batches)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:

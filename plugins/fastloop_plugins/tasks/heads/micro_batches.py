@@ -1,0 +1,77 @@
+"""Measures whether the loss of a batch is the mean over its samples, which micro-batches and processes rely on."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from fastloop.runtime.random_states import preserve_random_states
+
+if TYPE_CHECKING:
+    from fastloop import Batch, Run
+
+logger = logging.getLogger("fastloop")
+
+TOLERANCE = 0.02
+"""Relative difference of losses above which a warning follows. The rounding of bf16 is below 0.005."""
+
+
+def warn_of_other_means(run: Run, batches: list[Batch]) -> None:
+    """Compare the loss of the first micro-batch with the mean loss of its halves, and warn if they differ. For example,
+    a mean over the positions of a mask gives a micro-batch with few of them too much weight.
+
+    Nothing is measured if a step has one micro-batch on one process, if a collator counted the targets, or if the batch
+    cannot be cut: a tensor has no dimension for its samples, or a strategy shards the weights.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from fastloop_plugins._probe import probing
+
+    batch = batches[0]
+    is_one_batch = len(batches) == 1 and run.world_size == 1
+    if is_one_batch or batch.samples < 2 or batch.loss_weight != batch.samples:
+        return
+    model = run.unwrap_model()
+    if any(isinstance(parameter, DTensor) or not parameter.numel() for parameter in model.parameters()):
+        return
+    middle = batch.samples // 2
+    halves = _cut(batch.inputs, batch.samples, middle)
+    if halves is None:
+        return
+
+    def loss(inputs: Any) -> float:
+        return float(run.hooks.compute_loss(run=run, model=model, batch=inputs).loss)
+
+    with preserve_random_states(), probing(model), torch.no_grad():
+        whole = loss(batch.inputs)
+        parts = [loss(half) for half in halves]
+    mean = (parts[0] * middle + parts[1] * (batch.samples - middle)) / batch.samples
+    if abs(whole - mean) <= TOLERANCE * abs(whole):
+        return
+    logger.warning(
+        "%s: the loss of a micro-batch is not the mean over its samples: found %.4g for %d samples, and %.4g as the "
+        "mean of its halves. So results depend on train.micro_batch_size and the number of processes. Return the mean "
+        "of each sample's loss, or let the collator return a fastloop.Batch with the number of counted targets as "
+        "loss_weight.",
+        run.recipe.where,
+        whole,
+        batch.samples,
+        mean,
+    )
+
+
+def _cut(inputs: Any, samples: int, middle: int) -> tuple[Any, Any] | None:
+    """Cut the tensors of a batch after sample ``middle``. None: one of its values has no dimension of the samples."""
+    import torch
+    from torch.utils._pytree import tree_flatten, tree_unflatten
+
+    values, structure = tree_flatten(inputs)
+    first = []
+    second = []
+    for value in values:
+        if not isinstance(value, torch.Tensor) or not value.dim() or len(value) != samples:
+            return None
+        first.append(value[:middle])
+        second.append(value[middle:])
+    return tree_unflatten(first, structure), tree_unflatten(second, structure)

@@ -57,7 +57,7 @@ class NormHead(nn.Linear):
 
 
 class Scale(nn.Module):
-    """A norm of one's own."""
+    """A norm whose class has another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Scale(nn.Module):
 
 
 class RootNorm(Scale):
-    """The same, with a name that says so."""
+    """The same norm, with a usual name."""
 
 
 def test_biases_are_found_by_name_and_norms_by_type_and_dimension():

@@ -41,15 +41,16 @@ def plan(
     show_messages()
     for file in code_files(loaded):
         typer.echo(f"runs the code of {file}")
-    resolved = resolve(loaded)
-    loaded, resolution = resolved.recipe, resolved.plugins
-    resolution.hooks.check_recipe(recipe=loaded, plugins=resolution)
+    with ranks.planned(nproc):
+        world_size = ranks.world_size()
+        resolved = resolve(loaded)
+        loaded, resolution = resolved.recipe, resolved.plugins
+        resolution.hooks.check_recipe(recipe=loaded, plugins=resolution)
+        settings = resolution.configure(loaded)
     from fastloop.data.loaders import micro_batches
     from fastloop.plugins.installed import part
 
-    settings = resolution.configure(loaded)
-    world_size = nproc or ranks.world_size()
-    part("plugin-checks").check_processes(loaded, resolution, settings, world_size)
+    part("plugin-checks").check_groups(loaded, settings, world_size)
     sharing = part("process-groups").sharing(world_size, settings.processes_per_batch)
     device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)

@@ -170,7 +170,8 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
     )
     tokens = f", {summary['tokens_per_second']:.0f} tokens/s" if summary["tokens_per_second"] else ""
     row("speed", f"{summary['samples_per_second']:.1f} samples/s{tokens}")
-    row("memory", f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak, {summary['device']}")
+    processes = "1 process" if summary["world_size"] == 1 else f"{summary['world_size']} processes"
+    row("memory", f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak, {summary['device']}, {processes}")
     row("plugins", ", ".join(name + " (disabled)" * (name in summary["disabled"]) for name in summary["plugins"]))
     row("run folder", str(folder))
     rich.print(table)

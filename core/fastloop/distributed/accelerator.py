@@ -28,7 +28,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
     """Build the run's ``Accelerator``, and connect its processes.
 
     Raises:
-        PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_processes``.
+        PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_groups``.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -39,7 +39,8 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
-    part("plugin-checks").check_processes(recipe, resolution, settings, world_size() if recipe.inference is None else 1)
+    processes = world_size() if recipe.inference is None else 1
+    part("plugin-checks").check_groups(recipe, settings, processes)
     device = this_machine(recipe.train.device).device
     if AcceleratorState._shared_state:  # of an earlier run of this process
         other_device = world_size() == 1 and PartialState().device.type != device

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fastloop.distributed.ranks import world_size
 from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.plugins.installed import check_class, defaults, installed, load, part
 from fastloop.plugins.manager import PluginSet, origin
@@ -169,6 +170,8 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
             plugins.append(cls())
             filled[cls.slot] = cls.name
             reasons[cls.name] = f"on by default: {reason}"
+    if recipe.inference is None:
+        checks.check_strategy(recipe, plugins, world_size())
     checks.check_together(plugins, names, recipe.where)
     ordered = order(plugins, reasons)
     checks.check_exclusive_hooks(ordered, reasons, recipe.where)

@@ -12,14 +12,14 @@ import importlib.metadata
 import inspect
 import itertools
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
 from fastloop.plugins.installed import DISTRIBUTION, distribution_name, is_own, load
-from fastloop.plugins.manager import PluginSet, origin
+from fastloop.plugins.manager import origin
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import predecessors, refers
 from fastloop.recipe import Recipe
@@ -112,19 +112,18 @@ def check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None
         )
 
 
-def check_processes(recipe: Recipe, resolution: PluginSet, settings: Settings, processes: int) -> None:
-    """Check that a strategy connects the processes of a run, if it has several, and divides them evenly.
+def check_strategy(recipe: Recipe, plugins: Iterable[Plugin], processes: int) -> None:
+    """Check that a strategy connects the processes of a run, if it has several.
 
     Raises:
-        PluginError: No plugin fills the slot ``strategy``, or the number of processes does not fit.
+        PluginError: No plugin fills the slot ``strategy``.
     """
-    if processes > 1 and resolution.in_slot("strategy") is None:
+    has_strategy = any(plugin.slot == "strategy" for plugin in plugins)
+    if processes > 1 and not has_strategy:
         raise PluginError(
-            f"{recipe.where}: started with {processes} processes, but no plugin fills the slot 'strategy', which "
-            "joins them. "
-            "List one: `fastloop plugins` shows who fills it."
+            f"{recipe.where}: started with {processes} processes, and the recipe leaves out the plugin that joins "
+            "them: none fills the slot 'strategy'. List one: `fastloop plugins` shows the plugins of each slot."
         )
-    check_groups(recipe, settings, processes)
 
 
 def check_groups(recipe: Recipe, settings: Settings, processes: int) -> None:

@@ -1,22 +1,49 @@
-"""Checks that the settings of ``accelerate launch`` agree with the recipe.
+"""Checks that the launcher's processes and the settings of ``accelerate launch`` agree with the recipe.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING
 
 from fastloop import PluginError, hookimpl
+from fastloop.distributed.ranks import world_size
 
 if TYPE_CHECKING:
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
 
+logger = logging.getLogger("fastloop")
+
 STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 """Variables of the strategies that ``accelerate launch`` can request. In fastloop, plugins of the same names implement
 them."""
+
+LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT")
+"""Variables that ``accelerate launch`` sets together for several processes. Without ``--multi_gpu``, it starts one."""
+COUNTS = ("WORLD_SIZE", "RANK")
+"""Variables that each of several processes has."""
+
+MULTI_GPU = "accelerate launch --multi_gpu --num_processes N -m fastloop train RECIPE"
+
+
+def report_one_process(recipe: Recipe, strategy: str | None) -> None:
+    """Log why a run has one process, if the launcher or the recipe is made for several."""
+    is_launched = all(name in os.environ for name in LAUNCHED)
+    if is_launched and not any(name in os.environ for name in COUNTS):
+        logger.warning(
+            "%s: accelerate launch was asked for several processes and started one. Without --multi_gpu it starts only "
+            "one, also on a CPU. Use: %s",
+            recipe.where,
+            MULTI_GPU,
+        )
+    elif strategy is not None:
+        logger.info(
+            "the run has one process, and the strategy %r is for several: start N of them with --nproc N", strategy
+        )
 
 
 @hookimpl(trylast=True)
@@ -27,6 +54,8 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
         PluginError: They contradict each other.
     """
     strategy, environment = plugins.in_slot("strategy"), os.environ
+    if world_size() == 1 and recipe.inference is None:
+        report_one_process(recipe, strategy)
     given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")

@@ -3,7 +3,15 @@
     plugins:
       - ddp
 
-Start one process for each device: ``fastloop train recipe.yaml --nproc 4``, ``torchrun`` or ``accelerate launch``.
+Start one process for each device, by one of these commands:
+
+    fastloop train recipe.yaml --nproc 4
+    torchrun --nproc_per_node 4 -m fastloop train recipe.yaml
+    accelerate launch --multi_gpu --num_processes 4 -m fastloop train recipe.yaml
+
+Without ``--multi_gpu``, ``accelerate launch`` starts one process, also on a CPU. In a run of several processes, the
+plugin is on by default if the recipe lists no other strategy.
+
 ``train.batch_size`` is the total over all processes. ``compress: bf16`` all-reduces gradients in bf16, which rounds
 them. fp16 has smaller errors, but overflows.
 """
@@ -16,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Device, PluginError, Recommendation, Strategy, When, hookimpl, option
+from fastloop.distributed.ranks import world_size
 from fastloop_plugins.strategies._timeout import Timeout, read_timeout
 
 if TYPE_CHECKING:
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
+    from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
     from fastloop_plugins.strategies._memory_layout import Layout
@@ -61,6 +71,11 @@ class DDP(Strategy):
         timeout: Timeout = None
 
     @classmethod
+    def auto_enable(cls, recipe: Recipe) -> str | None:
+        processes = world_size()
+        return f"the run has {processes} processes" if processes > 1 else None
+
+    @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
         """For several processes. A model that does not fit needs another strategy, which the recipe lists."""
         return Recommendation(why=f"{machine.processes} processes train together") if machine.processes > 1 else None
@@ -76,6 +91,12 @@ class DDP(Strategy):
         super().__init__(**options)
         if self.config.compress is not None:
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
+
+    @hookimpl
+    def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
+        reason = plugins.reasons.get(self.name, "")
+        if reason.startswith("on by default"):
+            logger.info("ddp: %s, and the recipe lists no strategy. --without ddp leaves it out", reason)
 
     @hookimpl
     def configure(self) -> dict[str, Any]:

@@ -18,6 +18,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fastloop.cli import app, launch
+from fastloop.plugins.installed import load
+from fastloop.plugins.manager import PluginSet
+from fastloop.recipe import make_recipe
+from fastloop_plugins.strategies._launcher_check import check_recipe
 
 CODE = """
 import os, signal, time
@@ -220,7 +224,63 @@ def test_invalid_launch_options_are_rejected(options, environment, message):
 def test_processes_without_a_strategy_are_refused_by_plan(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(app, ["plan", "recipe.yaml", "--without", "ddp"])
-    assert "started with 2 processes, but no plugin fills the slot 'strategy'" in str(result.exception)
+    assert "started with 2 processes" in str(result.exception)
+    assert "'strategy'" in str(result.exception)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_plan_adds_ddp_for_several_processes(processes):
+    Path("bare.yaml").write_text("extends: quickstart\n")
+    result = CliRunner().invoke(app, ["plan", "bare.yaml", "--nproc", str(processes), "-v"])
+    assert ("ddp" in result.stdout) == (processes == 2)
+    assert ("the run has 2 processes" in result.stdout) == (processes == 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        [*FASTLOOP, *TRAIN, "--nproc", "2"],
+        ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", *FASTLOOP, *TRAIN],
+        ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", *FASTLOOP, *TRAIN],
+    ],
+    ids=["fastloop", "torchrun", "accelerate"],
+)
+def test_processes_without_a_listed_strategy_train_as_with_ddp(launcher):
+    recipe = {**RECIPE, "plugins": [plugin for plugin in RECIPE["plugins"] if plugin != "ddp"]}
+    Path("bare.yaml").write_text(yaml.safe_dump(recipe))
+    bare = ["bare.yaml" if argument == "recipe.yaml" else argument for argument in launcher]
+    for command, output in ((launcher, "listed"), (bare, "bare")):
+        done = do(*command, f"output={output}", "train.epochs=1")
+        assert done.returncode == 0, done.stderr
+        assert ("the run has 2 processes" in done.stdout) == (output == "bare")
+    summary = json.loads(Path("bare/summary.json").read_text())
+    assert (summary["world_size"], "ddp" in summary["plugins"]) == (2, True)
+    ours, theirs = (load_file(f"{output}/model/model.safetensors") for output in ("bare", "listed"))
+    assert all(ours[name].equal(theirs[name]) for name in theirs)
+
+
+ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+"""Variables of a process that `accelerate launch --num_processes 2 --cpu` starts: it starts one, and gives no rank."""
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned"),
+    [(ACCELERATE, True), ({**ACCELERATE, "WORLD_SIZE": "1", "RANK": "0"}, False), ({"MASTER_ADDR": "a"}, False)],
+)
+def test_one_process_where_several_were_asked_for_is_a_warning(monkeypatch, caplog, environment, warned):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    recipe = make_recipe({"model": {}, "output": "run"})
+    check_recipe(recipe, PluginSet([]))
+    assert ("--multi_gpu" in caplog.text) == warned
+
+
+def test_a_strategy_in_a_run_of_one_process_is_logged(caplog):
+    caplog.set_level("INFO", logger="fastloop")
+    check_recipe(make_recipe({"model": {}, "output": "run"}), PluginSet([load("ddp")()]))
+    assert "'ddp'" in caplog.text
+    assert "--nproc" in caplog.text
 
 
 def test_plan_shows_the_batch_for_a_number_of_processes():

@@ -15,12 +15,13 @@ from fastloop.cli import launch
 def test_two_processes_without_a_strategy_are_refused():
     pytest.importorskip("sklearn")
     ranks = [launch.member(rank, 2, "127.0.0.1", str(launch.free_port())) for rank in (0, 1)]
-    train = ("-m", "fastloop", "train", "digits_module", "train.device=cpu", "output=out")
+    train = ("-m", "fastloop", "train", "digits_module", "train.device=cpu", "output=out", "--without", "ddp")
     for command in [forked.Command(*train, env=os.environ | rank) for rank in ranks]:
         assert command.wait(300) == 2
         (error,) = command.stderr.splitlines()
         assert error.startswith("error: ")
-        assert "started with 2 processes, but no plugin fills the slot 'strategy'" in error
+        assert "started with 2 processes" in error
+        assert "'strategy'" in error
     assert not Path("out").exists()
 
 

@@ -53,6 +53,11 @@ class ProcessLost(FastloopError):
     """The connection to another process of the run broke. The log of that process has the reason."""
 
 
+class ProcessesDisagree(UsageError):
+    """The processes of a run differ in a fact that must be the same on each, such as the samples that they read. Raised
+    on every process."""
+
+
 class MetricError(UsageError):
     """A metric failed in an evaluation, or its value is not one number. ``__cause__`` is the metric's exception, if it
     raised one.

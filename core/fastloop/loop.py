@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import Tensor
 
-from fastloop import log_points
+from fastloop import agreement, log_points
 from fastloop.checkpoint import resume
 from fastloop.errors import PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
@@ -54,6 +54,8 @@ def fit(run: Run) -> None:
     with preserve_random_states():  # a resumed run calls it again, and imports may draw random numbers
         run.hooks.before_fit(run=run)
     log_points.start(run)
+    if run.world_size > 1:
+        run.steps_to_compare = agreement.STEPS
     with run.clock("train"):
         if run.schedule.evaluation_due():  # the run resumes from an interrupted evaluation
             evaluate(run, "validation")
@@ -92,6 +94,9 @@ def train(run: Run) -> None:
                 state.skip_samples(run._start_totals(batches)())
                 continue
             loss = take_step(run, batches)
+            if run.steps_to_compare > 0:
+                run.steps_to_compare -= 1
+                agreement.check_step(run, batches)
             hooks.after_step(run=run, loss=loss)
             log_points.after_step(run, loss)
             run._sync_requests()
@@ -227,9 +232,12 @@ def evaluation_batches(run: Run, loader: Loader) -> Iterator[Batch]:
     """The batches of an evaluated split, on the device.
 
     Raises:
+        ProcessesDisagree: An iterable dataset gives processes different samples.
         EvaluationInterrupted: A signal stopped the run; raised on every process.
     """
     for number, (batch,) in enumerate(run.to_device([batch] for batch in islice(loader.batches(), loader.max_batches))):
+        if number == 0 and run.world_size > 1 and loader.stream is not None and loader.in_step:
+            agreement.check_stream(run, loader, batch)
         if run.world_size == 1 or (number % POLL_EVERY == 0 and loader.in_step):
             run._sync_requests()
             if run.interrupted:

@@ -77,6 +77,7 @@ class Run:
         build_record: The settings with which the run was built, for its checkpoints.
         resume_point: ``(checkpoint folder, warnings)`` to resume from, or None.
         scalars: The values since the last log point; see ``log``.
+        steps_to_compare: Optimizer steps after which the processes will compare facts; see ``agreement``.
         updates: Calls of ``apply_gradients`` in the current step.
     """
 
@@ -100,6 +101,7 @@ class Run:
         self._skipped_steps: SkippedSteps  # by fp16's loss scaling
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0
+        self.steps_to_compare = 0
         self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | tuple[None, None] = None, None
         self._clipped_at = -1  # step whose gradients are final; the loop sets it and the norm
         self._gradient_norm: Tensor | None = None

@@ -104,6 +104,8 @@ class Batch:
         worker: Index of the worker that read it; -1: the process itself.
         is_last_micro_batch: Whether it is its step's last on this process. Only for map-style datasets.
         unreadable: ``(id, reason)`` of each sample that could not be read; see ``Settings.skip_unreadable``.
+        stream_digest: Digest of the first sample that its reader found in an iterable dataset: the same for all readers
+            of an epoch. Only in the reader's first batch; else empty.
     """
 
     inputs: Any
@@ -114,6 +116,7 @@ class Batch:
     worker: int = -1
     is_last_micro_batch: bool = False
     unreadable: tuple[tuple[int, str], ...] = ()
+    stream_digest: str = ""
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader when ``pin_memory`` is on."""

@@ -34,7 +34,7 @@ class DatasetProtocol(Protocol):
     """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes
     every sample it yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's
     end. Default: False. Then ``__iter__`` must yield all samples in every process and worker, and fastloop shares them
-    out."""
+    out. Several processes compare the first sample, unless the dataset sets this attribute to False itself."""
 
     def set_epoch(self, epoch: int) -> None:
         """Iterable: called with the epoch's index, from 0, in each process and worker before ``__iter__``, to shuffle
@@ -70,10 +70,14 @@ class Samples(list[Any]):
 class Numbered(tuple[int, Any]):
     """``(position, sample)`` of an iterable dataset."""
 
+    stream_digest: str = ""
+
 
 class Filler(list[Any]):
     """A sample with weight 0, for a process without a share of an epoch's last micro-step. That process must compute,
     too, because the others wait for its gradients."""
+
+    stream_digest: str = ""
 
 
 class MapReader(Dataset[Any]):
@@ -126,6 +130,7 @@ class Collate:
             read.unreadable,
         )
         batch.loss_weight = batch.loss_weight or batch.samples
+        batch.stream_digest = getattr(first, "stream_digest", "")
         if isinstance(first, Filler):
             batch.samples = batch.loss_weight = batch.tokens = 0
         info = get_worker_info()

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker  # a test looks for its private name
 
 from fastloop.data.datasets import Filler, Numbered
+from fastloop.data.digests import sample_digest
 from fastloop.errors import UsageError
 from fastloop.runtime.random_states import cpu_random_states, restore_random_states, seed_all
 
@@ -71,6 +72,12 @@ class Stream(IterableDataset[Any]):
             self.position.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
+    def compares_samples(self) -> bool:
+        """Whether several processes compare the first sample. A dataset that sets ``shards_itself`` states what it
+        gives them."""
+        return self.world_size > 1 and not hasattr(self.dataset, "shards_itself")
+
+    @property
     def size(self) -> int:
         """Samples per epoch of a dataset with a length, without an incomplete last step if that is dropped."""
         step = self.batch * self.batches_per_step
@@ -97,11 +104,14 @@ class Stream(IterableDataset[Any]):
             samples = iter(self.dataset)
             deque(islice(samples, start), maxlen=0)
         pending: list[tuple[int, list[Any]]] = []  # this reader's micro-batches of a step that may be incomplete
+        digest = ""
         for number in count():
             with isolated:
                 group = list(islice(samples, self.batch))
             if not group:
                 break
+            if number == 0 and self.compares_samples:
+                digest = sample_digest(group[0])
             last = group[-1]
             if number % readers == reader:
                 pending.append((start + number * self.batch, group))
@@ -110,12 +120,18 @@ class Stream(IterableDataset[Any]):
             for position, micro_batch in pending:
                 if info is not None:  # make the collator's random numbers independent of the worker
                     seed_all(hash((self.seed, epoch, position)) % 2**32)
-                yield from (Numbered(pair) for pair in enumerate(micro_batch, position))
+                for pair in enumerate(micro_batch, position):
+                    numbered = Numbered(pair)
+                    numbered.stream_digest = digest
+                    yield numbered
+                    digest = ""
             pending.clear()
         if not self.batches_per_step and any(
-            filler % readers == reader for filler in range(number, number + -number % self.world_size)
+            place % readers == reader for place in range(number, number + -number % self.world_size)
         ):
-            yield Filler([last])
+            filler = Filler([last])
+            filler.stream_digest = digest
+            yield filler
 
     def _read_ranges(self, epoch: int, start: int, reader: int, readers: int) -> Iterator[Any]:
         """The samples of this reader's micro-batches, from a dataset that reads them by position."""

@@ -1,0 +1,39 @@
+"""A digest of a sample, by which processes compare the data that they read."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+DIGITS = 12
+"""Hexadecimal digits of a digest: 48 bits."""
+
+
+def sample_digest(sample: Any) -> str:
+    """A digest of the tensors, arrays, numbers and texts of a sample. Of any other value, only the class counts."""
+    values, structure = tree_flatten(sample)
+    digest = hashlib.sha256(str(structure).encode())
+    for value in values:
+        if isinstance(value, Tensor):
+            value = _bytes_of(value)
+        if isinstance(value, np.ndarray) and value.dtype.kind != "O":
+            part = value.tobytes()
+        elif isinstance(value, str | bytes | bool | int | float | None):
+            part = repr(value).encode()
+        else:
+            part = type(value).__qualname__.encode()
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()[:DIGITS]
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
+    """The bytes of a tensor: numpy has no bf16."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    array: np.ndarray[Any, Any] = (flat.view(torch.uint8) if flat.numel() else flat.byte()).numpy()
+    return array

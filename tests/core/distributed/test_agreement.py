@@ -1,0 +1,122 @@
+"""Processes compare what must be equal or disjoint, and every process raises the same error."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from agreement_runs import SAMPLES, all_of
+
+from fastloop import agreement
+from fastloop.data.digests import sample_digest
+from fastloop.errors import ProcessesDisagree
+
+CASES = [
+    ("whole", "train", 0),
+    ("whole", "train", 2),
+    ("sharded", "train", 0),
+    ("sharded", "train", 2),
+    ("sharded", "validation", 0),
+    ("noisy", "train", 0),
+    ("declared", "train", 0),
+]
+
+
+@pytest.fixture(scope="module")
+def results(processes: Any, tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str, int], Any]]:
+    """For each process: case -> result."""
+    ended = processes(2, all_of, CASES, folder=tmp_path_factory.mktemp("agreement"))
+    return [dict(zip(CASES, process.result, strict=True)) for process in ended]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] != "sharded"])
+def test_each_sample_is_trained_once(results, case):
+    assert [process[case]["error"] for process in results] == [None, None]
+    trained = [target for process in results for target in process[case]["trained"]]
+    assert sorted(trained) == list(range(SAMPLES))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case[0] == "sharded"])
+def test_a_dataset_that_shards_itself_is_an_error_on_each_process(results, case):
+    errors = [process[case] for process in results]
+    assert errors[0] == errors[1]
+    assert errors[0]["class"] == "ProcessesDisagree"
+    assert "shards_itself" in errors[0]["error"]
+
+
+def test_processes_with_equal_facts_agree():
+    agreement.compare([{"first sample": "a"}, {"first sample": "a"}], "r.yaml")
+
+
+@pytest.mark.parametrize("name", agreement.REMEDIES)
+def test_a_fact_that_differs_is_an_error_that_names_both_processes(name):
+    with pytest.raises(ProcessesDisagree) as raised:
+        agreement.compare([{name: "a"}, {name: "a"}, {name: "b"}], "r.yaml: step 1")
+    for part in (name, "'a'", "'b'", "process 0", "process 2", agreement.REMEDIES[name]):
+        assert part in str(raised.value)
+
+
+def facts(*processes: tuple[int, tuple[int, ...]]) -> list[agreement.StepFacts]:
+    return [agreement.StepFacts(share=share, ids=ids, equal={}) for share, ids in processes]
+
+
+@pytest.mark.parametrize(
+    "processes",
+    [
+        [(0, (1, 2)), (1, (3, 4))],
+        [(0, (1, 2)), (0, (1, 2)), (1, (3,)), (1, (3,))],
+        [(0, (1, 2)), (1, ())],
+    ],
+    ids=["two shares", "two processes a share", "a filler"],
+)
+def test_disjoint_samples_agree(processes):
+    agreement._compare_samples(facts(*processes), "r.yaml")
+
+
+@pytest.mark.parametrize(
+    "processes", [[(0, (1, 2)), (1, (2, 3))], [(0, (1, 2)), (0, (1, 3))]], ids=["in common", "other samples of a share"]
+)
+def test_other_samples_are_an_error(processes):
+    with pytest.raises(ProcessesDisagree, match="0 and 1"):
+        agreement._compare_samples(facts(*processes), "r.yaml")
+
+
+def test_a_digest_changes_with_each_value_and_is_that_of_an_equal_sample():
+    def sample(**changed: Any) -> dict[str, Any]:
+        values = {
+            "tensor": torch.arange(3.0),
+            "small": torch.ones(2, dtype=torch.bfloat16),
+            "empty": torch.zeros(0),
+            "array": np.arange(4),
+            "text": "a",
+            "number": 1,
+            "nested": [(1.5, None)],
+        }
+        return {**values, **changed}
+
+    changes: list[dict[str, Any]] = [
+        {"tensor": torch.arange(1.0, 4.0)},
+        {"small": torch.zeros(2, dtype=torch.bfloat16)},
+        {"array": np.arange(1, 5)},
+        {"text": "b"},
+        {"number": 2},
+        {"nested": [(1.5, 0)]},
+        {"nested": [(1.5,)]},
+    ]
+    digests = [sample_digest(sample(**change)) for change in changes]
+    assert sample_digest(sample()) == sample_digest(sample())
+    assert len({sample_digest(sample()), *digests}) == len(changes) + 1
+
+
+def test_a_run_of_one_process_exchanges_nothing(tiny_run, monkeypatch):
+    monkeypatch.setattr(agreement, "check_step", lambda run, batches: pytest.fail("compared"))
+    assert tiny_run(max_steps=3).summary["steps"] == 3
+
+
+def test_an_object_counts_by_its_class():
+    assert sample_digest(SimpleNamespace(a=1)) == sample_digest(SimpleNamespace(a=2))

@@ -80,7 +80,7 @@ def test_a_huge_text_and_a_tokenizer_in_python_are_counted_too():
 
     facts: dict[str, int] = {}
     texts = ["a" * 8, "a" * 9, "a " * 5000, "abc"]
-    found = list(encode(CanineTokenizer(), texts, [], {"truncation": True, "max_length": 10}, facts))
+    found = list(encode(CanineTokenizer(), texts, {"truncation": True, "max_length": 10}, facts))
     assert [len(ids) for ids in found] == [10, 10, 10, 5]
     assert facts == {"cut": 2}
 
@@ -115,4 +115,4 @@ def test_the_backend_gives_the_ids_of_the_tokenizer_unless_its_class_has_code_of
     for arguments in (cut, {"add_special_tokens": False, "verbose": False}, cut | {"max_length": 2}):
         expected = tokenizer(texts, **arguments)["input_ids"]
         assert expected[2] == [5] * ("max_length" in arguments) + [3 if own is Loud else 1]
-        assert list(encode(tokenizer, texts, [], arguments)) == expected
+        assert list(encode(tokenizer, texts, arguments)) == expected

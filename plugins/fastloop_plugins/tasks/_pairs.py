@@ -12,8 +12,8 @@ from fastloop_plugins.text.batches import ColumnSequences, join_ids
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import Data
 from fastloop_plugins.text.samples import show_tokens
+from fastloop_plugins.text.special_tokens import end_of
 from fastloop_plugins.text.task import AnyModel, ColumnData
-from fastloop_plugins.text.tokenizers import end_of
 from fastloop_plugins.text.tokens import encode_marked, portions
 
 if TYPE_CHECKING:

@@ -21,6 +21,7 @@ with a ``temperature``:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.chat.prompts import PromptCollator
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
+
+logger = logging.getLogger("fastloop")
 
 
 class CausalLM(TextTask):
@@ -98,14 +101,16 @@ class CausalLM(TextTask):
         return encode_rows(tokenizer, rows, arguments)
 
     def read_splits(self, run: Run, first: int | None = None) -> dict[str, Split]:
-        from fastloop_plugins.text.chat.tokens import PLAIN
+        from fastloop_plugins.text.chat.tokens import PLAIN, describe_special_tokens
         from fastloop_plugins.text.tokens import read
 
         if self.data.masked:
-            return super().read_splits(run, first)
-        self.data.skip_unreadable = run.settings.skip_unreadable
-        splits = read(self.data, self.text_model, documents=True, first=first, **PLAIN)
-        self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
+            splits = super().read_splits(run, first)
+        else:
+            self.data.skip_unreadable = run.settings.skip_unreadable
+            splits = read(self.data, self.text_model, documents=True, first=first, **PLAIN)
+            self.tokens_per_character = {name: len(split.ids) / split.characters for name, split in splits.items()}
+        logger.info("data: %s", describe_special_tokens(self.text_model.tokenizer, self.data.text_key))
         return splits
 
     def build_dataset(  # type: ignore[override]  # not static: token ids do not depend on ``data.max_length``
@@ -138,6 +143,7 @@ class CausalLM(TextTask):
         from fastloop_plugins.text.chat.prompts import chat_chunks
         from fastloop_plugins.text.chat.tokens import PLAIN
         from fastloop_plugins.text.chunks import token_chunks
+        from fastloop_plugins.text.special_tokens import special_tokens
 
         where, new = f"{self.data.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
         if source is None:
@@ -153,7 +159,8 @@ class CausalLM(TextTask):
         self.room = positions - new if positions is not None else None
         if self.data.options.messages:
             return chat_chunks(self.data, self.text_model.tokenizer, source, start, size)
-        return token_chunks(self.data, self.text_model, source, start, size, PLAIN)
+        begin = special_tokens(self.text_model.tokenizer).begin
+        return token_chunks(self.data, self.text_model, source, start, size, PLAIN, begin)
 
     @hookimpl
     def build_collator(  # type: ignore[override]  # a hook may name more arguments
@@ -208,13 +215,12 @@ class CausalLM(TextTask):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        from fastloop_plugins.text.chat.prompts import end_tokens
-
         config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
         drawing = {"do_sample": False, **config.sampling()}
-        end = end_tokens(tokenizer) if self.data.options.messages else tokenizer.eos_token_id
-        ends = {"eos_token_id": end, "pad_token_id": tokenizer.pad_token_id}
-        ids = model.generate(**batch, max_new_tokens=config.max_new_tokens, **drawing, **ends)  # type: ignore[operator]
+        # `generate` stops at the end tokens of `generation_config`, as it does for users of an exported model
+        ids = model.generate(  # type: ignore[operator]
+            **batch, max_new_tokens=config.max_new_tokens, pad_token_id=tokenizer.pad_token_id, **drawing
+        )
         return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 
     @hookimpl(wrapper=True, trylast=True)

@@ -137,7 +137,7 @@ class Seq2Seq(TextTask):
 
         arguments = {"truncation": True, "max_length": self.data.options.max_length}
         chunks = (self.data.add_prefix(texts) for texts, _ in text_chunks(self.data, source, start, size))
-        return (Sequences(*flat(encode(self.text_model.tokenizer, texts, [], arguments))) for texts in chunks)
+        return (Sequences(*flat(encode(self.text_model.tokenizer, texts, arguments))) for texts in chunks)
 
     @hookimpl
     def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:

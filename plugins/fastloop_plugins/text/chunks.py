@@ -5,7 +5,7 @@ Every row counts, so that predictions keep their place."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -73,16 +73,19 @@ def token_chunks(
     start: int,
     size: int,
     arguments: Mapping[str, Any],
+    begin: Callable[[list[int]], list[int]] | None = None,
 ) -> Iterator[Sequences]:
     """``text_chunks`` as token ids.
 
     Args:
         model: With its tokenizer loaded.
         arguments: Arguments of the tokenizer.
+        begin: Adds special tokens to the ids of a text, such as ``SpecialTokens.begin``.
     """
     types, facts, has_warned = token_types(data.columns, model), dict[str, int](), False
     for texts, _ in text_chunks(data, source, start, size):
-        ids, lengths = flat(encode(model.tokenizer, join_columns(texts, model), [], {**arguments, **types}, facts))
+        encoded = encode(model.tokenizer, join_columns(texts, model), {**arguments, **types}, facts)
+        ids, lengths = flat(encoded if begin is None else map(begin, encoded))
         if facts["cut"] and not has_warned:
             logger.warning(
                 "%s", describe_cut("predict, first rows", facts["cut"], len(texts), "texts", data.options.max_length)

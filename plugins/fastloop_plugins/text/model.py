@@ -27,6 +27,7 @@ from fastloop_plugins.models.hub import (
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
 from fastloop_plugins.rows.column import Column
+from fastloop_plugins.text.special_tokens import save_generation_config, stop_at_end_tokens
 from fastloop_plugins.text.tokenizers import TrainedTokenizer, check_saved_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
@@ -295,6 +296,8 @@ class TextModel:
     def build(self, auto: Any, labels: LabelOrder | None = None) -> Any:
         """Build the model with initial or pretrained weights, or those of ``model.weights``, in float32.
 
+        ``generate`` of a causal language model stops at the end tokens of texts and answers.
+
         Args:
             auto: Transformers' Auto class of the task.
             labels: The classes of a classifier. If the checkpoint's head is for other classes, it is reinitialized.
@@ -304,6 +307,8 @@ class TextModel:
         """
         model = self._build(auto, labels)
         load_weights(model, self.recipe)
+        if auto.__name__ == "AutoModelForCausalLM":
+            stop_at_end_tokens(model, self.tokenizer)
         return model
 
     def _build(self, auto: Any, labels: LabelOrder | None) -> Any:
@@ -363,6 +368,7 @@ class TextModel:
             save_model(run, folder, self.weights(run))
             if run.is_main:
                 self.tokenizer.save_pretrained(folder)
+                save_generation_config(run.unwrap_model(), folder)
         return folder
 
 

@@ -381,7 +381,7 @@ class TextTask(Plugin):
         """``read_splits`` with the labels as the data numbers them."""
         from fastloop_plugins.text import tokens
 
-        def encode(tokenizer: Any, rows: Any, end: list[int], arguments: dict[str, Any]) -> Iterator[list[int]]:
+        def encode(tokenizer: Any, rows: Any, arguments: dict[str, Any]) -> Iterator[list[int]]:
             found = self.encode(tokenizer, rows, arguments["encoding"])
             return name_row_errors(found, lambda index, problem: refuse_row(self.data, rows[index], problem))
 

@@ -109,9 +109,3 @@ def check_saved_tokenizer(tokenizer: Any, config: Any, texts: Sequence[str], whe
                 f"ones ({len(expected)}), so the exported model would be useless. Use a tokenizer of that class "
                 "(model.tokenizer=FOLDER), or another model_type."
             )
-
-
-def end_of(tokenizer: Any) -> list[int]:
-    """The end token of a text: the tokenizer's, or its separator token. Empty if it has neither."""
-    end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-    return [] if end is None else [end]

@@ -22,7 +22,7 @@ from fastloop_plugins import _cache
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import Text, each_text, encode_pairs, join_columns, token_types
-from fastloop_plugins.text.tokenizers import end_of
+from fastloop_plugins.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,7 +42,7 @@ AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
 """Rows, and their characters, that the tokenizer gets at once."""
 
 
-ENCODING = 3
+ENCODING = 4
 """Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
 
 
@@ -66,14 +66,14 @@ def read(
     data: TextData,
     model: TextModel,
     documents: bool = False,
-    encoder: Callable[[Any, Any, list[int], dict[str, Any]], Iterator[list[int]]] | None = None,
+    encoder: Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]] | None = None,
     first: int | None = None,
     **arguments: Any,
 ) -> dict[str, Split]:
     """Read and tokenize the splits. Sets the tokenizer of ``model`` and the classes of ``data``.
 
     Args:
-        documents: Skip empty texts, and end each text with the end token.
+        documents: Skip empty texts, and give each text its special tokens; see ``text.special_tokens``.
         encoder: Replaces ``encode``. Its result must depend only on its arguments.
         first: Tokenize only this many rows of ``train``, for `fastloop plan --samples`, and keep their texts. A
             tokenizer is trained on all.
@@ -110,18 +110,18 @@ def read(
         splits = {"train": splits["train"]}
     tokenizer, found, keys = model.tokenizer, {}, {}
     known = "" if folder is None else model.fingerprint()
-    end = end_of(tokenizer) if documents else []
     for name, rows in splits.items():
         texts = join_columns(rows.texts, model) if encoder is None else rows.texts
         if documents:
             texts = Column(text for text in texts if not isinstance(text, str) or text.strip())
         texts = texts[:first] if first else texts
         facts = {"characters": sum(map(len, each_text(texts))) if encoder is None else 0}
-        encoded = (
-            encode(tokenizer, texts, end, arguments, facts)
-            if encoder is None
-            else encoder(tokenizer, texts, end, arguments)
-        )
+        if encoder is not None:
+            encoded = encoder(tokenizer, texts, arguments)
+        else:
+            encoded = encode(tokenizer, texts, arguments, facts)
+        if documents:
+            encoded = map(special_tokens(tokenizer).complete, encoded)
         if folder is None:
             flat = _cache.flat(encoded)
         else:
@@ -166,11 +166,10 @@ def _warn_about_unknown(split: str, count: int, data: TextData) -> None:
 def encode(
     tokenizer: Any,
     texts: Sequence[Text],
-    end: list[int],
     arguments: dict[str, Any],
     facts: dict[str, int] | None = None,
 ) -> Iterator[list[int]]:
-    """Yield the ids of each text, followed by ``end``. Reads only the part of a huge text that truncation can keep.
+    """Yield the ids of each text. Reads only the part of a huge text that truncation can keep.
 
     Args:
         texts: Texts, or pairs: see ``text.columns.encode_pairs``.
@@ -179,7 +178,7 @@ def encode(
     count = 0
     for ids, cut in encode_marked(tokenizer, texts, arguments):
         count += cut
-        yield ids + end
+        yield ids
     if facts is not None:
         facts["cut"] = count
 

@@ -297,7 +297,7 @@ def test_a_template_of_a_file_and_a_cache_of_tokens_give_the_same_samples(tmp_pa
 
 
 def test_the_answer_of_a_template_ends_with_its_special_token():
-    from fastloop_plugins.text.chat.prompts import end_tokens
+    from fastloop_plugins.text.special_tokens import end_tokens
 
     marks = ["<|im_start|>", "<|im_end|>"]
     tokenizer = byte_tokenizer(CHATML, marks)

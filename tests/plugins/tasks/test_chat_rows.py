@@ -198,7 +198,8 @@ def test_parts_of_text_are_joined_unless_the_template_reads_them():
     assert encoded(CHATML, user(parts), answer(parts)) == "Sleep, now<|im_end|>\n"
     trims = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content | trim }}{% endfor %}"
     trims += "{{ '<|im_start|>assistant' * add_generation_prompt }}"
-    assert encoded(trims, user("a"), answer(parts)) == "Sleep, now", "a filter would write the list as Python does"
+    said = encoded(trims, user("a"), answer(parts))  # it ends at the next turn
+    assert said == "Sleep, now<|im_start|>", "a filter would write the list as Python does"
 
 
 # -- rows that are refused ---------------------------------------------------------------------------------------------

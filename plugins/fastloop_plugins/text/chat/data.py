@@ -31,6 +31,7 @@ from fastloop_plugins.text.chat.rows import (
 from fastloop_plugins.text.columns import column_names
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.tokens import ENCODING
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -162,7 +163,7 @@ class LanguageTextData(TextData):
 
         if self.options.blocks:
             # the hash does not cover such code
-            known = None if model.options.trust_remote_code else model.fingerprint()
+            known = None if model.options.trust_remote_code else f"{ENCODING} {model.fingerprint()}"
             self.stream.put_end_to_end(run, Documents(self, model.tokenizer), self.options.max_length, known)
             return self.stream.datasets(run, datasets, blocks)
         if not self.masked:

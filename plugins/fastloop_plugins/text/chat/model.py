@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
 from fastloop_plugins.models.hub import first_line, quiet
+from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, names_in, template_text
 from fastloop_plugins.text.model import Model, TextModel
 from fastloop_plugins.text.next_token_loss import add_loss
+from fastloop_plugins.text.special_tokens import end_of, name_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,19 +129,24 @@ class ChatModel(DecoderModel):
 
     def load_tokenizer(self, max_length: int) -> None:
         super().load_tokenizer(max_length)
-        if self.tokenizer is not None:
-            self._set_template()
-            if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
-                logger.warning(
-                    "data.chat_template: the tokenizer has no token %s, so each is split into several",
-                    ", ".join(unknown),
-                )
+        if self.tokenizer is None:
+            return
+        if unknown := [mark for mark in self.marks if mark not in self.tokenizer.get_vocab()]:
+            logger.warning(
+                "data.chat_template: the tokenizer has no token %s, so each is split into several",
+                ", ".join(unknown),
+            )
 
     def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
         if self.trained is not None:
             super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))], max_length)
             self.tokenizer.add_tokens(self.marks, special_tokens=True)
             self._set_template()
+
+    def _ensure_pad_token(self) -> None:
+        if self.trained is None:  # else the tokens of the template are added later
+            self._set_template()
+        super()._ensure_pad_token()
 
     def template_names(self) -> frozenset[str]:
         """All names that the template reads. Call it after ``load_tokenizer``."""
@@ -151,6 +159,57 @@ class ChatModel(DecoderModel):
             raise RecipeError(
                 f"{self.recipe.where}: data.messages: the tokenizer has no chat template. Give one: "
                 f"data.chat_template=FILE.jinja, or a built-in name ({', '.join(BUILT_IN)})."
+            )
+        if self.recipe.inference is None:
+            self._check_ends()
+
+    def _check_ends(self) -> None:
+        """Let each answer end with a token after which generation can stop. If the template has none, add the end token
+        to the answers of the template, which is exported."""
+        try:
+            renderer = ChatRenderer(self.tokenizer)
+            end = renderer.answer_end
+        except RowError as error:
+            raise RecipeError(f"{self.recipe.where}: data.chat_template: {error}") from None
+        if self.tokenizer.eos_token is None and end.tokens:
+            self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(end.tokens[0])
+        if not end.is_known:
+            return
+        if end.tokens:
+            self._warn_about_untrained_end(renderer)
+            return
+        if not end_of(self.tokenizer):  # the tokenizer is refused
+            return
+        variable = "sep_token" if self.tokenizer.eos_token is None else "eos_token"
+        original = self.tokenizer.chat_template
+        self.tokenizer.chat_template = with_end(original, variable)
+        if ChatRenderer(self.tokenizer).answer_end.tokens:
+            logger.warning(
+                "data.chat_template: the template writes no special token after an answer, so generation would not "
+                "stop. Each answer now ends with %r, in training and in the template that is exported",
+                getattr(self.tokenizer, variable),
+            )
+        else:
+            self.tokenizer.chat_template = original
+            logger.warning(
+                "data.chat_template: the template writes no special token after an answer, so generation does not "
+                "stop. Write one there, such as {{ %s }}",
+                variable,
+            )
+
+    def _warn_about_untrained_end(self, renderer: ChatRenderer) -> None:
+        """Log that {% generation %} leaves out the end of an answer."""
+        try:
+            ids, mask = renderer.encode(Chat([QUESTION, ANSWER]))
+        except RowError:  # of a template that rejects some conversations
+            return
+        trained = {token for token, has_loss in zip(ids, mask, strict=True) if has_loss}
+        ends = renderer.answer_end.tokens
+        if trained and not trained.intersection(ends) and self.recipe.data.get("train_on") != "all":
+            logger.warning(
+                "data.chat_template: the end of an answer, %s, is outside of {%% generation %%}: it has no loss, so "
+                "the model does not learn to stop. Write it before {%% endgeneration %%}",
+                name_tokens(self.tokenizer, ends),
             )
 
 

@@ -1,4 +1,4 @@
-"""Prompts that a language model continues: conversations to answer, batches, and the tokens that end an answer."""
+"""Prompts that a language model continues: conversations to answer, and batches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fastloop_plugins.text.batches import Sequences, mask, padded
 from fastloop_plugins.text.chat.rows import Chat, other_keys, read_chat, unread_keys
 from fastloop_plugins.text.chat.template import ChatRenderer
 from fastloop_plugins.text.chunks import read_chunks
-from fastloop_plugins.text.tokenizers import end_of
+from fastloop_plugins.text.special_tokens import end_of
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.chat.data import LanguageTextData
@@ -64,19 +64,6 @@ def _to_answer(row: dict[str, Any], columns: Sequence[str]) -> Chat:
     if not asked:
         raise RowError("every message is from the assistant. Expected a message to answer.")
     return Chat(chat.messages[:asked], chat.tools)
-
-
-def end_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that end an answer: the end token, and the special token that the template writes after an answer, if
-    there is one."""
-    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    text: str = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "answer"}], tokenize=False
-    )
-    after = tokenizer(text.rpartition("answer")[2], add_special_tokens=False)["input_ids"]
-    if after and after[0] in tokenizer.get_added_vocab().values():
-        ends.append(after[0])
-    return sorted(set(ends))
 
 
 class PromptCollator:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
 from fastloop_plugins.text.chat.rows import ROLES, Chat, text_of
 
 if TYPE_CHECKING:
@@ -46,8 +47,6 @@ MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 REMEDY = "Mark its answers by {% generation %} in a template (data.chat_template=FILE), or give data.train_on=all."
 FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
 """Errors of Python that a template may raise, beside those of Jinja."""
-PROBE = "31415926535"
-"""A text that templates leave as it is."""
 SECONDS = 120.0
 """Seconds that one conversation may take: a long one takes a few."""
 
@@ -150,27 +149,51 @@ class ChatRenderer:
         prompt for an answer to the end of that answer. The function finds both ends by rendering the conversation up to
         each of them. An answer of weight 0 has no loss.
 
+        Where the next turn ends an answer (see ``answer_end``), the first tokens of that turn have a loss, too, and
+        they are added after the last answer.
+
         Raises:
             RowError: The template rejects the conversation, leaves out a part of it, does not show which tokens are the
                 assistant's, or takes too long.
         """
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         muted = [index for index in answers if chat.messages[index].get("weight") == 0]
+        trained = [index for index in answers if index not in muted]
         with _rendering():
             messages = self._prepare(chat)
+            is_marked = self._is_marked(chat.tools)
             if self.train_on == "all":
                 ids = self._apply(messages, chat.tools)["input_ids"]
                 mask = [1] * len(ids)
-            elif self._is_marked(chat.tools):
+            elif is_marked:
                 self._check_fast()
                 found = self._apply(messages, chat.tools, return_assistant_tokens_mask=True)
                 ids, mask = found["input_ids"], found["assistant_masks"]
             else:
-                return self._locate(messages, chat.tools, [index for index in answers if index not in muted])
-            if muted:
+                ids, mask = self._locate(messages, chat.tools, trained)
+            if muted and (is_marked or self.train_on == "all"):
                 _, without = self._locate(messages, chat.tools, muted)
                 mask = [int(own and not other) for own, other in zip(mask, without, strict=True)]
+            return self._end_answers(ids, mask, ends_with_answer=len(messages) - 1 in trained)
+
+    def _end_answers(self, ids: list[int], mask: list[int], ends_with_answer: bool) -> tuple[list[int], list[int]]:
+        """Where the next turn ends an answer, give the beginning of that turn a loss, and add it after the last answer.
+
+        For ids ``[<user> 7 <assistant> 8 <user> 9 <assistant> 5]`` with a loss at 8 and 5, the second ``<user>`` gets a
+        loss, and a third one is added.
+        """
+        turns = self.answer_end.next_turn
+        if not turns:
             return ids, mask
+        ends = [place for place in range(1, len(ids)) if mask[place - 1] and not mask[place]]
+        for place in ends:
+            for turn in turns:
+                if ids[place : place + len(turn)] == turn:
+                    mask[place : place + len(turn)] = [1] * len(turn)
+        if ends_with_answer:
+            ids = ids + turns[0]
+            mask = mask + [1] * len(turns[0])
+        return ids, mask
 
     def prompt(self, chat: Chat) -> list[int]:
         """Token ids of a conversation and of the prompt for its next answer.
@@ -237,6 +260,16 @@ class ChatRenderer:
         self.roles.add(message["role"])
 
     # -- what a template takes -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def answer_end(self) -> AnswerEnd:
+        """How the template ends an answer.
+
+        Raises:
+            RowError: The template takes too long.
+        """
+        with _rendering():
+            return find_answer_end(self.tokenizer, self._try)
 
     @cached_property
     def _takes_text(self) -> bool:

@@ -20,8 +20,8 @@ from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import ChatRenderer
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.samples import show_tokens, split_rows
+from fastloop_plugins.text.special_tokens import name_tokens, special_tokens
 from fastloop_plugins.text.task import StreamedRows
-from fastloop_plugins.text.tokenizers import end_of
 from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 PLAIN: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-"""The tokenizer's arguments for a text that gets no special tokens."""
+"""The tokenizer's arguments for a text that gets its special tokens from ``text.special_tokens``."""
 PROBED = 256
 """Rows to tokenize in full, to estimate how many are longer than a sample."""
 
@@ -43,7 +43,8 @@ PROBED = 256
 def encode_rows(
     tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any], renderer: ChatRenderer | None = None
 ) -> Iterator[list[int]]:
-    """Yield the ids of each row; signed unless it is a text. Texts and completions end with the end token.
+    """Yield the ids of each row; signed unless it is a text. Texts, prompts and completions get the special tokens of
+    ``text.special_tokens``, and conversations those of the chat template.
 
     Args:
         rows: Texts, the JSON of a ``Chat`` each, or prompts with their completions.
@@ -54,12 +55,11 @@ def encode_rows(
     Raises:
         RowError: See ``ChatRenderer.encode``.
     """
-    end = end_of(tokenizer)
+    special = special_tokens(tokenizer)
     if arguments["form"] == "text":
         size = arguments.get("max_length")
-        yield from encode(
-            tokenizer, rows, end, PLAIN if size is None else PLAIN | {"truncation": True, "max_length": size}
-        )
+        options = PLAIN if size is None else PLAIN | {"truncation": True, "max_length": size}
+        yield from map(special.complete, encode(tokenizer, rows, options))
         return
     renderer = renderer or ChatRenderer(tokenizer, arguments["train_on"])
     for row in rows:
@@ -68,7 +68,29 @@ def encode_rows(
             yield [token if trained else ~token for token, trained in zip(ids, mask, strict=True)]
         else:
             prompt, completion = tokenizer(list(row), **PLAIN)["input_ids"]
-            yield [~token for token in prompt] + completion + end
+            yield [~token for token in special.begin(prompt)] + special.finish(completion)
+
+
+def describe_special_tokens(tokenizer: Any, form: str) -> str:
+    """The special tokens of rows, for the log.
+
+    Args:
+        form: The option of ``data`` that names the column: text, messages or prompt.
+    """
+    special = special_tokens(tokenizer)
+    begins = f"begins with {name_tokens(tokenizer, special.beginning)}"
+    ends = f"ends with {name_tokens(tokenizer, special.end)}"
+    if form == "text":
+        return f"each text {begins} and {ends}" if special.beginning else f"each text {ends}"
+    if form == "prompt":
+        return f"each prompt {begins}, each completion {ends}" if special.beginning else f"each completion {ends}"
+    end = ChatRenderer(tokenizer).answer_end
+    if end.next_turn:
+        token = name_tokens(tokenizer, end.next_turn[0])
+        return f"an answer ends with {token} of the next turn, which has a loss and is added after the last answer"
+    if end.tokens:
+        return f"the chat template writes all special tokens; an answer ends with {name_tokens(tokenizer, end.tokens)}"
+    return "the chat template writes all special tokens"
 
 
 class MaskedSequences(Sequences):

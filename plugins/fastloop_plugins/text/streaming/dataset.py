@@ -200,7 +200,7 @@ class LabelledRows:
 
     def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
         texts = join_columns(self.data.parse_rows(rows, names), self.model)
-        ids = flat(encode(self.model.tokenizer, texts, [], self.arguments))
+        ids = flat(encode(self.model.tokenizer, texts, self.arguments))
         samples = Sequences(*ids, self.labels.read(rows, names), bool(self.types))
         return [samples[index] for index in range(len(samples))]
 

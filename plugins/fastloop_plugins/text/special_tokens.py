@@ -6,7 +6,6 @@ Training, evaluation, prediction and exports ask this module, so that they agree
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,13 +70,11 @@ def end_of(tokenizer: Any) -> list[int]:
 def end_tokens(tokenizer: Any) -> list[int]:
     """The ids after which generation stops: the end token of a text, and the tokens that end an answer in the chat
     template, if there is one."""
-    from fastloop_plugins.rows.table import RowError
     from fastloop_plugins.text.chat.template import ChatRenderer
 
     ends = set(end_of(tokenizer))
     if tokenizer.chat_template:
-        with suppress(RowError):  # of a template that takes too long, which the first conversation reports
-            ends.update(ChatRenderer(tokenizer).answer_end.tokens)
+        ends.update(ChatRenderer(tokenizer).answer_end.tokens)
     return sorted(ends)
 
 

@@ -166,11 +166,8 @@ class ChatModel(DecoderModel):
     def _check_ends(self) -> None:
         """Let each answer end with a token after which generation can stop. If the template has none, add the end token
         to the answers of the template, which is exported."""
-        try:
-            renderer = ChatRenderer(self.tokenizer)
-            end = renderer.answer_end
-        except RowError as error:
-            raise RecipeError(f"{self.recipe.where}: data.chat_template: {error}") from None
+        renderer = ChatRenderer(self.tokenizer)
+        end = renderer.answer_end
         if self.tokenizer.eos_token is None and end.tokens:
             self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(end.tokens[0])
         if not end.is_known:

@@ -263,13 +263,13 @@ class ChatRenderer:
 
     @cached_property
     def answer_end(self) -> AnswerEnd:
-        """How the template ends an answer.
-
-        Raises:
-            RowError: The template takes too long.
-        """
-        with _rendering():
-            return find_answer_end(self.tokenizer, self._try)
+        """How the template ends an answer. Not known of a template that takes too long, which the first conversation
+        reports."""
+        try:
+            with _rendering():
+                return find_answer_end(self.tokenizer, self._try)
+        except RowError:
+            return AnswerEnd(is_known=False)
 
     @cached_property
     def _takes_text(self) -> bool:

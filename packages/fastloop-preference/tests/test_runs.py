@@ -111,6 +111,14 @@ def test_predictions_are_log_probabilities_relative_to_the_model_before_training
         assert read(trained / "dpo" / f"{name}.jsonl") == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_trained_model_stops_at_the_end_token_of_its_tokenizer(trained):
+    from transformers import GenerationConfig
+
+    before = GenerationConfig.from_pretrained(trained / "base").eos_token_id
+    assert before != tokenizer().eos_token_id, "the default of the architecture"
+    assert GenerationConfig.from_pretrained(trained / "dpo" / "run" / "model").eos_token_id == tokenizer().eos_token_id
+
+
 def test_an_evaluation_reads_the_reference_or_loads_it_again(trained):
     trained_metrics = json.loads((trained / "dpo" / "run" / "summary.json").read_text())["test"]
     for name in ("known", "loaded"):

@@ -202,6 +202,8 @@ def generate(case: Case, animal: str, folder: str = "run/model") -> tuple[list[i
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 )
 def test_an_exported_model_answers_and_stops_where_predict_does(name, cli):
+    from transformers import pipeline
+
     case = CASES[name]
     run = trained_run(case)
     added, tokenizer = generate(case, "cow")
@@ -213,6 +215,11 @@ def test_an_exported_model_answers_and_stops_where_predict_does(name, cli):
     assert not {*added[:-1]} & {*ends}
     text = tokenizer.decode(added, skip_special_tokens=True)
     assert text.strip() in {answer(animal) for animal in ANIMALS}
+
+    asked: Any = [user(question("cow"))] if case.form == "messages" else question("cow")
+    pipe = pipeline("text-generation", model="run/model", device="cpu")
+    (said,) = pipe(asked, do_sample=False, return_full_text=False)
+    assert said["generated_text"] == text
 
     code, out, err = cli("predict", "run", question("cow"), "plugins.causal-lm.max_new_tokens=40")
     assert code == 0, err

@@ -305,6 +305,23 @@ def test_the_answer_of_a_template_ends_with_its_special_token():
     assert end_tokens(byte_tokenizer(CHATML, [])) == [tokenizer.eos_token_id]
 
 
+ENDS = {
+    "llama3": "<|eot_id|>",
+    "phi3": "<|end|>",
+    "qwen2_5": "<|im_end|>",
+    "qwen3": "<|im_end|>",
+    "gemma3": "<end_of_turn>",
+    "smolvlm": "<end_of_utterance>",  # it reads contents as lists of parts only
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_end_of_an_answer_is_found_in_templates_of_models(name):
+    tokenizer = byte_tokenizer(TRL[name]["template"], TRL[name]["marks"])
+    end = ChatRenderer(tokenizer).answer_end
+    assert (tokenizer.convert_ids_to_tokens(end.tokens), end.next_turn) == ([ENDS[name]], [])
+
+
 @pytest.mark.slow
 def test_predictions_are_the_next_answers(cli):
     from transformers import AutoModelForCausalLM, AutoTokenizer

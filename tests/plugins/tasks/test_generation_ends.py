@@ -264,6 +264,20 @@ def test_streamed_texts_begin_and_end_as_those_in_memory(blocks):
         assert sorted(samples) == sorted(text[:24] for text in texts)
 
 
+@pytest.mark.parametrize("name", ["byte, next turn", "metaspace, no end"])
+def test_streamed_answers_end_as_those_in_memory(name):
+    case = CASES[name]
+    make_tokenizer(case).save_pretrained("tokenizer")
+    model, data = {"config": LLAMA, "tokenizer": "tokenizer"}, write_rows(case)
+    memory = make_run("causal-lm", model, data).datasets["train"]
+    streamed = make_run("causal-lm", model, data | {"streaming": True, "shuffle_buffer": 0}).datasets["train"]
+    samples = [[*memory[index]["targets"]] for index in range(len(memory))]
+    assert sorted(samples) == sorted([*sample["targets"]] for sample in streamed)
+    last = [max(place for place, target in enumerate(sample) if target >= 0) for sample in samples]
+    ends = end_tokens(make_tokenizer(case))
+    assert all(set(sample[: place + 1]) & {*ends} for sample, place in zip(samples, last, strict=True))
+
+
 def test_a_prompt_to_continue_begins_as_a_text_and_the_log_names_the_tokens(caplog):
     case = CASES["byte, BOS, text"]
     make_tokenizer(case).save_pretrained("tokenizer")

@@ -265,9 +265,13 @@ class ChatRenderer:
     def answer_end(self) -> AnswerEnd:
         """How the template ends an answer. Not known of a template that takes too long, which the first conversation
         reports."""
+
+        def render(messages: list[dict[str, Any]]) -> str | None:
+            return self._try([self._message(message) for message in messages])
+
         try:
             with _rendering():
-                return find_answer_end(self.tokenizer, self._try)
+                return find_answer_end(self.tokenizer, render)
         except RowError:
             return AnswerEnd(is_known=False)
 

@@ -70,11 +70,11 @@ def end_of(tokenizer: Any) -> list[int]:
 def end_tokens(tokenizer: Any) -> list[int]:
     """The ids after which generation stops: the end token of a text, and the tokens that end an answer in the chat
     template, if there is one."""
-    from fastloop_plugins.text.chat.template import ChatRenderer
+    from fastloop_plugins.text.chat.template import answer_end
 
     ends = set(end_of(tokenizer))
     if tokenizer.chat_template:
-        ends.update(ChatRenderer(tokenizer).answer_end.tokens)
+        ends.update(answer_end(tokenizer).tokens)
     return sorted(ends)
 
 

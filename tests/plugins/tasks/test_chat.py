@@ -20,7 +20,7 @@ from fastloop.errors import RecipeError
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.rows import Chat, read_chat
-from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
+from fastloop_plugins.text.chat.template import CHATML, ChatRenderer, answer_end
 from fastloop_plugins.text.chat.tokens import MaskedSequences, encode_rows
 
 GPT = TINY_GPT | {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -318,7 +318,7 @@ ENDS = {
 @pytest.mark.parametrize("name", ENDS)
 def test_the_end_of_an_answer_is_found_in_templates_of_models(name):
     tokenizer = byte_tokenizer(TRL[name]["template"], TRL[name]["marks"])
-    end = ChatRenderer(tokenizer).answer_end
+    end = answer_end(tokenizer)
     assert (tokenizer.convert_ids_to_tokens(end.tokens), end.next_turn) == ([ENDS[name]], [])
 
 

@@ -19,7 +19,7 @@ from training_runs import execute
 
 from fastloop_plugins.text.chat.endings import with_end
 from fastloop_plugins.text.chat.rows import Chat
-from fastloop_plugins.text.chat.template import CHATML, ChatRenderer
+from fastloop_plugins.text.chat.template import CHATML, ChatRenderer, answer_end
 from fastloop_plugins.text.chat.tokens import encode_rows
 from fastloop_plugins.text.special_tokens import beginning_of, end_tokens, stop_at_end_tokens
 
@@ -347,10 +347,10 @@ def test_a_conversation_that_has_a_loss_everywhere_ends_with_the_next_turn():
 def test_a_template_without_an_end_gets_one_in_each_answer():
     case = CASES["metaspace, no end"]
     tokenizer = make_tokenizer(case)
-    assert not ChatRenderer(tokenizer).answer_end.tokens
+    assert not answer_end(tokenizer).tokens
     before = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     tokenizer.chat_template = with_end(tokenizer.chat_template, "eos_token")
-    assert ChatRenderer(tokenizer).answer_end.tokens == [tokenizer.eos_token_id]
+    assert answer_end(tokenizer).tokens == [tokenizer.eos_token_id]
     text = tokenizer.apply_chat_template(TWO_TURNS, tokenize=False)
     assert text == before.replace("b\n\n", "b</s>\n\n").replace("d\n\n", "d</s>\n\n")
     asked = tokenizer.apply_chat_template(TWO_TURNS[:1], tokenize=False, add_generation_prompt=True)

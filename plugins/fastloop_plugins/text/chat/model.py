@@ -14,7 +14,7 @@ from fastloop_plugins.models.hub import first_line, quiet
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
-from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, names_in, template_text
+from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, names_in, template_text
 from fastloop_plugins.text.model import Model, TextModel
 from fastloop_plugins.text.next_token_loss import add_loss
 from fastloop_plugins.text.special_tokens import end_of, name_tokens
@@ -166,21 +166,20 @@ class ChatModel(DecoderModel):
     def _check_ends(self) -> None:
         """Let each answer end with a token after which generation can stop. If the template has none, add the end token
         to the answers of the template, which is exported."""
-        renderer = ChatRenderer(self.tokenizer)
-        end = renderer.answer_end
+        end = answer_end(self.tokenizer)
         if self.tokenizer.eos_token is None and end.tokens:
             self.tokenizer.eos_token = self.tokenizer.convert_ids_to_tokens(end.tokens[0])
         if not end.is_known:
             return
         if end.tokens:
-            self._warn_about_untrained_end(renderer)
+            self._warn_about_untrained_end(end.tokens)
             return
         if not end_of(self.tokenizer):  # the tokenizer is refused
             return
         variable = "sep_token" if self.tokenizer.eos_token is None else "eos_token"
         original = self.tokenizer.chat_template
         self.tokenizer.chat_template = with_end(original, variable)
-        if ChatRenderer(self.tokenizer).answer_end.tokens:
+        if answer_end(self.tokenizer).tokens:
             logger.warning(
                 "data.chat_template: the template writes no special token after an answer, so generation would not "
                 "stop. Each answer now ends with %r, in training and in the template that is exported",
@@ -194,14 +193,13 @@ class ChatModel(DecoderModel):
                 variable,
             )
 
-    def _warn_about_untrained_end(self, renderer: ChatRenderer) -> None:
+    def _warn_about_untrained_end(self, ends: list[int]) -> None:
         """Log that {% generation %} leaves out the end of an answer."""
         try:
-            ids, mask = renderer.encode(Chat([QUESTION, ANSWER]))
+            ids, mask = ChatRenderer(self.tokenizer).encode(Chat([QUESTION, ANSWER]))
         except RowError:  # of a template that rejects some conversations
             return
         trained = {token for token, has_loss in zip(ids, mask, strict=True) if has_loss}
-        ends = renderer.answer_end.tokens
         if trained and not trained.intersection(ends) and self.recipe.data.get("train_on") != "all":
             logger.warning(
                 "data.chat_template: the end of an answer, %s, is outside of {%% generation %%}: it has no loss, so "

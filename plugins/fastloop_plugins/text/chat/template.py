@@ -149,7 +149,7 @@ class ChatRenderer:
         prompt for an answer to the end of that answer. The function finds both ends by rendering the conversation up to
         each of them. An answer of weight 0 has no loss.
 
-        Where the next turn ends an answer (see ``answer_end``), the first tokens of that turn have a loss, too, and
+        Where the next turn ends an answer (see ``endings``), the first tokens of that turn have a loss, too, and
         they are added after the last answer.
 
         Raises:
@@ -182,7 +182,7 @@ class ChatRenderer:
         For ids ``[<user> 7 <assistant> 8 <user> 9 <assistant> 5]`` with a loss at 8 and 5, the second ``<user>`` gets a
         loss, and a third one is added.
         """
-        turns = self.answer_end.next_turn
+        turns = self._answer_end.next_turn
         if not turns:
             return ids, mask
         ends = [place for place in range(1, len(ids)) if mask[place - 1] and not mask[place]]
@@ -262,7 +262,7 @@ class ChatRenderer:
     # -- what a template takes -----------------------------------------------------------------------------------------
 
     @cached_property
-    def answer_end(self) -> AnswerEnd:
+    def _answer_end(self) -> AnswerEnd:
         """How the template ends an answer. Not known of a template that takes too long, which the first conversation
         reports."""
 
@@ -378,6 +378,11 @@ class ChatRenderer:
                 "data.chat_template=FILE."
             )
         return text, [span for index, span in zip(answers, spans, strict=True) if index in wanted]
+
+
+def answer_end(tokenizer: Any) -> AnswerEnd:
+    """How the chat template of a tokenizer ends an answer."""
+    return ChatRenderer(tokenizer)._answer_end
 
 
 def _parts(text: str) -> list[dict[str, str]]:

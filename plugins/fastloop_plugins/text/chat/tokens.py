@@ -17,7 +17,7 @@ import numpy as np
 from fastloop_plugins._cache import flat
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chat.rows import Chat, text_of
-from fastloop_plugins.text.chat.template import ChatRenderer
+from fastloop_plugins.text.chat.template import ChatRenderer, answer_end
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.samples import show_tokens, split_rows
 from fastloop_plugins.text.special_tokens import name_tokens, special_tokens
@@ -84,7 +84,7 @@ def describe_special_tokens(tokenizer: Any, form: str) -> str:
         return f"each text {begins} and {ends}" if special.beginning else f"each text {ends}"
     if form == "prompt":
         return f"each prompt {begins}, each completion {ends}" if special.beginning else f"each completion {ends}"
-    end = ChatRenderer(tokenizer).answer_end
+    end = answer_end(tokenizer)
     if end.next_turn:
         token = name_tokens(tokenizer, end.next_turn[0])
         return f"an answer ends with {token} of the next turn, which has a loss and is added after the last answer"

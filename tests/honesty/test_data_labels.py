@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from data_helpers import named_rows, refusal, text_data, write
+from streaming_helpers import write_lines
 
 
 def csv_file(labels: Sequence[str], path: str = "train.csv") -> str:
@@ -322,3 +325,54 @@ def test_a_class_for_nearly_every_row_is_refused(labels):
         f"nearly every row would be a class of its own. Expected a column with few different values.{remedy}"
     )
     assert len(names(csv_file(labels[:10]))) == 10  # a first trial with a row a class
+
+
+# -- rows without a label ----------------------------------------------------------------------------------------------
+
+UNLABELLED: dict[str, list[Any]] = {
+    "empty text": ["neg", "", "pos", "", "neg"],
+    "null": ["neg", None, "pos", None, "neg"],
+    "null among numbers": [0, None, 1, None, 0],
+    "NaN": [0.0, float("nan"), 1.0, float("nan"), 0.0],
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", UNLABELLED)
+def test_rows_without_a_label_are_counted_and_the_proposed_line_leaves_them_out(kind, streaming):
+    path = jsonl_file(UNLABELLED[kind])
+    message = refusal(path, streaming=streaming)
+    assert "train.jsonl, row 2" in message
+    assert "2 of 5 rows" in message
+    line = re.search(r"data\.drop=(\[.*\])", message)
+    assert line is not None
+    data = text_data(path, streaming=streaming, drop=yaml.safe_load(line[1]))
+    assert set(data.load()["train"].texts) == {"film 0", "film 2", "film 4"}
+
+
+@pytest.mark.parametrize("kind", UNLABELLED)
+@pytest.mark.parametrize("key", ["", None])
+def test_the_empty_key_of_label_map_leaves_out_rows_without_a_label(key, kind, caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    found = named_rows(text_data(jsonl_file(UNLABELLED[kind]), label_map={key: None}))
+    assert [text for text, _ in found] == ["film 0", "film 2", "film 4"]
+    assert "2 of 5 rows are left out by their label (data.label_map)" in caplog.text
+    assert "label_map: the label '' never occurs" in refusal(jsonl_file(["neg", "pos"]), label_map={key: None})
+
+
+def test_rows_without_a_number_or_a_switch_propose_the_same_line():
+    line = "2 of 5 rows have none. To leave out such rows: data.drop=[{column: label, empty: true}]"
+    assert line in refusal(jsonl_file(UNLABELLED["NaN"]), label_type="number")
+    table = [{"text": "a", "one": 1, "two": None}, {"text": "b", "one": 0, "two": 1}]
+    message = refusal(write_lines("t.jsonl", table), label=["one", "two"])
+    assert "1 of 2 rows have none. To leave out such rows: data.drop=[{column: two, empty: true}]" in message
+
+
+def test_a_class_named_none_is_no_missing_label(caplog):
+    path = jsonl_file(["None", None, "yes"] * 3)
+    assert "3 of 9 rows have none" in refusal(path)
+    assert {name for _, name in named_rows(text_data(path, label_map={"": None}))} == {"None", "yes"}
+    assert "the class 'None' has the name of a missing value" in caplog.text
+    assert names(path, label_map={"": None, "None": "no"}).count("no") == 3
+    message = refusal(jsonl_file([None, "no", "yes"] * 3), label_map={"None": None})
+    assert "'None' never occurs. Rows without a label have the key ''." in message

@@ -401,6 +401,11 @@ CASES: dict[str, Case] = {
         (r"leave out its rows: (data\.label_map=\{.*?\})",),
         code=0,
     ),
+    "rows without a label": Case(
+        ("rows/drop.py data.drop=",),
+        text(films("neg", "pos", "")),
+        (r"leave out such rows: (data\.drop=\[.*?\])",),
+    ),
     "rows that repeat": Case(
         ("text/repeats.py data.deduplicate=",),
         text([*films("neg", "pos"), *films("neg", "pos")], validation_fraction=0),

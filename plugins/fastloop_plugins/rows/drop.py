@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
-from fastloop_plugins.rows.table import show
+from fastloop_plugins.rows.roles import first_roles
+from fastloop_plugins.rows.table import Bad, is_missing, show
 
 Scalar = str | int | float | bool
 
@@ -23,29 +25,45 @@ class Condition:
         int | None, option("Drop rows with fewer characters, or items of a list; a missing value has 0.", ge=1)
     ] = None
     longer_than: Annotated[int | None, option("Drop rows with more characters, or items of a list.", ge=0)] = None
+    empty: Annotated[
+        bool, option("Drop rows without a value: null, NaN, a text of spaces only, or a list without items.")
+    ] = False
+    first_role: Annotated[
+        str | list[str] | None, option("Drop conversations whose first message has this role, or one of these.")
+    ] = None
 
     def __post_init__(self) -> None:
-        given = [key for key in ("equals", "shorter_than", "longer_than") if getattr(self, key) is not None]
+        keys = ("equals", "shorter_than", "longer_than", "empty", "first_role")
+        given = [key for key in keys if getattr(self, key) is not None]
+        if not self.empty:
+            given.remove("empty")
         if len(given) != 1:
             raise ValueError(
-                f"found {' and '.join(given) or 'no condition'} for column {self.column!r}, expected one of: equals, "
-                "shorter_than, longer_than. Give each condition an entry of its own."
+                f"found {' and '.join(given) or 'no condition'} for column {self.column!r}, expected one of: "
+                f"{', '.join(keys)}. Give each condition an entry of its own."
             )
         self.key = given[0]
-        values = self.equals if isinstance(self.equals, list) else [self.equals]
-        self.wanted = set(map(_plain, values)) if self.key == "equals" else set()
+        value = getattr(self, self.key)
+        values = value if isinstance(value, list) else [value]
+        self.wanted = set(map(_plain, values)) if self.key in ("equals", "first_role") else set()
 
     def __str__(self) -> str:
+        if self.empty:
+            return f"{self.column} empty"
         return f"{self.column} {self.key.replace('_', ' ')} {getattr(self, self.key)}"
 
     def holds(self, value: Any) -> bool:
         """Whether a value of the column meets the condition.
 
         Raises:
-            TypeError: The value has no length.
+            TypeError: The value has no length, or is no list of messages.
         """
         if self.key == "equals":
             return value is not None and _plain(value) in self.wanted
+        if self.key == "empty":
+            return is_missing(value)
+        if self.key == "first_role":
+            return not self.wanted.isdisjoint(first_roles(value))
         length = 0 if value is None else len(value)
         if self.shorter_than is not None:
             return length < self.shorter_than
@@ -75,16 +93,17 @@ class Drop:
             counts: Receives the number of rows that each condition leaves out.
 
         Raises:
-            RecipeError: A value has no length.
+            RecipeError: A value has no length, or is no list of messages.
         """
         for row, values in enumerate(zip(*(columns[each.column] for each in self.conditions), strict=True)):
             for number, (condition, value) in enumerate(zip(self.conditions, values, strict=True)):
                 try:
                     holds = condition.holds(value)
                 except TypeError:
+                    needed = "a list of messages" if condition.key == "first_role" else "text or a list"
                     raise RecipeError(
                         f"{where}: column {condition.column!r} holds {show(value)}, and "
-                        f"data.drop[{number}].{condition.key} needs text or a list."
+                        f"data.drop[{number}].{condition.key} needs {needed}."
                     ) from None
                 if holds:
                     counts[number] += 1
@@ -113,6 +132,25 @@ class Drop:
         except BadRow as error:
             error.before = before
             raise
+
+
+def drop_line(column: str, condition: str) -> str:
+    """The sentence that proposes a condition of ``data.drop`` in an error about some rows.
+
+    Args:
+        condition: Such as ``empty: true``.
+    """
+    name = column if re.fullmatch(r"[A-Za-z_][\w-]*", column) else repr(column)
+    return f"To leave out such rows: data.drop=[{{column: {name}, {condition}}}]."
+
+
+def with_drop_line(bad: Bad, column: str, values: Sequence[Any]) -> Bad:
+    """``bad``, whose problem also proposes the condition for rows without a value in a column."""
+
+    def explain(index: int, problem: str) -> None:
+        bad(index, f"{problem} {drop_line(column, 'empty: true')}" if is_missing(values[index]) else problem)
+
+    return explain
 
 
 def _plain(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +33,8 @@ class Table:
         numbers: Number of each row in the source, (rows,) int64; None: 1, 2, ...
         places: The name of each row in messages; None: by its number.
         source: Its number in ``data.sources``.
+        sampled: Whether these are only some of the rows of a stream, so that their count means nothing.
+        label_counts: With ``sampled``: label -> its rows in the whole stream, if they are counted.
     """
 
     where: str
@@ -45,6 +48,8 @@ class Table:
     numbers: NDArray[np.int64] | None = None
     places: Sequence[str] | None = None
     source: int = 0
+    sampled: bool = False
+    label_counts: Mapping[Any, int] = field(default_factory=dict)
 
     def column(self, key: str, name: str) -> Column:
         """The values of the column that ``data.<key>`` names."""
@@ -101,6 +106,15 @@ def show(value: Any) -> str:
         return f"{value!r:.60} ({type(value).__name__})"
     except RecursionError:
         return f"a deeply nested {type(value).__name__}"
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a cell has no value: null, NaN, or a text or list without content."""
+    if isinstance(value, str):
+        return not value.strip()
+    if isinstance(value, Real):
+        return bool(value != value)
+    return value is None or (isinstance(value, list | tuple) and not value)
 
 
 class RowError(ValueError):

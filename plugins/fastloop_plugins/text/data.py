@@ -318,14 +318,23 @@ class TextData(StreamedData):
         return columns[0] if len(columns) == 1 else list(zip(*columns, strict=True))
 
     def _parse(self, part: Table, bad: Bad | None = None) -> dict[str, Column]:
-        """The columns of a split from those of its source, block by block."""
+        """The columns of a split from those of its source, block by block.
 
-        def refuse(index: int, problem: str) -> None:
-            raise RecipeError(f"{part.row(index + 1)}: {problem}")
+        Args:
+            bad: Receives each row that cannot be read; None: they end in an error with their count.
+        """
+        unreadable = np.zeros(len(part), bool)
+        first, first_problem = len(part), ""
+
+        def collect(index: int, problem: str) -> None:
+            nonlocal first, first_problem
+            unreadable[index] = True
+            if index < first:
+                first, first_problem = index, problem
 
         columns: list[Iterable[Any]] = [part.column(key, name) for name, key in self.row_columns().items()]
         columns += [part.columns.get(name, repeat(None, len(part))) for name in self.optional_columns()]
-        report, found = bad or refuse, dict[str, Column]()
+        report, found = bad or collect, dict[str, Column]()
         for start, block in in_blocks(columns):
 
             def at_row(index: int, problem: str, start: int = start) -> None:
@@ -333,6 +342,10 @@ class TextData(StreamedData):
 
             for name, values in self.parse(block, at_row).items():
                 found.setdefault(name, Column()).append_block(values)
+        if first_problem:
+            count = int(unreadable.sum())
+            more = "" if count == 1 or part.sampled else f" {count} of {len(part)} {self.unit} cannot be read."
+            raise RecipeError(f"{part.row(first + 1)}: {first_problem}{more}")
         return found
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:

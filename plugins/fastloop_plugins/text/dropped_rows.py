@@ -1,6 +1,7 @@
 """Rows that are left out: by their label (``data.label_map``: null), by ``data.drop`` and by ``data.deduplicate``.
 
-``label_map`` maps labels such as - and -1 in GLUE to null: rows without one.
+``label_map`` maps labels such as - and -1 in GLUE to null: rows without one. Its key "" stands for rows whose label is
+missing: null, NaN, or an empty text.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.table import Table
-from fastloop_plugins.text.labels import is_label, plain
+from fastloop_plugins.text.labels import MISSING, is_label, is_unlabelled, map_key
 from fastloop_plugins.text.repeats import first_rows, hash_rows
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def drop_rows(parts: Mapping[str, list[Table]], data: TextData) -> dict[str, lis
 
 
 def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
-    unwanted = {str(plain(label)) for label, name in (data.options.label_map or {}).items() if name is None}
+    unwanted = {map_key(label) for label, name in (data.options.label_map or {}).items() if name is None}
     if not unwanted:
         return
     total: Counter[str] = Counter()
@@ -51,8 +52,9 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
         for index, part in enumerate(those):
             kept = array("q")
             for row, label in enumerate(part.column("label", data.labels[0])):
-                if is_label(label) and (name := str(plain(label))) in unwanted:
-                    counts[name] += 1
+                known = is_unlabelled(label) or is_label(label)
+                if known and map_key(label) in unwanted:
+                    counts[map_key(label)] += 1
                 else:
                     kept.append(row)
             those[index] = part.keep(np.array(kept))
@@ -67,7 +69,9 @@ def _drop_by_label(found: dict[str, list[Table]], data: TextData) -> None:
             data.messages.append((logging.INFO, line))
         total += counts
     if data.inference is None and (unknown := unwanted - total.keys()):
-        raise RecipeError(f"{data.where}.label_map: the label {min(unknown)!r} never occurs.")
+        name = min(unknown)
+        remedy = " Rows without a label have the key ''." if name.strip().lower() in MISSING else ""
+        raise RecipeError(f"{data.where}.label_map: the label {name!r} never occurs.{remedy}")
 
 
 def _drop_by_condition(role: str, parts: list[Table], data: TextData) -> list[Table]:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.rows.table import Table, show
+from fastloop_plugins.rows.drop import drop_line
+from fastloop_plugins.rows.table import Table, is_missing, show
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,7 +31,7 @@ NEARLY = 0.9
 """Classes per row from which the column is assumed not to hold labels."""
 SHOWN = 8
 """Labels that a message lists."""
-MISSING = {"-", "na", "n/a", "#n/a", "<na>", "nan", "null"}
+MISSING = {"-", "na", "n/a", "#n/a", "<na>", "nan", "none", "null"}
 """Missing values as other tools write them, in lower case."""
 WHOLE = re.compile(r"(0|-?[1-9][0-9]{0,17})(\.0*)?")
 NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -83,6 +84,30 @@ def is_label(value: Any) -> bool:
     if isinstance(value, str):
         return value != ""
     return isinstance(value, Integral) or (isinstance(value, Real) and float(value).is_integer())
+
+
+def is_unlabelled(value: Any) -> bool:
+    """Whether a row has no label: null, NaN, or an empty text. A text of spaces is a label, and a list is no label."""
+    return is_missing(value) and (value == "" or not isinstance(value, str | list | tuple))
+
+
+def map_key(label: Any) -> str:
+    """A label as a key of ``data.label_map``; empty for a row without one."""
+    return "" if is_unlabelled(label) else str(plain(label))
+
+
+def leave_out_unlabelled(part: Table, column: str) -> str:
+    """The end of an error about a row without a label: how many there are, and the line that leaves them out."""
+    line = drop_line(column, "empty: true")
+    if part.sampled and not part.label_counts:
+        return line
+    if part.sampled:
+        count = sum(rows for label, rows in part.label_counts.items() if is_unlabelled(label))
+        total = sum(part.label_counts.values())
+    else:
+        count = sum(map(is_unlabelled, part.column("label", column)))
+        total = len(part)
+    return f"{count} of {total} rows have none. {line}"
 
 
 def list_labels(labels: Iterable[Label]) -> str:
@@ -199,8 +224,11 @@ def _values(part: Table, options: Data, what: str, notes: list[str]) -> Values:
         distinct = {}
     if not distinct or not all(is_label(value) for _, value in distinct):
         for number, value in enumerate(values, 1):
-            if value is None or value == "" or value != value:
-                raise RecipeError(f"{part.row(number)}: {what} is empty. Every row needs a label.")
+            if is_unlabelled(value):
+                raise RecipeError(
+                    f"{part.row(number)}: {what} is empty. Every row needs a label. "
+                    f"{leave_out_unlabelled(part, str(options.label))}"
+                )
             if not is_label(value):
                 kind = "classes" if isinstance(value, list) else "number" if isinstance(value, Real) else None
                 remedy = f" If these are labels: data.label_type={kind}." if kind else ""
@@ -227,7 +255,11 @@ def plain(value: Any) -> Label:
 
 def _names(options: Data) -> dict[str, Label]:
     """Label as text -> the name or number that ``data.label_map`` gives it."""
-    return {str(plain(label)): name for label, name in (options.label_map or {}).items() if name is not None}
+    names = dict[str, Label]()
+    for label, name in (options.label_map or {}).items():
+        if name is not None:
+            names[map_key(label)] = name
+    return names
 
 
 def _renamed(values: dict[str, list[Values]], names: Mapping[str, Label], where: str) -> dict[str, list[Values]]:

@@ -18,7 +18,9 @@ from fastloop_plugins.text.labels import (
     Labels,
     count_classes,
     is_label,
+    is_unlabelled,
     labels_of_model,
+    leave_out_unlabelled,
     list_labels,
     number_labels,
 )
@@ -95,7 +97,8 @@ def read_numbers(part: Table, name: str, key: str, advice: str = "") -> NDArray[
         number = read_number(value)
         if number is None or (isinstance(value, str) and not part.untyped):
             where = f"{part.row(row + 1)}: column {name!r} ({key})"
-            raise RecipeError(f"{where} holds {show(value)}, expected a finite number{advice}.")
+            remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
+            raise RecipeError(f"{where} holds {show(value)}, expected a finite number{advice}.{remedy}")
         found[row] = number
     return found
 
@@ -142,8 +145,10 @@ def _names(part: Table, data: TextData) -> Iterator[frozenset[str]]:
         for name, values in table.items():
             for number, value in enumerate(values, 1):
                 if _switch(value) is None:
+                    remedy = f" {leave_out_unlabelled(part, name)}" if is_unlabelled(value) else ""
                     raise RecipeError(
                         f"{part.row(number)}: column {name!r} (data.label) holds {show(value)}, expected 0 or 1."
+                        f"{remedy}"
                     )
         for row in zip(*table.values(), strict=True):
             yield frozenset(name for name, value in zip(table, row, strict=True) if _switch(value))

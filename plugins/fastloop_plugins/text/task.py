@@ -12,6 +12,7 @@ from fastloop import Plugin, RecipeError, hookimpl
 from fastloop.errors import DataError
 from fastloop_plugins.models.checks import shortest
 from fastloop_plugins.models.label_order import name_classes
+from fastloop_plugins.rows.drop import with_drop_line
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import Bad, RowError, text_column
@@ -113,8 +114,10 @@ class ColumnData(TextData):
         return dict(self.places)
 
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
-        columns_by_name = zip(self.places, columns, strict=True)
-        return {name: self.read_column(values, name, bad) for name, values in columns_by_name}
+        found = dict[str, list[Any]]()
+        for name, values in zip(self.places, columns, strict=True):
+            found[name] = self.read_column(values, name, with_drop_line(bad, name, values))
+        return found
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
         key, found = self.places[name], list[str]()

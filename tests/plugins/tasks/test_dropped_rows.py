@@ -138,6 +138,25 @@ def test_conditions_that_cannot_hold_are_refused_by_name(drop, message):
     assert message in refusal(csv(TABLE, header=COLUMNS), drop=drop)
 
 
+@pytest.mark.parametrize("value", [None, "", "  ", [], float("nan")])
+def test_rows_without_a_value_are_left_out(value):
+    table = [{"text": "a", "n": value}, {"text": "b", "n": "x"}, {"text": "c", "n": 0}, {"text": "d", "n": [0]}]
+    data = text_data(write_lines("t.jsonl", table), label=None, drop=[{"column": "n", "empty": True}])
+    assert list(data.load()["train"].texts) == ["b", "c", "d"]
+
+
+def test_conversations_are_left_out_by_the_role_of_their_first_message():
+    roles = ["user", "assistant", "Assistant", "gpt", "system", "human"]
+    table = [{"messages": [{"role": role, "content": role}, {"role": "user", "content": "a"}]} for role in roles]
+    table += [{"messages": [{"from": "gpt", "value": "Hi"}, {"from": "human", "value": "a"}]}, {"messages": []}]
+    condition = Condition(column="messages", first_role="assistant")
+    assert [condition.holds(row["messages"]) for row in table] == [False, True, True, True, False, False, True, False]
+    assert Condition(column="messages", first_role=["Assistant"]).holds(table[2]["messages"])
+    path = write_lines("t.jsonl", [{"text": "a", "n": "b"}])
+    message = refusal(path, label=None, drop=[{"column": "n", "first_role": "assistant"}])
+    assert message == "t.jsonl: column 'n' holds 'b' (str), and data.drop[0].first_role needs a list of messages."
+
+
 def test_rows_that_cannot_be_read_are_skipped_before_conditions():
     table = [{"text": "a", "n": "x"}, {"text": 5, "n": "y"}, {"text": "b", "n": "y"}, {"text": "c", "n": "z"}]
     data = text_data(write_lines("t.jsonl", table), label=None, drop=[{"column": "n", "equals": "y"}])

@@ -25,12 +25,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.column import Column
+from fastloop_plugins.rows.drop import drop_line
 from fastloop_plugins.rows.formats import is_untyped
 from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.order import Order, Place
 from fastloop_plugins.rows.table import Table, show
 from fastloop_plugins.text.batches import Sequences
 from fastloop_plugins.text.columns import join_columns, token_types
+from fastloop_plugins.text.labels import is_unlabelled
 from fastloop_plugins.text.targets import read_number
 from fastloop_plugins.text.tokens import encode
 
@@ -182,7 +184,8 @@ class LabelReader:
             label: float = self.table[value]
             return label
         if (number := read_number(value, self.untyped)) is None:
-            raise DataError(f"{where}, expected a finite number (data.label_type=number).")
+            remedy = f" {drop_line(self.column, 'empty: true')}" if is_unlabelled(value) else ""
+            raise DataError(f"{where}, expected a finite number (data.label_type=number).{remedy}")
         return number
 
 
@@ -263,7 +266,14 @@ class Streaming:
             names += [index.name(first)] * min(count, COPIES)
         where = f"{index.paths[0]}" + f" and {len(index.paths) - 1} more" * (len(index.paths) > 1)
         table = dict(zip(self.columns, map(Column, zip(*rows, strict=True)), strict=True))
-        self.head = Table(where, table, untyped=all(map(is_untyped, index.paths)), places=names)
+        self.head = Table(
+            where,
+            table,
+            untyped=all(map(is_untyped, index.paths)),
+            places=names,
+            sampled=True,
+            label_counts={label: count for label, (count, _) in index.labels.items()},
+        )
         return self.head
 
     def _names(self) -> list[dict[str, tuple[str, str]]]:

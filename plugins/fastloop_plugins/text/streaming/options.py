@@ -173,7 +173,10 @@ def check_streaming(data: TextData, given: dict[str, Any]) -> None:
         raise refuse(data, "splits.train", "data.files.train is streamed. Remove it")
     if None in (options.label_map or {}).values():
         raise refuse(
-            data, "label_map", "null leaves out rows of memory. Leave them out by data.drop, with column and equals"
+            data,
+            "label_map",
+            "null leaves out rows of memory. Leave them out by data.drop, with column and equals, or with column and "
+            "empty: true for rows without a label",
         )
     if options.deduplicate:
         raise refuse(data, "deduplicate", "it compares all rows in memory. Remove repeated rows from the files")

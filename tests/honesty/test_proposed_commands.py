@@ -786,6 +786,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "trials/runs.py --resume",  # test_sweep.py
         "sweep/command.py fastloop report",
         "chat/data.py data.messages=",  # test_chat_rows.py
+        "chat/data.py data.roles=",  # test_chat_roles.py
         "chat/template.py data.chat_template=",  # test_chat.py
         "chat/template.py data.train_on=",
         "streaming/shards.py data.files.train=",  # test_shards.py

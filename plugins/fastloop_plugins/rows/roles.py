@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 SENDERS = {
@@ -17,7 +18,7 @@ SENDERS = {
     "system": "system",
 }
 """``from`` of a ShareGPT message -> role."""
-ROLES = ("system", "user", "assistant", "tool")
+ROLES = ("user", "assistant", "tool", "system")
 """The roles whose meaning is fixed: the tokens of the assistant have a loss, and those of the others have none."""
 MEANINGS = {
     "human": "user",
@@ -33,6 +34,7 @@ ALIKE = 0.8
 """The similarity from which a name is a misspelled role, such as ``asistant``."""
 
 
+@lru_cache
 def meant_role(name: str) -> str | None:
     """The role of ``ROLES`` that another name means: ``Assistant``, ``model`` and ``asistant`` mean ``assistant``. None
     for a role of ``ROLES``, and for a name of a role of its own, such as ``developer``."""

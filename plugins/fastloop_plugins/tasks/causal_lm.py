@@ -87,7 +87,7 @@ class CausalLM(TextTask):
         self.data = LanguageTextData(recipe)
         if self.data.options.messages:
             self.text_model = model = ChatModel(recipe, self.data.options.chat_template)
-            self.data.names_read = model.template_names
+            self.data.templates = model.templates
         else:
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
         self.adds_metrics = type(self).adds_metrics
@@ -143,7 +143,7 @@ class CausalLM(TextTask):
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[Sequences]:
-        from fastloop_plugins.text.chat.prompts import chat_chunks
+        from fastloop_plugins.text.chat.prompts import chat_chunks, counted_prompts
         from fastloop_plugins.text.chat.tokens import PLAIN
         from fastloop_plugins.text.chunks import token_chunks
         from fastloop_plugins.text.special_tokens import special_tokens
@@ -161,9 +161,9 @@ class CausalLM(TextTask):
             )
         self.room = positions - new if positions is not None else None
         if self.data.options.messages:
-            return chat_chunks(self.data, self.text_model.tokenizer, source, start, size)
+            return chat_chunks(self.data, self.text_model.tokenizer, source, start, size, self.room)
         begin = special_tokens(self.text_model.tokenizer).begin
-        return token_chunks(self.data, self.text_model, source, start, size, PLAIN, begin)
+        return counted_prompts(token_chunks(self.data, self.text_model, source, start, size, PLAIN, begin), self.room)
 
     @hookimpl
     def build_collator(  # type: ignore[override]  # a hook may name more arguments

@@ -16,7 +16,7 @@ from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import find_files
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.batches import Sequences, describe_cut
-from fastloop_plugins.text.columns import Text, join_columns, token_types
+from fastloop_plugins.text.columns import Text, each_text, join_columns, token_types
 from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:
@@ -51,19 +51,41 @@ def _refuse(name: str, start: int, index: int, problem: str) -> None:
     raise RecipeError(f"{name} {start + index + 1}: {problem}")
 
 
+class EmptyTexts:
+    """Counts the texts to predict that are empty. Each one gets a prediction, which means nothing."""
+
+    def __init__(self) -> None:
+        self.total, self.empty = 0, 0
+
+    def add(self, row: Text) -> None:
+        """Count a row: a text, or the texts of several columns."""
+        self.total += 1
+        self.empty += not any(text.strip() for text in each_text([row]))
+
+    def warn(self, what: str) -> None:
+        """Log how many there are."""
+        if self.empty:
+            logger.warning("data: predict: %d of %d %s are empty", self.empty, self.total, what)
+
+
 def text_chunks(
     data: TextData, source: Path | Iterable[str], start: int, size: int
 ) -> Iterator[tuple[list[Text], Bad]]:
-    """``read_chunks`` as texts."""
+    """``read_chunks`` as texts. At the end, logs how many are empty."""
     if not isinstance(source, Path) and len(data.columns) > 1:
         raise RecipeError(
             f"{data.where}.text: found {data.columns}, and a text given by itself has one column. Predict a file with "
             "these."
         )
+    empty = EmptyTexts()
     for rows, bad in read_chunks(data, source, start, size):
         columns = zip(data.columns, zip(*rows, strict=True), strict=True)
         found = [data.read_column(values, name, bad) for name, values in columns]
-        yield list[Text](found[0] if len(found) == 1 else zip(*found, strict=True)), bad
+        texts = list[Text](found[0] if len(found) == 1 else zip(*found, strict=True))
+        for text in texts:
+            empty.add(text)
+        yield texts, bad
+    empty.warn("texts")
 
 
 def token_chunks(

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastloop_plugins.text.chat.rows import describe_chat
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -110,5 +112,6 @@ def _name(label: Any, classes: Sequence[str]) -> str:
 def _show(text: Any, data: TextData) -> str:
     if data.tagged:
         text = text[0]
-    joined = text if isinstance(text, str) else (" " if data.tagged else " | ").join(text)
+    parts = [text] if isinstance(text, str) else text
+    joined = " ".join(parts) if data.tagged else " | ".join(map(describe_chat, parts))
     return repr(joined if len(joined) <= SHOWN else f"{joined[:SHOWN]}...")

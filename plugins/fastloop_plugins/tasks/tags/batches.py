@@ -19,6 +19,7 @@ from fastloop import RecipeError
 from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
 from fastloop_plugins.text.batches import Ragged, Sequences
+from fastloop_plugins.text.chunks import EmptyTexts
 from fastloop_plugins.text.samples import show_tokens, split_rows
 from fastloop_plugins.text.task import AnyModel
 from fastloop_plugins.text.tokens import portions
@@ -387,14 +388,18 @@ def encode_sentences(words: list[list[str]], model: TagModel, max_length: int) -
 def sentence_chunks(
     sentences: Iterable[list[str]], start: int, size: int, model: TagModel, max_length: int
 ) -> Iterator[TaggedSentences]:
-    """The sentences from row ``start``, ``size`` at a time. At the end, logs how many were longer than a row of the
-    model."""
+    """The sentences from row ``start``, ``size`` at a time. At the end, logs how many had no words, and how many were
+    longer than a row of the model."""
     rest, total, last = islice(sentences, start, None), 0, None
+    empty = EmptyTexts()
     long = cut = 0
     while words := list(islice(rest, size)):
         last = encode_sentences(words, model, max_length)
         long, cut, total = long + last.long, cut + last.cut, total + len(words)
+        for sentence in words:
+            empty.add(" ".join(sentence))
         yield last
+    empty.warn("sentences")
     if last is not None:
         last.long, last.cut = long, cut
         last.warn("predict", total)

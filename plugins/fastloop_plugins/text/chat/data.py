@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, option
+from fastloop_plugins.rows.drop import drop_line, with_drop_line
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.paths import find_files, format_of
 from fastloop_plugins.rows.splits import Rows, join_rows
-from fastloop_plugins.rows.table import Bad, Table, text_column
+from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
 from fastloop_plugins.text.chat.rows import (
     OPTIONAL,
     TOOLS,
@@ -25,9 +27,20 @@ from fastloop_plugins.text.chat.rows import (
     dump_chats,
     has_null,
     other_keys,
+    other_roles,
     read_chat,
+    unknown_roles,
     unread_keys,
 )  # fmt: skip
+from fastloop_plugins.text.chat.template import (
+    MARKER,
+    NO_PROMPT,
+    describe_misnamed,
+    last_answer,
+    misnamed_roles,
+    names_in,
+    starts_with_answer,
+)
 from fastloop_plugins.text.columns import column_names
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.options import Data
@@ -53,9 +66,14 @@ class LanguageData(Data):
         ),
     ] = None
     chat_template: Annotated[str | None, option("A Jinja file, or chatml; null: the template of the tokenizer.")] = None
-    train_on: Annotated[Literal["assistant", "all"], option("The tokens of a conversation that have a loss.")] = (
-        "assistant"
-    )
+    train_on: Annotated[
+        Literal["assistant", "last", "all"],
+        option("The tokens of a conversation that have a loss: all answers, the last answer, or everything."),
+    ] = "assistant"
+    roles: Annotated[
+        dict[str, str] | None,
+        option("Role as in the data -> its role for the chat template, such as {bot: assistant}; others stay."),
+    ] = None
     prompt: Annotated[
         str | None, option("The column of prompts, which have no loss. Replaces text, and needs completion.")
     ] = None
@@ -75,7 +93,7 @@ class LanguageTextData(TextData):
     Attributes:
         masked: Whether rows are conversations, or prompts with completions.
         chat_columns: The columns of ``data.messages``; empty without.
-        names_read: Returns all names that the chat template reads.
+        templates: Returns the chat template, or all templates of the tokenizer. Not called before ``load``.
 
     Raises:
         RecipeError: An option is invalid, options exclude each other, or a file does not exist.
@@ -87,7 +105,7 @@ class LanguageTextData(TextData):
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe, labelled=False)
         options = self.options
-        self.names_read: Callable[[], Collection[str]] = tuple
+        self.templates: Callable[[], list[str]] = list
         given = [key for key in ("text", "messages", "prompt") if recipe.data.get(key) is not None]
         if len(given) > 1:
             raise RecipeError(f"{self.where}: found {' and '.join(given)}, expected one of them.")
@@ -98,7 +116,7 @@ class LanguageTextData(TextData):
             )
         if not given and options.sources is None:
             options.messages = self._find_messages()
-        for key in ("chat_template", "train_on"):
+        for key in ("chat_template", "train_on", "roles"):
             if recipe.data.get(key) is not None and options.messages is None:
                 raise RecipeError(
                     f"{self.where}.{key}: it is for conversations, and data.messages is not there. Remove it."
@@ -187,16 +205,38 @@ class LanguageTextData(TextData):
     def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
         keys = self.row_columns()
         if not self.chat_columns:
-            return {
-                name: text_column(values, name, keys[name], bad, required=self.masked)
-                for name, values in zip(keys, columns, strict=True)
-            }
+            texts = dict[str, list[Any]]()
+            for name, values in zip(keys, columns, strict=True):
+                explain = with_drop_line(bad, name, values)
+                texts[name] = text_column(values, name, keys[name], explain, required=self.masked)
+            return texts
         names = [*keys, *self.optional_columns()]
+        templates = self.templates()
+        marked = any(MARKER.search(text) for text in templates)
+        needs_prompt = bool(templates) and not marked and self.options.train_on != "all"
 
         def read(values: Sequence[Any]) -> Chat:
-            return read_chat(dict(zip(names, values, strict=True)), self.chat_columns)
+            chat = read_chat(dict(zip(names, values, strict=True)), self.chat_columns, self.options.roles)
+            self._check_chat(chat, templates, needs_prompt)
+            return chat
 
-        return {"chat": dump_chats(zip(*columns, strict=True), read, bad)}
+        explain = with_drop_line(bad, names[0], columns[0])
+        return {"chat": dump_chats(zip(*columns, strict=True), read, explain)}
+
+    def _check_chat(self, chat: Chat, templates: Sequence[str], needs_prompt: bool) -> None:
+        """Raise a ``RowError`` for a conversation whose answers would have no loss, or of which the template does not
+        show where its first answer begins.
+
+        Args:
+            needs_prompt: Whether only the prompt before an answer shows where it begins.
+        """
+        if roles := misnamed_roles(chat, templates):
+            pairs = ", ".join(f"{_flow(name)}: {meant}" for name, meant in roles.items())
+            raise RowError(f"{describe_misnamed(roles)} Or give data.roles={{{pairs}}}.")
+        is_trained = self.options.train_on == "assistant" or last_answer(chat) == 0
+        if needs_prompt and is_trained and starts_with_answer(chat):
+            line = drop_line(self.chat_columns[0], "first_role: assistant")
+            raise RowError(f"{NO_PROMPT} {line}")
 
     def _rows(self, role: str, parts: list[Table]) -> Rows:
         if not self.masked:
@@ -221,12 +261,17 @@ class LanguageTextData(TextData):
         return rows
 
     def _report_keys(self, split: str, rows: Sequence[str]) -> None:
-        """Add warnings about keys that have no effect, and about nulls in tools."""
+        """Add warnings about keys that have no effect, about roles without a loss, and about nulls in tools."""
         chats = [Chat.loads(row) for row in rows]
+        names = frozenset[str]().union(*map(names_in, self.templates()))
         if self.stream is not None and split == "train":
             split = f"{split}, its first {len(rows)} rows"
-        if warning := unread_keys(split, Counter(key for chat in chats for key in other_keys(chat)), self.names_read()):
-            self.messages.append((logging.WARNING, warning))
+        keys = Counter(key for chat in chats for key in other_keys(chat))
+        roles = Counter(role for chat in chats for role in other_roles(chat))
+        without_loss = None if self.options.train_on == "all" else unknown_roles(split, roles, names)
+        for warning in (unread_keys(split, keys, names), without_loss):
+            if warning is not None:
+                self.messages.append((logging.WARNING, warning))
         nulls = sum(map(has_null, chats))
         if nulls and (
             self.options.name is not None or any(format_of(path)[0] == ".parquet" for path in self.every_file())
@@ -241,6 +286,11 @@ class LanguageTextData(TextData):
 
 FORM = "instructions, inputs and answers, such as [instruction, input, output]"
 """Several columns of ``data.messages``."""
+
+
+def _flow(name: str) -> str:
+    """A role as a key in YAML."""
+    return name if re.fullmatch(r"[A-Za-z_][\w-]*", name) else repr(name)
 
 
 def _override(messages: str | list[str]) -> str:

@@ -14,7 +14,7 @@ from fastloop_plugins.models.hub import first_line, quiet
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
-from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, names_in, template_text
+from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, template_text
 from fastloop_plugins.text.model import Model, TextModel
 from fastloop_plugins.text.next_token_loss import add_loss
 from fastloop_plugins.text.special_tokens import end_of, name_tokens
@@ -148,9 +148,9 @@ class ChatModel(DecoderModel):
             self._set_template()
         super()._ensure_pad_token()
 
-    def template_names(self) -> frozenset[str]:
-        """All names that the template reads. Call it after ``load_tokenizer``."""
-        return ChatRenderer(self.tokenizer).names() if self.tokenizer is not None else names_in(self.template or "")
+    def templates(self) -> list[str]:
+        """The chat template, or all templates of the tokenizer. Call it after ``load_tokenizer``."""
+        return ChatRenderer(self.tokenizer).templates() if self.tokenizer is not None else [self.template or ""]
 
     def _set_template(self) -> None:
         if self.template is not None:

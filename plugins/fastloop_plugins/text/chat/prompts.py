@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +15,9 @@ from fastloop_plugins._cache import flat
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.batches import Sequences, mask, padded
-from fastloop_plugins.text.chat.rows import Chat, other_keys, read_chat, unread_keys
+from fastloop_plugins.text.chat.rows import Chat, other_keys, read_chat, text_of, unread_keys
 from fastloop_plugins.text.chat.template import ChatRenderer
-from fastloop_plugins.text.chunks import read_chunks
+from fastloop_plugins.text.chunks import EmptyTexts, read_chunks
 from fastloop_plugins.text.special_tokens import end_of
 
 if TYPE_CHECKING:
@@ -27,39 +27,140 @@ logger = logging.getLogger("fastloop")
 
 
 def chat_chunks(
-    data: LanguageTextData, tokenizer: Any, source: Path | Iterable[str], start: int, size: int
+    data: LanguageTextData,
+    tokenizer: Any,
+    source: Path | Iterable[str],
+    start: int,
+    size: int,
+    room: int | None = None,
 ) -> Iterator[Sequences]:
     """Conversations as token ids, with the prompt for an answer at the end: see ``read_chunks``. A text is a message of
     a user.
 
-    At the end, logs the keys of messages that have no effect.
+    At the end, logs how many messages to answer are empty, and the keys of messages that have no effect.
+
+    Args:
+        room: Tokens of a prompt at most, see ``shortened_prompt``; None: no limit.
 
     Raises:
         RecipeError: The file or a row cannot be read, or the template rejects a conversation.
     """
     if isinstance(source, Path) and format_of(source)[0] in (".csv", ".tsv") and len(data.chat_columns) > 1:
         raise RecipeError(f"{source}: instructions and inputs need a file of type .jsonl, .json or .parquet.")
-    renderer, keys = ChatRenderer(tokenizer), Counter[str]()
+    renderer, keys, empty = ChatRenderer(tokenizer), Counter[str](), EmptyTexts()
+    cut = CutPrompts(room)
     names = [*data.columns, *data.optional_columns()]
     for rows, bad in read_chunks(data, source, start, size):
         prompts = []
         for index, values in enumerate(rows):
             try:
-                chat = _to_answer(dict(zip(names, values, strict=False)), data.chat_columns)
+                chat = _to_answer(dict(zip(names, values, strict=False)), data)
                 keys.update(other_keys(chat))
-                prompts.append(renderer.prompt(chat))
+                empty.add(text_of(chat.messages[-1]))
+                prompts.append(cut.shorten(chat, renderer))
             except RowError as error:
                 bad(index, str(error))
         yield Sequences(*flat(prompts))
     if warning := unread_keys("predict", keys, renderer.names()):
         logger.warning("%s", warning)
+    empty.warn("messages to answer")
+    cut.warn("Their system message stays, and their oldest turns are left out")
 
 
-def _to_answer(row: dict[str, Any], columns: Sequence[str]) -> Chat:
+class CutPrompts:
+    """Shortens prompts that leave no room for an answer, and counts them.
+
+    Args:
+        room: Tokens of a prompt at most; None: no limit.
+    """
+
+    def __init__(self, room: int | None) -> None:
+        self.room, self.total, self.cut = room, 0, 0
+
+    def shorten(self, chat: Chat, renderer: ChatRenderer) -> list[int]:
+        """The token ids of a conversation with its prompt for an answer, without as many of its oldest turns as the
+        room needs. A turn begins with a message of the user.
+
+        The system message and the last turn stay. If these two are too long, the tokens after the system message are
+        cut at their beginning, see ``cut_tokens``.
+
+        Raises:
+            RowError: See ``ChatRenderer.prompt``.
+        """
+        ids = renderer.prompt(chat)
+        self.total += 1
+        if self.room is None or len(ids) <= self.room:
+            return ids
+        self.cut += 1
+        messages = chat.messages
+        system = 0
+        while messages[system]["role"] == "system" and system < len(messages) - 1:
+            system += 1
+        starts = [place for place in range(system + 1, len(messages)) if messages[place]["role"] == "user"]
+        for start in starts:
+            ids = renderer.prompt(Chat(messages[:system] + messages[start:], chat.tools))
+            if len(ids) <= self.room:
+                return ids
+        return cut_tokens(ids, self._system_size(messages[:system], ids, renderer), self.room)
+
+    def count(self, prompts: Sequences) -> Sequences:
+        """The same prompts, which the collator cuts."""
+        self.total += len(prompts)
+        if self.room is not None:
+            self.cut += int((prompts.lengths > self.room).sum())
+        return prompts
+
+    def warn(self, how: str) -> None:
+        """Log how many prompts are cut."""
+        if self.cut:
+            logger.warning(
+                "data: predict: %d of %d prompts have more than %d tokens, the positions of the model less "
+                "max_new_tokens, and are cut. %s",
+                self.cut, self.total, self.room, how,
+            )  # fmt: skip
+
+    @staticmethod
+    def _system_size(system: list[dict[str, Any]], ids: list[int], renderer: ChatRenderer) -> int:
+        """The tokens of the system message at the beginning of a prompt; 0 if the template does not write it there."""
+        if not system:
+            return 0
+        try:
+            alone = renderer.render(Chat(system))
+        except RowError:  # the template wants another message
+            return 0
+        size = 0
+        for own, token in zip(alone, ids, strict=False):
+            if own != token:
+                break
+            size += 1
+        return size
+
+
+def counted_prompts(chunks: Iterator[Sequences], room: int | None) -> Iterator[Sequences]:
+    """Texts to continue. At the end, logs how many the collator cuts."""
+    cut = CutPrompts(room)
+    for chunk in chunks:
+        yield cut.count(chunk)
+    cut.warn("Their end stays")
+
+
+def cut_tokens(ids: list[int], kept: int, room: int) -> list[int]:
+    """The first ``kept`` tokens, and as many of the last ones as ``room`` has for them; only the last ones if the first
+    ones take more than half of it.
+
+    For ids ``[1, 2, 3, 4, 5, 6]``, 2 kept and room for 4: ``[1, 2, 5, 6]``.
+    """
+    if kept > room // 2:
+        return ids[-room:]
+    return ids[:kept] + ids[len(ids) - (room - kept) :]
+
+
+def _to_answer(row: dict[str, Any], data: LanguageTextData) -> Chat:
     """The conversation of a row, without answers at its end."""
+    columns = data.chat_columns
     if len(columns) == 1 and isinstance(row[columns[0]], str):
         row[columns[0]] = [{"role": "user", "content": row[columns[0]]}]
-    chat = read_chat(row, columns)
+    chat = read_chat(row, columns, data.options.roles)
     asked = max((index for index, message in enumerate(chat.messages, 1) if message["role"] != "assistant"), default=0)
     if not asked:
         raise RowError("every message is from the assistant. Expected a message to answer.")

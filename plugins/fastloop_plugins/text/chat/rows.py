@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from fastloop_plugins.rows.roles import ROLES, SENDERS
 from fastloop_plugins.rows.table import Bad, RowError, problem_of_text, show
 
 T = TypeVar("T")
@@ -29,17 +30,6 @@ TOOLS = "tools"
 """The column of functions that the assistant may call."""
 OPTIONAL = ("input", TOOLS)
 """Columns that a file may lack: most rows have no value there."""
-ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "system": "system",
-}
-"""``from`` of a ShareGPT message -> role."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of an assistant's reasoning. transformers gives each one to the template as ``reasoning_content`` and
 ``thinking``."""
@@ -86,13 +76,14 @@ def chat_columns(names: Iterable[str]) -> list[str | list[str]]:
     return lists + ([ALPACA] if {"instruction", "output"} <= there else [])
 
 
-def read_chat(row: Mapping[str, Any], columns: Sequence[str]) -> Chat:
+def read_chat(row: Mapping[str, Any], columns: Sequence[str], roles: Mapping[str, str] | None = None) -> Chat:
     """The conversation of a row. Without its column of answers, a row of Alpaca's form ends with the instruction.
 
     Args:
         row: Column -> value; columns that are not chat data are ignored.
         columns: The columns of ``data.messages``: one of conversations, or those of instructions, inputs (if any) and
             answers.
+        roles: Role, or sender of a ShareGPT message, as in the data -> role that the message gets.
 
     Raises:
         RowError: The row is no conversation.
@@ -102,7 +93,7 @@ def read_chat(row: Mapping[str, Any], columns: Sequence[str]) -> Chat:
     messages = (
         _instruction(row, columns)
         if len(columns) > 1
-        else read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)")
+        else read_messages(row.get(columns[0]), f"column {columns[0]!r} (data.messages)", roles)
     )
     return Chat(messages, _tools(row.get(TOOLS)))
 
@@ -157,6 +148,42 @@ def unread_keys(split: str, keys: Mapping[str, int], names: Collection[str]) -> 
     )
 
 
+def other_roles(chat: Chat) -> Iterator[str]:
+    """Yield the role of each message that has none of ``ROLES``."""
+    for message in chat.messages:
+        if message["role"] not in ROLES:
+            yield message["role"]
+
+
+def unknown_roles(split: str, roles: Mapping[str, int], names: Collection[str]) -> str | None:
+    """A warning about roles that neither ``ROLES`` nor the template has; None if there are none.
+
+    Args:
+        roles: Role -> its number of messages, see ``other_roles``.
+        names: All names that the template reads.
+    """
+    unknown = [f"{role} ({count})" for role, count in roles.items() if role not in names]
+    if not unknown:
+        return None
+    return (
+        f"data: {split}: roles that the chat template does not name, so their messages are no answers and have no "
+        f"loss: {', '.join(unknown)}"
+    )
+
+
+def describe_chat(text: str) -> str:
+    """The messages of a conversation as ``Chat.dumps`` writes it, such as ``user: Hi | assistant: Hello``. Another text
+    stays as it is. A task may mark a conversation by a character before it."""
+    start = text.find("[[{")
+    if start not in (0, 1):
+        return text
+    try:
+        chat = Chat.loads(text[start:])
+        return " | ".join(f"{message['role']}: {text_of(message)}" for message in chat.messages)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return text
+
+
 def has_null(chat: Chat) -> bool:
     """Whether there is a null inside of the tools, or of the arguments of a call."""
     calls = [call.get("function", call) for message in chat.messages for call in message.get("tool_calls", ())]
@@ -185,24 +212,30 @@ def check_depth(value: Any, column: str) -> None:
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
-def read_messages(value: Any, where: str) -> list[dict[str, Any]]:
-    """The messages of a conversation. Raises a ``RowError`` for a value that is none; ``where`` names it."""
+def read_messages(value: Any, where: str, roles: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """The messages of a conversation. Raises a ``RowError`` for a value that is none; ``where`` names it. See
+    ``read_chat``."""
     if not isinstance(value, list) or not value:
         raise RowError(f"{where} holds {show(value)}, expected a list of messages: {EXAMPLE}.")
-    return [_message(message, f"{where} has as message {number}") for number, message in enumerate(value, 1)]
+    found = []
+    for number, message in enumerate(value, 1):
+        found.append(_message(message, f"{where} has as message {number}", roles or {}))
+    return found
 
 
-def _message(message: Any, where: str) -> dict[str, Any]:
+def _message(message: Any, where: str, roles: Mapping[str, str]) -> dict[str, Any]:
     """A message without the keys that are null, whose ``from`` and ``value`` are ``role`` and ``content``."""
     found = {key: value for key, value in message.items() if value is not None} if isinstance(message, Mapping) else {}
     if "role" not in found and isinstance(sender := found.pop("from", None), str):
-        if sender not in ROLES:
-            raise RowError(f"{where} one that is from {sender!r}. Expected {', '.join(ROLES)}.")
+        senders = {**SENDERS, **roles}
+        if sender not in senders:
+            raise RowError(f"{where} one that is from {sender!r}. Expected {', '.join(senders)}.")
         value = found.pop("value", None)
         said = {"tool_calls": _called(value, where)} if sender == "function_call" else {"content": value}
-        found = {"role": ROLES[sender], **said, **found}
+        found = {"role": senders[sender], **said, **found}
     if not isinstance(found.get("role"), str):
         raise RowError(f"{where} {show(message)}, expected a mapping with role and content: {EXAMPLE}.")
+    found["role"] = roles.get(found["role"], found["role"])
     if found.get("weight", 1) not in (0, 1):
         raise RowError(
             f"{where} one whose weight is {show(found['weight'])}. Expected 1, or 0 for an answer without a loss."

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
+from fastloop_plugins.rows.roles import ROLES, meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import PROBE, AnswerEnd, find_answer_end
-from fastloop_plugins.text.chat.rows import ROLES, Chat, text_of
+from fastloop_plugins.text.chat.rows import Chat, text_of
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -45,6 +46,10 @@ MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 MARKERS = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 """All such statements, which jinja alone does not know."""
 REMEDY = "Mark its answers by {% generation %} in a template (data.chat_template=FILE), or give data.train_on=all."
+NO_PROMPT = f"the first message is from the assistant, so no prompt shows where its text begins. {REMEDY}"
+STARTS_WITH_ASSISTANT = (
+    "It starts with the assistant: a condition of data.drop with first_role: assistant leaves out such rows."
+)
 FAILURES = (ValueError, TypeError, ArithmeticError, LookupError, AttributeError, RecursionError, MemoryError)
 """Errors of Python that a template may raise, beside those of Jinja."""
 SECONDS = 120.0
@@ -90,15 +95,56 @@ def names_in(template: str) -> frozenset[str]:
     return frozenset(names | {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)})
 
 
+def misnamed_roles(chat: Chat, templates: Sequence[str]) -> dict[str, str]:
+    """The roles of a conversation that have another name of a known role: name -> the role that it means.
+
+    A template that marks its answers, and names such a role, trains on it as it likes. Other templates write such a
+    role, or reject it, and its answers have no loss.
+    """
+    found = dict[str, str]()
+    for message in chat.messages:
+        name = message["role"]
+        if name in ROLES or name in found:
+            continue
+        meant = meant_role(name)
+        if meant is not None and not any(MARKER.search(text) and name in names_in(text) for text in templates):
+            found[name] = meant
+    return found
+
+
+def describe_misnamed(roles: Mapping[str, str]) -> str:
+    """The problem of a conversation with ``misnamed_roles``."""
+    pairs = ", ".join(f"{name!r}, which means {meant!r}" for name, meant in roles.items())
+    return f"found the role {pairs}. Only answers of the role 'assistant' have a loss. Rename the role in the data."
+
+
+def starts_with_answer(chat: Chat) -> bool:
+    """Whether the first message is an answer that has a loss."""
+    first = chat.messages[0]
+    return bool(first["role"] == "assistant" and first.get("weight", 1) != 0)
+
+
+def last_answer(chat: Chat) -> int | None:
+    """The index of the last message of the assistant; None: there is none."""
+    for index in range(len(chat.messages) - 1, -1, -1):
+        if chat.messages[index]["role"] == "assistant":
+            return index
+    return None
+
+
 class TimeIsUp(Exception):
     """Ends the code of a thread that runs for too long."""
 
 
 @contextmanager
-def _rendering() -> Iterator[None]:
+def _rendering(hint: str = "") -> Iterator[None]:
     """Raise errors of a template as a ``RowError``, and end its Python code after ``SECONDS``, in any thread.
 
-    A template from others may loop for hours. A call of compiled code ends first."""
+    A template from others may loop for hours. A call of compiled code ends first.
+
+    Args:
+        hint: A remedy, in case the template rejects the conversation.
+    """
     import jinja2
 
     thread, lock, seconds = threading.get_ident(), threading.Lock(), SECONDS
@@ -127,7 +173,8 @@ def _rendering() -> Iterator[None]:
             "another template: data.chat_template=FILE."
         ) from None
     except (jinja2.TemplateError, *FAILURES) as error:
-        raise RowError(f"the chat template rejects the conversation: {error or type(error).__name__}.") from None
+        problem = f"the chat template rejects the conversation: {error or type(error).__name__}."
+        raise RowError(f"{problem} {hint}".rstrip()) from None
 
 
 class ChatRenderer:
@@ -147,7 +194,7 @@ class ChatRenderer:
 
         With ``{% generation %}`` in the template, these are the tokens inside. Otherwise they are the tokens from the
         prompt for an answer to the end of that answer. The function finds both ends by rendering the conversation up to
-        each of them. An answer of weight 0 has no loss.
+        each of them. An answer of weight 0 has no loss, and with ``train_on: last`` only the last answer has one.
 
         Where the next turn ends an answer (see ``endings``), the first tokens of that turn have a loss, too, and
         they are added after the last answer.
@@ -158,8 +205,11 @@ class ChatRenderer:
         """
         answers = [index for index, message in enumerate(chat.messages) if message["role"] == "assistant"]
         muted = [index for index in answers if chat.messages[index].get("weight") == 0]
+        if self.train_on == "last":
+            muted = sorted({*muted, *answers[:-1]})
         trained = [index for index in answers if index not in muted]
-        with _rendering():
+        starts = bool(chat.messages) and chat.messages[0]["role"] == "assistant"
+        with _rendering(STARTS_WITH_ASSISTANT if starts else ""):
             messages = self._prepare(chat)
             is_marked = self._is_marked(chat.tools)
             if self.train_on == "all":
@@ -205,10 +255,24 @@ class ChatRenderer:
             ids: list[int] = self._apply(self._prepare(chat), chat.tools, add_generation_prompt=True)["input_ids"]
             return ids
 
+    def render(self, chat: Chat) -> list[int]:
+        """Token ids of a conversation.
+
+        Raises:
+            RowError: As in ``prompt``.
+        """
+        with _rendering():
+            ids: list[int] = self._apply(self._prepare(chat), chat.tools)["input_ids"]
+            return ids
+
     def names(self) -> frozenset[str]:
         """``names_in`` the template, or in all templates that the tokenizer has."""
+        return frozenset().union(*map(names_in, self.templates()))
+
+    def templates(self) -> list[str]:
+        """The template, or all templates that the tokenizer has."""
         templates = self.tokenizer.chat_template
-        return frozenset().union(*map(names_in, templates.values() if isinstance(templates, Mapping) else [templates]))
+        return list(templates.values()) if isinstance(templates, Mapping) else [templates]
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
@@ -216,9 +280,11 @@ class ChatRenderer:
         """The messages as the template takes them, without weights.
 
         Raises:
-            RowError: The template does not read tool calls, or leaves out messages of a role.
+            RowError: A role is misnamed, or the template does not read tool calls or leaves out messages of a role.
         """
         messages = [self._message(message) for message in chat.messages]
+        if misnamed := misnamed_roles(chat, self.templates()):
+            raise RowError(describe_misnamed(misnamed))
         for number, message in enumerate(messages, 1):
             if message.get("tool_calls"):
                 if "tool_calls" not in self.names():
@@ -251,7 +317,7 @@ class ChatRenderer:
             text is not None and PROBE not in text
             for text in (self._try(upto + messages[number:], tools), self._try(upto, tools))
         ):
-            known = [role for role in dict.fromkeys((*ROLES.values(), "developer", "ipython")) if role in self.names()]
+            known = [role for role in (*ROLES, "developer", "ipython") if role in self.names()]
             raise RowError(
                 f"the chat template leaves out message {number}, whose role is {message['role']!r}. It "
                 f"names the roles {', '.join(known) or 'none'}. Rename the role in the data, or give a template that "
@@ -346,9 +412,7 @@ class ChatRenderer:
         text, spans = self._render(messages, tools), list[tuple[int, int]]()
         for index in wanted:
             if not index:
-                raise RowError(
-                    f"the first message is from the assistant, so no prompt shows where its text begins. {REMEDY}"
-                )
+                raise RowError(NO_PROMPT)
             before = self._render(messages[:index], tools, add_generation_prompt=True)
             after = self._render(messages[: index + 1], tools)
             if not (text.startswith(after) and after.startswith(before)):
@@ -372,8 +436,9 @@ class ChatRenderer:
         )
         (text,), (spans,) = rendered
         if len(spans) != len(answers):
+            reason = "data.train_on is last" if self.train_on == "last" else f"message {wanted[0] + 1} has weight 0"
             raise RowError(
-                f"message {wanted[0] + 1} has weight 0, and the chat template has {len(spans)} blocks {{% "
+                f"{reason}, and the chat template has {len(spans)} blocks {{% "
                 f"generation %}} for {len(answers)} answers. Expected one block for each answer. Give such a template: "
                 "data.chat_template=FILE."
             )

@@ -1,0 +1,98 @@
+"""Prompts of `fastloop predict`: those that are cut keep the system message, and cut and empty ones are counted."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_chat import CHATML, byte_tokenizer
+from test_chat_rows import IM, answer, memory, text_of, user
+from text_helpers import TINY, make_run, rows
+
+from fastloop_plugins.text.chat.prompts import CutPrompts, chat_chunks, counted_prompts, cut_tokens
+from fastloop_plugins.text.chat.rows import Chat
+from fastloop_plugins.text.chat.template import ChatRenderer
+from fastloop_plugins.text.chunks import text_chunks, token_chunks
+
+SYSTEM = {"role": "system", "content": "Be brief."}
+TURNS = [user("first"), answer("one"), user("second"), answer("two"), user("third")]
+
+
+def shortened(room: int | None, *messages: dict[str, Any], template: str = CHATML) -> tuple[str, CutPrompts]:
+    tokenizer = byte_tokenizer(template, IM)
+    cut = CutPrompts(room)
+    return str(tokenizer.decode(cut.shorten(Chat(list(messages)), ChatRenderer(tokenizer)))), cut
+
+
+def rendered(*messages: dict[str, Any]) -> str:
+    return shortened(None, *messages)[0]
+
+
+def size(text: str) -> int:
+    return len(byte_tokenizer(CHATML, IM)(text)["input_ids"])
+
+
+@pytest.mark.parametrize("before", [[], [SYSTEM]])
+def test_the_oldest_turns_of_a_long_prompt_go_first(before):
+    whole = rendered(*before, *TURNS)
+    for kept in (TURNS, TURNS[2:], TURNS[4:]):
+        wanted = rendered(*before, *kept)
+        found, cut = shortened(size(wanted), *before, *TURNS)
+        assert (found, cut.cut) == (wanted, int(wanted != whole))
+        found, _ = shortened(size(wanted) + 1, *before, *TURNS)
+        assert found == wanted
+
+
+def test_a_long_last_turn_is_cut_after_the_system_message():
+    system = "<|im_start|>system\nBe brief.<|im_end|>\n"
+    found, _ = shortened(size(system) + 40, SYSTEM, *TURNS, answer("three"), user("x" * 99 + " and why?"))
+    assert found.startswith(system)
+    assert found.endswith("and why?<|im_end|>\n<|im_start|>assistant\n")
+    assert size(found) == size(system) + 40
+    found, _ = shortened(20, SYSTEM, user("why?"))
+    assert (found.endswith("<|im_start|>assistant\n"), size(found)) == (True, 20), "no room for the system message"
+    found, _ = shortened(30, user("x" * 99), template="{{ raise_exception('no') if messages|length > 1 }}" + CHATML)
+    assert size(found) == 30
+
+
+def test_tokens_after_the_first_ones_are_cut():
+    assert cut_tokens([1, 2, 3, 4, 5, 6], 2, 4) == [1, 2, 5, 6]
+    assert cut_tokens([1, 2, 3, 4, 5, 6], 3, 4) == [3, 4, 5, 6]
+
+
+def test_cut_and_empty_prompts_are_counted(caplog):
+    run = memory({"messages": [user("Hi"), answer("Hello")]})
+    task = run.plugins.plugins[0]
+    asked: list[Any] = [[SYSTEM, *TURNS], "Hi", " ", [SYSTEM, user("")]]
+    chunks = list(chat_chunks(task.data, task.text_model.tokenizer, asked, 0, 2, room=50))
+    prompts = [text_of(run, chunk[index]["input_ids"]) for chunk in chunks for index in range(len(chunk))]
+    assert (len(prompts), "Be brief." in prompts[0], "first" in prompts[0]) == (4, True, False)
+    assert "data: predict: 1 of 4 prompts have more than 50 tokens" in caplog.text
+    assert "data: predict: 2 of 4 messages to answer are empty" in caplog.text
+    caplog.clear()
+    list(chat_chunks(task.data, task.text_model.tokenizer, ["Hi"], 0, 2, room=50))
+    assert "data: predict" not in caplog.text
+
+
+def test_texts_to_continue_and_to_classify_are_counted(caplog):
+    caplog.set_level(logging.INFO, "fastloop")
+    Path("a.txt").write_text("one two three four\n" * 9)
+    gpt = {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 32}
+    run = make_run(
+        "causal-lm", {"config": gpt, "tokenizer": {"kind": "byte"}}, {"files": {"train": "a.txt"}, "max_length": 8}
+    )
+    task = run.plugins.plugins[0]
+    chunks = token_chunks(
+        task.data, task.text_model, ["one", "", "x" * 21, "y" * 20], 0, 3, {"add_special_tokens": False}
+    )
+    assert sum(map(len, counted_prompts(chunks, 20))) == 4
+    assert "data: predict: 1 of 4 prompts have more than 20 tokens" in caplog.text
+    assert "data: predict: 1 of 4 texts are empty" in caplog.text
+    caplog.clear()
+    Path("b.csv").write_text("text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in rows()))
+    section = {"files": {"train": "b.csv"}, "label": "label", "max_length": 16}
+    task = make_run("text-classification", {"config": TINY, "tokenizer": {"kind": "word"}}, section).plugins.plugins[0]
+    assert sum(len(texts) for texts, _ in text_chunks(task.data, ["a film", " ", ""], 0, 2)) == 3
+    assert "data: predict: 2 of 3 texts are empty" in caplog.text

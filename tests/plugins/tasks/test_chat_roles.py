@@ -1,0 +1,211 @@
+"""Roles of messages: those that mean another one, the first one of a row, and the answers that have a loss.
+
+A row that would be trained without its answers is refused or counted, in memory, in streams and by predict."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+from streaming_helpers import data_section, samples_of, write_lines
+from test_chat import CHATML, UNMARKED, byte_tokenizer
+from test_chat_rows import CHATS, IM, MODEL, answer, encoded, memory, trained, user
+from text_helpers import make_run
+
+from fastloop.errors import DataError, RecipeError
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.data.skip_unreadable import SkipUnreadable
+from fastloop_plugins.rows.roles import meant_role
+from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat.prompts import chat_chunks
+from fastloop_plugins.text.chat.rows import Chat
+from fastloop_plugins.text.chat.template import ChatRenderer
+
+GOOD = [{"messages": [user(f"a{number}"), answer("b")]} for number in range(4)]
+STARTS = {"messages": [answer("Hello"), user("Hi"), answer("Yes")]}
+
+
+def misnamed(role: str, asker: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": asker, "content": "a"}, {"role": role, "content": "b"}]}
+
+
+def streamed(*rows: Any, **changes: Any) -> Any:
+    write_lines("rows.jsonl", rows)
+    section = data_section("rows.jsonl", CHATS | {"messages": "messages", "shuffle_buffer": 0} | changes)
+    return make_run("causal-lm", MODEL, section)
+
+
+def proposal(message: str, key: str) -> Any:
+    """The value of ``data.<key>`` that a message proposes."""
+    match = re.search(rf"data\.{key}=(\[.*\]|\{{.*?\}})", message)
+    assert match is not None, message
+    return yaml.safe_load(match[1])
+
+
+# -- other names of roles ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [("Assistant", "assistant"), ("model", "assistant"), ("gpt", "assistant"), ("asistant", "assistant")]
+    + [("human", "user"), ("USER", "user"), ("usr", "user"), ("System ", "system"), ("tools", "tool")]
+    + [("assistant", None), ("system", None), ("developer", None), ("critic", None), ("function", None)],
+)
+def test_a_name_means_a_role(name, role):
+    assert meant_role(name) == role
+
+
+@pytest.mark.parametrize("asker", ["user", "human"])
+@pytest.mark.parametrize("name", ["Assistant", "model", "gpt", "asistant", "my bot"])
+def test_a_role_that_means_another_is_refused_with_its_count_and_the_proposed_line_trains_all_rows(name, asker):
+    rows = [*GOOD, misnamed(name, asker), misnamed(name, asker)]
+    if name == "my bot":  # which no table has
+        assert len(memory(*rows, roles={name: "assistant", asker: "user"}).datasets["train"]) == 6
+        return
+    with pytest.raises(RecipeError, match=r"rows\.jsonl, row 5") as error:
+        memory(*rows)
+    message = str(error.value)
+    assert (repr(name) in message, "2 of 6 rows" in message) == (True, True)
+    roles = proposal(message, "roles")
+    assert roles == ({name: "assistant"} if asker == "user" else {name: "assistant", "human": "user"})
+    run = memory(*rows, roles=roles)
+    assert len(run.datasets["train"]) == 6
+    assert trained(run, 5) == "b<|im_end|>\n"
+    assert samples_of(streamed(*rows, roles=roles).datasets["train"]) == samples_of(run.datasets["train"])
+
+
+def test_a_stream_and_predict_refuse_the_same_roles():
+    run = streamed(*GOOD * 1100, misnamed("model"))  # the row is not among the first ones, which are checked at once
+    with pytest.raises(DataError, match=r"rows\.jsonl, row 4401: found the role 'model', which means 'assistant'"):
+        run.datasets["train"][4400]
+    task = memory(*GOOD, roles={"client": "user"}).plugins.plugins[0]
+    with pytest.raises(RecipeError, match=r"text 1: found the role 'human', which means 'user'"):
+        list(chat_chunks(task.data, task.text_model.tokenizer, [[{"role": "human", "content": "a"}]], 0, 8))  # type: ignore[list-item]
+    texts: list[Any] = [[{"role": name, "content": "a"}] for name in ("client", "user")]
+    (chunk,) = chat_chunks(task.data, task.text_model.tokenizer, texts, 0, 8)
+    assert chunk[0]["input_ids"].tolist() == chunk[1]["input_ids"].tolist()
+
+
+def test_skipping_unreadable_rows_counts_rows_of_other_roles():
+    write_lines("rows.jsonl", [*GOOD, misnamed("model"), STARTS, {"messages": []}])
+    run = make_run("causal-lm", MODEL, CHATS | {"messages": "messages"}, [SkipUnreadable()])
+    assert (len(run.datasets["train"]), run.state.unreadable) == (5, 2), "chatml shows where the first answer begins"
+
+
+def test_a_template_that_marks_answers_of_another_role_is_its_own_master():
+    template = CHATML.replace("'assistant'", "'model'")
+    messages = [user("a"), {"role": "model", "content": "b"}]
+    assert encoded(template, *messages) == "b<|im_end|>\n"
+    with pytest.raises(RowError, match="found the role 'model', which means 'assistant'"):
+        encoded(UNMARKED, *messages)
+
+
+def test_a_role_of_its_own_is_counted_in_a_warning(caplog):
+    rows = [*GOOD, {"messages": [user("a"), {"role": "critic", "content": "no"}, answer("b")]}]
+    assert trained(memory(*rows), 4) == "b<|im_end|>\n"
+    assert "and have no loss: critic (1)" in caplog.text
+    caplog.clear()
+    memory(*rows, train_on="all")
+    assert "critic" not in caplog.text
+
+
+# -- rows without messages, and rows that start with the assistant -----------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [[], None])
+def test_rows_without_messages_are_counted_and_the_proposed_line_leaves_them_out(value):
+    rows = [*GOOD, {"messages": value}, {"messages": value}]
+    with pytest.raises(RecipeError, match=r"rows\.jsonl, row 5") as error:
+        memory(*rows)
+    assert "2 of 6 rows" in str(error.value)
+    drop = proposal(str(error.value), "drop")
+    assert len(memory(*rows, drop=drop).datasets["train"]) == 4
+    with pytest.raises(RecipeError) as error:
+        streamed(*rows)
+    assert proposal(str(error.value), "drop") == drop
+    assert len(streamed(*rows, drop=drop).datasets["train"]) == 4
+
+
+def test_rows_that_start_with_the_assistant_are_counted_and_the_proposed_line_leaves_them_out(tmp_path):
+    (tmp_path / "unmarked.jinja").write_text(UNMARKED)
+    template = str(tmp_path / "unmarked.jinja")
+    rows = [*GOOD, STARTS, STARTS]
+    with pytest.raises(RecipeError, match=r"rows\.jsonl, row 5: the first message is from the assistant") as error:
+        memory(*rows, chat_template=template)
+    assert "2 of 6 rows" in str(error.value)
+    drop = proposal(str(error.value), "drop")
+    found = memory(*rows, chat_template=template, drop=drop)
+    assert len(found.datasets["train"]) == 4
+    with pytest.raises(RecipeError) as error:
+        streamed(*rows, chat_template=template)
+    assert proposal(str(error.value), "drop") == drop
+    kept = streamed(*rows, chat_template=template, drop=drop).datasets["train"]
+    assert samples_of(kept) == samples_of(found.datasets["train"])
+    write_lines("rows.jsonl", rows)
+    section = CHATS | {"messages": "messages", "chat_template": template}
+    assert len(make_run("causal-lm", MODEL, section, [SkipUnreadable()]).datasets["train"]) == 4
+    assert len(memory(*rows, chat_template=template, train_on="last").datasets["train"]) == 6
+    muted = {"messages": [answer("Hello", weight=0), *STARTS["messages"][1:]]}
+    assert trained(memory(*GOOD, muted, chat_template=template), 4) == "Yes<|im_end|>\n"
+
+
+def test_a_template_that_rejects_a_first_answer_names_the_condition():
+    alternates = "{% if messages[0].role != 'user' %}{{ raise_exception('must alternate') }}{% endif %}" + CHATML
+    with pytest.raises(RowError, match=r"must alternate\..*data.drop with first_role: assistant"):
+        encoded(alternates, *STARTS["messages"])
+    with pytest.raises(RowError, match=r"must alternate\.$"):
+        encoded(alternates, {"role": "system", "content": "a"}, answer("b"))
+
+
+# -- train_on: last ----------------------------------------------------------------------------------------------------
+
+TURNS = [user("a"), answer("one"), user("b"), answer("two"), user("c")]
+
+
+@pytest.mark.parametrize("template", [CHATML, UNMARKED])
+def test_only_the_last_answer_has_a_loss(template):
+    assert encoded(template, *TURNS, train_on="last") == "two<|im_end|>\n"
+    assert encoded(template, *TURNS[:2], train_on="last") == "one<|im_end|>\n"
+    assert encoded(template, user("a"), answer("one"), user("b"), answer("two", weight=0), train_on="last") == ""
+    renderer = ChatRenderer(byte_tokenizer(template, IM), "assistant")
+    last = ChatRenderer(byte_tokenizer(template, IM), "last")
+    assert renderer.encode(Chat(TURNS))[0] == last.encode(Chat(TURNS))[0], "the tokens are the same"
+
+
+def test_the_last_answer_in_memory_streams_and_packed_rows():
+    rows = [{"messages": TURNS}, *GOOD]
+    run = memory(*rows, train_on="last")
+    assert trained(run) == "two<|im_end|>\n"
+    assert trained(memory(*rows)) == "one<|im_end|>\ntwo<|im_end|>\n"
+    assert samples_of(streamed(*rows, train_on="last").datasets["train"]) == samples_of(run.datasets["train"])
+    packed = make_run("causal-lm", MODEL, CHATS | {"messages": "messages", "train_on": "last"}, [Packing()])
+    samples = [run.datasets["train"][index] for index in range(5)]
+    plain_batch, packed_batch = (each.loaders.collators["train"](samples) for each in (run, packed))
+    assert plain_batch.loss_weight == packed_batch.loss_weight
+    for batch in (plain_batch, packed_batch):
+        targets = [token for row in batch.inputs["targets"].tolist() for token in row if token >= 0]
+        text = run.plugins.plugins[0].text_model.tokenizer.decode(targets)
+        assert ("one" in text, text.count("<|im_end|>")) == (False, 5)
+
+
+def test_samples_show_the_loss_of_the_last_answer(cli):
+    from pathlib import Path
+
+    write_lines("rows.jsonl", [{"messages": TURNS}])
+    recipe = {"model": MODEL, "data": CHATS | {"train_on": "last"}, "plugins": ["causal-lm"]}
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    code, out, err = cli("plan", "recipe.yaml", "--samples", "1")
+    assert code == 0, err
+    inside = "".join(re.findall(r"\[([^\]]*)\]", out.replace("·", "")))
+    assert ("two" in inside, "one" in inside) == (True, False)
+
+
+# -- messages in warnings ----------------------------------------------------------------------------------------------
+
+
+def test_a_warning_shows_messages_and_not_how_they_are_stored(caplog):
+    memory(GOOD[0], GOOD[0])
+    warning = next(line for line in caplog.messages if "repeat an earlier one" in line)
+    assert "such as 'user: a0 | assistant: b'" in warning

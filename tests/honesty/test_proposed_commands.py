@@ -8,6 +8,7 @@ reason.
 from __future__ import annotations
 
 import ast
+import bz2
 import re
 import shlex
 import shutil
@@ -278,6 +279,17 @@ CASES: dict[str, Case] = {
         ("rows/paths.py data.files.{}=",),
         then(text(path="train/train-1.csv"), "train", "r.yaml", "data.files.train=train"),
         (r"(data\.files\.train=\S+)\.\s",),
+    ),
+    "a split as a key": Case(
+        ("text/data.py data.files.{}=",),
+        then(text(), "train", "r.yaml", "data.test=train.csv"),
+        (r"For files: (data\.files\.test=\S+)\.\s",),
+        drop=("data.test=train.csv",),
+    ),
+    "a file compressed by bz2": Case(
+        ("rows/contents.py data.read.compression=",),
+        text(bz2.compress((HEADER + "".join(f"{text},{label}\n" for text, label in ROWS)).encode())),
+        (r"give (data\.read\.compression=bz2)",),
     ),
     "a file as name": Case(
         ("text/data.py data.files.train=",),

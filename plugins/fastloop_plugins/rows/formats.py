@@ -15,6 +15,7 @@ import numpy as np
 from fastloop.errors import PluginError, RecipeError
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.rows.conll import Columns, Conll
+from fastloop_plugins.rows.contents import check_content
 from fastloop_plugins.rows.csv import Delimited
 from fastloop_plugins.rows.drop import Drop
 from fastloop_plugins.rows.file import BadRow, File
@@ -193,11 +194,12 @@ def explain_reading(path: str, how: Read) -> Iterator[None]:
     """Raise errors of reading a file inside the block as errors that name the file, and the place if it is known.
 
     Raises:
-        RecipeError: The file cannot be read in the format of its suffix, with the options in ``how``.
+        RecipeError: The file has another format than its suffix, or cannot be read with the options in ``how``.
     """
     import pyarrow
 
     try:
+        check_content(path, how)
         yield
     except BadRow as error:
         raise RecipeError(f"{path}, {error.place}: {error}") from None

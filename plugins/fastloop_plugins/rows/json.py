@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastloop_plugins.rows.file import BadRow
-from fastloop_plugins.rows.json_list import Elements
+from fastloop_plugins.rows.json_list import Elements, malformed_json
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 
@@ -40,20 +40,22 @@ def parse_json(content: str, place: str) -> Any:
     Raises:
         BadRow: It is not valid JSON, an object has a key twice, or the document cannot be read.
     """
-    content = content.strip(SPACE)
+    content = content.rstrip(SPACE)
+    start = len(content) - len(content.lstrip(SPACE))
     try:
-        found, end = DECODER.raw_decode(content)
+        found, end = DECODER.raw_decode(content, start)
     except ERRORS as error:
         raise explain_json(error, place) from None
     if end < len(content):
-        raise BadRow("not valid JSON: Extra data.", place)
+        end += len(content[end:]) - len(content[end:].lstrip(SPACE))
+        raise malformed_json("Extra data", content, end, end + 1, place)
     return found
 
 
 def explain_json(error: BaseException, place: str) -> BadRow:
     """The error for JSON that cannot be parsed."""
     if isinstance(error, json.JSONDecodeError):
-        return BadRow(f"not valid JSON: {error.msg}.", place)
+        return malformed_json(error.msg, error.doc, error.pos, error.pos + 1, place)
     if isinstance(error, RepeatedKey):
         return BadRow(str(error), place)
     return BadRow(f"cannot be read as JSON: {str(error).partition(';')[0]}.", place)

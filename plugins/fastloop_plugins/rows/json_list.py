@@ -20,6 +20,21 @@ ENDS = 16
 """Characters at the end of the text read so far that may be the beginning of something longer, such as ``\\ud83d``."""
 
 
+SHOWN = 20
+"""Characters that the error for malformed JSON shows."""
+
+
+def malformed_json(problem: str, text: str, at: int, column: int, place: str) -> BadRow:
+    """The error for JSON that is malformed at a position of a text.
+
+    Args:
+        column: The position's character in its line, from 1.
+        place: The name of the line in messages.
+    """
+    there = f"character {column}: {text[at : at + SHOWN]!r}" if at < len(text) else f"character {column}, the end"
+    return BadRow(f"not valid JSON: {problem.removesuffix(' at')}. See {there}.", place)
+
+
 class Elements:
     """The elements of a list, from an offset on.
 
@@ -42,6 +57,7 @@ class Elements:
         self.encoding = "utf-8" if file.transcodes else file.encoding
         self.decoder = codecs.getincrementaldecoder(self.encoding)()
         self.text, self.at, self.offset, self.line, self.checksum = "", 0, start or len(file.mark), 1, 0
+        self.column = 1  # of the next character in its line
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Yield the offset and the value of each element."""
@@ -75,9 +91,10 @@ class Elements:
                     self._take(end - self.at)
                     return value
             except json.JSONDecodeError as error:
+                position = error.pos - self.at  # before ``_read``, which removes what is parsed
                 may_end = error.msg.startswith("Unterminated") or error.pos + ENDS >= len(self.text)
                 if not may_end or not self._read():
-                    self._take(error.pos - self.at)
+                    self._take(position)
                     raise self._malformed(error.msg) from None
 
     def _next(self) -> str:
@@ -94,6 +111,8 @@ class Elements:
         piece = self.text[self.at : self.at + count]
         self.at, self.offset = self.at + count, self.offset + len(piece.encode(self.encoding))
         self.line += piece.count("\n") or piece.count("\r")
+        line_end = max(piece.rfind("\n"), piece.rfind("\r"))
+        self.column = len(piece) - line_end if line_end >= 0 else self.column + len(piece)
 
     def _read(self) -> bool:
         """Read as many characters again as are not parsed yet. Returns whether there were any."""
@@ -110,4 +129,4 @@ class Elements:
         return bool(found)
 
     def _malformed(self, problem: str) -> BadRow:
-        return BadRow(f"not valid JSON: {problem}.", f"line {self.line}")
+        return malformed_json(problem, self.text, self.at, self.column, f"line {self.line}")

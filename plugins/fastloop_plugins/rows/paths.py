@@ -71,6 +71,8 @@ def find_files(
             paths += found
         elif path.is_dir():
             more = _patterns(path, item, split, formats) if split != "predict" else ""
+            if (path / "dataset_dict.json").is_file():
+                more = f" `datasets` has saved its splits: give data.name={item} instead of data.files."
             raise RecipeError(f"{where}: {path}: a folder, expected a file.{more}")
         else:
             paths.append(path)

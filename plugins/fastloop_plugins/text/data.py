@@ -74,6 +74,11 @@ class TextData(StreamedData):
 
     def __init__(self, recipe: Recipe, labelled: bool) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: data"
+        for split in ("train", "validation", "test"):
+            if split in recipe.data:
+                raise RecipeError(
+                    f"{self.where}.{split}: no such option. For files: data.files.{split}={recipe.data[split]}."
+                )
         self.options = parse(self.section, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
@@ -448,6 +453,8 @@ class TextData(StreamedData):
             with quiet():
                 if (folder / "dataset_dict.json").is_file():
                     found = datasets.load_from_disk(str(folder))
+                elif (folder / "state.json").is_file():  # `save_to_disk` of a single dataset, which has no split
+                    found = {self.splits.train: datasets.load_from_disk(str(folder))}
                 elif folder.is_dir():
                     builder = datasets.load_dataset_builder(str(folder.resolve()), self.options.subset)
                     if builder.name == "csv":  # datasets would guess types and missing values

@@ -132,7 +132,7 @@ def test_files_that_cannot_be_read_are_named_at_the_start():
         ("c.csv", 'text,label\n"a,b\n', "c.csv, line 2: a quote opens a cell here that never closes"),
         ("d.csv", "a,b\nc,d\n", "d.csv: there is no column"),
         ("e.jsonl.gz", "no gzip", "e.jsonl.gz: cannot be read as .jsonl"),
-        ("g.tar", "no archive" * 100, "g.tar: cannot be read as .tar"),
+        ("g.tar", "\0no archive" * 100, "g.tar: cannot be read as .tar"),
         ("h.tar.gz", "", r"h.tar.gz: cannot read files of type '.gz'"),
         ("f.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "f.jsonl, line 2: not valid JSON"),
     ):

@@ -1,0 +1,95 @@
+"""Refuses a file whose first bytes show another format than its name, such as a Parquet file named .csv."""
+
+from __future__ import annotations
+
+import codecs
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastloop.errors import RecipeError
+from fastloop_plugins.rows.lines import open_binary
+from fastloop_plugins.rows.options import Read
+from fastloop_plugins.rows.paths import CONLL, FORMATS, PACKED, format_of
+
+HEAD = 512
+"""Bytes to look at: a header of a .tar file, which always has a zero byte."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """A kind of file.
+
+    Attributes:
+        magic: Matches its first bytes. No text file begins with them.
+        name: Its name in messages.
+        suffixes: The formats whose files begin with these bytes.
+        remedy: A sentence that names the next step, with ``{path}`` without the last suffix.
+    """
+
+    magic: re.Pattern[bytes]
+    name: str
+    suffixes: tuple[str, ...]
+    remedy: str
+
+
+TEXT = tuple(suffix for suffix in (*FORMATS, CONLL) if suffix not in PACKED)
+CONTENTS = (
+    Content(re.compile(rb"PAR1\x15"), "a Parquet file", (".parquet",), "Rename it to {path}.parquet."),
+    Content(re.compile(rb"ARROW1\0\0|\xff\xff\xff\xff"), "an Arrow file", (".arrow",), "Rename it to {path}.arrow."),
+    Content(
+        re.compile(rb"PK\x03\x04"),
+        "a ZIP archive",
+        (),
+        "Unpack it, and give the files in it. A workbook of Excel is such an archive, too: save it as .csv.",
+    ),
+    Content(re.compile(rb"SQLite format 3\0"), "an SQLite database", (), "Write its table to a .csv file."),
+    Content(re.compile(rb"\x1f\x8b"), "compressed by gzip", TEXT, "Decompress it."),
+    Content(re.compile(rb"\x28\xb5\x2f\xfd"), "compressed by zstd", TEXT, "Decompress it."),
+    Content(
+        re.compile(rb"BZh[1-9]1AY&SY"),
+        "compressed by bz2",
+        (),
+        "Decompress it, or, if its content has that format, give data.read.compression=bz2.",
+    ),
+)
+
+
+def check_content(path: str, how: Read) -> None:
+    """Raise an error if the first bytes of a file show that its suffix is wrong. Formats of other packages are not
+    checked.
+
+    Raises:
+        OSError: The file cannot be read.
+        RecipeError: It has another format.
+    """
+    suffix, codec = format_of(Path(path))
+    if suffix not in (*FORMATS, CONLL) or how.compression is not None:
+        return
+    with open_binary(path) as file:
+        head: bytes = file.read(HEAD)
+    stem = path[: -len(Path(path).suffix)]
+    for content in CONTENTS:
+        if not content.magic.match(head):
+            continue
+        if suffix not in content.suffixes and codec != content.name.rpartition(" ")[2]:
+            raise RecipeError(
+                f"{path}: it is {content.name}, by its first bytes, and its name ends with {Path(path).suffix}. "
+                f"{content.remedy.format(path=stem)}"
+            )
+        return
+    if suffix in PACKED and _is_text(head):
+        kind = ".jsonl" if head.lstrip()[:1] in (b"{", b"[") else ".csv"
+        raise RecipeError(
+            f"{path}: it is text, by its first bytes, and its name ends with {suffix}. Rename it to its format, such "
+            f"as {stem}{kind}."
+        )
+
+
+def _is_text(head: bytes) -> bool:
+    """Whether bytes are UTF-8 without control characters. The last character may be incomplete."""
+    try:
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)
+    except UnicodeDecodeError:
+        return False
+    return bool(text) and all(character.isprintable() or character in "\t\r\n" for character in text)

@@ -27,6 +27,7 @@ from fastloop_plugins.models.hub import (
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
 from fastloop_plugins.rows.column import Column
+from fastloop_plugins.text.positions import check_known_length, check_length
 from fastloop_plugins.text.special_tokens import save_generation_config, stop_at_end_tokens
 from fastloop_plugins.text.tokenizers import TrainedTokenizer, check_saved_tokenizer, train_tokenizer
 
@@ -114,10 +115,12 @@ class TextModel:
             logger.warning(
                 "model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given
             )
-        for key in ("name", "tokenizer"):
-            if isinstance(name := getattr(self.options, key), str):
-                self._check_name(key, name)
+        for named in ("name", "tokenizer"):
+            if isinstance(name := getattr(self.options, named), str):
+                self._check_name(named, name)
         self._check_architecture(self.options.config or self._folder_config())
+        if key == "model" and recipe.inference is None:
+            check_known_length(recipe, self.options.config, self.options.name, given, self.where)
         weight_files(recipe)
 
     def _check_units(self, kind: str, given: dict[str, Any]) -> None:
@@ -199,14 +202,8 @@ class TextModel:
                     "unknown. "
                     "Put its files there, or name another: model.tokenizer=FOLDER."
                 )
-        room = [
-            getattr(self.config, "max_position_embeddings", None),
-            getattr(self.tokenizer, "model_max_length", None),
-        ]
-        limit = min((size for size in room if isinstance(size, int) and size > 0), default=max_length)
-        if max_length > limit:
-            taken = f"{self.options.name or 'the model'} takes {limit} tokens at most"
-            raise RecipeError(f"{self.recipe.where}: data.max_length: found {max_length}, and {taken}.")
+        taken = getattr(self.tokenizer, "model_max_length", None)
+        check_length(self.recipe, max_length, self.config, taken, self.options.name or "the model")
         if self.trained is None:
             self._ensure_pad_token()
 

@@ -48,13 +48,17 @@ def test_the_oldest_turns_of_a_long_prompt_go_first(before):
 def test_a_long_last_turn_is_cut_after_the_system_message():
     system = "<|im_start|>system\nBe brief.<|im_end|>\n"
     found, _ = shortened(size(system) + 40, SYSTEM, *TURNS, answer("three"), user("x" * 99 + " and why?"))
-    assert found.startswith(system)
+    assert found.startswith(system + "<|im_start|>user\nx")
     assert found.endswith("and why?<|im_end|>\n<|im_start|>assistant\n")
     assert size(found) == size(system) + 40
     found, _ = shortened(20, SYSTEM, user("why?"))
     assert (found.endswith("<|im_start|>assistant\n"), size(found)) == (True, 20), "no room for the system message"
-    found, _ = shortened(30, user("x" * 99), template="{{ raise_exception('no') if messages|length > 1 }}" + CHATML)
-    assert size(found) == 30
+    refuses = "{{ raise_exception('no') if not messages[0].content }}" + CHATML
+    found, _ = shortened(30, user("x" * 99), template=refuses)
+    assert (size(found), found.startswith("x")) == (30, True)
+    implicit = "<|im_start|>system\nYou help.<|im_end|>\n" + CHATML  # as many templates have one
+    found, _ = shortened(70, user("x" * 99), template=implicit)
+    assert (size(found), found.startswith("<|im_start|>system\nYou help.")) == (70, True)
 
 
 def test_tokens_after_the_first_ones_are_cut():

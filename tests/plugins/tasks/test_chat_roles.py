@@ -20,7 +20,7 @@ from fastloop_plugins.data.skip_unreadable import SkipUnreadable
 from fastloop_plugins.rows.roles import meant_role
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.prompts import chat_chunks
-from fastloop_plugins.text.chat.rows import Chat
+from fastloop_plugins.text.chat.rows import Chat, describe_chat
 from fastloop_plugins.text.chat.template import ChatRenderer
 
 GOOD = [{"messages": [user(f"a{number}"), answer("b")]} for number in range(4)]
@@ -209,3 +209,10 @@ def test_a_warning_shows_messages_and_not_how_they_are_stored(caplog):
     memory(GOOD[0], GOOD[0])
     warning = next(line for line in caplog.messages if "repeat an earlier one" in line)
     assert "such as 'user: a0 | assistant: b'" in warning
+
+
+def test_a_conversation_that_a_task_marks_is_shown_by_its_messages():
+    stored = Chat([user("a"), answer("b")], [{"name": "c"}]).dumps()
+    assert describe_chat(stored) == describe_chat("\0" + stored) == "user: a | assistant: b"
+    for text in ("[[{", "a [[{", '[[{"a": 1}], null]', ""):
+        assert describe_chat(text) == text, "a text stays as it is"

@@ -81,8 +81,8 @@ class CutPrompts:
         """The token ids of a conversation with its prompt for an answer, without as many of its oldest turns as the
         room needs. A turn begins with a message of the user.
 
-        The system message and the last turn stay. If these two are too long, the tokens after the system message are
-        cut at their beginning, see ``cut_tokens``.
+        The system message and the last turn stay. If these two are too long, the text after the system message is cut
+        at its beginning, see ``cut_tokens``.
 
         Raises:
             RowError: See ``ChatRenderer.prompt``.
@@ -92,16 +92,19 @@ class CutPrompts:
         if self.room is None or len(ids) <= self.room:
             return ids
         self.cut += 1
-        messages = chat.messages
+        roles = [message["role"] for message in chat.messages]
         system = 0
-        while messages[system]["role"] == "system" and system < len(messages) - 1:
+        while roles[system] == "system" and system < len(roles) - 1:
             system += 1
-        starts = [place for place in range(system + 1, len(messages)) if messages[place]["role"] == "user"]
-        for start in starts:
-            ids = renderer.prompt(Chat(messages[:system] + messages[start:], chat.tools))
+        shorter = chat
+        for start in range(system + 1, len(roles)):
+            if roles[start] != "user":
+                continue
+            shorter = Chat(chat.messages[:system] + chat.messages[start:], chat.tools)
+            ids = renderer.prompt(shorter)
             if len(ids) <= self.room:
                 return ids
-        return cut_tokens(ids, self._system_size(messages[:system], ids, renderer), self.room)
+        return cut_tokens(ids, self._beginning(shorter, system, ids, renderer), self.room)
 
     def count(self, prompts: Sequences) -> Sequences:
         """The same prompts, which the collator cuts."""
@@ -120,17 +123,23 @@ class CutPrompts:
             )  # fmt: skip
 
     @staticmethod
-    def _system_size(system: list[dict[str, Any]], ids: list[int], renderer: ChatRenderer) -> int:
-        """The tokens of the system message at the beginning of a prompt; 0 if the template does not write it there."""
-        if not system:
-            return 0
+    def _beginning(chat: Chat, system: int, ids: list[int], renderer: ChatRenderer) -> int:
+        """The tokens of a prompt before the text of its first message after the system message: also special tokens
+        and a system message that only the template writes. 0 if it rejects an empty message.
+
+        Args:
+            chat: The conversation of the prompt.
+            system: How many system messages begin it.
+            ids: The tokens of the prompt.
+        """
+        empty = {"role": chat.messages[system]["role"], "content": ""}
         try:
-            alone = renderer.render(Chat(system))
-        except RowError:  # the template wants another message
+            other = renderer.prompt(Chat([*chat.messages[:system], empty], chat.tools))
+        except RowError:
             return 0
         size = 0
-        for own, token in zip(alone, ids, strict=False):
-            if own != token:
+        for token, other_token in zip(ids, other, strict=False):
+            if token != other_token:
                 break
             size += 1
         return size

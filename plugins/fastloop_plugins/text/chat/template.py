@@ -255,16 +255,6 @@ class ChatRenderer:
             ids: list[int] = self._apply(self._prepare(chat), chat.tools, add_generation_prompt=True)["input_ids"]
             return ids
 
-    def render(self, chat: Chat) -> list[int]:
-        """Token ids of a conversation.
-
-        Raises:
-            RowError: As in ``prompt``.
-        """
-        with _rendering():
-            ids: list[int] = self._apply(self._prepare(chat), chat.tools)["input_ids"]
-            return ids
-
     def names(self) -> frozenset[str]:
         """``names_in`` the template, or in all templates that the tokenizer has."""
         return frozenset().union(*map(names_in, self.templates()))

@@ -6,15 +6,18 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from test_chat import CHATML, byte_tokenizer
 from test_chat_rows import IM, answer, memory, text_of, user
 from text_helpers import TINY, make_run, rows
+from tokenizers.processors import TemplateProcessing
 
-from fastloop_plugins.text.chat.prompts import CutPrompts, chat_chunks, counted_prompts, cut_tokens
+from fastloop_plugins.text.chat.prompts import CutPrompts, PromptCollator, chat_chunks, counted_prompts, cut_tokens
 from fastloop_plugins.text.chat.rows import Chat
 from fastloop_plugins.text.chat.template import ChatRenderer
 from fastloop_plugins.text.chunks import text_chunks, token_chunks
+from fastloop_plugins.text.special_tokens import special_tokens
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 TURNS = [user("first"), answer("one"), user("second"), answer("two"), user("third")]
@@ -100,3 +103,18 @@ def test_texts_to_continue_and_to_classify_are_counted(caplog):
     task = make_run("text-classification", {"config": TINY, "tokenizer": {"kind": "word"}}, section).plugins.plugins[0]
     assert sum(len(texts) for texts, _ in text_chunks(task.data, ["a film", " ", ""], 0, 2)) == 3
     assert "data: predict: 2 of 3 texts are empty" in caplog.text
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_long_text_keeps_the_token_that_begins_it(adds_bos):
+    tokenizer = byte_tokenizer(CHATML, IM)
+    bos = tokenizer.convert_tokens_to_ids(IM[0])
+    tokenizer.bos_token = IM[0]
+    if adds_bos:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"{IM[0]} $A", special_tokens=[(IM[0], bos)]
+        )
+    ids = special_tokens(tokenizer).begin(list(range(10, 20)))
+    batch = PromptCollator(tokenizer, room=4)([{"input_ids": np.array(ids)}])
+    expected = [bos, 17, 18, 19] if adds_bos else [16, 17, 18, 19]
+    assert batch.inputs["input_ids"].tolist() == [expected]

@@ -18,7 +18,7 @@ from fastloop_plugins.text.batches import Sequences, mask, padded
 from fastloop_plugins.text.chat.rows import Chat, other_keys, read_chat, text_of, unread_keys
 from fastloop_plugins.text.chat.template import ChatRenderer
 from fastloop_plugins.text.chunks import EmptyTexts, read_chunks
-from fastloop_plugins.text.special_tokens import end_of
+from fastloop_plugins.text.special_tokens import end_of, special_tokens
 
 if TYPE_CHECKING:
     from fastloop_plugins.text.chat.data import LanguageTextData
@@ -150,7 +150,7 @@ def counted_prompts(chunks: Iterator[Sequences], room: int | None) -> Iterator[S
     cut = CutPrompts(room)
     for chunk in chunks:
         yield cut.count(chunk)
-    cut.warn("Their end stays")
+    cut.warn("Their end stays, after the token that begins a text")
 
 
 def cut_tokens(ids: list[int], kept: int, room: int) -> list[int]:
@@ -180,7 +180,8 @@ class PromptCollator:
     """Pads prompts on the left, so that all of them end where generation begins. An empty prompt becomes an end token.
 
     Args:
-        room: Tokens of a prompt at most: of a longer one, its end is kept. None: no limit.
+        room: Tokens of a prompt at most: of a longer one, the token that begins a text and its end are kept. None: no
+            limit.
 
     Attributes:
         generates: True: the model continues the batch. Packed rows cannot be continued.
@@ -190,14 +191,24 @@ class PromptCollator:
     deterministic = True
 
     def __init__(self, tokenizer: Any, room: int | None) -> None:
-        self.pad_token_id, self.room, self.empty = tokenizer.pad_token_id, room, np.array(end_of(tokenizer))
+        self.pad_token_id = tokenizer.pad_token_id
+        self.room = room
+        self.beginning = len(special_tokens(tokenizer).beginning)
+        self.empty = np.array(end_of(tokenizer))
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
-        rows = [sample["input_ids"] for sample in samples]
-        rows = [row[-(self.room or len(row)) :] if len(row) else self.empty for row in rows]
+        rows = [self._prompt(sample["input_ids"]) for sample in samples]
         width = max(map(len, rows))
         inputs = {
             "input_ids": padded(rows, width, self.pad_token_id, left=True),
             "attention_mask": mask(rows, width, left=True),
         }
         return Batch(inputs, tokens=sum(map(len, rows)))
+
+    def _prompt(self, ids: Any) -> Any:
+        """The token ids of a prompt, as an array."""
+        if not len(ids):
+            return self.empty
+        if self.room is None or len(ids) <= self.room:
+            return ids
+        return np.array(cut_tokens(list(ids), self.beginning, self.room))

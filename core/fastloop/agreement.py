@@ -1,4 +1,4 @@
-"""What the processes of a run must agree on. They compare it in the first steps of a run and at each evaluation.
+"""Facts on which the processes of a run must agree. They compare them in the first steps and at each evaluation.
 
 A process that reads other samples, or trains other parameters, than the others expect may end without an error, and
 with wrong results. So the processes exchange short facts, in one collective operation, and each of them raises the same

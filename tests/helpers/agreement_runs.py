@@ -29,7 +29,7 @@ class Whole(IterableDataset):
 
 
 class Sharded(IterableDataset):
-    """Each process has its own samples, and nothing says so."""
+    """Each process has its own samples, and no attribute states it."""
 
     def __iter__(self) -> Iterator[Any]:
         return (sample(index) for index in range(rank(), SAMPLES, world_size()))

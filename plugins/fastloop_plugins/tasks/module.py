@@ -185,7 +185,7 @@ class Module(Plugin):
         from fastloop_plugins.tasks.heads.micro_batches import warn_of_other_means
 
         run.plugins.unsubscribe(self, "before_step")
-        warn_of_other_means(run, batches)
+        warn_of_other_means(run, batches, self)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:

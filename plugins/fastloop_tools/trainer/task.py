@@ -144,7 +144,7 @@ class TrainerTask(Plugin):
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
         run.plugins.unsubscribe(self, "before_step")
-        warn_of_other_means(run, batches)
+        warn_of_other_means(run, batches, self)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:

@@ -77,6 +77,6 @@ def test_the_measurement_changes_no_number(monkeypatch, caplog):
 
     measured = weights()
     assert "micro-batch" in caplog.text
-    monkeypatch.setattr("fastloop_tools.trainer.task.warn_of_other_means", lambda run, batches: None)
+    monkeypatch.setattr("fastloop_tools.trainer.task.warn_of_other_means", lambda run, batches, task: None)
     unmeasured = weights()
     assert all(torch.equal(measured[name], unmeasured[name]) for name in measured)

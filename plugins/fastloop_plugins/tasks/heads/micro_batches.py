@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fastloop.runtime.random_states import preserve_random_states
 
 if TYPE_CHECKING:
-    from fastloop import Batch, Run
+    from torch import nn
+
+    from fastloop import Batch, Output, Run
 
 logger = logging.getLogger("fastloop")
 
@@ -16,12 +18,23 @@ TOLERANCE = 0.02
 """Relative difference of losses above which a warning follows. The rounding of bf16 is below 0.005."""
 
 
-def warn_of_other_means(run: Run, batches: list[Batch]) -> None:
+class ComputesLoss(Protocol):
+    """A task whose loss depends on the model and the batch alone."""
+
+    def compute_loss(self, model: nn.Module, batch: Any) -> Output:
+        """See the hook."""
+
+
+def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> None:
     """Compare the loss of the first micro-batch with the mean loss of its halves, and warn if they differ. For example,
     a mean over the positions of a mask gives a micro-batch with few of them too much weight.
 
-    Nothing is measured if a step has one micro-batch on one process, if a collator counted the targets, or if the batch
-    cannot be cut: a tensor has no dimension for its samples, or a strategy shards the weights.
+    Nothing is measured if a step has one micro-batch on one process, if a collator counted the targets, if another
+    plugin computes the loss, or if the batch cannot be cut: a tensor has no dimension for its samples, or a strategy
+    shards the weights.
+
+    Args:
+        task: The task. Its own method is called, because wrappers of the hook may count the calls.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -29,6 +42,9 @@ def warn_of_other_means(run: Run, batches: list[Batch]) -> None:
     from fastloop_plugins._probe import probing
 
     batch = batches[0]
+    implementations = run.plugins.manager.hook.compute_loss.get_hookimpls()
+    if any(one.plugin is not task and not one.wrapper for one in implementations):
+        return
     is_one_batch = len(batches) == 1 and run.world_size == 1
     if is_one_batch or batch.samples < 2 or batch.loss_weight != batch.samples:
         return
@@ -41,7 +57,7 @@ def warn_of_other_means(run: Run, batches: list[Batch]) -> None:
         return
 
     def loss(inputs: Any) -> float:
-        return float(run.hooks.compute_loss(run=run, model=model, batch=inputs).loss)
+        return float(task.compute_loss(model, inputs).loss)
 
     with preserve_random_states(), probing(model), torch.no_grad():
         whole = loss(batch.inputs)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.hookspecs import hookspec
+    from fastloop.metric_modes import MetricMode
     from fastloop.options import option
     from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, Trait, When, hookimpl
     from fastloop.run import Run
@@ -30,6 +31,7 @@ __all__ = [
     "Device",
     "Dtype",
     "FastloopError",
+    "MetricMode",
     "Output",
     "Package",
     "Plugin",
@@ -57,6 +59,7 @@ MODULES = {
     "errors": ("CheckpointError", "FastloopError", "PluginCrash", "PluginError", "RecipeError", "UsageError"),
     "estimates": ("Recommendation", "SpeedupEstimate", "StepProfile"),
     "hookspecs": ("hookspec",),
+    "metric_modes": ("MetricMode",),
     "options": ("option",),
     "plugins.plugin": ("Device", "Dtype", "Package", "Plugin", "Trait", "When", "hookimpl"),
     "run": ("Run",),

@@ -11,7 +11,7 @@ class ScriptedScore(Plugin):
     """Adds the metric ``score`` to each evaluation: the next of the given values."""
 
     name = "scripted-score"
-    adds_metrics = ("score",)
+    adds_metrics = {"score": "max"}
 
     def __init__(self, *values: float) -> None:
         super().__init__()

@@ -42,7 +42,7 @@ RECIPE: dict[str, Any] = {
                 "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}},
             }
         },
-        {"checkpoint-best": {"monitor": "accuracy"}},
+        {"checkpoint-best": {"monitor": "accuracy", "mode": "max"}},
     ],
     "output": "run",
 }

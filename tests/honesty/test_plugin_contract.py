@@ -64,7 +64,7 @@ def resolved(*plugins: Plugin, **recipe: Any) -> PluginSet:
         ("require", ["ema"], "requires"),
         ("requirement", (), "requirements"),
         ("fallback_hook", ("compute_loss",), "fallback_hooks"),
-        ("add_metrics", ("f1",), "adds_metrics"),
+        ("add_metrics", {"f1": "max"}, "adds_metrics"),
         ("hook_specs", nn, "hookspecs"),
     ],
 )
@@ -73,6 +73,14 @@ def test_a_misspelled_declaration_is_refused_with_the_nearest(name, value, meant
         PluginError, match=f"plugin 'a': its class has the attribute '{name}'.* Did you mean '{meant}'?"
     ):
         resolved(make("a", **{name: value}))
+
+
+@pytest.mark.parametrize("mode", ["lower", "maximize", True, 1])
+def test_a_metric_of_a_plugin_is_better_lower_or_higher_or_neither(mode):
+    with pytest.raises(PluginError, match=f"plugin 'a' declares adds_metrics with 'f1': {mode!r}, expected 'min'"):
+        resolved(make("a", adds_metrics={"f1": mode}))
+    for accepted in ("min", "max", None):
+        resolved(make("a", adds_metrics={"f1": accepted}))
 
 
 def test_a_misspelled_class_method_is_refused():

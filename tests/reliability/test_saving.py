@@ -404,7 +404,7 @@ class Scores(Plugin):
     """Gives evaluations a metric of their own: ``values`` in turn; None is missing."""
 
     name = "scores"
-    adds_metrics = ("score",)
+    adds_metrics = {"score": "max"}
 
     def __init__(self, *values: float | None) -> None:
         super().__init__()

@@ -22,8 +22,8 @@ from fastloop.cli import main
 from fastloop.errors import UsageError
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, number, tick_labels, ticks
 from fastloop_tools.report.metrics import MOST, Series, read_log
-from fastloop_tools.report.page import MANY, Bar, scale
-from fastloop_tools.report.read import read
+from fastloop_tools.report.page import MANY, Bar, final_metrics, scale
+from fastloop_tools.report.read import Trained, read
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
 from fastloop_tools.report.tables import differences, environment
 from fastloop_tools.trials.record import Record
@@ -149,6 +149,20 @@ def test_report_shows_runs_metrics_differences_curves_ablations_and_steps(folder
     lines = [attributes["d"] for tag, attributes in page.tags if tag == "path"]
     assert all(re.fullmatch(r"M[\d. L-]+", line or "") for line in lines)
     assert "&#9679;" in text or "●" in text, "the better of two is marked"
+
+
+@pytest.mark.parametrize(
+    ("modes", "best"),
+    [(["min", "min"], "0.1"), (["max", "max"], "0.4"), (["min", "max"], None), ([None, None], None), ([], None)],
+)
+def test_the_best_value_is_that_of_the_modes_which_the_runs_recorded(modes, best):
+    """The name looks as if a higher value were better."""
+    summaries: list[dict[str, Any]] = [{"validation": {"hamming": 0.1}}, {"validation": {"hamming": 0.4}}]
+    for summary, mode in zip(summaries, modes, strict=False):
+        summary["metric_modes"] = {"hamming": mode}
+    runs = [Trained(Path(name), name, summary) for name, summary in zip("ab", summaries, strict=True)]
+    ((_, cells),) = final_metrics(runs)
+    assert [cell.text for cell in cells if cell.best] == ([best] if best else [])
 
 
 def test_report_needs_no_network_or_script(folders, monkeypatch):
@@ -354,7 +368,7 @@ def sweep(values: dict[tuple[str, ...], list[float]], keys: tuple[str, ...] = ("
                     metrics,
                 )
             )
-    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", minimise=True)
+    record = Record(Path("sweep"), {"recipe": "r.yaml", "base": {}}, runs, "loss", mode="min")
     Path("sweep").mkdir(exist_ok=True)
     record.write()
     found: dict[str, Any] = json.loads(Path("sweep/sweep.json").read_text())

@@ -164,6 +164,26 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("metric", "direction"),
+    [("MulticlassAccuracy", "MAXIMIZE"), ("MulticlassHammingDistance", "MINIMIZE"), ("MulticlassSpecificity", None)],
+)
+def test_the_direction_of_a_search_is_that_of_the_metric_and_not_of_its_name(metric, direction):
+    task = {"loss": "cross_entropy", "metrics": {"score": {"type": metric, "num_classes": 3}}}
+    plugins = [{"module": task}, {"checkpoint-best": {"monitor": "loss"}}]
+    Path("recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"plugins": plugins}))
+    done = fastloop(*COMMAND, "--monitor", "score", "--trials", "1")
+    if direction is None:
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "--mode min or --mode max" in done.stderr
+        assert not Path("run").exists()
+        done = fastloop(*COMMAND, "--monitor", "score", "--trials", "1", "--mode", "max")
+    assert done.returncode == 0, done.stdout + done.stderr
+    study = optuna.load_study(study_name="run", storage="sqlite:///study.db")
+    assert study.direction.name == (direction or "MAXIMIZE")
+
+
+@pytest.mark.slow
 def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
     done = fastloop(
         "search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "4", "--seeds", "2", "--without", "progress"

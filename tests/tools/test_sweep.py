@@ -154,7 +154,7 @@ def points(values: dict[str, list[float]], failed: str = "") -> list[TrialRun]:
 
 
 def test_points_are_compared_with_the_best_by_seed():
-    rows, best = compare(points({"a": [1.0, 2.0, 3.0], "b": [1.5, 2.4, 3.6]}), "loss", minimise=True)
+    rows, best = compare(points({"a": [1.0, 2.0, 3.0], "b": [1.5, 2.4, 3.6]}), "loss", mode="min")
     assert best == "train.lr=a"
     assert rows[0]["mean"] == 2.0
     assert rows[0]["deviation"] == 1.0
@@ -165,12 +165,12 @@ def test_points_are_compared_with_the_best_by_seed():
     assert (over["low"], over["high"]) == pytest.approx(
         (0.5 - 4.3027 * 0.1 / 3**0.5, 0.5 + 4.3027 * 0.1 / 3**0.5), abs=1e-4
     )
-    assert compare(points({"a": [1.0], "b": [2.0]}), "loss", minimise=False)[1] == "train.lr=b"
+    assert compare(points({"a": [1.0], "b": [2.0]}), "loss", mode="max")[1] == "train.lr=b"
 
 
 def test_a_point_with_a_run_that_failed_or_diverged_is_not_the_best():
     runs = points({"a": [0.1, math.nan], "b": [2.0, 3.0]})
-    rows, best = compare(runs, "loss", minimise=True)
+    rows, best = compare(runs, "loss", mode="min")
     assert best == "train.lr=b"
     assert [row["finished"] for row in rows] == [1, 2]
     assert rows[0]["difference"] == {"mean": pytest.approx(-1.9), "low": None, "high": None, "pairs": 1}
@@ -182,7 +182,7 @@ def test_folds_are_pairs_too_and_their_overlap_widens_the_interval():
         for name, values in {"a": [1.0, 2.0, 3.0], "b": [1.5, 2.4, 3.6]}.items()
         for fold, value in enumerate(values)
     ]
-    over = compare(listed, "loss", minimise=True)[0][1]["difference"]
+    over = compare(listed, "loss", mode="min")[0][1]["difference"]
     half = 4.3027 * 0.1 * (1 / 3 + 1 / 2) ** 0.5
     assert over["pairs"] == 3
     assert (over["low"], over["high"]) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-4)

@@ -24,6 +24,7 @@ import psutil
 
 from fastloop.distributed import ranks
 from fastloop.errors import RecipeError, SaveError
+from fastloop.metric_modes import metric_modes
 from fastloop.recipe import anchored, secrets
 from fastloop.runtime import files, platform_support
 from fastloop.runtime.clock import peak_memory
@@ -179,6 +180,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "validation": metrics.get("validation"),
         "test": metrics.get("test"),
         "best": state.best,
+        "metric_modes": metric_modes(run),
         "save_errors": run.saver.errors,
     }
     if state.unreadable:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, T
 import pluggy
 
 from fastloop.errors import RecipeError
+from fastloop.metric_modes import MetricMode
 from fastloop.options import check_options, option, parse
 from fastloop.plugins.installed import DISTRIBUTION
 
@@ -192,9 +193,10 @@ class Plugin:
     """Names (or ``slot:NAME``) of plugins whose hooks must be called after this plugin's."""
     requirements: ClassVar[tuple[Need, ...]] = ()
     """Requirements on the device, dtypes and installed versions."""
-    adds_metrics: tuple[str, ...] = ()
-    """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics``. ``__init__`` may set it
-    from options."""
+    adds_metrics: Mapping[str, MetricMode | None] = {}
+    """Metrics that its wrapper of ``evaluate`` adds to ``loss`` and those of ``build_metrics`` -> whether a lower value
+    is better (``"min"``) or a higher one (``"max"``); None: neither. A task also declares metrics of ``build_metrics``
+    here whose classes have no ``higher_is_better``, or return a dict. ``__init__`` may set it from options."""
     for_inference: ClassVar[bool] = False
     """Whether runs that only evaluate or predict have the plugin too. In such a run, the only split replaces ``train``,
     there is no optimizer, and ``check_run`` and ``before_fit`` are not called."""

@@ -3,8 +3,11 @@
     plugins:
       - checkpoint-best: {monitor: accuracy, keep_checkpoints: 1}
 
-They lie in ``checkpoints/best-*`` of the run folder, which ``train.keep_checkpoints`` does not count. ``best`` in
-``summary.json`` has step, metric, value and path.
+``mode: auto`` reads which values are better from the metric: from ``higher_is_better`` of its torchmetrics class, or
+from the task. If neither declares it, set ``min`` or ``max``.
+
+The checkpoints lie in ``checkpoints/best-*`` of the run folder, which ``train.keep_checkpoints`` does not count.
+``best`` in ``summary.json`` has step, metric, value and path.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class CheckpointBest(Plugin):
 
         monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
         mode: Annotated[
-            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: by its name.")
+            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: as the metric declares.")
         ] = "auto"
         keep_checkpoints: Annotated[int, option("Best checkpoints kept.", ge=1)] = 1
 

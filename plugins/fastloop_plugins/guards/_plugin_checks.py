@@ -18,6 +18,7 @@ from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
+from fastloop.metric_modes import MetricMode
 from fastloop.plugins.installed import DISTRIBUTION, distribution_name, is_own, load
 from fastloop.plugins.manager import origin
 from fastloop.plugins.plugin import Numerics, Plugin
@@ -235,6 +236,12 @@ def check_declarations(plugin: Plugin, where: str) -> None:
         value, kind = getattr(plugin, name), type(default)
         if kind in (tuple, dict) and (isinstance(value, str) or isinstance(value, Mapping) != (kind is dict)):
             raise PluginError(f"{where} declares {name} = {value!r}, expected a {kind.__name__}.")
+    for metric, mode in plugin.adds_metrics.items():
+        if mode is not None and mode not in get_args(MetricMode):
+            raise PluginError(
+                f"{where} declares adds_metrics with {metric!r}: {mode!r}, expected 'min' if a lower value is better, "
+                "'max' if a higher one is, or None."
+            )
     if (plugin.slot == Strategy.slot) != isinstance(plugin, Strategy):
         found = (
             f"slot = {plugin.slot!r}, and its class is {'' if isinstance(plugin, Strategy) else 'not '}a "

@@ -14,6 +14,7 @@ from transformers.trainer_utils import SchedulerType
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
+from fastloop.metric_modes import metric_modes, unknown_mode
 from fastloop_plugins._references import import_object
 
 if TYPE_CHECKING:
@@ -103,8 +104,29 @@ def training_arguments(run: Run, given: Mapping[str, Any]) -> TrainingArguments:
         fields[f"{name}_strategy"] = "steps" if isinstance(every, int) else every or "no"
         if isinstance(every, int):
             fields[f"{name}_steps"] = every
+    if "greater_is_better" not in given:
+        name = str(given.get("metric_for_best_model") or fields["metric_for_best_model"]).removeprefix("eval_")
+        fields["greater_is_better"] = _greater_is_better(run, name, best)
     PartialState(cpu=fields["use_cpu"])  # user code may have reset it
     arguments = TrainingArguments(**{**fields, **given})
     if "load_best_model_at_end" not in given:  # afterwards: it refuses schedules that fastloop takes
         arguments.load_best_model_at_end = bool(plugins.get("checkpoint-best", False) is not False)
     return arguments
+
+
+def _greater_is_better(run: Run, name: str, best: Mapping[str, Any]) -> bool:
+    """Whether a higher value of a metric is better. Transformers would guess it by the name.
+
+    Args:
+        best: The options of the plugin that keeps the best checkpoint or stops early.
+
+    Raises:
+        UsageError: It is unknown.
+    """
+    mode = best.get("mode", "auto") if best.get("monitor", "loss") == name else "auto"
+    if mode == "auto":
+        mode = metric_modes(run).get(name)
+    if mode is None:
+        key = f"{run.recipe.where}: plugins.transformers-callbacks.arguments.greater_is_better"
+        raise unknown_mode(key, name, "it to true or false")
+    return bool(mode == "max")

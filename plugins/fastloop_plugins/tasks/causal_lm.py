@@ -43,7 +43,7 @@ from fastloop_plugins.text.task import TextTask
 if TYPE_CHECKING:
     from torch import nn
 
-    from fastloop import Run, Trait
+    from fastloop import MetricMode, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.text.batches import PaddedCollator, Sequences
     from fastloop_plugins.text.chat.prompts import PromptCollator
@@ -60,7 +60,7 @@ class CausalLM(TextTask):
     name = "causal-lm"
     on_resume = {"temperature": "free", "top_k": "free", "top_p": "free", "max_new_tokens": "free"}
     sections = {"model": DecoderOptions, "data": LanguageData}
-    adds_metrics: tuple[str, ...] = ("perplexity",)
+    adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
     description = "model, data and loss of a causal language model"
     router_weight = 0.0
     data: LanguageTextData
@@ -92,7 +92,7 @@ class CausalLM(TextTask):
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
         self.adds_metrics = type(self).adds_metrics
         if not self.data.masked and recipe.plugins.get("folds", False) is False:
-            self.adds_metrics += ("bits_per_character",)
+            self.adds_metrics = {**self.adds_metrics, "bits_per_character": "min"}
 
     def encoding_arguments(self) -> dict[str, Any]:
         return self.data.encoding_arguments()

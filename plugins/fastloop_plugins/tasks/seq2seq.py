@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
 
-    from fastloop import Batch, Run, Trait
+    from fastloop import Batch, MetricMode, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.text.batches import ColumnSequences, Ragged, Sequences
     from fastloop_plugins.text.samples import Sample
@@ -71,7 +71,7 @@ class Seq2Seq(TextTask):
     auto_class = "AutoModelForSeq2SeqLM"
     unused_modules = ()
     _probe_inputs = ("input_ids", "attention_mask", "labels")
-    adds_metrics: tuple[str, ...] = ("perplexity",)
+    adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
     description = "model, data and loss of an encoder-decoder"
     data: PairTextData
     text_model: Seq2SeqModel
@@ -100,7 +100,7 @@ class Seq2Seq(TextTask):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         if self.config.generate:
-            self.adds_metrics = (*self.adds_metrics, *GENERATED)
+            self.adds_metrics = {**self.adds_metrics, **dict.fromkeys(GENERATED, "max")}
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

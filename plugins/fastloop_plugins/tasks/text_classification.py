@@ -110,6 +110,7 @@ class TextClassification(TextTask):
         where = f"{recipe.where}: plugins.{self.name}"
         self.loss = ClassLoss(self.config.loss, f"{where}.loss")
         self.problem = make_problem(self.data.label_type, self.loss, self.config.threshold, where)
+        self.adds_metrics = self.problem.modes
         self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
 
     # -- texts: two columns are a pair of the tokenizer, and more are joined with its separator token ------------------

@@ -9,42 +9,53 @@ from typing import TYPE_CHECKING
 
 from fastloop import UsageError
 from fastloop.errors import did_you_mean
+from fastloop.metric_modes import metric_modes, unknown_mode
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop import MetricMode, Run
 
 logger = logging.getLogger("fastloop")
 
-FALLING = ("loss", "perplexity", "bits_per_character", "error", "mae", "mse", "rmse")
-"""Metrics that improve when they fall, for ``mode: auto``. Names that end in one of these count too."""
-
-
-def metric_names(run: Run) -> list[str]:
-    """Names of the metrics that an evaluation returns."""
-    return ["loss", *map(str, run.metrics or ()), *(name for plugin in run.plugins for name in plugin.adds_metrics)]
-
 
 class Monitor:
-    """A metric that a plugin monitors; ``mode`` is ``min``, ``max`` or ``auto``."""
+    """A metric that a plugin monitors.
+
+    Args:
+        plugin: The plugin's name.
+        name: The metric's name.
+        mode: ``min``, ``max``, or ``auto``: ``check`` reads it from the run.
+    """
 
     def __init__(self, plugin: str, name: str, mode: str) -> None:
         self.plugin, self.name = plugin, name
-        self.minimise = mode == "min" or (mode == "auto" and name.lower().endswith(FALLING))
+        self.mode: MetricMode | None = None
+        if mode == "min":
+            self.mode = "min"
+        elif mode == "max":
+            self.mode = "max"
 
     def check(self, run: Run) -> None:
-        """Raise an error if the run does not compute this metric.
+        """Raise an error if the run does not compute this metric, or does not know its mode.
 
         Raises:
-            UsageError: There is no validation split, or it has no such metric; the message lists its metrics.
+            UsageError: There is no validation split, or it has no such metric; the message lists its metrics. Or the
+                mode is ``auto``, and nothing declares which values are better.
         """
-        where = f"{run.recipe.where}: plugins.{self.plugin}.monitor"
+        options = f"{run.recipe.where}: plugins.{self.plugin}"
         if "validation" not in run.eval_loaders:
             raise UsageError(
-                f"{where}: there is no validation split to compute {self.name!r} on. Add one, or use --without "
-                f"{self.plugin}."
+                f"{options}.monitor: there is no validation split to compute {self.name!r} on. Add one, or use "
+                f"--without {self.plugin}."
             )
-        if self.name not in (names := metric_names(run)):
-            raise UsageError(f"{where}: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, names)}")
+        modes = metric_modes(run)
+        if self.name not in modes:
+            raise UsageError(
+                f"{options}.monitor: the evaluation has no metric {self.name!r}.{did_you_mean(self.name, modes)}"
+            )
+        if self.mode is None:
+            self.mode = modes[self.name]
+        if self.mode is None:
+            raise unknown_mode(f"{options}.mode", self.name)
 
     def read(self, metrics: Mapping[str, float]) -> float:
         """The metric's value in an evaluation. NaN, with a warning, if it is missing or not finite."""
@@ -61,4 +72,5 @@ class Monitor:
             return False
         if old is None:
             return True
-        return new < old - by if self.minimise else new > old + by
+        assert self.mode is not None, "check has read it"
+        return new < old - by if self.mode == "min" else new > old + by

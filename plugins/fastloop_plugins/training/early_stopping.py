@@ -3,7 +3,8 @@
     plugins:
       - early-stopping: {monitor: accuracy, patience: 3}
 
-The run ends with its last weights; add ``checkpoint-best`` to restore the best ones.
+``mode: auto`` reads which values are better from the metric, as `checkpoint-best` does. The run ends with its last
+weights; add ``checkpoint-best`` to restore the best ones.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class EarlyStopping(Plugin):
 
         monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
         mode: Annotated[
-            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: by the metric's name.")
+            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: as the metric declares.")
         ] = "auto"
         patience: Annotated[int, option("Evaluations without improvement before stopping.", ge=1)] = 3
         min_delta: Annotated[float, option("Smallest change that counts as an improvement.", ge=0)] = 0.0

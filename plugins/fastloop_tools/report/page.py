@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastloop.metric_modes import recorded_mode
 from fastloop_tools.inference.picture import Matrix, draw_matrix
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, number, panel
@@ -31,8 +32,6 @@ TITLES = {
 """Titles, units and factors of values of the core, in the order of their charts. Metrics follow the loss. Other values
 come last."""
 ASIDE = ("epoch",)
-LOWER = ("loss", "perplexity", "bits_per_character", "error", "mse", "mae")
-"""Parts of names of metrics that improve when they fall."""
 MOST_CLASSES, PAIRS = 60, 20
 """Most classes of a matrix on the page. For more classes, a table has the most frequent confusions."""
 
@@ -78,7 +77,7 @@ def _templates() -> jinja2.Environment:
 def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:
     """Headings, ids and tables: the final metrics, and in which keys and facts the runs differ."""
     names, many = [run.name for run in runs], len(runs) > MANY
-    tables = [("Final metrics", "metrics", Table("metric", names, _metrics(runs), numbers=True))]
+    tables = [("Final metrics", "metrics", Table("metric", names, final_metrics(runs), numbers=True))]
     if len(runs) > 1:
         for heading, id, rows in (
             ("Where the recipes differ", "differences", differences([run.recipe for run in runs])),
@@ -90,8 +89,9 @@ def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:
     return [(heading, id, table.transposed("run") if many else table) for heading, id, table in tables if table.rows]
 
 
-def _metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
-    """Final metrics: name -> the value of each run, and whether it is the best one."""
+def final_metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
+    """Final metrics: name -> the value of each run, and whether it is the best one. No value is the best if the runs do
+    not know, or do not agree, whether a lower or a higher value is better."""
     names = dict.fromkeys(
         (split, name)
         for run in runs
@@ -102,8 +102,12 @@ def _metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
     for split, name in names:
         values = [((run.summary or {}).get(split) or {}).get(name) for run in runs]
         there = [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
-        better = min if any(word in name.lower() for word in LOWER) else max
-        best = better(there) if len(set(there)) > 1 else None
+        modes = {
+            recorded_mode(run.summary or {}, name) for run in runs if name in ((run.summary or {}).get(split) or {})
+        }
+        best = None
+        if len(set(there)) > 1:
+            best = min(there) if modes == {"min"} else max(there) if modes == {"max"} else None
         shown = [Cell("" if value is None else number(value), value is not None and value == best) for value in values]
         rows.append((f"{split} {name}", shown))
     return rows

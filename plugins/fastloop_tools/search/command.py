@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fastloop.cli.arguments import RecipeName, With, Without, choice, names
 from fastloop.distributed import signals
+
+if TYPE_CHECKING:
+    from fastloop import MetricMode
+    from fastloop_tools.trials.runs import Trials
 
 Values = Annotated[
     list[str] | None,
@@ -76,7 +82,6 @@ def search(
     from fastloop.errors import UsageError
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import secrets
-    from fastloop_plugins.training._monitor import Monitor
     from fastloop_tools.search import space
     from fastloop_tools.search.study import collect, open_study, read_runs, storage_errors
     from fastloop_tools.search.worker import Worker
@@ -98,22 +103,23 @@ def search(
         for value in axis.examples():
             resolve(shared.load([*others, f"{axis.key}={value}"]))
     base, folder = shared.base, shared.folder
-    _, metric, direction = monitored(base)
-    monitor, mode = (monitor or metric, direction if mode == "auto" and monitor in (None, metric) else mode)
+    monitor = monitor or monitored(base)[1]
     shared = replace(shared, monitor=monitor)
-    minimise = Monitor("search", monitor, mode).minimise
     show_messages()
+    better = shared.known_mode(mode)
+    if better is None:
+        better = measure_mode(shared, [f"{axis.key}={axis.examples()[0]}" for axis in axes])
     origin = {
         "recipe": {key: value for key, value in base.to_dict().items() if key != "output"},
         "search": {axis.key: axis.text for axis in axes},
         "seeds": seeds,
-        "optimized": f"{'lowest' if minimise else 'highest'} {monitor}",
+        "optimized": f"{'lowest' if better == 'min' else 'highest'} {monitor}",
     }
     check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     url = storage or f"sqlite:///{folder / 'study.db'}"
-    record = Record(folder, origin, [], monitor, minimise)
-    study = open_study(url, folder.name, minimise, record.origin, heartbeat)
+    record = Record(folder, origin, [], monitor, better)
+    study = open_study(url, folder.name, better, record.origin, heartbeat)
     record.origin = {**record.origin, "study": study.study_name}
 
     def write() -> None:
@@ -137,6 +143,31 @@ def search(
         typer.echo(secrets.hide(f"best: {best}"))
     typer.echo(f"curves: fastloop report {folder}")
     raise typer.Exit(int(any(row.error for row in rows)))
+
+
+def measure_mode(trials: Trials, overrides: Iterable[str]) -> MetricMode:
+    """Which values of the metric are better. Trains one step of the recipe in a process of its own, because only a
+    built run knows.
+
+    Raises:
+        UsageError: The run does not know, or fails.
+    """
+    from fastloop.errors import UsageError
+    from fastloop_tools.trials.measure import run_process
+    from fastloop_tools.trials.worker import Spec
+
+    recipe = trials.load(overrides)
+    tree = recipe.to_dict()
+    length = {"epochs": recipe.train.epochs, "max_steps": recipe.train.max_steps}
+    spec = Spec(recipe=tree, source=str(recipe.source) if recipe.source else None, steps=1)
+    result = run_process(spec, length, os.environ, None)
+    if "error" in result:
+        raise UsageError(
+            f"--mode: found auto, and a step of training, which would show whether a lower or a higher "
+            f"{trials.monitor!r} is better, fails: {result['error']} Repair the recipe, or set --mode min or "
+            "--mode max."
+        )
+    return trials.read_mode(result["summary"])
 
 
 def check_folder(folder: Path) -> None:

@@ -19,6 +19,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fastloop.errors import FastloopError, UsageError
+from fastloop.metric_modes import MetricMode
 from fastloop.recipe import secrets
 from fastloop_tools.report.metrics import MALFORMED
 from fastloop_tools.report.tables import compare, flat
@@ -34,10 +35,11 @@ STATUS = {TrialState.COMPLETE: "finished", TrialState.RUNNING: "running", TrialS
 """Optuna's states, in our words. A failed trial without an error is one whose worker was stopped or lost."""
 
 
-def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:
+def open_study(url: str, name: str, mode: MetricMode, origin: Mapping[str, Any], heartbeat: int) -> optuna.Study:
     """The study ``name`` of a database. It is created if it does not exist.
 
     Args:
+        mode: Which values of the metric are better.
         origin: The settings that all workers share; see ``check_origin``.
         heartbeat: Seconds between two heartbeats of a trial.
 
@@ -50,7 +52,7 @@ def open_study(url: str, name: str, minimise: bool, origin: Mapping[str, Any], h
         storage = _open_storage(url, heartbeat)
         # takes the running trials of other workers into account
         sampler = optuna.samplers.TPESampler(constant_liar=True)
-    direction: Any = "minimize" if minimise else "maximize"
+    direction: Any = "minimize" if mode == "min" else "maximize"
     with storage_errors(url), malformed(name):
         study = optuna.create_study(
             storage=storage, sampler=sampler, study_name=name, direction=direction, load_if_exists=True

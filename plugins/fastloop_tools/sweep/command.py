@@ -52,10 +52,9 @@ def sweep(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
-    from fastloop_plugins.training._monitor import Monitor
     from fastloop_tools.sweep import grid
     from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import Trials, command_line, stop
+    from fastloop_tools.trials.runs import Trials, command_line, read_summary, stop
 
     parsed, added = grid.parse(values or ()), names(with_)
     options: dict[str, Any] = {"--with": added, "--without": names(without), "--seeds": seeds, "--folds": folds}
@@ -81,7 +80,7 @@ def sweep(
         trials.load(run.overrides)
     show_messages()
     origin = {"recipe": str(base.source), "base": base.to_dict()}
-    record = Record(folder, origin, runs, monitor, Monitor("sweep", monitor, mode).minimise)
+    record = Record(folder, origin, runs, monitor, trials.known_mode(mode))
     record.start(resume, again)
     with signals.on_signals(signals.stop_now):
         for number, run in enumerate(runs, start=1):
@@ -95,6 +94,9 @@ def sweep(
                     typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Continue it with: {again}")
                     raise stop(code)
             trials.check_metric(run)
+            if record.mode is None and run.status == "finished":
+                record.mode = trials.read_mode(read_summary(folder / run.name))
+                record.write()
     record.show()
     failed = [run for run in runs if run.status == "failed"]
     for run in failed:

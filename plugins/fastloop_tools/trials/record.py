@@ -11,6 +11,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fastloop.errors import UsageError
+from fastloop.metric_modes import MetricMode
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop_tools.report import sweeps
@@ -27,13 +28,14 @@ class Record:
     Args:
         origin: The recipe's file, and the recipe without the values of the runs.
         runs: The runs. Their state is in the file.
-        monitor: A metric of the validation split, which is minimised or maximised.
+        monitor: A metric of the validation split.
+        mode: Which of its values are better; None: not known before a run has finished.
     """
 
     def __init__(
-        self, folder: Path, origin: dict[str, Any], runs: list[TrialRun], monitor: str, minimise: bool
+        self, folder: Path, origin: dict[str, Any], runs: list[TrialRun], monitor: str, mode: MetricMode | None
     ) -> None:
-        self.file, self.runs, self.monitor, self.minimise = folder / "sweep.json", runs, monitor, minimise
+        self.file, self.runs, self.monitor, self.mode = folder / "sweep.json", runs, monitor, mode
         self.origin = json.loads(json.dumps(secrets.hidden(origin), default=str))
 
     def start(self, resume: bool, again: str) -> None:
@@ -75,11 +77,11 @@ class Record:
 
     def contents(self) -> dict[str, Any]:
         """The results so far."""
-        points, best = compare(self.runs, self.monitor, self.minimise)
+        points, best = compare(self.runs, self.monitor, self.mode)
         return {
             **self.origin,
             "monitor": f"validation {self.monitor}",
-            "better": "lower" if self.minimise else "higher",
+            "better": {"min": "lower", "max": "higher", None: None}[self.mode],
             "best": best,
             "points": points,
             "runs": [dataclasses.asdict(run) for run in self.runs],
@@ -98,12 +100,13 @@ class Record:
         show_table([table.corner, *table.columns], rows)
 
 
-def compare(runs: Sequence[TrialRun], monitor: str, minimise: bool) -> tuple[list[dict[str, Any]], str | None]:
+def compare(runs: Sequence[TrialRun], monitor: str, mode: MetricMode | None) -> tuple[list[dict[str, Any]], str | None]:
     """The results of each point, and the name of the best point.
 
     The best point has the best mean of the points whose runs have all finished with a finite value; None: there is no
-    such point. ``difference`` is a point's value minus the best point's for the same seed and fold. Its 95% interval
-    needs two pairs. The training sets of folds overlap, so the interval is wider for them: see ``mean_interval``.
+    such point, or ``mode`` is unknown. ``difference`` is a point's value minus the best point's for the same seed and
+    fold. Its 95% interval needs two pairs. The training sets of folds overlap, so the interval is wider for them: see
+    ``mean_interval``.
     """
     points: dict[str, list[TrialRun]] = {}
     for run in runs:
@@ -119,7 +122,9 @@ def compare(runs: Sequence[TrialRun], monitor: str, minimise: bool) -> tuple[lis
     }
     means = {name: fmean(values.values()) for name, values in by_seed.items() if values}
     complete = [name for name, members in points.items() if len(by_seed[name]) == len(members)]
-    best = min(complete, key=lambda name: means[name] if minimise else -means[name], default=None)
+    best = None
+    if mode is not None and complete:
+        best = min(complete, key=means.__getitem__) if mode == "min" else max(complete, key=means.__getitem__)
     results = []
     for name, members in points.items():
         values, theirs = by_seed[name], by_seed[best] if best not in (None, name) else {}

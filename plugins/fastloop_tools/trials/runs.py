@@ -16,6 +16,7 @@ from pydantic import ConfigDict, StringConstraints, TypeAdapter
 from fastloop.cli import launch
 from fastloop.distributed import signals
 from fastloop.errors import UsageError, did_you_mean
+from fastloop.metric_modes import MetricMode, recorded_mode, unknown_mode
 from fastloop.recipe import Recipe, load_recipe, secrets
 from fastloop.runtime.step_folders import checkpoints
 
@@ -123,6 +124,31 @@ class Trials:
             there = f"has no metric {self.monitor!r}" if run.metrics else "does not exist"
             hint = did_you_mean(self.monitor, run.metrics or ())
             raise UsageError(f"--monitor {self.monitor}: the validation split {there}.{hint}")
+
+    def known_mode(self, mode: str) -> MetricMode | None:
+        """Which values of the metric are better, as far as it is known before a run.
+
+        Args:
+            mode: The option ``--mode``. With ``auto``, the recipe's plugin that monitors the same metric has it.
+        """
+        if mode == "auto":
+            _, metric, mode = monitored(self.base)
+            if metric != self.monitor:
+                mode = "auto"
+        if mode == "min" or (mode == "auto" and self.monitor == "loss"):
+            return "min"
+        return "max" if mode == "max" else None
+
+    def read_mode(self, summary: Mapping[str, Any]) -> MetricMode:
+        """Which values of the metric are better, as a run's summary says.
+
+        Raises:
+            UsageError: The run does not know.
+        """
+        mode = recorded_mode(summary, self.monitor)
+        if mode is None:
+            raise unknown_mode("--mode", self.monitor, "--mode min or --mode max")
+        return mode
 
 
 def option_words(options: Mapping[str, Any]) -> list[str]:

@@ -566,7 +566,7 @@ class Scores(Plugin):
     """Adds a metric that falls with every step."""
 
     name = "scores"
-    adds_metrics = ("score",)
+    adds_metrics = {"score": "max"}
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run):

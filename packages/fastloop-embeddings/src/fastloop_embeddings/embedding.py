@@ -38,7 +38,8 @@ class Embedding(PairTask):
         loss = self.config.loss
         if loss == "triplet" and recipe.data.get("negative") is None:
             raise RecipeError(f"{recipe.where}: data.negative: missing, and the loss triplet reads it. Name a column.")
-        self.adds_metrics = () if loss in SCORED else ("recall@10", *RANKINGS)
+        # of scores: torchmetrics does not declare which values of pearson are better
+        self.adds_metrics = dict.fromkeys(("pearson",) if loss in SCORED else ("recall@10", *RANKINGS), "max")
         self.read_columns(recipe, loss in SCORED)
         self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
 

@@ -100,7 +100,8 @@ class PairTask(TextTask):
         self.folder = None if self.data.options.beir is None else recipe.find(self.data.options.beir)
         if self.folder is None:
             return
-        self.adds_metrics += tuple(f"beir_{name}" for name in ("recall@10", "recall@100", *RANKINGS))
+        beir = [f"beir_{name}" for name in ("recall@10", "recall@100", *RANKINGS)]
+        self.adds_metrics = {**self.adds_metrics, **dict.fromkeys(beir, "max")}
         for name in ("corpus.jsonl", "queries.jsonl", "qrels"):
             if not (self.folder / name).exists():
                 raise RecipeError(f"{data}.beir: {self.folder / name} is missing. Expected a folder as BEIR has it.")

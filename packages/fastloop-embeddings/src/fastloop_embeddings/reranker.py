@@ -47,7 +47,8 @@ class Reranker(PairTask):
         if loss != "binary" and recipe.data.get("streaming"):
             problem = f"the loss {loss} reads several rows at once. Use the loss binary."
             raise RecipeError(f"{recipe.where}: data.streaming: {problem}")
-        self.adds_metrics = () if loss == "binary" else RANKINGS
+        # of scores: torchmetrics does not declare which values of pearson are better
+        self.adds_metrics = dict.fromkeys(("pearson",) if loss == "binary" else RANKINGS, "max")
         self.read_columns(recipe, loss != "multiple_negatives")
         options, where = self.data.options, f"{recipe.where}: data.candidates"
         self.candidates = None if options.candidates is None else recipe.find(options.candidates)

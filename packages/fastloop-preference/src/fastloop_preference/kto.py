@@ -21,7 +21,7 @@ from fastloop_preference.options import KTOOptions, LabelledData
 from fastloop_preference.policy import PolicyTask, mean_of_step
 
 if TYPE_CHECKING:
-    from fastloop import Batch, Run
+    from fastloop import Batch, MetricMode, Run
 
 LABELS = (["False", "True"], ["false", "true"], ["0", "1"])
 """The labels of other and of good completions."""
@@ -41,6 +41,11 @@ class KTO(PolicyTask):
     conflicts = {"packing": "it computes each prompt with the completion of another row in a batch of its own."}
     description = "learns from completions that are good or not (KTO)"
     divergence: Any = None
+    adds_metrics: Mapping[str, MetricMode | None] = {  # without pairs, there are no accuracies
+        "rewards/chosen": None,
+        "rewards/rejected": None,
+        "rewards/margins": "max",
+    }
 
     Config = KTOOptions
 

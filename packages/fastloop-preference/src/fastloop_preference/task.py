@@ -15,7 +15,7 @@ from fastloop_preference.rows import COMPLETIONS
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from fastloop import Batch, Run
+    from fastloop import Batch, MetricMode, Run
     from fastloop_plugins.text import Split
     from torch import Tensor
 
@@ -31,6 +31,13 @@ class PreferenceTask(TextTask):
 
     unused_modules = ()
     keep: ClassVar[str] = "begun"
+    # the reward of one completion says nothing without that of the other
+    adds_metrics: Mapping[str, MetricMode | None] = {
+        "rewards/chosen": None,
+        "rewards/rejected": None,
+        "rewards/margins": "max",
+        "rewards/accuracies": "max",
+    }
     template: str | None = None
     totals: Any = 0.0  # of rewards since the last log point
     repeated: Collection[int] = ()  # the ids of the step's batches that repeat rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Output, RecipeError
 from fastloop_plugins.tasks.heads.losses import LossOptions
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torchmetrics import Metric, MetricCollection
 
+    from fastloop import MetricMode
     from fastloop_plugins.tasks.heads.losses import ClassLoss
 
 
@@ -23,6 +24,8 @@ class SingleLabel:
     Args:
         threshold: As in ``classifier_metrics``.
     """
+
+    modes: ClassVar[Mapping[str, MetricMode]] = {}
 
     def __init__(self, loss: ClassLoss, threshold: float | None) -> None:
         self.loss, self.threshold = loss, threshold
@@ -44,6 +47,9 @@ class SingleLabel:
 
 class Regression:
     """One number for each text: mean squared error, as in transformers."""
+
+    modes: ClassVar[Mapping[str, MetricMode]] = {"pearson": "max"}
+    """Of metrics whose class in torchmetrics does not declare it."""
 
     def output(self, logits: Tensor, targets: Tensor) -> Output:
         """Of logits (N, 1) and targets (N,)."""
@@ -76,6 +82,8 @@ class MultiLabel:
     Args:
         threshold: A text has a class if its probability is above this.
     """
+
+    modes: ClassVar[Mapping[str, MetricMode]] = {}
 
     def __init__(self, threshold: float) -> None:
         self.threshold = threshold

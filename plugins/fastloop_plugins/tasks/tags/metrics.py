@@ -190,6 +190,7 @@ class EntityScores(Metric):
     """
 
     full_state_update = False
+    higher_is_better = True
     hits: Tensor
     predicted: Tensor
     actual: Tensor

@@ -1,0 +1,68 @@
+"""Whether a lower or a higher value of a metric is better: its class or a plugin declares it. Names say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastloop.errors import UsageError
+
+if TYPE_CHECKING:
+    from torchmetrics import Metric
+
+    from fastloop.run import Run
+
+MetricMode = Literal["min", "max"]
+"""Which values of a metric are better: ``min``, the lower ones; ``max``, the higher ones."""
+
+
+def metric_modes(run: Run) -> dict[str, MetricMode | None]:
+    """The metrics that an evaluation of a run returns: name -> mode; None: unknown.
+
+    ``Plugin.adds_metrics`` precedes torchmetrics' attribute ``higher_is_better``.
+    """
+    modes: dict[str, MetricMode | None] = {"loss": "min"}
+    if run.metrics is not None:
+        for name, metric in run.metrics.items(copy_state=False):
+            modes[str(name)] = mode_of(metric)
+    for plugin in run.plugins:
+        modes.update(plugin.adds_metrics)
+    return modes
+
+
+def mode_of(metric: Metric) -> MetricMode | None:
+    """The mode that a metric of torchmetrics declares. That of a wrapper is the mode of all metrics that it wraps."""
+    from torchmetrics import Metric
+    from torchmetrics.wrappers.abstract import WrapperMetric
+
+    higher_is_better = getattr(metric, "higher_is_better", None)
+    if higher_is_better is not None:
+        return "max" if higher_is_better else "min"
+    if not isinstance(metric, WrapperMetric):
+        return None
+    wrapped = [mode_of(child) for child in metric.children() if isinstance(child, Metric)]
+    agree = len(set(wrapped)) == 1
+    return wrapped[0] if agree else None
+
+
+def unknown_mode(key: str, name: str, choices: str = "mode: min or mode: max") -> UsageError:
+    """The error for a metric without a mode.
+
+    Args:
+        key: The place of the option that is ``auto``.
+        name: The metric.
+        choices: The values to set, as the user writes them.
+    """
+    return UsageError(
+        f"{key}: found auto, and neither the class of the metric {name!r} nor a plugin declares whether a lower or a "
+        f"higher value is better. Set {choices}."
+    )
+
+
+def recorded_mode(summary: Mapping[str, Any], name: str) -> MetricMode | None:
+    """The mode of a metric in a run's ``summary.json``; None: unknown, or a summary without modes."""
+    modes = summary.get("metric_modes")
+    mode = modes.get(name) if isinstance(modes, dict) else None
+    if mode == "min":
+        return "min"
+    return "max" if mode == "max" else None

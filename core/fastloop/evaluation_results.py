@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -10,11 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fastloop.errors import MetricError, UsageError
+from fastloop.undefined_metrics import why_undefined
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
     from fastloop.state import Output
+
+log = logging.getLogger("fastloop")
 
 BUFFER_BYTES = 64 * 2**20
 """Bytes of predictions and targets to collect before a metric update. Most evaluations need one update; large logits do
@@ -97,11 +103,15 @@ class EvaluationResults:
 
     def read(self) -> tuple[float, float, dict[str, float]]:
         """``(sum of loss times weight, sum of weights, metrics)``. Torchmetrics reduces the metrics over processes; the
-        sums are local.
+        sums are local. A metric that the split does not define, such as AUROC of one class, is NaN, with a warning.
 
         The host reads the device once. A metric may read it more often."""
         self._update()
-        values: dict[str, Any] = {} if self.metrics is None else dict(self._measure(self.metrics.compute))
+        values: dict[str, Any] = {}
+        with warnings.catch_warnings(record=True) as recorded:
+            warnings.simplefilter("always")
+            if self.metrics is not None:
+                values = dict(self._measure(self.metrics.compute))
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)):
                 raise MetricError(
@@ -121,7 +131,28 @@ class EvaluationResults:
         for loss, weight in zip(numbers, self.weights, strict=False):
             total += loss * weight
         values |= dict(zip(scalars, numbers[len(losses) :], strict=True))
-        return total, sum(self.weights), {str(name): float(value) for name, value in values.items()}
+        metrics = {str(name): float(value) for name, value in values.items()}
+        reasons = self._find_undefined(metrics)
+        for name, reason in reasons.items():
+            log.warning("%s: the metric %r is NaN for %s: %s", self.where, name, self.split, reason)
+        if not reasons:  # the log explains it by the metric's name
+            for warning in recorded:
+                warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
+        return total, sum(self.weights), metrics | dict.fromkeys(reasons, math.nan)
+
+    def _find_undefined(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Metric -> why the split does not define it."""
+        if self.metrics is None:
+            return {}
+        reasons = {
+            name: "its computation does not give a number" for name, value in values.items() if math.isnan(value)
+        }
+        for name, metric in self.metrics.items(copy_state=False):
+            if name in values and not math.isnan(values[name]):
+                reason = self._measure(why_undefined, metric, values[name])
+                if reason is not None:
+                    reasons[str(name)] = reason
+        return reasons
 
 
 def _signature(predictions: Any, targets: Any) -> tuple[Any, ...] | None:

@@ -15,12 +15,12 @@ from training_runs import execute
 
 from fastloop import Plugin, hookimpl
 from fastloop.errors import RecipeError
+from fastloop.metric_modes import metric_modes
 from fastloop_plugins._cache import tokens_kept_in
 from fastloop_plugins.checkpoints.checkpoint_best import CheckpointBest
 from fastloop_plugins.datasets.stdlib_source import stdlib_source
 from fastloop_plugins.kernels.compile import Compile
 from fastloop_plugins.text.chat.tokens import block_sequences
-from fastloop_plugins.training._monitor import metric_names
 
 MODEL = {"config": TINY_GPT, "tokenizer": {"kind": "bpe", "vocab_size": 300}}
 DATA = {"files": {"train": "train.txt", "validation": "train.txt"}, "max_length": 16}
@@ -253,7 +253,7 @@ def test_bits_per_character_are_the_bits_of_all_tokens_by_the_characters(kind, t
     tokens = len(run.datasets["validation"].ids)
     expected = found[0]["loss"] / math.log(2) * tokens / sum(map(len, texts))
     assert [metrics["bits_per_character"] for metrics in found] == [pytest.approx(expected, rel=1e-12)] * 2
-    assert metric_names(run) == ["loss", "perplexity", "bits_per_character"]
+    assert list(metric_modes(run)) == ["loss", "perplexity", "bits_per_character"]
 
 
 def test_evaluate_reports_the_bits_per_character_of_training(cli, tmp_path):

@@ -22,9 +22,9 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from fastloop.errors import PluginError, RecipeError
 from fastloop.lifecycle import build
+from fastloop.metric_modes import metric_modes
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
-from fastloop_plugins.training._monitor import metric_names
 
 T5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
 BART = {
@@ -164,7 +164,7 @@ def test_it_learns_and_predictions_equal_generate_on_the_exported_model(cli):
     references = [[target] for target in targets]
     assert metrics["bleu"] == pytest.approx(BLEUScore()(expected, references).item())
     assert metrics["chrf"] == pytest.approx(CHRFScore(n_word_order=0)(expected, references).item())
-    assert set(metrics) == set(metric_names(run))
+    assert set(metrics) == set(metric_modes(run))
 
     with Path("texts.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, ["text"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
@@ -69,7 +70,9 @@ def test_scores_equal_those_of_the_reference(scheme, data):
         assert find_entities(sentences, scheme) == [entity_reference.spans(tags, scheme) for tags in sentences]
     counts = entity_reference.count(*words, scheme)
     for name, value in entity_reference.total(counts).items():
-        assert found[name].item() == pytest.approx(value)
+        # the reference returns 0 where there is nothing to find
+        expected = value if any(find_entities(words[0], scheme)) else math.nan
+        assert found[name].item() == pytest.approx(expected, nan_ok=True)
     assert found["accuracy"].item() == pytest.approx(entity_reference.accuracy(*words))
     rows = {row.pop("name"): row for row in metrics["f1"].classes}
     assert counts.keys() <= rows.keys()

@@ -16,6 +16,7 @@ entity, so their sums over batches and processes give the metrics of the whole s
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -230,6 +231,8 @@ class EntityScores(Metric):
         counts = zip(self.types, self.hits.tolist(), self.predicted.tolist(), self.actual.tolist(), strict=True)
         self.classes = [{"name": name, **_scores(*numbers), "samples": numbers[-1]} for name, *numbers in counts]
         total = _scores(*(int(state.sum()) for state in (self.hits, self.predicted, self.actual)))
+        if not int(self.actual.sum()):  # without entities, nothing can be found
+            total = dict.fromkeys(total, math.nan)
         return torch.tensor(total[self.score], dtype=torch.float32, device=self.hits.device)
 
 

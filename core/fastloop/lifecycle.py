@@ -308,6 +308,7 @@ def _share_disabled(run: Run) -> None:
 def _export(run: Run) -> None:
     try:
         run.hooks.export_model(run=run, folder=run.folder / "model")
+        run._exported = True
         if run.is_main and (run.folder / "model").is_dir():
             sync_folder(run.folder / "model")  # before the summary says that the run is complete
     except (OSError, SafetensorError) as error:

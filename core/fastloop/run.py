@@ -107,6 +107,7 @@ class Run:
         self._gradient_norm: Tensor | None = None
         self._until_closed: ExitStack  # the lock of the run folder, and the handling of signals
         self._summary: dict[str, Any] | None = None
+        self._exported = False
 
     @property
     def rank(self) -> int:

@@ -32,7 +32,11 @@ class State:
         tokens: Tokens trained on so far, without padding, over all processes.
         metrics: Split (``validation``, ``test``) -> its newest metrics.
         evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
-        best: ``{"step", "metric", "value", "path"}`` of the best checkpoint, when a plugin keeps one.
+        best: ``{"step", "metric", "value", "path", "metrics"}`` of the best checkpoint, when a plugin keeps one.
+            ``metrics`` are all of its evaluation.
+        model_step: The step whose weights the model has, once a plugin has put back others than the last ones.
+        model_weights: The kind of the model's weights: ``trained``, or ``averaged`` while a plugin has put averages in
+            their place.
         evaluate_requested: Whether an evaluation is requested and not yet done.
         save_requested: Whether a save is requested and not yet done.
         stop_reason: Why training ends early; None while it continues.
@@ -48,6 +52,8 @@ class State:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     evaluated_at: int = -1
     best: dict[str, Any] | None = None
+    model_step: int | None = None
+    model_weights: str = "trained"
     evaluate_requested: bool = False
     stop_reason: str | None = None
     left_out: list[list[int]] = field(default_factory=list)

@@ -181,6 +181,7 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
         "test": metrics.get("test"),
         "best": state.best,
         "metric_modes": metric_modes(run),
+        **_exported_weights(run),
         "save_errors": run.saver.errors,
     }
     if state.unreadable:
@@ -193,6 +194,21 @@ def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
             summary[f"{name}_per_second"] = count / summary["train_seconds"] if summary["train_seconds"] else 0.0
         write_summary(run, summary)
     return summary
+
+
+def _exported_weights(run: Run) -> dict[str, Any]:
+    """Which weights ``model/`` has: their step, their kind, and their metrics of the validation split; None: nothing is
+    exported, or they were not evaluated."""
+    state = run.state
+    if not run._exported:
+        return {"model_step": None, "model_weights": None, "model_metrics": None}
+    step = state.step if state.model_step is None else state.model_step
+    metrics = None
+    if state.best is not None and step == state.best["step"]:
+        metrics = state.best["metrics"]
+    elif step == state.evaluated_at:
+        metrics = state.metrics.get("validation")
+    return {"model_step": step, "model_weights": state.model_weights, "model_metrics": copy.deepcopy(metrics)}
 
 
 def write_summary(run: Run, summary: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -145,6 +146,24 @@ def show_calls(timer: HookTimer) -> None:
     typer.echo("Seconds on the host, without nested hooks.\n")
 
 
+def describe_model(summary: Mapping[str, Any]) -> str:
+    """Which weights ``model/`` has, and their metrics: ``weights of step 54, f1 0.9889, the best``."""
+    step, best = summary["model_step"], summary["best"]
+    parts = [f"weights of step {step}"]
+    if summary["model_weights"] != "trained":
+        parts.append(summary["model_weights"])
+    metrics = summary["model_metrics"] or {}
+    is_best = best is not None and best["step"] == step
+    if is_best and best["metric"] in metrics:  # first the metric that chose them
+        metrics = {best["metric"]: metrics[best["metric"]], **metrics}
+    parts += [f"{name} {value:.4f}" for name, value in metrics.items()]
+    if is_best:
+        parts.append("the best")
+    elif step == summary["steps"]:
+        parts.append("the last")
+    return ", ".join(parts)
+
+
 def show_summary(summary: dict[str, Any], folder: Path) -> None:
     """Print the table at a run's end."""
     import rich
@@ -163,6 +182,8 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
             row(split, ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items()))
     if best := summary["best"]:
         row("best", f"{best.get('metric', '')} {best['value']:.4f} at step {best['step']}".lstrip())
+    if summary["model_step"] is not None:
+        row("model", describe_model(summary))
     row("steps", f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)")
     spent = ("train", "evaluate", "save", "startup", "compile")
     row(

@@ -7,15 +7,15 @@
 from the task. If neither declares it, set ``min`` or ``max``.
 
 The checkpoints lie in ``checkpoints/best-*`` of the run folder, which ``train.keep_checkpoints`` does not count.
-``best`` in ``summary.json`` has step, metric, value and path.
+``best`` in ``summary.json`` has step, metric, value, path and all metrics.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Plugin, UsageError, hookimpl, option
@@ -26,6 +26,22 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 logger = logging.getLogger("fastloop")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A checkpoint that is kept.
+
+    Attributes:
+        value: That of the monitored metric.
+        metrics: All metrics of the evaluation.
+        weights: ``State.model_weights`` at the evaluation.
+    """
+
+    step: int
+    value: float
+    metrics: dict[str, float]
+    weights: str
 
 
 class CheckpointBest(Plugin):
@@ -50,7 +66,7 @@ class CheckpointBest(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.monitor = Monitor(self.name, self.config.monitor, self.config.mode)
-        self.kept: list[tuple[int, float]] = []  # (step, value), best first
+        self.kept: list[Kept] = []  # best first
         # step of a resume checkpoint -> steps of the best then: it must find their folders
         self.saved: dict[int, list[int]] = {}
 
@@ -62,11 +78,11 @@ class CheckpointBest(Plugin):
     def before_fit(self, run: Run) -> None:
         from fastloop import checkpoint
 
-        problems = [checkpoint.verify(run.folder / self.path(step)) if run.is_main else None for step, _ in self.kept]
-        for (step, value), wrong in zip(list(self.kept), run.processes.all_gather_object(problems)[0], strict=True):
+        problems = [checkpoint.verify(run.folder / self.path(one.step)) if run.is_main else None for one in self.kept]
+        for one, wrong in zip(list(self.kept), run.processes.all_gather_object(problems)[0], strict=True):
             if wrong:
-                logger.warning("checkpoint-best: %s is lost: %s", self.path(step), wrong)
-                self.kept.remove((step, value))
+                logger.warning("checkpoint-best: %s is lost: %s", self.path(one.step), wrong)
+                self.kept.remove(one)
                 run.state.best = self.best()
         self.tidy(run)  # a killed run may have kept more than its newest checkpoint knows
 
@@ -74,7 +90,7 @@ class CheckpointBest(Plugin):
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
         if split == "validation":
-            self.consider(run, self.monitor.read(metrics))
+            self.consider(run, metrics)
         return metrics
 
     @hookimpl
@@ -87,13 +103,15 @@ class CheckpointBest(Plugin):
         from fastloop import checkpoint
         from fastloop.checkpoint import resume
 
-        path = run.folder / self.path(self.kept[0][0])
+        best = self.kept[0]
+        path = run.folder / self.path(best.step)
         run.processes.barrier()  # for the main process to have written them
         if wrong := checkpoint.verify(path, wait=not run.is_main):
             raise UsageError(f"{path}: the best weights cannot be used: {wrong}.")
         run.strategy.load_model_state(
             run, checkpoint.read(path, resume.sharded_target(run), run.processes.host_group)[0]
         )
+        run.state.model_step, run.state.model_weights = best.step, best.weights
         # what the last checkpoint names stays: the final evaluation came after it, and a resumed run repeats that
         self.tidy(run)
 
@@ -102,13 +120,14 @@ class CheckpointBest(Plugin):
         stay: list[int] = []  # all checkpoints after this save
         if run.is_main:
             now = run.state.step
-            self.saved[now] = list(dict.fromkeys([*self.saved.get(now, ()), *(step for step, _ in self.kept)]))
+            self.saved[now] = list(dict.fromkeys([*self.saved.get(now, ()), *(one.step for one in self.kept)]))
             stay = sorted(self.saved.keys() & {now, *self.there(run)})[-run.recipe.train.keep_checkpoints :]
-        return {"kept": self.kept, "saved": {step: self.saved[step] for step in stay}}
+        return {"kept": [asdict(one) for one in self.kept], "saved": {step: self.saved[step] for step in stay}}
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        self.kept, self.saved = state["kept"], state["saved"]
+        self.kept = [Kept(**fields) for fields in state["kept"]]
+        self.saved = state["saved"]
 
     @staticmethod
     def path(step: int) -> str:
@@ -122,12 +141,13 @@ class CheckpointBest(Plugin):
 
         return [step for path in checkpoint.checkpoints(run.folder) if (step := checkpoint.step_of(path)) is not None]
 
-    def consider(self, run: Run, value: float) -> None:
+    def consider(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Keep the weights in place when they are among the best."""
         from fastloop import checkpoint
 
+        value = self.monitor.read(metrics)
         step = run.state.step
-        worst = self.kept[-1][1] if len(self.kept) == self.config.keep_checkpoints else None
+        worst = self.kept[-1].value if len(self.kept) == self.config.keep_checkpoints else None
         if not self.monitor.better(value, worst):
             return
         weights, failed = run.strategy.model_state(run), False
@@ -144,10 +164,10 @@ class CheckpointBest(Plugin):
             failed = True
         if any(run.processes.all_gather_object(failed)):  # it is not kept: on all processes
             return
-        place = next(
-            (index for index, (_, old) in enumerate(self.kept) if self.monitor.better(value, old)), len(self.kept)
-        )
-        self.kept.insert(place, (step, value))
+        place = 0
+        while place < len(self.kept) and not self.monitor.better(value, self.kept[place].value):
+            place += 1
+        self.kept.insert(place, Kept(step, value, dict(metrics), run.state.model_weights))
         del self.kept[self.config.keep_checkpoints :]
         self.tidy(run)
         run.state.best = self.best()
@@ -156,8 +176,14 @@ class CheckpointBest(Plugin):
         """For ``run.state``."""
         if not self.kept:
             return None
-        step, value = self.kept[0]
-        return {"step": step, "metric": self.monitor.name, "value": value, "path": self.path(step)}
+        best = self.kept[0]
+        return {
+            "step": best.step,
+            "metric": self.monitor.name,
+            "value": best.value,
+            "path": self.path(best.step),
+            "metrics": dict(best.metrics),
+        }
 
     def tidy(self, run: Run) -> None:
         """Remove checkpoints that are no longer among the best, after the new one is complete."""
@@ -166,7 +192,7 @@ class CheckpointBest(Plugin):
         there = self.there(run)
         # or under way
         self.saved = {step: best for step, best in self.saved.items() if step in there or step > max(there, default=-1)}
-        wanted = {step for step, _ in self.kept}.union(*self.saved.values())
+        wanted = {one.step for one in self.kept}.union(*self.saved.values())
         folders = run.folder / "checkpoints"
         numbered = [folder for folder in folders.glob("best-*") if folder.name.removeprefix("best-").isdecimal()]
         unwanted = [folder for folder in numbered if int(folder.name.removeprefix("best-")) not in wanted]

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 logger = logging.getLogger("fastloop")
+AVERAGED = "averaged"
+"""``State.model_weights`` while the model has the averages."""
 
 
 class EMA(Plugin):
@@ -122,6 +124,7 @@ class EMA(Plugin):
             return
         self.exchange()
         self.final = True  # from here on, the model has the averaged weights
+        run.state.model_weights = AVERAGED
         with estimated(run, self.config.batch_norm_batches, restore=False):
             pass
 
@@ -131,7 +134,7 @@ class EMA(Plugin):
 
         if self.final or not self.updates:
             return (yield)
-        with self.swapped(), estimated(run, self.config.batch_norm_batches):
+        with self.swapped(run), estimated(run, self.config.batch_norm_batches):
             return (yield)
 
     @hookimpl
@@ -145,13 +148,15 @@ class EMA(Plugin):
             self.before_fit(run)
 
     @contextmanager
-    def swapped(self) -> Generator[None, None, None]:
+    def swapped(self, run: Run) -> Generator[None, None, None]:
         """Use the averages as the model's weights inside this context."""
         averages = {name: self.average[name] for name in self.small}  # a weight cannot hold them without rounding
         self.exchange()
+        trained, run.state.model_weights = run.state.model_weights, AVERAGED
         try:
             yield
         finally:
+            run.state.model_weights = trained
             self.exchange()
             self.average |= averages
 

@@ -36,7 +36,7 @@ def test_the_run_ends_with_the_weights_that_evaluated_best(tiny_run, options, sc
     weights = WeightRecorder()
     result = tiny_run([best(**options), ScriptedScore(*scores), weights], epochs=4)
     assert result.summary["best"]["step"] == step
-    assert result.summary["best"].keys() == {"step", "metric", "value", "path"}
+    assert result.summary["best"].keys() == {"step", "metric", "value", "path", "metrics"}
     assert result.summary["best"]["metric"] == "score"
     assert result.summary["best"]["path"] == f"checkpoints/best-{step:08d}"
     folder = result.trainer.run.folder

@@ -471,6 +471,91 @@ def test_best_model_and_schedules_of_transformers():
     assert recipe.train.optimizer == {"name": "AdamW", "betas": [0.8, 0.999]}
 
 
+DPO_OF_TRL = {
+    "model_name_or_path": "nano",
+    "beta": 0.2,
+    "loss_type": "sigmoid",
+    "precompute_ref_log_probs": True,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 5e-7,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "task", "lr"),
+    [
+        (DPO_OF_TRL, (), {"dpo": {"loss": "sigmoid", "beta": 0.2}}, 5e-7),
+        (DPO_OF_TRL | {"loss_type": ["ipo"], "learning_rate": None}, (), {"dpo": {"loss": "ipo", "beta": 0.2}}, 1e-6),
+        (
+            {"model_name_or_path": "a", "loss_type": "robust", "label_smoothing": 0.1},
+            (),
+            {"dpo": {"loss": "robust", "label_smoothing": 0.1}},
+            1e-6,
+        ),
+        (
+            {"model_name_or_path": "a", "desirable_weight": 0.5, "beta": 0.3},
+            (),
+            {"kto": {"beta": 0.3, "desirable_weight": 0.5}},
+            1e-6,
+        ),
+        ({"model_name_or_path": "a", "beta": 0.3}, ("--trainer", "orpo"), {"dpo": {"loss": "orpo", "beta": 0.3}}, 1e-6),
+        ({"model_name_or_path": "a", "center_rewards_coefficient": 0.01}, (), {"reward-model": {"center": 0.01}}, 1e-4),
+        ({"model_name_or_path": "a"}, ("--trainer", "reward"), {"reward-model": {}}, 1e-4),
+        ({"base_model": "a", "rl": "dpo", "rl_beta": 0.2}, (), {"dpo": {"loss": "sigmoid", "beta": 0.2}}, 5e-5),
+        ({"base_model": "a", "rl": "ipo"}, (), {"dpo": {"loss": "ipo"}}, 5e-5),
+        ({"base_model": "a", "rl": "orpo", "orpo_alpha": 0.2}, (), {"dpo": {"loss": "orpo", "beta": 0.2}}, 5e-5),
+        (
+            {"base_model": "a", "rl": "kto", "rl_beta": 0.5, "kto_undesirable_weight": 0.2},
+            (),
+            {"kto": {"beta": 0.5, "undesirable_weight": 0.2}},
+            5e-5,
+        ),
+        ({"base_model": "a", "reward_model": True}, (), {"reward-model": {}}, 5e-5),
+    ],
+)
+def test_preference_tuning_becomes_a_recipe_of_the_package(config, arguments, task, lr):
+    """The package is not needed to write its recipe. None of them trains on the texts alone."""
+    recipe, output = imported(config, *arguments)
+    ((name, options),) = task.items()
+    assert next(iter(recipe.plugins)) == name
+    assert recipe.plugins[name] == options
+    assert recipe.train.lr == pytest.approx(lr)
+    assert "text" not in recipe.data
+    assert "fastloop has no such key" not in output
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [
+        ("chatml.intel", {"system": "system", "prompt": "question", "chat_template": "chatml"}),
+        ("chatml.ultra", {"prompt": None, "chat_template": "chatml"}),
+        ("chat_template.default", {"prompt": "messages"}),
+        ({"field_prompt": "q", "field_chosen": "good", "field_rejected": "bad"}, {"prompt": "q", "chosen": "good"}),
+        ("llama3.intel", {}),
+    ],
+)
+def test_pairs_of_axolotl_keep_their_columns(kind, columns):
+    config = {"base_model": "a", "rl": "dpo", "datasets": [{"path": "pairs.jsonl", "type": kind}]}
+    recipe, output = imported(config)
+    assert recipe.data["files"] == {"train": "pairs.jsonl"}
+    assert {key: recipe.data[key] for key in columns} == columns
+    assert ("llama3.intel" in output) == (not columns)
+
+
+def test_packed_rows_of_trl_are_counted_apart():
+    """Its batch size counts packed rows, and a recipe's counts samples."""
+    _, output = imported({"model_name_or_path": "a", "dataset_text_field": "text", "packing": True})
+    assert "per_device_train_batch_size: with packing, TRL counts rows of max_length tokens" in output
+    _, output = imported({"model_name_or_path": "a", "dataset_text_field": "text"})
+    assert "counts rows" not in output
+
+
+@pytest.mark.parametrize(("more", "noted"), [({}, True), ({"packing": False}, False), ({"loss_type": "nll"}, False)])
+def test_a_file_that_names_no_trainer_says_that_it_was_taken_as_sft(more, noted):
+    _, output = imported({"model_name_or_path": "a", "learning_rate": 1e-5, **more})
+    assert ("trainer: " in output) == noted
+
+
 BOMB = "a: &a [x, x, x, x]\n" + "".join(
     f"{after}: &{after} [*{before}, *{before}, *{before}, *{before}]\n" for before, after in pairwise("abcdefgh")
 )
@@ -485,7 +570,20 @@ BOMB = "a: &a [x, x, x, x]\n" + "".join(
         ("seed: 1\nseed: 2\n", "the key 'seed' appears twice, first in line 1"),
         (BOMB, "more than 10,000 values, with expanded aliases"),
         ("learning: 1\n", "no key of a known format. Expected one such as base_model (axolotl)"),
-        ("base_model: a\nrl: dpo\n", "rl: found dpo. fastloop has no preference tuning"),
+        ("base_model: a\nrl: simpo\n", "rl: found simpo, expected one of dpo, ipo, orpo, kto"),
+        ("base_model: a\nrl: grpo\n", "rl: found grpo"),
+        ("base_model: a\nprocess_reward_model: true\n", "process_reward_model: found true"),
+        ("base_model: a\nrl: dpo\ndpo_use_weighting: true\n", "dpo_use_weighting: found True"),
+        ("base_model: a\nrl: dpo\nrpo_alpha: 1.0\n", "rpo_alpha: found 1.0"),
+        ("base_model: a\nrl: dpo\ndpo_loss_type: [sigmoid, sft]\n", "dpo_loss_type: found sft, sigmoid"),
+        ("model_name_or_path: a\nbeta: 0.2\n", "--trainer dpo, --trainer kto or --trainer orpo"),
+        ("model_name_or_path: a\nbeta: 0.2\nnum_generations: 8\n", "num_generations: found a key of GRPO"),
+        ("model_name_or_path: a\nloss_type: hinge\n", "loss_type: found hinge, expected one of sigmoid, robust, ipo"),
+        ("model_name_or_path: a\nloss_type: apo_zero_unpaired\n", "loss_type: found apo_zero_unpaired"),
+        ("model_name_or_path: a\nloss_type: sigmoid\nlabel_smoothing: 0.1\n", "label_smoothing: found 0.1"),
+        ("model_name_or_path: a\nreference_free: true\n", "reference_free: found True"),
+        ("model_name_or_path: a\nf_divergence_type: js_divergence\n", "f_divergence_type: found 'js_divergence'"),
+        ("model_name_or_path: a\nloss_type: ipo\nsync_ref_model: true\n", "sync_ref_model: found True"),
         ("base_model: a\nmicro_batch_size: auto\n", "micro_batch_size: found 'auto', expected a number"),
         ("base_model: a\ndatasets: [some/name]\n", "a value has another form than in configs of axolotl"),
         ("base_model: a\nfsdp_config: full\n", "a value has another form than in configs of axolotl"),

@@ -9,6 +9,7 @@ import typer
 
 from fastloop.cli.arguments import choice, output_file
 from fastloop_tools.importing.keys import FORMATS
+from fastloop_tools.importing.preference import TRAINERS
 
 
 def import_config(
@@ -18,6 +19,10 @@ def import_config(
     ],
     output: Annotated[Path | None, output_file("--output", "The recipe to write [default: stdout].", Path)] = None,
     format: Annotated[str, choice("--format", ("auto", *FORMATS), "Format of the file; auto: by its keys.")] = "auto",
+    trainer: Annotated[
+        str,
+        choice("--trainer", ("auto", *TRAINERS), "The trainer of TRL that reads the file; auto: by its keys."),
+    ] = "auto",
     nproc: Annotated[
         int, typer.Option(min=1, metavar="N", help="Processes of the run: batch_size counts samples over all of them.")
     ] = 1,
@@ -35,7 +40,7 @@ def import_config(
 
     config, kind = read_config(file, format)
     try:
-        recipe, notes = convert(config, kind, nproc, file)
+        recipe, notes = convert(config, kind, nproc, file, trainer)
     except (AttributeError, TypeError, ValueError) as error:
         why = " ".join(str(error).split())
         raise UsageError(f"{file}: a value has another form than in configs of {kind}: {why}.") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import UsageError
-from fastloop_tools.importing import keys
+from fastloop_tools.importing import keys, preference
 from fastloop_tools.importing.data import convert_data
 
 
@@ -66,32 +66,44 @@ class Conversion:
 
 
 def convert(
-    config: Mapping[str, Any], format: str, processes: int, file: Path
+    config: Mapping[str, Any], format: str, processes: int, file: Path, trainer: str = "auto"
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """The recipe as a mapping, and key -> why it has no equal counterpart.
 
     Args:
         processes: Processes of the run.
         file: The config's file.
+        trainer: One of ``preference.TRAINERS``, or ``auto``: find it by the keys.
 
     Raises:
-        UsageError: The config is of preference tuning, or a value has another type than its key needs.
+        UsageError: The config is of a training that fastloop does not have, or a value has another type than its key
+            needs.
     """
-    for key in keys.NO_TUNING:
-        if config.get(key):
-            raise UsageError(f"{file}: {key}: found {config[key]}. fastloop has no preference tuning: use TRL for it.")
+    trainer = preference.find_trainer(config, format, trainer, file)
+    defaults = dict(keys.DEFAULTS[format])
     names = keys.AXOLOTL if format == "axolotl" else {}
+    if trainer != "sft":
+        if format == "axolotl":
+            names = names | preference.AXOLOTL_NAMES
+        else:
+            defaults |= preference.KINDS[trainer].defaults
     given = {names.get(key, key): value for key, value in config.items() if value is not None}
     original = {name: key for key, name in names.items() if key in config}
-    result = Conversion({**keys.BASE, **keys.DEFAULTS[format], **given}, file, original)
+    if trainer != "sft":
+        preference.check_values(given, original, trainer, file)
+    result = Conversion({**keys.BASE, **defaults, **given}, file, original)
     convert_lengths(result, processes, given)
     convert_plugins(result, given)
     convert_optimizer(result)
     convert_precision(result, given)
     convert_lora(result, given)
-    convert_data(result, given, format)
+    convert_data(result, given, format, trainer)
     convert_strategy(result, processes, format)
     convert_evaluation(result)
+    if trainer != "sft":
+        preference.convert_tuning(result, trainer, format, file)
+    elif format == "trl":
+        preference.note_trainer(result, config)
     for key, dotted in keys.DIRECT.items():
         take = result.take_number if key in keys.NUMBERS else result.take
         if (value := take(key)) is not None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop_tools.importing import preference
+
 if TYPE_CHECKING:
     from fastloop_tools.importing.convert import Conversion
 
@@ -20,12 +22,16 @@ INSTRUCTIONS = {
 TEMPLATE = "texts follow a chat template: that of the tokenizer, or data.chat_template; the type's own text is not used"
 
 
-def convert_data(result: Conversion, given: Mapping[str, Any], format: str) -> None:
-    """The data sets, their columns, and the chat template."""
+def convert_data(result: Conversion, given: Mapping[str, Any], format: str, trainer: str) -> None:
+    """The data sets, their columns, and the chat template.
+
+    Args:
+        trainer: One of ``preference.TRAINERS``.
+    """
     if format == "axolotl":
-        convert_axolotl(result)
+        convert_axolotl(result, trainer)
     else:
-        convert_trl(result, given)
+        convert_trl(result, given, trainer)
     template, file = result.take("chat_template"), result.take("chat_template_path")
     if file is not None and str(file).endswith((".jinja", ".jinja2", ".j2")):
         result.put("data.chat_template", str(file))
@@ -34,17 +40,20 @@ def convert_data(result: Conversion, given: Mapping[str, Any], format: str) -> N
     elif template not in (None, "tokenizer_default") or file is not None:
         name = "its text" if file is not None and "{" in str(file) else file or template
         result.note("chat_template", f"{name}: save it as a Jinja file, and set data.chat_template to the file")
-    if result.plugins.get("packing") is not None and format == "axolotl":
+    if result.plugins.get("packing") is not None:
+        option, library, length = ("packing", "TRL", "max_length")
+        if format == "axolotl":
+            option, library, length = ("sample_packing", "Axolotl", "sequence_len")
         result.note(
-            "micro_batch_size",
-            "with sample_packing, Axolotl counts rows of sequence_len tokens, and train.batch_size counts samples: "
-            "make it and micro_batch_size larger",
+            "per_device_train_batch_size",
+            f"with {option}, {library} counts rows of {length} tokens, and train.batch_size counts samples: make it "
+            "and micro_batch_size larger",
         )
     elif result.take("pad_to_sequence_len"):
         result.put("data.padding", "max_length")
 
 
-def convert_trl(result: Conversion, given: Mapping[str, Any]) -> None:
+def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> None:
     """The keys of TRL. ``TrainingArguments`` name no data."""
     if name := result.take("dataset_name"):
         result.put("data.name", name)
@@ -58,7 +67,13 @@ def convert_trl(result: Conversion, given: Mapping[str, Any]) -> None:
             result.put("data.splits", splits)
         if "validation" not in splits:
             result.put("data.validation_fraction", 0.0)
-        result.note("dataset_name", "for conversations, set data.messages; for prompts: data.prompt, data.completion")
+        if trainer == "sft":
+            columns = "for conversations, set data.messages; for prompts: data.prompt, data.completion"
+        elif trainer == "kto":
+            columns = "rows have prompt, completion and label; for other columns, set data.prompt and so on"
+        else:
+            columns = "rows have prompt, chosen and rejected; with the prompt in both, set data.prompt: null"
+        result.note("dataset_name", columns)
     else:
         result.note("data", "the file names no data: set data.name or data.files, and the columns")
     if "model_name_or_path" not in given:
@@ -68,7 +83,7 @@ def convert_trl(result: Conversion, given: Mapping[str, Any]) -> None:
         result.put("data.train_on", "assistant")
 
 
-def convert_axolotl(result: Conversion) -> None:
+def convert_axolotl(result: Conversion, trainer: str) -> None:
     """Axolotl's ``datasets`` and ``pretraining_dataset``."""
     datasets = result.take("datasets") or result.take("pretraining_dataset") or []
     datasets = [{"path": datasets, "type": "completion"}] if isinstance(datasets, str) else datasets
@@ -103,7 +118,10 @@ def convert_axolotl(result: Conversion) -> None:
         result.note(
             "datasets", f"{paths}: a recipe reads one data set; write all as files, and list them in data.files"
         )
-    convert_columns(result, datasets[0])
+    if trainer == "sft":
+        convert_columns(result, datasets[0])
+    else:
+        preference.convert_axolotl_rows(result, datasets[0], trainer)
     if result.take("train_on_inputs"):
         result.put("data.train_on", "all")
 

@@ -9,7 +9,19 @@ FORMATS = ("axolotl", "trl", "transformers")
 
 MARKS: dict[str, tuple[str, ...]] = {
     "axolotl": ("base_model", "micro_batch_size", "sequence_len", "num_epochs", "pretraining_dataset"),
-    "trl": ("model_name_or_path", "dataset_name", "dataset_text_field", "assistant_only_loss", "packing_strategy"),
+    "trl": (
+        "model_name_or_path",
+        "dataset_name",
+        "dataset_text_field",
+        "assistant_only_loss",
+        "packing_strategy",
+        "beta",
+        "loss_type",
+        "desirable_weight",
+        "undesirable_weight",
+        "center_rewards_coefficient",
+        "precompute_ref_log_probs",
+    ),
     "transformers": ("output_dir", "per_device_train_batch_size", "num_train_epochs", "learning_rate", "optim"),
 }
 """Format -> keys that only a config of this format has, or of a later one."""
@@ -148,8 +160,6 @@ INTEGRATIONS = {
 }
 """Axolotl's plugin -> ours."""
 
-NO_TUNING = ("rl", "reward_model", "process_reward_model")
-"""Keys of preference tuning, which fastloop does not have."""
 WRITE_A_PLUGIN = "fastloop has none; write a plugin (docs/write-a-plugin.md)"
 REASONS = {
     "load_in_8bit": "fastloop quantizes to 4 bits: plugins.lora.quantize: nf4",

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from cards import load_by_card
 from inference_runs import CLASSES, TRAIN, texts, train, write_recipe
 from safetensors.torch import load_file
 from text_helpers import TINY_GPT
@@ -24,7 +25,6 @@ from text_helpers import TINY_GPT
 from fastloop.errors import SaveError
 from fastloop_tools.export import folder as folders
 from fastloop_tools.export import onnx_model
-from fastloop_tools.export.card import card
 
 pytest.importorskip("onnxruntime")
 
@@ -471,8 +471,23 @@ def test_a_failed_export_keeps_the_old_folder(tmp_path):
     assert no_leftovers(tmp_path)
 
 
-def test_a_card_of_an_adapter():
-    assert "library_name: peft" in card("adapter", "out", "run", {}, None, loads=True)
+def test_the_card_of_an_export_names_its_own_folder(trained, cli):
+    assert f'folder = "{trained / "run/model"}"' in (trained / "run/model/README.md").read_text()
+    export(cli, trained / "run", "--out", "out")
+    assert 'folder = "out"' in Path("out/README.md").read_text()
+    (trained / "run/model/README.md").rename("README.md")  # an earlier version wrote none
+    export(cli, trained / "run", "--out", "again")
+    Path("README.md").rename(trained / "run/model/README.md")
+    for name in ("out", "again"):
+        found = load_by_card(Path(name))
+        assert type(found["model"]).__name__ == "DistilBertForSequenceClassification"
+
+
+def test_a_page_of_the_user_stays(trained, cli):
+    shutil.copytree(trained / "run/model", "model")
+    Path("model/README.md").write_text("# Mine\n")
+    export(cli, "model", trained / "recipe.yaml", "--out", "out")
+    assert Path("out/README.md").read_text() == "# Mine\n"
 
 
 # -- the hub: a server on this machine that speaks its protocol --------------------------------------------------------

@@ -147,16 +147,18 @@ def show_calls(timer: HookTimer) -> None:
 
 
 def describe_model(summary: Mapping[str, Any]) -> str:
-    """Which weights ``model/`` has, and their metrics: ``weights of step 54, f1 0.9889, the best``."""
+    """Which weights ``model/`` has: ``weights of step 54, f1 0.9889, the best``. Their metrics follow if they are not
+    those of the row ``validation``."""
     step, best = summary["model_step"], summary["best"]
     parts = [f"weights of step {step}"]
     if summary["model_weights"] != "trained":
         parts.append(summary["model_weights"])
     metrics = summary["model_metrics"] or {}
     is_best = best is not None and best["step"] == step
-    if is_best and best["metric"] in metrics:  # first the metric that chose them
-        metrics = {best["metric"]: metrics[best["metric"]], **metrics}
-    parts += [f"{name} {value:.4f}" for name, value in metrics.items()]
+    shown = {} if metrics == summary["validation"] else metrics
+    if is_best:  # first the metric that chose them
+        shown = {best["metric"]: best["value"], **shown}
+    parts += [f"{name} {value:.4f}" for name, value in shown.items()]
     if is_best:
         parts.append("the best")
     elif step == summary["steps"]:

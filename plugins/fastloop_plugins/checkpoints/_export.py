@@ -6,11 +6,13 @@ Part of every run, like the core's own implementations of hooks; no recipe names
 from __future__ import annotations
 
 import inspect
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import hookimpl
 from fastloop.checkpoint.store import save_tensors
+from fastloop.runtime import files
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,6 +24,34 @@ if TYPE_CHECKING:
 def export_model(run: Run, folder: Path) -> Path:
     """Export with the model's ``save_pretrained``, or write ``model.safetensors``."""
     return save_model(run, folder)
+
+
+@hookimpl(wrapper=True, tryfirst=True, specname="export_model")
+def write_card(run: Run, folder: Path) -> Generator[None, Path, Path]:
+    """Write the README of the exported model, unless a user has written one. It replaces the empty form of PEFT."""
+    from fastloop_plugins.checkpoints import _card
+
+    readme = folder / "README.md"
+    stays = readme.exists() and not _card.is_own(readme)
+    path = yield
+    if stays or not run.is_main or not folder.is_dir():
+        return path
+    model: Any = run.unwrap_model()
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of an adapter that is not merged
+    config = getattr(model, "config", None)
+    classifies = type(model).__name__.endswith("Classification")
+    labels = (getattr(config, "id2label", None) or {}) if classifies else {}
+    name = run.recipe.model.get("name")
+    card = _card.Card(
+        title=run.folder.name,
+        name=str(folder),
+        base=None if name is None else str(name),
+        task=run.plugins.in_slot("task"),
+        architecture=type(model).__name__ if config is not None else None,
+        labels={int(index): str(label) for index, label in labels.items()},
+    )
+    files.write(readme, card.render(folder))
+    return path
 
 
 def save_model(run: Run, folder: Path, weights: dict[str, Tensor] | None = None) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import logging
 import shutil
 import tempfile
@@ -145,7 +144,8 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
         source: The name of the run or model, for the README.
     """
     from fastloop.recipe import Inference
-    from fastloop_tools.export.card import card
+    from fastloop_plugins.checkpoints import _card
+    from fastloop_tools.export.card import onnx_card
 
     exported = None
     if to == "onnx":
@@ -157,11 +157,16 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
     shutil.copytree(
         model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",)))
     )
-    config = read_config(model)
-    if to != "safetensors" or not (made / "README.md").exists():
-        labels = {int(index): str(label) for index, label in (config.get("id2label") or {}).items()}
-        page = card(to, name, source, labels, exported, bool(config))
-        (made / "README.md").write_text(page, encoding="utf-8")
+    readme = made / "README.md"
+    names = _card.read_json(model / "config.json").get("id2label") or {}
+    labels = {int(index): str(label) for index, label in names.items()}
+    if exported is not None:
+        readme.write_text(onnx_card(name, source, labels, exported), encoding="utf-8")
+    elif not readme.exists():  # a model of another program, or of an earlier version
+        page = _card.Card(title=source, name=name, labels=labels).render(made)
+        readme.write_text(page, encoding="utf-8")
+    elif _card.is_own(readme):
+        readme.write_text(_card.rename(readme.read_text(encoding="utf-8"), name), encoding="utf-8")
     return str(exported) if exported else ""
 
 
@@ -189,12 +194,3 @@ def write_int8(recipe: Any, model: Path, made: Path, to: str) -> None:
     show_table(int8.HEAD, rows)
     with (made / "README.md").open("a", encoding="utf-8") as file:
         file.write("\n".join(["", "The weights are then rounded to int8.", "", *markdown_table(int8.HEAD, rows)]))
-
-
-def read_config(model: Path) -> dict[str, Any]:
-    """``config.json`` of a transformers model; empty for another model."""
-    try:
-        found = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -134,9 +134,9 @@ def check_model(model: Path, remote: bool) -> None:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
-    from fastloop_tools.export.command import read_config
+    from fastloop_plugins.checkpoints._card import read_json
 
-    config = read_config(model)
+    config = read_json(model / "config.json")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     found = config.get("architectures") or ["no transformers model"]
     if not known.intersection(found) and not (remote and "AutoModelForCausalLM" in (config.get("auto_map") or {})):

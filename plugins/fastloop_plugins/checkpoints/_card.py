@@ -1,0 +1,157 @@
+"""The README of an exported model: base model, task, and the code that loads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fastloop import __version__
+
+MARK = "tags: [fastloop]"
+"""A line of every card. A README without it is a user's own, and stays."""
+AUTO_CLASSES = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "AutoModelForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+    "AutoModelForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+}
+"""Auto class of transformers -> its classes of models, in ``modeling_auto``. Others load with ``AutoModel``."""
+CHAT = """
+messages = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+output = model.generate(**inputs, max_new_tokens=100)
+print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))"""
+
+
+@dataclass(kw_only=True)
+class Card:
+    """The content of a card.
+
+    Attributes:
+        title: The name of the run or model.
+        name: The folder to load, as users name it.
+        base: The model that training began from; None: unknown, or trained from scratch.
+        task: The name of the task; None: unknown.
+        architecture: The class of the model, such as ``BertForTokenClassification``; None: that of ``config.json``.
+        labels: Class id -> name; empty: the model does not classify.
+    """
+
+    title: str
+    name: str
+    base: str | None = None
+    task: str | None = None
+    architecture: str | None = None
+    labels: dict[int, str] = field(default_factory=dict)
+
+    def render(self, folder: Path) -> str:
+        """The page in Markdown, for the files in a folder."""
+        library, code = self._code(folder)
+        head = ["---", f"library_name: {library}"]
+        if self.base is not None and not Path(self.base).exists():  # a name of the hub
+            head.append(f"base_model: {json.dumps(self.base)}")
+        form = "adapter" if library == "peft" else "safetensors"
+        lines = [*head, MARK, "---", f"# {self.title}", "", f"Exported by fastloop {__version__} as {form}.", ""]
+        facts = {"Base model": self.base or "none: trained from scratch", "Task": self.task}
+        if self.task is not None:
+            lines += [*(f"- {name}: {value}" for name, value in facts.items()), ""]
+        lines += ["```python", *code, "```", ""]
+        if self.labels:
+            lines += ["| id | label |", "|---:|---|", *(f"| {id} | {label} |" for id, label in self.labels.items()), ""]
+        return "\n".join(lines)
+
+    def _code(self, folder: Path) -> tuple[str, list[str]]:
+        """``(library, lines)``: the library that loads the model, and the code."""
+        place = f"folder = {json.dumps(self.name)}"
+        if (folder / "adapter_config.json").is_file():
+            return "peft", self._adapter_code(folder, place)
+        if (folder / "modules.json").is_file():
+            return "sentence-transformers", [
+                "from sentence_transformers import SentenceTransformer",
+                "",
+                place,
+                "model = SentenceTransformer(folder)",
+            ]
+        config = read_json(folder / "config.json")
+        if not config.get("model_type"):
+            return "pytorch", [
+                "from safetensors.torch import load_file",
+                "",
+                place,
+                'weights = load_file(f"{folder}/model.safetensors")',
+                "# model: an object of the class that was trained",
+                "model.load_state_dict(weights)",
+            ]
+        auto = find_auto_class(self.architecture or next(iter(config.get("architectures") or ["AutoModel"])))
+        names, lines = [auto], [place, f"model = {auto}.from_pretrained(folder)"]
+        if (folder / "tokenizer_config.json").is_file():
+            names.append("AutoTokenizer")
+            lines.append("tokenizer = AutoTokenizer.from_pretrained(folder)")
+            if auto == "AutoModelForCausalLM" and has_chat_template(folder):
+                lines += CHAT.splitlines()
+        elif (folder / "preprocessor_config.json").is_file():
+            names.append("AutoImageProcessor")
+            lines.append("processor = AutoImageProcessor.from_pretrained(folder)")
+        return "transformers", [f"from transformers import {', '.join(sorted(names))}", "", *lines]
+
+    def _adapter_code(self, folder: Path, place: str) -> list[str]:
+        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
+        if self.architecture is None or base is None:
+            return [
+                "from peft import PeftModel",
+                "",
+                place,
+                "# base: the model that the adapter was trained on",
+                "model = PeftModel.from_pretrained(base, folder)",
+            ]
+        auto = find_auto_class(self.architecture)
+        count = f", num_labels={len(self.labels)}" if self.labels else ""
+        return [
+            "from peft import PeftModel",
+            f"from transformers import {auto}",
+            "",
+            place,
+            f"base = {auto}.from_pretrained({json.dumps(str(base))}{count})",
+            "model = PeftModel.from_pretrained(base, folder)",
+        ]
+
+
+def find_auto_class(architecture: str) -> str:
+    """The Auto class that loads a class of transformers with its head."""
+    from transformers.models.auto import modeling_auto
+
+    for auto, mapping in AUTO_CLASSES.items():
+        for value in getattr(modeling_auto, mapping).values():
+            if architecture in ((value,) if isinstance(value, str) else value):
+                return auto
+    return "AutoModel"
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Whether an exported tokenizer renders conversations."""
+    return (folder / "chat_template.jinja").is_file() or bool(
+        read_json(folder / "tokenizer_config.json").get("chat_template")
+    )
+
+
+def is_own(readme: Path) -> bool:
+    """Whether a README is a card, and no user's own page."""
+    return readme.is_file() and MARK in readme.read_text(encoding="utf-8").splitlines()[:6]
+
+
+def rename(page: str, name: str) -> str:
+    """A card whose code loads another folder."""
+    return re.sub(r"^folder = .*$", lambda _: f"folder = {json.dumps(name)}", page, count=1, flags=re.M)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -108,7 +108,7 @@ AS_DEFAULT = {
     "truncation_mode": "a row longer than data.max_length is cut at its end",
     "disable_dropout": "set the dropout of the model to 0: model.overrides",
     "padding_free": "list the plugin packing",
-    "generate_during_eval": "use `fastloop predict` after the run",
+    "generate_during_eval": "evaluations compute losses and rewards, and generate no texts",
 }
 """Key of preference tuning without a counterpart -> why, or what to do."""
 QUIET = ("precompute_ref_log_probs", "label_pad_token_id", "model_adapter_name")
@@ -140,7 +140,7 @@ def find_trainer(config: Mapping[str, Any], format: str, trainer: str, file: Pat
         trainer: The option ``--trainer``; ``auto``: find it by the keys.
 
     Raises:
-        UsageError: It is one that fastloop does not have, or the keys do not tell it.
+        UsageError: It is one that fastloop does not have, or the keys do not show it.
     """
     if format == "axolotl":
         return _find_axolotl(config, file)

@@ -229,12 +229,14 @@ def _build_model(run: Run) -> None:
             f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}."
         )
     if run.recipe.inference is not None:
+        run.new_weights = frozenset()
         run._built_model = run.plugins.chain("before_prepare", model, run=run)
         run.model = run.plugins.chain(
             "after_prepare", run.accelerator.prepare_model(run._built_model, evaluation_mode=True), run=run
         )
         return
     _set_train_mode(model)
+    _share_new_weights(run, model)
     model = run.plugins.chain("before_prepare", model, run=run)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
@@ -248,6 +250,21 @@ def _build_model(run: Run) -> None:
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
+
+
+def _share_new_weights(run: Run, model: nn.Module) -> None:
+    """Give every process the same ``run.new_weights``, and keep only names of trained parameters, one for each.
+
+    A process that builds the model on the meta device reads no checkpoint, so it does not know them. Buffers and
+    weights that the task does not train, such as those of an unused pooler, are left out.
+    """
+    named = {name for names in run.processes.all_gather_object(run.new_weights) for name in names}
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    new_weights = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied weight has several names
+        if name in named and parameter.requires_grad:
+            new_weights.add(first_names[id(parameter)])
+    run.new_weights = frozenset(new_weights)
 
 
 def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:

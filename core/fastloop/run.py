@@ -66,6 +66,9 @@ class Run:
         clock: Seconds by phase.
         loaders: Datasets, samplers, collators and loaders by split.
         model: As trained: on its device, wrapped, compiled. ``unwrap_model()`` is the model as built.
+        new_weights: Names of parameters, in the model that ``build_model`` returns, that start from random values
+            because the pretrained model has none for them, such as those of a new head. The task sets it in
+            ``build_model``. Empty for a model that is trained from scratch, and in inference.
         optimizer: Torch's optimizer, or a wrapper of it. ``run.optimizer["NAME"]``
             for a dict.
         scheduler: Stepped by the loop, once a step. ``run.scheduler["NAME"]`` for a dict. None: a constant learning
@@ -93,6 +96,7 @@ class Run:
         self.loaders: Loaders
         self._built_model: nn.Module
         self.model: nn.Module
+        self.new_weights: frozenset[str] = frozenset()
         self.optimizer: RunOptimizer
         self.scheduler: Any
         self.metrics: MetricCollection | None = None

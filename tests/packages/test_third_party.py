@@ -170,6 +170,7 @@ def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
         "fastloop_plugins.guards._hook_checks",
         "fastloop_plugins.strategies._launcher_check",
         "fastloop_plugins.training._named_optimizer",
+        "fastloop_plugins.guards._new_weights",
         "fastloop_plugins.guards._resume_check",
         "fastloop_plugins.guards._sample_orders",
         "fastloop_plugins.data._sampler_order",

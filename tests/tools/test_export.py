@@ -101,11 +101,11 @@ def adapted(tmp_path_factory):
     """The same with LoRA adapters."""
     pytest.importorskip("peft")
     folder = tmp_path_factory.mktemp("adapted")
-    train(
-        write_recipe(
-            folder, [{"lora": {"r": 2, "target_modules": ["q_lin", "v_lin"]}}], train=TRAIN | {"save_every": "epoch"}
-        )
-    )
+    base = str(folder / "base")
+    train(write_recipe(folder, train=TRAIN | {"epochs": 1}, output=base))
+    options = {"r": 2, "target_modules": ["q_lin", "v_lin"]}
+    model = {"name": f"{base}/model"}
+    train(write_recipe(folder, [{"lora": options}], model=model, train=TRAIN | {"save_every": "epoch"}))
     return folder
 
 

@@ -99,7 +99,7 @@ def name_classes(config: Any, names: Sequence[str]) -> dict[int, str]:
 
 def start_head_fresh(
     model: Any, missing: set[str], theirs: Mapping[int, str], order: LabelOrder, where: str, head: str = CLASSIFIER
-) -> None:
+) -> set[str]:
     """Reinitialize all weights outside the base model if the checkpoint had a head. Draws from torch's global random
     generator.
 
@@ -109,12 +109,15 @@ def start_head_fresh(
         theirs: The checkpoint's ``id2label``.
         head: As in ``label_order``.
 
+    Returns:
+        The names of the weights that the checkpoint has and that are reinitialized.
+
     Raises:
         RecipeError: The model does not define which of its modules is the base model.
     """
     base: nn.Module = model.base_model
     if base is model and _has_another_head(model.config, head):
-        return
+        return set()
     differ = f"{where}: its classes are {_listed(list(theirs.values()))}, and the data's are {_listed(order.names)}"
     if base is model:
         raise RecipeError(
@@ -126,7 +129,7 @@ def start_head_fresh(
         name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")
     } - missing
     if not loaded:
-        return
+        return set()
     for child in modules:
         for part in child.modules():
             part._is_hf_initialized = False
@@ -135,3 +138,4 @@ def start_head_fresh(
     model.init_weights()
     listed = ", ".join(sorted(loaded)[:4]) + ", ..." * (len(loaded) > 4)
     logger.warning("%s: the head is reinitialized (%s)", differ, listed)
+    return loaded

@@ -53,16 +53,24 @@ def weight_files(recipe: Recipe) -> list[Path]:
     return found
 
 
-def load_weights(model: nn.Module, recipe: Recipe) -> None:
+def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = ()) -> set[str]:
     """Copy the tensors of ``model.weights`` that have the name and shape of one of the model, and log the others.
     Without the key, or for a model on the meta device, which receives its weights from another process, change nothing.
+
+    Args:
+        new: Names of tensors that have random values, because the pretrained model lacks them; None: the model has no
+            pretrained values at all.
+
+    Returns:
+        Those that still have random values: a value of ``run.new_weights``. Empty if ``new`` is None and there is no
+        ``model.weights``: the model is trained from scratch.
 
     Raises:
         RecipeError: A file cannot be read, no tensor matches, or with ``model.weights_strict``, one has no counterpart.
     """
     files = weight_files(recipe)
     if not files or any(parameter.is_meta for parameter in model.parameters()):
-        return
+        return set(new or ())
     where = f"{recipe.where}: model.weights: {recipe.model['weights']}"
     found = {name: tensor for file in files for name, tensor in _read(file, where).items()}
     for prefix in PREFIXES:
@@ -101,6 +109,8 @@ def load_weights(model: nn.Module, recipe: Recipe) -> None:
         len(own),
         notes,
     )
+    loaded = {name for name, tensor in own.items() if name in matched or tensor.data_ptr() in tied}
+    return {*(own if new is None else new)} - loaded
 
 
 def _read(file: Path, where: str) -> dict[str, Tensor]:

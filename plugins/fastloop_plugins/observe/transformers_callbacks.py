@@ -70,7 +70,7 @@ class TransformersCallbacks(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop_plugins.training.lora import importing_bitsandbytes
+        from fastloop_plugins.models.adapters import importing_bitsandbytes
 
         key = "plugins.transformers-callbacks"
         with importing_bitsandbytes():  # transformers' Trainer imports peft

@@ -186,6 +186,7 @@ class CausalLM(TextTask):
         from transformers import AutoModelForCausalLM
 
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
+        run.new_weights = frozenset(self.text_model.new)
         if run.recipe.inference is None:
             sample = run.datasets["train"][0]
             block = {

@@ -153,6 +153,7 @@ class ImageClassification(Plugin):
         from fastloop_plugins.models.checks import check_alone, check_classifies_images
 
         model, size = self.model.build(self.labels), self.model.input.image_size
+        run.new_weights = frozenset(self.model.new)
         check_classifies_images(run, model, size, len(self.labels.names), self.model.where)
         check_alone(run, model, lambda: model(torch.zeros(1, 3, size, size)))
         return model

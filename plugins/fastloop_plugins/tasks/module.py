@@ -165,13 +165,13 @@ class Module(Plugin):
         return counter
 
     @hookimpl
-    def build_model(self) -> nn.Module:
+    def build_model(self, run: Run) -> nn.Module:
         from torch import nn
 
         model = self._call("model")
         if not isinstance(model, nn.Module):
             raise RecipeError(f"{self.where}: model.module: made a {type(model).__name__}, expected a torch.nn.Module.")
-        load_weights(model, self.recipe)
+        run.new_weights = frozenset(load_weights(model, self.recipe, None))
         for counter in self.counters:
             counter.set_model(model)
         return model

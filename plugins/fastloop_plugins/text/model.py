@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
+from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.checks import unsupported
 from fastloop_plugins.models.hub import (
     FROM_SCRATCH,
@@ -75,7 +76,8 @@ class TextModel:
     Attributes:
         tokenizer: None until ``load_tokenizer`` or ``finish_tokenizer``.
         problem_type: Transformers' name of a classifier's problem; None: the checkpoint's.
-        new: Weights that the built model has and its checkpoint has not.
+        new: Weights of the built model that have random values, because its checkpoint lacks them: a value of
+            ``run.new_weights``.
 
     Raises:
         RecipeError: An option is invalid.
@@ -96,8 +98,9 @@ class TextModel:
         self.tokenizer: Any = None
         self.config: Any = None
         self._width: Width | None = None
-        given = self.options.tokenizer
         check_source(self.options, self.where, "distilbert")
+        self.adapter = self._use_base_of_adapter()
+        given = self.options.tokenizer
         if self.options.config is None:
             if isinstance(given, dict):
                 raise RecipeError(
@@ -122,6 +125,19 @@ class TextModel:
         if key == "model" and recipe.inference is None:
             check_known_length(recipe, self.options.config, self.options.name, given, self.where)
         weight_files(recipe)
+
+    def _use_base_of_adapter(self) -> Adapter | None:
+        """If ``model.name`` is the folder of an adapter, replace it by the adapter's base model, and use the tokenizer
+        of the folder. Returns the adapter."""
+        if self.options.name is None:
+            return None
+        adapter = find_adapter(self.recipe, self.options.name, f"{self.where}.name")
+        if adapter is None:
+            return None
+        self.options.name, self.options.revision = adapter.base, adapter.revision
+        if self.options.tokenizer is None and (adapter.folder / "tokenizer_config.json").is_file():
+            self.options.tokenizer = str(adapter.folder)
+        return adapter
 
     def _check_units(self, kind: str, given: dict[str, Any]) -> None:
         """Raise an error for options that a tokenizer of characters or bytes cannot have."""
@@ -186,7 +202,10 @@ class TextModel:
         if self.options.config is not None:
             self.config = config_from_scratch(self.options.config, f"{self.where}.config")
         else:
-            self.config = self._pretrained(AutoConfig, "name")
+            if self.adapter is not None and self.adapter.base_config is not None:
+                self.config = AutoConfig.from_pretrained(str(self.adapter.base_config))
+            else:
+                self.config = self._pretrained(AutoConfig, "name")
             self._check_architecture(self.config.to_dict())  # for a model of the hub, only known now
             if (layers := getattr(self.config, "num_hidden_layers", 0)) > LAYERS:
                 raise RecipeError(
@@ -302,8 +321,12 @@ class TextModel:
         Raises:
             RecipeError: The architecture cannot do the task, or the configuration or ``model.weights`` is invalid.
         """
+        if self.adapter is not None and labels is not None and self.recipe.inference is None:
+            check_classes(self.adapter, labels, f"{self.where}.name")
         model = self._build(auto, labels)
-        load_weights(model, self.recipe)
+        self.new = load_weights(model, self.recipe, None if self.options.config is not None else self.new)
+        if self.adapter is not None and self.recipe.inference is None and not continues(self.recipe):
+            self.new -= merge_adapter(model, self.adapter.folder, f"{self.where}.name")
         if auto.__name__ == "AutoModelForCausalLM":
             stop_at_end_tokens(model, self.tokenizer)
         return model
@@ -330,9 +353,12 @@ class TextModel:
                 output_loading_info=True,
             )
             self.new = {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}
-            log_new(self.options.name or "", self.new)
+            if self.adapter is None:  # an adapter has the weights that its base model lacks
+                log_new(self.options.name or "", self.new)
             if labels is not None and not labels.keeps_head:
-                start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head)
+                self.new |= start_head_fresh(
+                    model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name", self.head
+                )
             return model
         if self.options.config is not None:
             tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")
@@ -386,7 +412,8 @@ class OtherModel:
 
     def __init__(self, recipe: Recipe, options: Mapping[str, Any], auto_class: str, key: str) -> None:
         self._auto_class, classify = auto_class, not auto_class.endswith("ForCausalLM")
-        self._model = TextModel(replace(recipe, model=dict(options), inference=None), classify, key)
+        alone = replace(recipe, model=dict(options), inference=None, plugins={})  # `lora` trains no adapter of it
+        self._model = TextModel(alone, classify, key)
         self.config: Any = None
         self.tokenizer: Any = None
 

@@ -464,6 +464,7 @@ class TextTask(Plugin):
         if self.data.classes and self.order is None:  # predictions name classes by them
             name_classes(self.text_model.config, self.data.classes)
         model: nn.Module = self.text_model.build(getattr(transformers, self.auto_class), self.order)
+        run.new_weights = frozenset(self.text_model.new)
         for name in self.unused_modules:
             if (module := getattr(model, name, None)) is not None:
                 module.requires_grad_(False)

@@ -14,6 +14,7 @@ import typer
 from fastloop.cli.arguments import With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
+from fastloop_plugins.models.adapters import BASE_CONFIG
 from fastloop_tools.inference.evaluate import Arguments, Target
 
 log = logging.getLogger("fastloop")
@@ -158,7 +159,7 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
         model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",)))
     )
     readme = made / "README.md"
-    names = _card.read_json(model / "config.json").get("id2label") or {}
+    names = _card.read_json(model / (BASE_CONFIG if to == "adapter" else "config.json")).get("id2label") or {}
     labels = {int(index): str(label) for index, label in names.items()}
     if exported is not None:
         readme.write_text(onnx_card(name, source, labels, exported), encoding="utf-8")

@@ -13,12 +13,10 @@ from fastloop.cli.startup import started_from
 from fastloop.errors import CheckpointError, UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
 from fastloop.runtime.files import check_links
+from fastloop_plugins.models.adapters import is_adapter
 from fastloop_tools.inference.target import load
 
 log = logging.getLogger("fastloop")
-
-ADAPTER = "adapter_config.json"
-"""The file of peft that marks a folder as an adapter."""
 
 
 def find_weights(
@@ -62,7 +60,7 @@ def find_weights(
         weights = find_checkpoint(run, checkpoint)
     if adapter and recipe.plugins.get("lora", False) is False:
         raise UsageError(f"{target}: --to adapter: the recipe trains no adapter: it does not list the plugin lora.")
-    if adapter and checkpoint is None and not (weights / ADAPTER).is_file():
+    if adapter and checkpoint is None and not is_adapter(weights):
         raise UsageError(
             f"{target}: --to adapter: in the exported model, the adapter is merged into the weights. The run's "
             "checkpoints have it alone: "
@@ -110,8 +108,8 @@ def make_model(recipe: Recipe, weights: Path, adapter: bool, scratch: Path) -> P
     Raises:
         UsageError: The weights are not those of the recipe's model.
     """
-    is_adapter, is_checkpoint = (weights / ADAPTER).is_file(), (weights / "manifest.json").is_file()
-    if not is_checkpoint and is_adapter == adapter:
+    is_checkpoint = (weights / "manifest.json").is_file()
+    if not is_checkpoint and is_adapter(weights) == adapter:
         return weights
     from fastloop import checkpoint
     from fastloop.cli.messages import show_messages

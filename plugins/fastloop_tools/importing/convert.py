@@ -254,6 +254,9 @@ def convert_precision(result: Conversion, given: Mapping[str, Any]) -> None:
 def convert_lora(result: Conversion, given: Mapping[str, Any]) -> None:
     """LoRA and QLoRA."""
     options = {name: result.take(f"lora_{name}") for name in ("r", "alpha", "dropout", "target_modules")}
+    for name in ("use_rslora", "use_dora", "layers_to_transform", "init_lora_weights"):
+        options[name] = result.take(name) or result.take(f"peft_{name}")  # trl, axolotl
+    options["adapter"] = result.take("lora_model_dir")
     linear, saved, four = (result.take(key) for key in ("lora_target_linear", "lora_modules_to_save", "load_in_4bit"))
     adapter = given.get("adapter") or ("lora" if given.get("use_peft") else None)
     if adapter not in ("lora", "qlora"):

@@ -163,11 +163,7 @@ INTEGRATIONS = {
 WRITE_A_PLUGIN = "fastloop has none; write a plugin (docs/write-a-plugin.md)"
 REASONS = {
     "load_in_8bit": "fastloop quantizes to 4 bits: plugins.lora.quantize: nf4",
-    "lora_model_dir": "merge the adapter into the model first, and set model.name to its folder",
     "lora_fan_in_fan_out": "peft finds it by the type of the layer",
-    "use_dora": "the plugin lora has no DoRA",
-    "use_rslora": "set plugins.lora.alpha to alpha * sqrt(r), which gives the same scale",
-    "peft_use_dora": "the plugin lora has no DoRA",
     "processor_type": "fastloop has no vision-language task; texts alone train with causal-lm",
     "skip_prepare_dataset": "fastloop has no vision-language task; texts alone train with causal-lm",
     "batch_size": "micro_batch_size and gradient_accumulation_steps give train.batch_size",

@@ -135,7 +135,13 @@ def check_model(model: Path, remote: bool) -> None:
     )
 
     from fastloop_plugins.checkpoints._card import read_json
+    from fastloop_plugins.models.adapters import is_adapter
 
+    if is_adapter(model):
+        raise UsageError(
+            f"--tasks: {model}: found an adapter, expected a whole model. Merge it first: fastloop export RUN --to "
+            "safetensors"
+        )
     config = read_json(model / "config.json")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     found = config.get("architectures") or ["no transformers model"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_model as load_tensors
 
 from fastloop import hookimpl
 from fastloop.errors import RecipeError
+from fastloop_plugins.models.adapters import is_adapter, merge_adapter
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,8 +37,8 @@ def build_model(run: Run) -> Generator[None, nn.Module | None, nn.Module | None]
 
 
 def load_model(model: nn.Module, folder: Path, where: str) -> None:
-    """Load the weights that ``save_model`` wrote. Does nothing if ``from_pretrained`` made the model from the same
-    folder.
+    """Load the weights that ``save_model`` wrote, or merge those of an adapter. Does nothing if ``from_pretrained``
+    made the model from the same folder.
 
     Args:
         where: The recipe, for messages.
@@ -46,6 +47,9 @@ def load_model(model: nn.Module, folder: Path, where: str) -> None:
         RecipeError: The folder has no weights, or they are not this model's.
     """
     if getattr(model, "name_or_path", None) == str(folder):
+        return
+    if is_adapter(folder):  # the task has built its base model
+        merge_adapter(model, folder, where)
         return
     try:
         pretrained: Any = getattr(type(model), "from_pretrained", None)

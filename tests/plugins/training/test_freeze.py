@@ -54,10 +54,13 @@ def test_patterns_that_freeze_nothing_or_everything_are_refused(match, message):
 
 
 def text_run(*plugins):
-    """A built run of a tiny BERT."""
+    """A built run of a tiny BERT, which another run has trained for a step."""
     write_texts(Path.cwd())
-    recipe = make_recipe({**TEXTS, "train": {"device": "cpu", "epochs": 1, "lr": 0.01}, "plugins": list(plugins)})
-    return build(resolve(recipe))
+    first = {**TEXTS, "train": {"device": "cpu", "max_steps": 1}, "output": "first"}
+    execute(build(resolve(make_recipe(first))))
+    train = {"device": "cpu", "epochs": 1, "lr": 0.01}
+    recipe = {**TEXTS, "model": {"name": "first/model"}, "train": train, "plugins": list(plugins)}
+    return build(resolve(make_recipe(recipe)))
 
 
 def test_with_lora_patterns_name_the_layers_of_the_model():

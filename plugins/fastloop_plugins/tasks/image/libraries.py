@@ -26,12 +26,16 @@ class LibraryModel:
         arguments: Further arguments of the function that builds it.
         where: The section ``model`` of the recipe, for messages.
 
+    Attributes:
+        new: Names of weights that the built model has and its pretrained weights have not.
+
     Raises:
         RecipeError: The library is not installed or cannot be imported, or it has no such model.
     """
 
     def __init__(self, name: str, arguments: Mapping[str, Any], where: str) -> None:
         self.name, self.arguments, self.where = name, arguments, where
+        self.new: set[str] = set()
         self.library, _, self.short = name.partition("/")
         known = self._known()
         if self.short not in known:
@@ -118,7 +122,8 @@ class LibraryModel:
         own = model.state_dict()
         matched = {name: tensor for name, tensor in state.items() if name in own and own[name].shape == tensor.shape}
         model.load_state_dict(matched, strict=False)
-        log_new(self.name, own.keys() - matched.keys())
+        self.new = own.keys() - matched.keys()
+        log_new(self.name, self.new)
 
     def _timm(self, classes: int, pretrained: bool) -> Any:
         import timm
@@ -136,7 +141,8 @@ class LibraryModel:
                 head = model.pretrained_cfg["classifier"]
                 names = [head] if isinstance(head, str) else head
                 new = tuple(f"{name}." for name in names)
-                log_new(self.name, (key for key in model.state_dict() if key.startswith(new)))
+                self.new = {key for key in model.state_dict() if key.startswith(new)}
+                log_new(self.name, self.new)
         return model
 
     @contextmanager

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
+from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.hub import (
     FROM_SCRATCH,
     check_name,
@@ -58,6 +59,8 @@ class ImageModel:
     Attributes:
         names: The classes in the order of the model's outputs, after ``order``.
         input: How images become inputs, after the task has set it.
+        new: Weights of the built model that have random values, because its checkpoint lacks them: a value of
+            ``run.new_weights``.
 
     Raises:
         RecipeError: An option is invalid, a library is not installed, or it has no such model.
@@ -67,10 +70,12 @@ class ImageModel:
         self.recipe, self.where = recipe, f"{recipe.where}: model"
         self.options = parse(Model, recipe.model, self.where)
         check_source(self.options, self.where, "resnet")
+        self.adapter = self._use_base_of_adapter()
         self.name = self.options.name or str((self.options.config or {}).get("model_type"))
         self.pretrained = self.options.pretrained and self.options.config is None
         self.library: LibraryModel | None = None
         self.names: list[str] = []
+        self.new: set[str] = set()
         self.input = InputFormat()
         self.config: Any = None
         if self.name.partition("/")[0] in LIBRARIES:
@@ -78,6 +83,16 @@ class ImageModel:
         else:
             self._check_transformers()
         weight_files(recipe)
+
+    def _use_base_of_adapter(self) -> Adapter | None:
+        """If ``model.name`` or the evaluated model is the folder of an adapter, replace it by the adapter's base model.
+        Returns the adapter."""
+        inference = self.recipe.inference
+        folder = self.options.name if inference is None or inference.model is None else str(inference.model)
+        adapter = None if folder is None else find_adapter(self.recipe, folder, f"{self.where}.name")
+        if adapter is not None:
+            self.options.name = adapter.base
+        return adapter
 
     def _check_transformers(self) -> None:
         if self.options.arguments:
@@ -105,6 +120,8 @@ class ImageModel:
 
         if self.options.config is not None and self.recipe.inference is None:
             self.config = config_from_scratch(self.options.config, f"{self.where}.config")
+        elif self.adapter is not None and self.adapter.base_config is not None:
+            self.config = AutoConfig.from_pretrained(str(self.adapter.base_config))
         else:
             with self._explained():
                 self.config = AutoConfig.from_pretrained(self._source(), local_files_only=self._local())
@@ -124,7 +141,7 @@ class ImageModel:
         return processor_format(found)
 
     def _source(self) -> str:
-        if self.recipe.inference is not None:
+        if self.recipe.inference is not None and self.adapter is None:
             return str(self.recipe.inference.model)
         folder = self.recipe.find(self.name)
         return str(folder.resolve()) if folder.is_dir() else self.name
@@ -183,14 +200,19 @@ class ImageModel:
         import torch
 
         self.names = labels.names
+        if self.adapter is not None and self.recipe.inference is None:
+            check_classes(self.adapter, labels, f"{self.where}.name")
         initial = self.pretrained and self.recipe.inference is None
         initial = initial and torch.get_default_device().type != "meta"  # there, the weights come from another process
         if self.library is None:
             model: Any = self._transformers(labels, initial or self.recipe.inference is not None)
         else:
             model = self.library.build(len(labels.names), initial)
+            self.new = self.library.new
             model.class_names = labels.names  # `fastloop evaluate` shows them
-        load_weights(model, self.recipe)
+        self.new = load_weights(model, self.recipe, self.new if self.pretrained else None)
+        if self.adapter is not None and self.recipe.inference is None and not continues(self.recipe):
+            self.new -= merge_adapter(model, self.adapter.folder, f"{self.where}.name")
         built: nn.Module = model
         return built
 
@@ -219,9 +241,11 @@ class ImageModel:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-        log_new(self.name, {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])})
+        self.new = {*notes["missing_keys"], *(item[0] for item in notes["mismatched_keys"])}
+        if self.adapter is None:  # an adapter has the weights that its base model lacks
+            log_new(self.name, self.new)
         if self.recipe.inference is None and not labels.keeps_head:
-            start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
+            self.new |= start_head_fresh(model, set(notes["missing_keys"]), theirs, labels, f"{self.where}.name")
         return model
 
     def export(self, run: Run, folder: Path) -> Path:

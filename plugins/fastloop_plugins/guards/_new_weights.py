@@ -1,0 +1,41 @@
+"""Warns of weights that keep random values: the pretrained model lacks them, and nothing trains them.
+
+Part of every run, like the core's own implementations of hooks; no recipe names it.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from fastloop import hookimpl
+from fastloop_plugins.training._patterns import parameters_by_name
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
+
+LISTED = 8
+"""Names in the warning at most."""
+
+
+@hookimpl(trylast=True)
+def check_run(run: Run) -> None:
+    """Log the names of the weights of ``run.new_weights`` that a plugin has frozen."""
+    parameters = parameters_by_name(run.unwrap_model())
+    frozen = []
+    for name in sorted(run.new_weights):
+        if name in parameters and not parameters[name].requires_grad:
+            frozen.append(name)
+    if not frozen:
+        return
+    listed = ", ".join(frozen[:LISTED])
+    if len(frozen) > LISTED:
+        listed += ", ..."
+    logger.warning(
+        "%d weights keep random values, because the pretrained model lacks them, and they are frozen: %s. Train them "
+        "(plugins.lora.modules_to_save, plugins.freeze.match), or load them (model.weights)",
+        len(frozen),
+        listed,
+    )

@@ -1,0 +1,306 @@
+"""Folders of LoRA adapters that peft wrote: find their base model, and load or merge them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.models.hub import quiet
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+    from torch import nn
+
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.models.label_order import LabelOrder
+
+logger = logging.getLogger("fastloop")
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file of peft that marks a folder as an adapter."""
+BASE_CONFIG = "base_config.json"
+"""In an adapter that fastloop exported: the configuration of the base model, with the classes of the task."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A folder with an adapter.
+
+    Attributes:
+        base: The base model: a hub id or a folder.
+        revision: The base model's revision on the hub.
+    """
+
+    folder: Path
+    base: str
+    revision: str | None
+
+    @property
+    def base_config(self) -> Path | None:
+        """The configuration with the classes of the task; None: another program wrote the adapter."""
+        path = self.folder / BASE_CONFIG
+        return path if path.is_file() else None
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds an adapter alone, without its base model."""
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def find_adapter(recipe: Recipe, name: str, where: str) -> Adapter | None:
+    """The adapter that ``model.name`` or another option names; None if that is no folder of an adapter.
+
+    If the base model is a folder that is gone, the recipe's ``model.name`` replaces it.
+
+    Raises:
+        RecipeError: The folder holds another kind of adapter, or names no base model.
+    """
+    folder = recipe.find(name)
+    if not is_adapter(folder):
+        return None
+    try:
+        settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        kind, base, revision = settings["peft_type"], settings.get("base_model_name_or_path"), settings.get("revision")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise RecipeError(
+            f"{where}: {folder / ADAPTER_CONFIG}: not a configuration of peft: {type(error).__name__}: {error}."
+        ) from None
+    if kind != "LORA":
+        raise RecipeError(f"{where}: {folder} holds an adapter of the type {kind}. Expected LORA.")
+    own = recipe.model.get("name")
+    if isinstance(base, str) and Path(base).is_absolute() and not Path(base).is_dir():
+        base = None
+    if base is None and isinstance(own, str) and not is_adapter(recipe.find(own)):
+        base = own
+    if not isinstance(base, str):
+        raise RecipeError(
+            f"{where}: {folder} is an adapter, and its base model cannot be found: {ADAPTER_CONFIG} names "
+            f"{settings.get('base_model_name_or_path')!r}. Write the folder or hub id of the base model to "
+            "base_model_name_or_path."
+        )
+    return Adapter(folder, base, revision if isinstance(revision, str) else None)
+
+
+def check_classes(adapter: Adapter, order: LabelOrder, where: str) -> None:
+    """Raise an error if an adapter's head is for other classes than the data's. Log the order of classes if the adapter
+    does not name its own.
+
+    Args:
+        order: The classes as the model of the adapter's configuration numbers them.
+
+    Raises:
+        RecipeError: The classes differ.
+    """
+    if adapter.base_config is None:
+        listed = ", ".join(f"{index} = {name}" for index, name in enumerate(order.names))
+        logger.warning("%s: %s does not name its classes. They are taken to be %s", where, adapter.folder, listed)
+    elif not order.keeps_head:
+        raise RecipeError(
+            f"{where}: the classes of the data are {', '.join(order.names)}, and {adapter.folder} was trained for "
+            f"others, which {BASE_CONFIG} lists. Rename them in the data, or start from the base model {adapter.base}."
+        )
+
+
+def continues(recipe: Recipe) -> bool:
+    """Whether ``lora`` trains the adapter that ``model.name`` names; otherwise it is merged into its base."""
+    return recipe.inference is None and recipe.plugins.get("lora", False) is not False
+
+
+@contextmanager
+def importing_bitsandbytes() -> Iterator[None]:
+    """Import peft inside this context. It imports bitsandbytes, if that is installed, which logs advice for inference.
+    It also calls ``torch.compile``, so torch sets the folder of compiled code, which the plugin ``compile`` chooses
+    later."""
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    was_set = variable in os.environ
+    try:
+        yield
+    finally:
+        if not was_set:
+            os.environ.pop(variable, None)
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Silence the warnings of peft inside this context that fastloop acts on itself, and those about its own code."""
+    handled = (
+        ".*is_gradient_checkpointing",  # peft uses a deprecated name of transformers
+        "fan_in_fan_out is set to",  # peft sets it as the layer needs it
+        ".*tie_word_embeddings",  # `merge` separates tied weights
+        ".*no longer tied",
+        "Setting `save_embedding_layers`",  # adapters of embeddings are saved with their layers
+        "Could not find a config file in",
+    )
+    with warnings.catch_warnings():
+        for message in handled:
+            warnings.filterwarnings("ignore", message=message)
+        yield
+
+
+def read_settings(folder: Path, where: str) -> LoraConfig:
+    """The settings of an adapter.
+
+    Raises:
+        RecipeError: The file cannot be read, or the adapter is of another kind.
+    """
+    with importing_bitsandbytes():
+        from peft import LoraConfig, PeftConfig
+
+    try:
+        settings = PeftConfig.from_pretrained(str(folder))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RecipeError(f"{where}: {folder} cannot be loaded: {str(error).splitlines()[0]}.") from None
+    if not isinstance(settings, LoraConfig):
+        raise RecipeError(f"{where}: {folder} holds an adapter of the type {settings.peft_type}. Expected LORA.")
+    settings.task_type = None  # else the wrapper adds modules of its own to modules_to_save
+    return settings
+
+
+def add_adapter(model: nn.Module, folder: Path, settings: LoraConfig, where: str, trained: bool) -> PeftModel:
+    """Wrap a model by peft, with the weights of an adapter.
+
+    Args:
+        settings: A result of ``read_settings``.
+        trained: Whether the adapter's weights get gradients.
+
+    Raises:
+        RecipeError: The adapter is not one of this model.
+    """
+    from peft import PeftModel
+    from safetensors import SafetensorError
+
+    advice = "Use the base model that it was trained on."
+    settings.inference_mode = not trained
+    try:
+        with quiet(), quiet_peft():
+            wrapped = PeftModel(model, settings)
+            loaded = wrapped.load_adapter(str(folder), "default", is_trainable=trained, torch_device="cpu")
+    except (OSError, ValueError, RuntimeError, TypeError, KeyError, SafetensorError) as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        problem = lines[1] if isinstance(error, RuntimeError) and len(lines) > 1 else lines[0]
+        raise RecipeError(
+            f"{where}: {folder} is not an adapter of {type(model).__name__}: {problem.rstrip('.:')}. {advice}"
+        ) from None
+    if names := [*loaded.missing_keys, *loaded.unexpected_keys]:
+        raise RecipeError(
+            f"{where}: {folder} is not an adapter of {type(model).__name__}: {len(names)} weights have no counterpart, "
+            f"such as {names[0]}. {advice}"
+        )
+    return wrapped
+
+
+def merge(wrapped: Any, where: str) -> nn.Module:
+    """Add adapters to the weights of their layers, and return the model without them.
+
+    An output layer that is tied to the embedding gets a weight of its own first, if one of them has adapters or is
+    trained in full. The configuration then says so, and both are exported.
+
+    Raises:
+        RecipeError: See ``check_untied``.
+    """
+    model = wrapped.get_base_model()
+    if names := tied_and_adapted(wrapped):
+        check_untied(model, names, where)
+        _copy_shared_weights(wrapped)
+    with quiet_peft():
+        merged: nn.Module = wrapped.merge_and_unload()
+    if names:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
+    return merged
+
+
+def merge_adapter(model: nn.Module, folder: Path, where: str) -> set[str]:
+    """Add the weights of an adapter to its base model, in place. A model on the meta device receives its weights from
+    another process, and stays as it is.
+
+    Returns:
+        Names of the parameters that the adapter has in full, such as those of a head.
+
+    Raises:
+        RecipeError: The adapter is not one of this model.
+    """
+    if any(parameter.is_meta for parameter in model.parameters()):
+        return set()
+    with importing_bitsandbytes():
+        from peft.utils import ModulesToSaveWrapper
+
+    wrapped = add_adapter(model, folder, read_settings(folder, where), where, trained=False)
+    replaced = set()
+    for name, module in wrapped.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            prefix = name.removeprefix("base_model.model.")
+            replaced |= {f"{prefix}.{key}" for key, _ in module.original_module.named_parameters()}
+    merge(wrapped, where)
+    return replaced
+
+
+def tied_and_adapted(wrapped: nn.Module) -> list[str]:
+    """Names of the layers that have adapters, or that are trained in full, and whose weight other layers have, too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    shared = _shared_parameters(wrapped)
+    names = []
+    for name, module in wrapped.named_modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            layer: Any = module.original_module
+        elif isinstance(module, BaseTunerLayer):
+            layer = module.get_base_layer()
+        else:
+            continue
+        if any(id(parameter) in shared for parameter in layer.parameters()):
+            names.append(name.removeprefix("base_model.model."))
+    return names
+
+
+def check_untied(model: Any, names: Sequence[str], where: str) -> None:
+    """Raise an error unless the output layer and the embedding of a model can be exported with a weight each.
+
+    Other models share weights in ways that their configuration cannot turn off one by one, or read the option
+    ``tie_word_embeddings`` in their forward.
+
+    Args:
+        names: A result of ``tied_and_adapted``.
+
+    Raises:
+        RecipeError: They cannot.
+    """
+    embeddings: list[Any] = []
+    if hasattr(model, "get_output_embeddings") and not model.config.is_encoder_decoder:
+        embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
+    weights = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}
+    if not _shared_parameters(model) <= weights:
+        raise RecipeError(
+            f"{where}: {', '.join(names)} of {type(model).__name__} share their weights with other layers, so adapters "
+            "of one of them cannot be merged. Leave them out of target_modules and modules_to_save."
+        )
+
+
+def _shared_parameters(model: nn.Module) -> set[int]:
+    """The ids of the parameters that several modules have."""
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+def _copy_shared_weights(wrapped: nn.Module) -> None:
+    """Give each layer with adapters a weight of its own."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+
+    for module in wrapped.modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        layer: Any = module.get_base_layer()
+        if id(layer.weight) in _shared_parameters(wrapped):
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)

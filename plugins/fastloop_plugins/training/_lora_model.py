@@ -1,0 +1,174 @@
+"""The model that ``lora`` trains: with new adapters, or with those of a folder."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError, RecipeError
+from fastloop_plugins.models.adapters import Adapter, add_adapter, find_adapter, quiet_peft, read_settings
+from fastloop_plugins.training._lora_modules import classifier_head, owning_modules
+from fastloop_plugins.training._lora_options import CHANGES_BASE, LoRAOptions
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from torch import nn
+
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+logger = logging.getLogger("fastloop")
+
+FROM_ADAPTER = {
+    "r": "r",
+    "alpha": "lora_alpha",
+    "target_modules": "target_modules",
+    "modules_to_save": "modules_to_save",
+    "use_rslora": "use_rslora",
+    "use_dora": "use_dora",
+    "layers_to_transform": "layers_to_transform",
+    "init_lora_weights": "init_lora_weights",
+}
+"""Option -> its name in peft, for the options that a continued adapter decides."""
+
+
+def adapter_to_continue(config: LoRAOptions, recipe: Recipe) -> Adapter | None:
+    """The adapter to continue; None: a new one is made.
+
+    Raises:
+        RecipeError: The option ``adapter`` names no adapter, or ``model.name`` names another one.
+    """
+    name, where = recipe.model.get("name"), f"{recipe.where}: plugins.lora.adapter"
+    of_model = find_adapter(recipe, name, f"{recipe.where}: model.name") if isinstance(name, str) else None
+    if config.adapter is None:
+        return of_model
+    adapter = find_adapter(recipe, config.adapter, where)
+    if adapter is None:
+        raise RecipeError(
+            f"{where}: {recipe.find(config.adapter)}: found no adapter_config.json. Expected the folder of a "
+            "LoRA adapter, such as RUN/model of a run with merge: false."
+        )
+    if of_model is not None:
+        raise RecipeError(f"{where}: model.name is the folder of an adapter, too. Remove one of them.")
+    return adapter
+
+
+def new_adapter(config: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
+    """Wrap a model by peft, with adapters that have their initial values."""
+    from peft import LoraConfig, get_peft_model
+
+    modules_to_save = config.modules_to_save
+    if modules_to_save is None:
+        modules_to_save = owning_modules(model, run.new_weights or classifier_head(model))
+        if modules_to_save:
+            logger.info("lora: trained in full: %s", ", ".join(modules_to_save))
+    if config.quantize:
+        from fastloop_plugins.training import _four_bit
+
+        _four_bit.quantize(run, model, modules_to_save)
+    options = LoraConfig(
+        r=config.r,
+        lora_alpha=config.alpha,  # type: ignore[arg-type] # peft divides it by r
+        lora_dropout=config.dropout,
+        target_modules=config.target_modules,
+        modules_to_save=modules_to_save or None,
+        use_rslora=config.use_rslora,
+        use_dora=config.use_dora,
+        layers_to_transform=config.layers_to_transform,
+        init_lora_weights=config.init_lora_weights,  # type: ignore[arg-type]
+    )
+    try:
+        with quiet_peft():
+            wrapped = get_peft_model(model, options)
+    except (ValueError, TypeError) as error:  # TypeError: a layer is in both target_modules and modules_to_save
+        kinds = ("Linear", "Conv1D", "FourBitLinear")
+        linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds}
+        raise PluginError(
+            f"plugin 'lora': target_modules: {config.target_modules}: {str(error).partition('. ')[0]}. "
+            f"Layers of this model: {', '.join(sorted(linear))}."
+        ) from None
+    _check_layers(config.layers_to_transform, wrapped)
+    _check_magnitudes(wrapped)
+    return wrapped
+
+
+def _check_layers(wanted: list[int] | int | None, wrapped: Any) -> None:
+    """Raise an error if an index of ``layers_to_transform`` is not one of a layer with adapters."""
+    if wanted is None:
+        return
+    indices = set()
+    for name in wrapped.base_model.targeted_module_names:
+        if (match := re.match(r".*?\.[^.]*\.(\d+)\.", name)) is not None:  # as peft finds it
+            indices.add(int(match[1]))
+    missing = {wanted} - indices if isinstance(wanted, int) else set(wanted) - indices
+    if missing:
+        raise PluginError(
+            f"plugin 'lora': layers_to_transform: found {', '.join(map(str, sorted(missing)))}, and the model has "
+            f"no such layer to adapt. Its layers with adapters: {', '.join(map(str, sorted(indices)))}."
+        )
+
+
+def _check_magnitudes(wrapped: PeftModel) -> None:
+    """Raise an error for a layer whose outputs DoRA would make NaN: it divides by the norm of each row."""
+    for name, module in wrapped.named_modules():
+        for vector in getattr(module, "lora_magnitude_vector", {}).values():
+            if not vector.weight.is_meta and not vector.weight.all():
+                raise PluginError(
+                    f"plugin 'lora': use_dora: {name.removeprefix('base_model.model.')} has rows of zeros, such as the "
+                    "one of the padding token, and DoRA divides by their norm. Leave the layer out of target_modules."
+                )
+
+
+def continue_adapter(
+    config: LoRAOptions, given: Collection[str], run: Run, model: nn.Module, adapter: Adapter
+) -> PeftModel:
+    """Wrap a model by peft, with the weights of an adapter.
+
+    Args:
+        given: The options of the recipe; the others of ``config`` have their defaults.
+
+    Raises:
+        RecipeError: An option contradicts the adapter, or the adapter is not one of this model.
+    """
+    where = f"{run.recipe.where}: plugins.lora"
+    settings = read_settings(adapter.folder, where)
+    for name in FROM_ADAPTER.keys() & given:
+        ours, theirs = getattr(config, name), getattr(settings, FROM_ADAPTER[name])
+        if isinstance(theirs, set):
+            theirs = sorted(theirs)
+        if ours is not None and ours != theirs and not (isinstance(ours, list) and sorted(ours) == theirs):
+            raise RecipeError(
+                f"{where}.{name}: found {ours}, and the adapter {adapter.folder} has {theirs}. Leave {name} out."
+            )
+    if str(settings.init_lora_weights).startswith(CHANGES_BASE):
+        raise RecipeError(
+            f"{where}.adapter: {adapter.folder} was made with init_lora_weights: {settings.init_lora_weights}, "
+            "which changed its base model. Merge it into the base model, and start a new adapter."
+        )
+    _check_classes(model, adapter, where)
+    if "dropout" in given:
+        settings.lora_dropout = config.dropout
+    if config.quantize:
+        from fastloop_plugins.training import _four_bit
+
+        _four_bit.quantize(run, model, settings.modules_to_save or ())
+    logger.info("lora: continues %s: r %d, alpha %g", adapter.folder, settings.r, settings.lora_alpha)
+    return add_adapter(model, adapter.folder, settings, where, trained=True)
+
+
+def _check_classes(model: nn.Module, adapter: Adapter, where: str) -> None:
+    """Raise an error if the adapter's head is one for other classes, or for another order of them."""
+    if adapter.base_config is None or not hasattr(model, "config"):
+        return
+    from transformers import AutoConfig
+
+    ours = getattr(model.config, "id2label", None)
+    theirs = getattr(AutoConfig.from_pretrained(str(adapter.base_config)), "id2label", None)
+    if ours != theirs:
+        raise RecipeError(
+            f"{where}: the adapter {adapter.folder} was trained for the classes {theirs}, and the model has "
+            f"{ours}. Name the adapter's folder as model.name, so that its classes are used, or start a new "
+            "adapter."
+        )

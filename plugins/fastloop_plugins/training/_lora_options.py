@@ -1,0 +1,67 @@
+"""The options of the plugin ``lora``."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from fastloop import RecipeError, option
+
+INITIAL = r"gaussian|orthogonal|olora|pissa|pissa_niter_\d+"
+"""Names of initial values that peft computes from the weights and random numbers alone, as a regular expression."""
+CHANGES_BASE = ("olora", "pissa")
+"""Start of the names of those for which peft also changes the frozen weights."""
+
+
+@dataclass(kw_only=True)
+class LoRAOptions:
+    """The options of the plugin ``lora``."""
+
+    r: Annotated[int, option("Rank of the adapters.", ge=1)] = 8
+    alpha: Annotated[float, option("Adapters are scaled by alpha / r.", gt=0)] = 16.0
+    dropout: Annotated[float, option("Dropout before the adapters.", ge=0, lt=1)] = 0.0
+    target_modules: Annotated[
+        list[str] | str | None,
+        option("Names of layers, or all-linear; null: peft's default for the architecture."),
+    ] = None
+    modules_to_save: Annotated[
+        list[str] | None,
+        option("Layers trained in full; null: those that the pretrained model lacks, or a classifier's head."),
+    ] = None
+    use_rslora: Annotated[bool, option("Scale adapters by alpha / sqrt(r) instead.")] = False
+    use_dora: Annotated[bool, option("Train the magnitude of the weights, too (DoRA).")] = False
+    layers_to_transform: Annotated[
+        list[int] | int | None, option("Indices of the layers that get adapters; null: all.")
+    ] = None
+    init_lora_weights: Annotated[
+        bool | str,
+        option("Initial values: true, gaussian, orthogonal, olora, pissa or pissa_niter_N; false: no zeros."),
+    ] = True
+    adapter: Annotated[
+        str | None, option("Folder of an adapter to continue; null: that of model.name, or a new one.")
+    ] = None
+    merge: Annotated[bool, option("Export the model with the adapters merged in.")] = True
+    quantize: Annotated[
+        Literal["nf4"] | None, option("Keep frozen linear layers in 4 bits (QLoRA); null: as they are.")
+    ] = None
+
+
+def check_initial_values(config: LoRAOptions, where: str) -> None:
+    """Raise an error for a value of ``init_lora_weights`` that is unknown, or that the other options exclude."""
+    value = config.init_lora_weights
+    if isinstance(value, bool):
+        return
+    if not re.fullmatch(INITIAL, value):
+        raise RecipeError(
+            f"{where}.init_lora_weights: found {value!r}, expected true, false, gaussian, orthogonal, olora, pissa "
+            "or pissa_niter_N. Other values of peft need data or settings of their own."
+        )
+    if value == "orthogonal" and config.r % 2:
+        raise RecipeError(f"{where}.init_lora_weights: orthogonal needs an even r, found {config.r}.")
+    if value.startswith(CHANGES_BASE) and (config.quantize or not config.merge):
+        option = "quantize" if config.quantize else "merge: false"
+        raise RecipeError(
+            f"{where}.init_lora_weights: {value} changes the frozen weights, too, which {option} does not allow. "
+            f"Leave one of them out."
+        )

@@ -150,7 +150,8 @@ def build_collator(run: Run, split: str) -> Callable[[list[Any]], Batch | Any] |
 
 @first
 def build_model(run: Run) -> nn.Module | None:
-    """First. The model, on the CPU, with its initial weights."""
+    """First. The model, on the CPU, with its initial weights. If a pretrained model lacks some of them, set
+    ``run.new_weights`` to their names: ``lora`` then trains them, and a run warns of those that are frozen."""
 
 
 @hookspec

@@ -203,7 +203,7 @@ def merge(wrapped: Any, where: str) -> nn.Module:
     """Add adapters to the weights of their layers, and return the model without them.
 
     An output layer that is tied to the embedding gets a weight of its own first, if one of them has adapters or is
-    trained in full. The configuration then says so, and both are exported.
+    trained in full. The configuration is changed to two weights, so both are exported.
 
     Raises:
         RecipeError: See ``check_untied``.
@@ -235,6 +235,7 @@ def merge_adapter(model: nn.Module, folder: Path, where: str) -> set[str]:
     with importing_bitsandbytes():
         from peft.utils import ModulesToSaveWrapper
 
+    trained = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     wrapped = add_adapter(model, folder, read_settings(folder, where), where, trained=False)
     replaced = set()
     for name, module in wrapped.named_modules():
@@ -242,6 +243,8 @@ def merge_adapter(model: nn.Module, folder: Path, where: str) -> set[str]:
             prefix = name.removeprefix("base_model.model.")
             replaced |= {f"{prefix}.{key}" for key, _ in module.original_module.named_parameters()}
     merge(wrapped, where)
+    for name, parameter in model.named_parameters():  # peft has frozen them
+        parameter.requires_grad_(trained.get(name, True))
     return replaced
 
 

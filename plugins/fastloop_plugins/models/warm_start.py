@@ -62,8 +62,8 @@ def load_weights(model: nn.Module, recipe: Recipe, new: Iterable[str] | None = (
             pretrained values at all.
 
     Returns:
-        Those that still have random values: a value of ``run.new_weights``. Empty if ``new`` is None and there is no
-        ``model.weights``: the model is trained from scratch.
+        The names of ``new`` that still have random values: a value of ``run.new_weights``. Empty if ``new`` is None and
+        there is no ``model.weights``: the model is trained from scratch.
 
     Raises:
         RecipeError: A file cannot be read, no tensor matches, or with ``model.weights_strict``, one has no counterpart.

@@ -6,19 +6,17 @@ from collections import Counter
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from fastloop_plugins._models import transformers_model
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 CLASSIFIERS = ("ForSequenceClassification", "ForTokenClassification", "ForImageClassification")
 """How the names of transformers' classifiers end."""
 HEADS = ("classifier", "score")
 """Names of heads that peft knows. They stand for the head of a model that does not define its base model."""
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules without a forward of their own, which peft cannot replace by a copy."""
+CONTAINERS = ("ModuleList", "ModuleDict", "ParameterList", "ParameterDict")
+"""Classes of torch without a forward of their own, which peft cannot replace by a copy."""
 
 
 def classifier_head(model: nn.Module) -> set[str]:
@@ -42,7 +40,7 @@ def owning_modules(model: nn.Module, names: Collection[str]) -> list[str]:
     uses = _uses(model)
     chosen: list[str] = []
     for name, module in model.named_modules():
-        if not name or isinstance(module, CONTAINERS):
+        if not name or type(module).__name__ in CONTAINERS:
             continue
         if any(name.startswith(f"{outer}.") for outer in chosen):
             continue
@@ -50,6 +48,22 @@ def owning_modules(model: nn.Module, names: Collection[str]) -> list[str]:
         if own and all(parameter in wanted and count == uses[parameter] for parameter, count in own.items()):
             chosen.append(name)
     return chosen
+
+
+def running_statistics(wrapped: nn.Module) -> list[str]:
+    """Names of the layers of batch norm whose running statistics are not saved with the adapters of a model of peft."""
+    from peft.utils import ModulesToSaveWrapper
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+
+    saved: set[int] = set()
+    for module in wrapped.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            saved |= {id(part) for part in module.modules()}
+    names = []
+    for name, module in wrapped.named_modules():
+        if isinstance(module, BatchNorm) and module.track_running_stats and id(module) not in saved:
+            names.append(name.removeprefix("base_model.model."))
+    return names
 
 
 def _uses(model: nn.Module) -> Counter[int]:

@@ -46,6 +46,7 @@ from fastloop_plugins.training._lora_model import (
     continue_adapter,
     new_adapter,
 )  # fmt: skip
+from fastloop_plugins.training._lora_modules import running_statistics
 from fastloop_plugins.training._lora_options import LoRAOptions, check_initial_values
 
 if TYPE_CHECKING:
@@ -127,6 +128,12 @@ class LoRA(Plugin):
             wrapped = new_adapter(self.config, run, model)
         else:
             wrapped = continue_adapter(self.config, self.given, run, model, adapter)
+        if not self.config.merge and (layers := running_statistics(wrapped)):
+            raise RecipeError(
+                f"{where}.merge: found false. Training changes the running statistics of batch norm, and an adapter "
+                f"alone does not have them: {len(layers)} layers, such as {layers[0]}. Set merge: true, or list the "
+                "layers in modules_to_save."
+            )
         if names := tied_and_adapted(wrapped):
             check_untied(model, names, where)
             logger.info("lora: %s share their weight; the exported model has one for each", ", ".join(names))

@@ -13,7 +13,7 @@ from recipe_runs import make_run, user_code
 from safetensors.torch import load_file, save_file
 from training_runs import execute
 
-from fastloop import lifecycle
+from fastloop import RecipeError, lifecycle
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -45,7 +45,7 @@ SLOW = [
     ),
     *(
         ("image-classification", kind)
-        for kind in ("beit", "convnext", "convnextv2", "deit", "dinov2", "resnet", "segformer", "swin", "vit_mae")
+        for kind in ("beit", "convnext", "convnextv2", "deit", "dinov2", "focalnet", "poolformer", "segformer", "swin")
     ),
 ]  # fmt: skip
 EVERY = [*QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)]
@@ -98,6 +98,26 @@ def test_new_weights_are_trained_and_exported(task, kind, data, tmp_path, monkey
     assert torch.allclose(logits(adapted, batch), trained["logits"], atol=1e-4)
     merged = auto.from_pretrained(tmp_path / "run" / "merged")
     assert torch.allclose(logits(merged, batch), trained["logits"], atol=1e-4)
+
+
+@pytest.mark.slow
+def test_an_adapter_alone_does_not_lose_the_statistics_of_batch_norm(data, tmp_path):
+    save_without_head("image-classification", "resnet", tmp_path / "base")
+    options = {"r": 2, "target_modules": ["layer.0.convolution"], "merge": False}
+
+    def build_run():
+        return build(
+            resolve(
+                make_recipe(head_recipe("image-classification", data, tmp_path / "base", tmp_path / "run", options))
+            )
+        )
+
+    with pytest.raises(RecipeError, match=r"plugins\.lora\.merge: .* running statistics"):
+        build_run()
+    options["modules_to_save"] = ["classifier", "normalization"]
+    execute(build_run())
+    saved = load_file(tmp_path / "run" / "model" / "adapter_model.safetensors")
+    assert any(name.endswith("running_mean") for name in saved)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from headless_models import logits
 from safetensors.torch import load_file
 from training_runs import execute
 
-from fastloop import RecipeError, lifecycle
+from fastloop import PluginError, RecipeError, lifecycle
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -76,6 +76,12 @@ def test_adapters_beside_tied_weights_leave_them_tied():
     execute(tied_run({"r": 4, "target_modules": ["q_proj"]}))
     assert transformers.AutoConfig.from_pretrained("out/model").tie_word_embeddings is True
     assert "lm_head.weight" not in load_file("out/model/model.safetensors")
+
+
+def test_dora_of_a_layer_with_a_row_of_zeros_is_refused():
+    """The row of the padding token has no norm to divide by."""
+    with pytest.raises(PluginError, match="lm_head"):
+        tied_run({"r": 4, "target_modules": ["lm_head"], "use_dora": True})
 
 
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}

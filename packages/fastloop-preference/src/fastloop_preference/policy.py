@@ -73,12 +73,13 @@ class PolicyTask(PreferenceTask):
 
     @hookimpl
     def build_model(self, run: Run) -> Any:
-        from fastloop_preference.reference import fingerprint
+        from fastloop_preference.reference import adapter_fingerprint, fingerprint
 
         model = super().build_model(run)
         if self.has_reference and run.is_main and run.recipe.inference is None:
             facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
-            self.known = " ".join(map(str, (fingerprint(model), *facts)))
+            weights = (fingerprint(model), adapter_fingerprint(run.recipe))
+            self.known = " ".join(map(str, (*weights, *facts)))
         return model
 
     @hookimpl

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop import Recipe, Run
 
     from fastloop_preference.policy import PolicyTask
 
@@ -55,6 +55,15 @@ class Reference:
         """The values of a file; without a file, one that no completion has."""
         nothing = pack(torch.zeros(1, dtype=torch.int64), torch.tensor([torch.nan]))
         return cls((load_file(path)["packed"] if path.is_file() else nothing).to(device))
+
+
+def adapter_fingerprint(recipe: Any) -> str:
+    """A hash of the adapter that a run continues, whose weights ``build_model`` does not load; empty without one."""
+    options = recipe.plugins.get("lora") or {}
+    for name in (options.get("adapter"), recipe.model.get("name")):
+        if isinstance(name, str) and (path := recipe.find(name) / "adapter_model.safetensors").is_file():
+            return blake2b(path.read_bytes(), digest_size=20).hexdigest()
+    return ""
 
 
 def pack(keys: Tensor, values: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ class PolicyTask(PreferenceTask):
         model = super().build_model(run)
         if self.has_reference and run.is_main and run.recipe.inference is None:
             facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
-            weights = (fingerprint(model), adapter_fingerprint(run.recipe))
+            weights = (fingerprint(model), adapter_fingerprint(run))
             self.known = " ".join(map(str, (*weights, *facts)))
         return model
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
-    from fastloop import Recipe, Run
+    from fastloop import Run
 
     from fastloop_preference.policy import PolicyTask
 
@@ -57,12 +57,15 @@ class Reference:
         return cls((load_file(path)["packed"] if path.is_file() else nothing).to(device))
 
 
-def adapter_fingerprint(recipe: Any) -> str:
+def adapter_fingerprint(run: Run) -> str:
     """A hash of the adapter that a run continues, whose weights ``build_model`` does not load; empty without one."""
-    options = recipe.plugins.get("lora") or {}
-    for name in (options.get("adapter"), recipe.model.get("name")):
-        if isinstance(name, str) and (path := recipe.find(name) / "adapter_model.safetensors").is_file():
-            return blake2b(path.read_bytes(), digest_size=20).hexdigest()
+    options = run.recipe.plugins.get("lora") or {}
+    for name in (options.get("adapter"), run.recipe.model.get("name")):
+        if name is None:
+            continue
+        weights = run.recipe.find(name) / "adapter_model.safetensors"
+        if weights.is_file():
+            return blake2b(weights.read_bytes(), digest_size=20).hexdigest()
     return ""
 
 

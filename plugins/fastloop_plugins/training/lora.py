@@ -136,7 +136,7 @@ class LoRA(Plugin):
             )
         if names := tied_and_adapted(wrapped):
             check_untied(model, names, where)
-            logger.info("lora: %s share their weight; the exported model has one for each", ", ".join(names))
+            logger.info("lora: the exported model has a weight of its own for each tied layer: %s", ", ".join(names))
         trained, total = wrapped.get_nb_trainable_parameters()
         logger.info(
             "lora: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total

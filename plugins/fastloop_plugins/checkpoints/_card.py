@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import __version__
+from fastloop_plugins.models.adapters import BASE_CONFIG
 
 MARK = "tags: [fastloop]"
 """A line of every card. A README without it is a user's own, and stays."""
@@ -109,6 +110,16 @@ class Card:
                 "model = PeftModel.from_pretrained(base, folder)",
             ]
         auto = find_auto_class(self.architecture)
+        if (folder / BASE_CONFIG).is_file():  # the base with the classes of this model
+            return [
+                "from peft import PeftModel",
+                f"from transformers import AutoConfig, {auto}",
+                "",
+                place,
+                f'config = AutoConfig.from_pretrained(f"{{folder}}/{BASE_CONFIG}")',
+                f"base = {auto}.from_pretrained({json.dumps(str(base))}, config=config)",
+                "model = PeftModel.from_pretrained(base, folder)",
+            ]
         count = f", num_labels={len(self.labels)}" if self.labels else ""
         return [
             "from peft import PeftModel",

@@ -27,16 +27,35 @@ BUFFER_BYTES = 64 * 2**20
 not fill the device."""
 
 
+WRAPPED = ("module", "_orig_mod")
+"""Attributes of DDP, DeepSpeed's engine and torch's compiled modules that hold the model inside."""
+
+
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode inside the block, and restore the mode of each module afterwards."""
+    """Put the model in eval mode inside the block, and restore the mode of each module afterwards.
+
+    Args:
+        model: As ``run.model``. Wrappers get the mode, too: DeepSpeed's engine passes it on, but does not keep it.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    for wrapper in _wrappers(model):
+        wrapper.training = False
     try:
         yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+def _wrappers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules around the model as built, outermost first: for ``DDP(OptimizedModule(model))``, both."""
+    children = dict(model.named_children())
+    for name in WRAPPED:
+        if name in children:
+            yield model
+            yield from _wrappers(children[name])
 
 
 class EvaluationResults:

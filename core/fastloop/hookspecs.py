@@ -310,7 +310,7 @@ def predict(run: Run, batch: Any) -> Mapping[str, Sequence[Any]] | None:
 
 @hookspec
 def write_summary(run: Run, summary: dict[str, Any]) -> None:
-    """Add to ``summary.json``: JSON values."""
+    """Add to ``summary.json``: JSON values under new keys. Changes of other keys are undone, with a warning."""
 
 
 @first

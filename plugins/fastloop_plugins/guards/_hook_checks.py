@@ -1,8 +1,9 @@
 """Checks what plugins' hooks return and change.
 
 Each implementation is replaced by one that compares the result with the hook's return type in ``hookspecs``. A hook
-without a result must leave the counters, the batches and the optimizer alone. The hooks of a step are restored after
-``STEPS`` steps, so later steps cost nothing. ``train_step`` is checked in every step.
+without a result must leave the counters, the batches and the optimizer alone, no hook may leave the model in eval mode,
+and a read-only plugin must change no number that training depends on. The hooks of a step are restored after ``STEPS``
+steps, so later steps cost nothing. ``train_step`` is checked in every step.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -11,11 +12,13 @@ Part of every run, like the core's own implementations of hooks; no recipe names
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 from weakref import WeakValueDictionary
@@ -30,6 +33,7 @@ from fastloop import hookimpl, hookspecs
 from fastloop.errors import PluginError
 from fastloop.state import Batch, Output
 from fastloop_plugins._hook_replacement import replace
+from fastloop_plugins.guards._read_only_checks import ReadOnlyChecks
 
 if TYPE_CHECKING:
     from fastloop import Plugin
@@ -48,6 +52,10 @@ NEEDED = {
     "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "train_step", "write_checkpoint",
 }  # fmt: skip
 """*First* hooks whose result the run needs: a wrapper must return one."""
+AFTER_TRAINING = {"after_fit", "export_model", "write_summary"}
+"""Hooks after the last step, which may leave the model in eval mode."""
+FILLED_BY_PLUGINS = {"compile_seconds"}
+"""Keys of the summary that fastloop sets to 0 for a plugin to replace."""
 COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")
 REMEDIES = {
     "build_sampler": "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last).",
@@ -57,6 +65,9 @@ REMEDIES = {
     "train_step": "Return the step's loss, 0-dim and detached, as run.accumulate_gradients does.",
     "stepped the optimizer": "Only run.apply_gradients may. A plugin that steps more often implements train_step.",
     "changed the batches": "Counters and resume depend on them. It may set `inputs` and `loss_weight` of a batch.",
+    "left the model in eval mode": "The next steps would train without dropout. For passes of its own, a plugin uses "
+    "`with fastloop.evaluation_results.evaluating(run.model):`, which restores the mode of each module. Otherwise call "
+    "model.train().",
     "changed a counter": "Only fastloop counts. To end training, call run.state.request_stop(reason).",
 }
 """Hook or problem -> the advice for the plugin's author."""
@@ -97,6 +108,7 @@ class HookChecks:
         self.last_step = 0
         self._counting: RemovableHandle | None = None
         self.has_loss: dict[str, bool] = {}  # plugin -> whether its compute_loss returned one
+        self.read_only = ReadOnlyChecks(run)
         self._restore = replace(run.plugins, self._replace)
 
     def close(self) -> None:
@@ -126,17 +138,22 @@ class HookChecks:
                 raise PluginError(
                     f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
                 )
+            if hook == "before_prepare" and isinstance(result, nn.Module) and not result.training:
+                self._refuse_eval_mode(where)
             return result
 
         def call(*arguments: Any) -> Any:
             if hook == "train_step":
-                return check(function(*arguments))
+                with self._keeping_train_mode(where, hook, arguments):
+                    return check(function(*arguments))
             if hook in STEP_HOOKS and not self._is_in_first_steps():
                 return function(*arguments)
             if hook == "after_evaluate":  # each plugin gets its own copy of the metrics
                 arguments = tuple(dict(value) if isinstance(value, dict) else value for value in arguments)
             before = self._read(arguments)
-            result = check(function(*arguments))
+            summary = copy.deepcopy(_summary_in(arguments)) if hook == "write_summary" else {}
+            with self._keeping_train_mode(where, hook, arguments), self.read_only.watching(plugin, hook):
+                result = check(function(*arguments))
             for problem, value in self._read(arguments).items() if _return_type(hook) == "None" else ():
                 if value != before[problem]:
                     remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
@@ -144,11 +161,13 @@ class HookChecks:
             if hook == "compute_loss":
                 self.has_loss[plugin.name] = self.has_loss.get(plugin.name, False) or result is not None
             if hook == "write_summary":
-                _check_json(where, next((value for value in arguments if isinstance(value, dict)), {}))
+                _restore_keys(where, summary, _summary_in(arguments))
+                _check_json(where, _summary_in(arguments))
             return result
 
         def call_wrapper(*arguments: Any) -> Generator[None, Any, Any]:
-            return check((yield from function(*arguments)))
+            with self._keeping_train_mode(where, hook, arguments):
+                return check((yield from function(*arguments)))
 
         return call_wrapper if wraps else call
 
@@ -161,6 +180,22 @@ class HookChecks:
             "stepped the optimizer": self.optimizer_steps,
             "changed the batches": [*map(id, batches), *counts],
         }
+
+    @contextmanager
+    def _keeping_train_mode(self, where: str, hook: str, arguments: tuple[Any, ...]) -> Iterator[None]:
+        """Check that the block, a call of a hook, does not put the model that is trained into eval mode."""
+        given = next((value for value in arguments if isinstance(value, nn.Module)), None)
+        model = getattr(self.run, "_built_model", given)  # in before_prepare, it is not there yet
+        trained = model if model is not None and model.training and hook not in AFTER_TRAINING else None
+        yield
+        if trained is not None and not trained.training:
+            self._refuse_eval_mode(where)
+
+    def _refuse_eval_mode(self, where: str) -> None:
+        """Raise an error for a hook after which a run would train in eval mode."""
+        if self.run.recipe.inference is None:
+            problem = "left the model in eval mode"
+            raise PluginError(f"{where} {problem}. {REMEDIES[problem]}")
 
     def begin(self) -> None:
         """Check the hooks of the next ``STEPS`` steps."""
@@ -221,6 +256,29 @@ def _find_update_problem(updates: int, loss: Any, wraps: bool) -> str:
         if updates
         else "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
     )
+
+
+def _summary_in(arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """The argument ``summary`` of ``write_summary``; empty if an implementation does not take it."""
+    return next((value for value in arguments if isinstance(value, dict)), {})
+
+
+def _restore_keys(where: str, before: Mapping[str, Any], summary: dict[str, Any]) -> None:
+    """Undo changes of keys that fastloop or another plugin has written, and warn about them."""
+    changed = []
+    for key, value in before.items():
+        is_same = key in summary and (summary[key] is value or summary[key] == value)  # NaN is equal to itself here
+        if not is_same and key not in FILLED_BY_PLUGINS:
+            changed.append(key)
+            summary[key] = value
+    if changed:
+        names = ", ".join(map(repr, changed))
+        log.warning(
+            "%s changed %s, which it did not add. Its value is ignored. Choose a key of your own, such as the plugin's "
+            "name",
+            where,
+            names,
+        )
 
 
 def _check_json(where: str, summary: Mapping[str, Any]) -> None:

@@ -164,7 +164,14 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                 raise PluginError(
                     f"{where}: plugin {plugin.name!r} requires {_explain_missing(reference, plugins, names)}"
                 )
-            if not found and (meant := nearest(reference, names, slots)) not in ("", reference):
+            if found:
+                continue
+            meant = nearest(reference, names, slots)
+            if not meant and ":" not in reference:
+                note_once(
+                    f"{where}: plugin {plugin.name!r}: {declaration} names {reference!r}, which is no installed plugin."
+                )
+            if meant not in ("", reference):
                 slot = reference.startswith("slot:")
                 problem = "no plugin of this run is in this slot" if slot else "no plugin has this name"
                 warn_once(
@@ -273,6 +280,12 @@ def warn_once(message: str) -> None:
     log.warning("%s", message)
 
 
+@functools.cache
+def note_once(message: str) -> None:
+    """Log a message that is no warning once per process."""
+    log.info("%s", message)
+
+
 def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], where: str) -> None:
     """Check that no two plugins implement one *first* hook: only one would be called.
 
@@ -374,6 +387,7 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         }
         if problem := next(filter(problems.get, problems), None):
             raise PluginError(f"{where} {problem}")
+        _check_self(where, method, known[hook])
         for parameter in inspect.signature(method).parameters.values():
             check_argument(where, known[hook], parameter)
     implemented = [hook for hook, _, marks in marked if not marks["wrapper"]]
@@ -398,6 +412,16 @@ def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
             "never be called. "
             f"Mark it with @hookimpl, or rename it: _{hook}."
         )
+
+
+def _check_self(where: str, method: Any, known: Sequence[str]) -> None:
+    """Refuse a method without ``self``: Python would pass the plugin as the hook's first argument."""
+    if not inspect.ismethod(method):
+        return  # a static method, or an object that is called
+    first = next(iter(inspect.signature(method.__func__).parameters), None)
+    if first is None or first in known:
+        gets = "no argument" if first is None else f"the plugin as {first!r}"
+        raise PluginError(f"{where} has no argument 'self', so it would get {gets}. Add 'self' as the first argument.")
 
 
 def unknown_hook(hook: str, known: Collection[str]) -> str:

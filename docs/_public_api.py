@@ -29,6 +29,7 @@ from torch.nn.functional import cross_entropy
 import fastloop
 import fastloop.testing
 from fastloop import Trainer
+from fastloop.checkpoint.form import check_form
 from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
@@ -44,8 +45,8 @@ ACCEPT = (
     "CHANGELOG.md, and follow docs/stability.md, which states how a name is deprecated before it changes or goes."
 )
 NOTHING = "(none)"
-FUNCTIONS = (evaluating, preserve_random_states, random_states, restore_random_states)
-"""Public functions for passes of a plugin's own: docs/loop.md describes them."""
+FUNCTIONS = (check_form, evaluating, preserve_random_states, random_states, restore_random_states)
+"""Public functions for plugins: docs/loop.md and docs/write-a-plugin.md describe them."""
 
 
 def current() -> dict[str, str]:

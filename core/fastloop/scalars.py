@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from fastloop.checkpoint.form import check_form
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, did_you_mean
@@ -138,7 +139,14 @@ class Scalars:
 
     def restore(self, states: Sequence[Mapping[str, Any]], processes: Processes) -> None:
         """Restore the result of ``state``. With another number of processes, the main process continues the values of
-        all."""
+        all.
+
+        Raises:
+            ValueError: Values are no lists of numbers.
+        """
+        for state in states:
+            for name, values in state["values"].items():
+                check_form(values, [0.0], f"scalars.{name}")
         self.reductions = dict(states[0]["reductions"])
         if len(states) == processes.world_size:
             self.values = dict(states[processes.rank]["values"])

@@ -355,21 +355,43 @@ PLANTED = {
         {},
         twin_suite='refuses = ("ddp",)',
     ),
-    "ends-early": Planted(
+    "leaves-steps-out": Planted(
         "saved_and_loaded",
         "more than 9 steps of training. Found: a run that ends after 4 steps",
         """
         numerics = "changes-training"
-        last = 4
+        steps = 1
 
-        @hookimpl
-        def after_step(self, run):
-            if run.state.step == self.last:
-                run.state.request_stop("enough")
+        @hookimpl(tryfirst=True)
+        def build_sampler(self, run, split):
+            if split == "train":
+                ids = torch.utils.data.SequentialSampler(range(min(8 * self.steps, 35)))
+                return torch.utils.data.BatchSampler(ids, 8, False)
         """,
-        {"last = 4": "last = 19"},
+        {"steps = 1": "steps = 5"},
     ),
 }
+STOPS = """
+numerics = "{numerics}"
+
+@hookimpl
+def after_step(self, run):
+    if run.state.step == 4:
+        run.state.request_stop("enough")
+"""
+CHANGES_THE_LOSS = """
+@hookimpl(wrapper=True)
+def compute_loss(self):
+    output = yield
+    output.loss = output.loss * (1 + 1e-6)
+    return output
+"""
+EARLY = {
+    "stops-early": STOPS.format(numerics="bitwise"),
+    "stops-early-and-trains": STOPS.format(numerics="changes-training") + CHANGES_THE_LOSS,
+    "stops-early-and-lies": STOPS.format(numerics="bitwise") + CHANGES_THE_LOSS,
+}
+"""Plugins that end the training by design, for all checks. The last one breaks its promise."""
 HEAD = '''"""A plugin of a test.
 
     plugins:
@@ -426,6 +448,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, tu
             cls = f"Test_{plugin.replace('-', '_')}"
             lines.append(f"class {cls}(Conformance):\n    plugin = {plugin!r}\n    {suite}")
             selected += [f"test_authors.py::{cls}::test_{check}" for check in checks]
+    for name, code in EARLY.items():
+        install(folder / "site", name, code)
+        cls = f"Test_{name.replace('-', '_')}"
+        lines.append(f"class {cls}(Conformance):\n    plugin = {name!r}")
+        selected += [f"test_authors.py::{cls}::test_{check}" for check in CHECKS]
     (folder / "test_authors.py").write_text("\n\n".join(lines) + "\n")
     (folder / "conftest.py").write_text('pytest_plugins = ["fastloop.testing"]\n')
     (folder / "pytest.ini").write_text("[pytest]\npythonpath = site\nfilterwarnings = error\n")
@@ -463,6 +490,18 @@ def test_the_suite_passes_the_correct_twin(outcomes, name):
     expected = {"batch_norm"} if "changes-training" in PLANTED[name].code else set()
     expected |= {"processes[ddp]"} if name.startswith("refuses") else set()
     assert skipped == expected & checks
+
+
+@pytest.mark.parametrize("name", EARLY)
+def test_the_suite_tells_a_plugin_that_ends_early_from_one_that_breaks_a_promise(outcomes, name):
+    found = {check: outcome for check, (outcome, _) in outcomes[name].items()}
+    skipped = {check for check, outcome in found.items() if outcome == "skipped"}
+    failed = {check for check, outcome in found.items() if outcome == "failure"}
+    lies = name.endswith("lies")
+    assert failed == ({"numerics", "processes[ddp]"} if lies else set())
+    needs_more_steps = {"batch_norm", "saved_and_loaded", "killed"}
+    assert skipped == needs_more_steps | ({"numerics"} if name == "stops-early" else set())
+    assert "it ends the training after 4 steps (enough)" in outcomes[name]["saved_and_loaded"][1]
 
 
 def test_skipped_checks_are_listed_with_their_reasons(outcomes):

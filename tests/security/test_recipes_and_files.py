@@ -960,6 +960,9 @@ def test_a_run_of_a_sweep_is_in_its_folder(name, tmp_path):
         Record(Path("sweep"), {}, [TrialRun("lr-1", {"lr": "1"}, None)], "loss", True).start(resume=True, again="")
 
 
+PARTS = {"ema": ["average"], "early-stopping": ["waited"], "checkpoint-best": ["kept", "saved"], "log": ["offset"]}
+PARTS |= {"nan-guard": ["counts"], "sample-audit": ["totals", "readers"], "lr-scheduler": []}
+"""Plugin -> keys of its state."""
 STATES: list[tuple[tuple[str, ...], Any]] = [
     *(((), value) for value in (5, None, [], {}, "text")),
     *(
@@ -971,13 +974,24 @@ STATES: list[tuple[tuple[str, ...], Any]] = [
     *((("state", key), 5) for key in ("metrics", "left_out", "nothing", "stop_reason_")),
     *((("clock", "train"), value) for value in ("text", None, 10**400)),
     *((("recipe", key), value) for key in ("train", "model", "data") for value in (5, None)),
+    *((("scheduler", key), value) for key in ("base_lrs", "last_epoch") for value in ("text", None, [])),
+    *((("scalars", 0, "values", "train/loss"), value) for value in ("text", None, ["text"])),
+    *((("optimizer", "param_groups", 0, key), value) for key in ("lr", "betas", "eps") for value in ("text", None, [])),
+    *((("plugins", name), value) for name in PARTS for value in (5, [], "text")),
+    *(
+        (("plugins", name, key), value)
+        for name, keys in PARTS.items()
+        for key in keys
+        for value in (None, [[]], "text")
+    ),
 ]
 
 
 @pytest.mark.slow
 def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path, record_property):
     """a checkpoint's state with a wrong value: refused with its name"""
-    tiny_run(["ema"], max_steps=2, output=tmp_path / "run")
+    plugins = [*PARTS][:-1] + [{"lr-scheduler": {"schedule": "cosine"}}]
+    tiny_run(plugins, max_steps=2, output=tmp_path / "run")
     (folder,) = (tmp_path / "run/checkpoints").glob("step-*")
     text = (folder / "state.json").read_text()
     record_property("faults", len(STATES))
@@ -990,7 +1004,7 @@ def test_a_malformed_state_is_no_traceback(tiny_run, tmp_path, record_property):
         (folder / "state.json").write_text(json.dumps(tree["state"]))
         seal(folder)
         with pytest.raises(CheckpointError, match="step-00000002"):
-            tiny_run(["ema"], max_steps=4, output=tmp_path / "run", resume=True)
+            tiny_run(plugins, max_steps=4, output=tmp_path / "run", resume=True)
     (folder / "state.json").write_text(text)
     seal(folder)
-    assert tiny_run(["ema"], max_steps=4, output=tmp_path / "run", resume=True).summary["steps"] == 4  # control
+    assert tiny_run(plugins, max_steps=4, output=tmp_path / "run", resume=True).summary["steps"] == 4  # control

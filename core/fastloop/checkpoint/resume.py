@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,12 +18,14 @@ from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
 from fastloop.checkpoint.build_record import with_own_code, with_own_growth
+from fastloop.checkpoint.form import check_form
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
 from fastloop.recipe import secrets
 from fastloop.runtime.random_states import random_states, restore_random_states
 from fastloop.runtime.regions import region
 
 if TYPE_CHECKING:
+    from fastloop.plugins.plugin import Plugin
     from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
@@ -127,7 +130,7 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
     with refuse_errors(malformed):
         _restore(run, path, model, saved)
         states = dict(saved["plugins"])
-    _restore_plugins(run, states)
+    _restore_plugins(run, path, states)
     log.info("resumed from %s at step %d", path, run.state.step)
     with refuse_errors(malformed, *MALFORMED, RuntimeError):
         _restore_random_states(run, saved["random"])
@@ -146,14 +149,21 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     """Restore the run's state from a checkpoint that was read."""
     with refuse_errors(f"{path}: not a checkpoint of this model: ", RuntimeError):
         run.strategy.load_model_state(run, model)
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
+    if len(saved["optimizer"]["param_groups"]) == len(groups):  # else the optimizer reports it
+        check_form(saved["optimizer"]["param_groups"], groups, "optimizer.param_groups")
     with refuse_errors(
         f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError
     ):
         run.strategy.load_optimizer_state(run, with_own_code(saved["optimizer"], run.optimizer.param_groups))
     if run.scheduler is not None:
+        check_form(saved["scheduler"], run.scheduler.state_dict(), "scheduler")
         run.scheduler.load_state_dict(saved["scheduler"])
+    if len(getattr(run.scheduler, "base_lrs", groups)) != len(groups):
+        raise ValueError(f"scheduler.base_lrs: expected one for each of the {len(groups)} parameter groups")
     scaler = run.accelerator.scaler
     if scaler is not None:
+        check_form(saved["scaler"], scaler.state_dict(), "scaler")
         scaler.load_state_dict(with_own_growth(saved["scaler"], scaler))
     run.state.restore(saved["state"])
     recipe = secrets.hidden(run.recipe.to_dict())
@@ -166,13 +176,36 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     run.scalars.restore(saved["scalars"], run.processes)
 
 
-def _restore_plugins(run: Run, states: dict[str, Any]) -> None:
-    """Restore the states of the plugins, by name. An error of a plugin stays the plugin's."""
+def _restore_plugins(run: Run, path: Path, states: dict[str, Any]) -> None:
+    """Restore the states of the plugins, by name.
+
+    Raises:
+        CheckpointError: A plugin does not understand its state.
+    """
     log_points.start(run)
     for plugin, call in run.plugins.each("load_state"):
         state = states.get(plugin.name)
         if state is not None:
-            call(run=run, state=state)
+            with _refuse_state_of(plugin, path):
+                call(run=run, state=state)
+
+
+@contextmanager
+def _refuse_state_of(plugin: Plugin, path: Path) -> Iterator[None]:
+    """Turn an error in ``load_state`` into one that names the plugin, the checkpoint and the line.
+
+    Raises:
+        CheckpointError: The plugin does not understand its state.
+    """
+    try:
+        yield
+    except (*MALFORMED, AssertionError, RuntimeError) as error:
+        line = traceback.extract_tb(error.__traceback__)[-1]
+        raise CheckpointError(
+            f"{path}: plugin {plugin.name!r} cannot load its state: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]} ({Path(line.filename).name}, line {line.lineno}). The state is "
+            "malformed, or of another version of the plugin. Resume from another checkpoint, or start a new run."
+        ) from error
 
 
 def _restore_random_states(run: Run, states: list[dict[str, Any]]) -> None:

@@ -14,7 +14,8 @@ step with and without the plugin as a property in pytest's report.
 
 A check that cannot run is skipped, which is not a pass: a section of pytest's report lists each with its reason. If a
 run is refused, the check fails, unless the plugin declares the refusal (``conflicts``, ``requirements``), the class
-lists it in ``refuses``, or the strategy refuses the task without the plugin, too.
+lists it in ``refuses``, or the strategy refuses the task without the plugin, too. If a plugin ends the training early
+by ``run.state.request_stop``, its steps are compared, and a check that needs more of them is skipped.
 
 Each training runs in a process of its own, because a plugin that leaves something behind must not change other tests.
 The bounds of the numerics classes are those of ``fastloop.cli.numerics``, as for ``bench`` and ``tune``.
@@ -195,11 +196,12 @@ class Conformance:
         ours, numerics = study_results.run("ours"), study_results.plugin.numerics
         if study_results.plugin.slot == "task":
             pytest.skip("it is a task: there is no training without it")
+        ends_early = early_end(ours)
         plain, again = (study_results.plain.run(name) for name in ("plain", "plain again"))
         self._losses(numerics, ours, plain, again)
         if numerics == "changes-training":
             return
-        if numerics == "bitwise":
+        if numerics == "bitwise" and not ends_early:
             self._bits(ours, plain)
         far, noise = distance(ours.gradients, plain.gradients), distance(again.gradients, plain.gradients)
         if far > max(BOUNDS[numerics], 2 * noise):
@@ -207,6 +209,8 @@ class Conformance:
             self.broken(
                 f"numerics {numerics!r}: the first step's gradients as they are without it", found, REPAIRS[numerics]
             )
+        if ends_early:
+            pytest.skip(f"{ends_early}, so its final weights and metrics are not those of a whole training")
         seeds = () if numerics == "bitwise" else SEEDS
         finals = [
             study_results.plain.run(name).metrics[-1][1]["loss"]
@@ -245,6 +249,8 @@ class Conformance:
             pytest.skip("it is a task, or changes the training: nothing is promised about the statistics of batch norm")
         if with_batch_norm(self.task) is None:
             pytest.skip("the model of its task has no variant with batch norm; VECTORS and IMAGES have one")
+        if ends_early := early_end(study_results.run("batch norm")):
+            pytest.skip(f"{ends_early}, so it makes fewer passes")
         ours, plain = (results.run("batch norm").weights for results in (study_results, study_results.plain))
         counts = {name: int(count) for name, count in plain.items() if name.endswith("num_batches_tracked")}
         if found := [
@@ -261,8 +267,14 @@ class Conformance:
 
     def _losses(self, numerics: str, ours: Trained, plain: Trained, again: Trained, where: str = "") -> None:
         """Check that the losses keep the bounds of the class."""
+        ends_early = early_end(ours)
+        if ends_early:
+            plain, again = (dataclasses.replace(run, losses=run.losses[: len(ours.losses)]) for run in (plain, again))
         losses, expected = ours.losses, plain.losses
-        if numerics == "changes-training":
+        if numerics == "changes-training" and ends_early:
+            if not all(map(math.isfinite, losses)):
+                self.broken(f"finite losses{where}", f"the losses {few(losses)}", REPAIRS[numerics])
+        elif numerics == "changes-training":
             half = max(len(losses) // 2, 1)  # an epoch, so both halves have the same samples
             if not all(map(math.isfinite, losses)) or not sum(losses[-half:]) < sum(losses[:half]):
                 self.broken(f"a training that learns{where}", f"the losses {few(losses)}", REPAIRS[numerics])
@@ -289,6 +301,7 @@ class Conformance:
     def test_saved_and_loaded(self, study_results: StudyResults) -> None:
         """An interrupted and resumed run ends with the same bits and the same plugin state as an uninterrupted one."""
         if len(study_results.run("interrupted").losses) != STOPS_AT:
+            self._skip_if_early(study_results, STOPS_AT)
             found = f"a run that ends after {len(study_results.run('interrupted').losses)} steps"
             self.broken(
                 f"more than {STOPS_AT} steps of training",
@@ -302,6 +315,7 @@ class Conformance:
         """A new process that resumes a killed run ends with the same bits as an undisturbed run."""
         study_results.run("ours")
         if study_results.killed.code != -KILL:
+            self._skip_if_early(study_results, DIES_AT)
             ended = study_results.killed.result
             why = ended.error if isinstance(ended, Failed) else failure([study_results.killed])
             self.broken(
@@ -311,6 +325,14 @@ class Conformance:
             )
         whole, again = study_results.run("whole"), study_results.run("after the kill")
         self._goes_on(whole, again, f"was killed in step {DIES_AT}", DIES_AT // SAVES_EVERY * SAVES_EVERY)
+
+    def _skip_if_early(self, study_results: StudyResults, steps: int) -> None:
+        """Skip a check that needs more than ``steps`` steps, if the plugin ends the training before."""
+        ours = study_results.run("ours")
+        ends_early = early_end(ours)
+        if ends_early and len(ours.losses) <= steps:
+            advice = "`options` or `task` of the test can let it train longer"
+            pytest.skip(f"{ends_early}, and the check needs more than {steps}: {advice}")
 
     def _goes_on(self, whole: Trained, again: Trained, what: str, step: int, where: str = "") -> None:
         wrong, rest = [], whole.losses[step:]
@@ -399,11 +421,20 @@ class Conformance:
             del runs["without"]
         for name, names in runs.items():
             seconds = [second for run in names for second in study_results.run(run).seconds]
+            if not seconds:
+                pytest.skip("it ends the training after one step")
             request.node.user_properties.append((f"seconds a step {name} it", median(seconds)))
 
     def broken(self, promised: str, found: str, repair: str) -> None:
         """Fail with the promise, the finding, and the remedy."""
         pytest.fail(f"plugin {self.plugin!r} promises {promised}. Found: {found}. {repair}.", pytrace=False)
+
+
+def early_end(run: Trained) -> str:
+    """After how many steps a plugin ended the training by ``run.state.request_stop``, and why; empty: it did not."""
+    if run.summary["status"] != "stopped":
+        return ""
+    return f"it ends the training after {len(run.losses)} steps ({run.summary['reason']})"
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -126,6 +126,10 @@ class CheckpointBest(Plugin):
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        kept = asdict(Kept(step=0, value=0.0, metrics={}, weights=""))
+        check_form(state, {"kept": [kept], "saved": {0: [0]}})
         self.kept = [Kept(**fields) for fields in state["kept"]]
         self.saved = state["saved"]
 

@@ -61,6 +61,9 @@ class SampleAudit(Plugin):
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        check_form(state, {"unrecorded": 0, "totals": self.totals, "readers": [(0, 0, 0)]})
         self.loaded, self.unrecorded, self.totals = True, state["unrecorded"], dict(state["totals"])
         self.readers = Counter({(rank, worker): samples for rank, worker, samples in state["readers"]})
 

@@ -116,6 +116,9 @@ class NanGuard(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        check_form(state, {"losses": [0.0], "counts": self.counts})
         self.spikes.losses.clear()  # after a rollback: losses of steps that are repeated
         self.spikes.losses.extend(state["losses"])
         self.counts = dict(state["counts"])

@@ -115,6 +115,9 @@ class Log(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        check_form(state, {"offset": 0})
         self.offset = state["offset"]
 
     @hookimpl(trylast=True)

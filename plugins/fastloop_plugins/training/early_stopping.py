@@ -74,4 +74,7 @@ class EarlyStopping(Plugin):
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        check_form(state, {"best": 0.0 if state["best"] is not None else None, "waited": 0})
         self.best, self.waited = state["best"], state["waited"]

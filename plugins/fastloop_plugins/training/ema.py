@@ -143,6 +143,10 @@ class EMA(Plugin):
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
+        from fastloop.checkpoint.form import check_form
+
+        weights = dict(run.unwrap_model().named_parameters())
+        check_form(state, {"average": {name: weights[name] for name in state["average"]}, "updates": 0})
         training, self.average, self.updates = bool(self.average), state["average"], state["updates"]
         if training:  # a rollback during training
             self.before_fit(run)

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from fastloop import CheckpointError, Plugin, hookimpl
+from fastloop import CheckpointError, Plugin, checkpoint, hookimpl
 from fastloop.testing import tiny_data, tiny_model
 
 TIMES = ("samples_per_second", "tokens_per_second", "memory_bytes")
@@ -663,3 +663,54 @@ def test_resume_from_checkpoint_without_data_fingerprint(tiny_run):
     del state["data"]
     checkpoint.write(path, model, state)
     assert tiny_run(output="run", resume=True).summary["steps"] == 18
+
+
+class Forgets(Plugin):
+    """Its state has another form than the one that it loads."""
+
+    name = "forgets"
+
+    @hookimpl
+    def save_state(self) -> dict[str, Any]:
+        return {"count": 3}
+
+    @hookimpl
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.count = state["number"]
+
+
+def test_a_state_that_a_plugin_does_not_understand_is_refused_by_name(tiny_run):
+    tiny_run([Forgets()], epochs=1, output="run")
+    with pytest.raises(CheckpointError) as refused:
+        tiny_run([Forgets()], epochs=2, output="run", resume=True)
+    assert refused.value.exit_code == 2
+    assert "run/checkpoints/step-00000009: plugin 'forgets' cannot load its state: KeyError: 'number'" in str(
+        refused.value
+    )
+    assert "test_resume.py, line " in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        (("scheduler", "base_lrs"), [], "base_lrs"),
+        (("scheduler", "last_epoch"), "two", "scheduler.last_epoch"),
+        (("optimizer", "param_groups", 0, "betas"), None, "optimizer.param_groups.0.betas"),
+        (("scalars", 0, "values", "train/loss"), 5, "scalars.train/loss"),
+        (("plugins", "ema", "updates"), "two", "plugin 'ema'"),
+        (("plugins", "log", "offset"), None, "plugin 'log'"),
+    ],
+)
+def test_a_malformed_value_of_a_state_is_refused_with_its_place(tiny_run, place, value, named):
+    plugins = ["ema", "log", SCHEDULE]
+    tiny_run(plugins, max_steps=2, output="run")
+    folder = Path("run/checkpoints/step-00000002")
+    model, state = checkpoint.read(folder)
+    inner: Any = state
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    checkpoint.write(folder, model, state)
+    with pytest.raises(CheckpointError, match="step-00000002") as refused:
+        tiny_run(plugins, max_steps=4, output="run", resume=True)
+    assert named in str(refused.value)

@@ -580,10 +580,13 @@ def test_run_error_names_the_plugin(tiny_run):
         tiny_run([Broken()])
 
 
-@pytest.mark.parametrize("hook", ["check_recipe", "build_scheduler", "before_prepare", "load_state"])
-def test_build_or_load_error_names_the_plugin(tiny_run, hook):
+@pytest.mark.parametrize(
+    ("hook", "error"),
+    [*((hook, ValueError) for hook in ("check_recipe", "build_scheduler", "before_prepare")), ("load_state", OSError)],
+)
+def test_build_or_load_error_names_the_plugin(tiny_run, hook, error):
     def fails(self: Any) -> None:
-        raise ValueError("on purpose")
+        raise error("on purpose")
 
     def saves(self: Any) -> dict[str, int]:
         return {"a": 1}
@@ -591,7 +594,7 @@ def test_build_or_load_error_names_the_plugin(tiny_run, hook):
     plain = type("Plain", (Plugin,), {"name": "early", "save_state": hookimpl(saves)})
     broken = type("Broken", (plain,), {hook: hookimpl(fails)})
     tiny_run([plain()], epochs=1, output="run")
-    with pytest.raises(PluginCrash, match=rf"plugin 'early' .* failed in {hook}: ValueError: on purpose"):
+    with pytest.raises(PluginCrash, match=rf"plugin 'early' .* failed in {hook}: {error.__name__}: on purpose"):
         tiny_run([broken()], epochs=1, output="run", resume=True)
 
 

@@ -25,12 +25,6 @@ class Launcher:
 
     def __init__(self, recipe: Recipe, plugin: Plugin) -> None:
         self.recipe, self.plugin = recipe, plugin
-        if self.is_on("ACCELERATE_USE_PARALLELISM_CONFIG"):
-            remedy = (
-                "Take parallelism_config out there. List context-parallel, tensor-parallel, or fsdp with tensor or "
-                "shard_within."
-            )
-            self.refuse("ACCELERATE_USE_PARALLELISM_CONFIG", remedy)
 
     def asked(self, variable: str) -> str | None:
         """The value of a variable; None if it is not set, or says nothing."""

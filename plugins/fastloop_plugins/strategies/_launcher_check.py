@@ -21,6 +21,9 @@ logger = logging.getLogger("fastloop")
 STRATEGIES = ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM")
 """Variables of the strategies that ``accelerate launch`` can request. In fastloop, plugins of the same names implement
 them."""
+PARALLELISM = "ACCELERATE_USE_PARALLELISM_CONFIG"
+"""Variable of the division of processes that ``accelerate launch`` can request. Accelerate reads it itself, under each
+strategy."""
 
 LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT")
 """Variables that ``accelerate launch`` sets together for several processes. Without ``--multi_gpu``, it starts one."""
@@ -67,6 +70,11 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
             raise PluginError(
                 f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here."
             )
+    if environment.get(PARALLELISM, "").lower() in ("true", "1", "yes"):
+        raise PluginError(
+            f"{launcher} a parallelism_config ({PARALLELISM}). Take it out there. List context-parallel, "
+            "tensor-parallel, or fsdp with tensor or shard_within here."
+        )
     if given not in ("no", ""):
         precision = plugins.configure(recipe).mixed_precision
         if given != precision:

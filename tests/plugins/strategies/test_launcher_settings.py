@@ -165,7 +165,6 @@ REFUSED: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ),
     ("fsdp", FSDP_2 | {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, {}, "plugins.fsdp.blocks"),
     ("fsdp", FSDP_2 | {"FSDP_IGNORED_MODULES": "head"}, {}, "Take fsdp_ignored_modules out there"),
-    ("fsdp", FSDP_2 | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, {}, "or fsdp with tensor or shard_within"),
     ("fsdp", FSDP_1 | {"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, {}, "List 'ddp' instead of 'fsdp'"),
     ("fsdp", FSDP_1 | {"FSDP_FORWARD_PREFETCH": "true"}, {}, "Set fsdp_forward_prefetch: false there"),
     ("fsdp", FSDP_1 | {"FSDP_BACKWARD_PREFETCH": "BACKWARD_POST"}, {}, "Use BACKWARD_PRE there"),

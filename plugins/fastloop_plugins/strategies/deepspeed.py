@@ -9,8 +9,9 @@ processes, under another stage or strategy.
 
 ``config`` names a JSON file of DeepSpeed's own options. The recipe supplies values that are missing or "auto"; a
 contradiction is an error. ``"bf16": {"enabled": true}`` in it keeps the weights in bf16 with a sharded copy in fp32, as
-fp16 always does. Under ``accelerate launch``, the recipe takes over the settings of ``deepspeed_config`` that it leaves
-open: ``zero_stage``, ``gradient_clipping``, the devices of offload, and ``deepspeed_config_file``. Others are refused.
+fp16 always does. Parameters without dimensions are refused: give them the shape (1,). Under ``accelerate launch``, the
+recipe takes over the settings of ``deepspeed_config`` that it leaves open: ``zero_stage``, ``gradient_clipping``, the
+devices of offload, and ``deepspeed_config_file``. Others are refused.
 """
 
 from __future__ import annotations
@@ -91,12 +92,14 @@ class DeepSpeed(Strategy):
 
         from fastloop_plugins.strategies._deepspeed_gradients import Reduction, exclude_hooks, order_modules
         from fastloop_plugins.strategies._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
+        from fastloop_plugins.strategies._sharded_parameters import refuse_scalars
         from fastloop_plugins.training._optimizers import Optimizers
 
         if isinstance(optimizer, Optimizers):
             names = ", ".join(map(repr, optimizer.members))
             problem = f"build_optimizer returned several optimizers, {names}, and DeepSpeed steps one. Use ddp or fsdp."
             raise PluginError(f"{run.recipe.where}: plugins.deepspeed: {problem}")
+        refuse_scalars(model, f"{run.recipe.where}: plugins.deepspeed")  # DeepSpeed cannot exchange them
         config, stage = self.configuration.build(run, model), self.configuration.stage
         if not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ:
             raise PluginError(

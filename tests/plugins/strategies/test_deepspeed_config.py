@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from fastloop import PluginError
 from fastloop.recipe import make_recipe
-from fastloop.testing import tiny_data
+from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins.strategies.deepspeed import DeepSpeed
 
 
@@ -165,3 +167,12 @@ def test_steps_that_another_plugin_splits_are_refused(tiny_run):
         match=r"plugins\.deepspeed: needs the same number of micro-steps in each step, and 'length-bucketing' splits",
     ):
         tiny_run(["deepspeed", {"length-bucketing": {"max_tokens": 20}}], data=data, device="cpu")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_without_dimensions_are_refused_by_name(tiny_run, stage):
+    model = tiny_model()
+    model.scale = nn.Parameter(torch.tensor(1.0), requires_grad=False)
+    with pytest.raises(PluginError, match=r"plugins\.deepspeed: .* parameters without dimensions: scale\."):
+        tiny_run([{"deepspeed": {"stage": stage}}], model=model)

@@ -279,7 +279,7 @@ PLANTED = {
     ),
     "leaves-eval-mode": Planted(
         "numerics",
-        BITS,
+        "after_evaluate left the model in eval mode",
         """
         numerics = "bitwise"
 

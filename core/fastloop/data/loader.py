@@ -39,6 +39,7 @@ class Loader:
         sampler: Whether to drop an incomplete last batch. A batch has ``batch_size`` samples in training and the
             sampler's ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids
             of a map-style dataset in their order. None, or any other sampler: all samples in the default order.
+        drop_last: Whether to drop an incomplete last batch without a sampler, too.
 
     Raises:
         UsageError: No sample is left.
@@ -63,6 +64,7 @@ class Loader:
         pieces: int = 1,
         split: str = "train",
         sampler: BatchSampler | None = None,
+        drop_last: bool = False,
     ) -> None:
         self.dataset = dataset
         reading = settings.of(split)
@@ -85,7 +87,7 @@ class Loader:
         if reading["num_workers"]:
             arguments |= {name: reading[name] for name in settings.WORKERS}
             loader_class = reading["loader_class"] or DataLoader
-        drop_last = sampler is not None and sampler.drop_last
+        drop_last = drop_last or (sampler is not None and sampler.drop_last)
         self.loader: DataLoader[Any]
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             dropped = self.micro_steps * world_size if drop_last else 0
@@ -98,8 +100,8 @@ class Loader:
             return
         order: Any = sampler.sampler if sampler is not None and callable(sampler.sampler) else None
         dropped_batch = 0
-        if sampler is not None and drop_last:
-            dropped_batch = batch_size if shuffle else sampler.batch_size
+        if drop_last:
+            dropped_batch = batch_size if shuffle or sampler is None else sampler.batch_size
         arrange = partial(settings.arrange, dataset) if settings.arrange is not None else None
         divide = partial(settings.split, dataset) if settings.split is not None else None
         size = len(dataset if order is None else order)

@@ -166,4 +166,5 @@ class Loaders:
             shuffle=trains,
             split=split,
             sampler=self.samplers[split],
+            drop_last=trains and train.drop_last,
         )

@@ -64,6 +64,9 @@ class Train:
     micro_batch_size: Annotated[
         int | None, option("Samples per micro-batch of one process; null: batch_size / world size.", ge=1)
     ] = None
+    drop_last: Annotated[
+        bool, option("Drop the samples at an epoch's end that do not fill a batch, such as a single one.")
+    ] = False
     eval_batch_size: Annotated[
         int | None, option("Samples per evaluation batch of one process; null: as in training.", ge=1)
     ] = None

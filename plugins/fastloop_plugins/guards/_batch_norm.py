@@ -1,4 +1,5 @@
-"""Warns of batch norm over a part of a step's samples, and evaluates with the statistics that are exported.
+"""Warns of batch norm over a part of a step's samples, refuses it over one sample, and evaluates with the statistics
+that are exported.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -6,18 +7,22 @@ Part of every run, like the core's own implementations of hooks; no recipe names
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from fastloop import hookimpl
+from fastloop import RecipeError, hookimpl
+from fastloop.data.sampler import MicroBatchIds
 
 if TYPE_CHECKING:
     from fastloop import Run
 
 logger = logging.getLogger("fastloop")
+
+TORCH_NEEDS_TWO = "Expected more than 1 value per channel"
+"""The beginning of torch's error for batch norm over one value."""
 
 
 def batch_norms(run: Run) -> list[BatchNorm]:
@@ -27,7 +32,11 @@ def batch_norms(run: Run) -> list[BatchNorm]:
 
 @hookimpl(trylast=True)
 def check_run(run: Run) -> None:
-    """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained."""
+    """Log a warning if batch norm normalizes over a part of a step's samples, which changes what is trained.
+
+    Raises:
+        RecipeError: A process computes a sample alone, from which this model's batch norm cannot compute a variance.
+    """
     norms = [module for module in batch_norms(run) if module.training]
     causes = []
     if run.settings.split is not None:
@@ -41,6 +50,71 @@ def check_run(run: Run) -> None:
         logger.warning(
             "batch norm uses only the samples of its own %s, so results depend on %s", part, " and ".join(causes)
         )
+    if norms and _has_lone_sample(run) and _fails_on_one_sample(run, norms):
+        _refuse_lone_sample(run)
+
+
+def _has_lone_sample(run: Run) -> bool:
+    """Whether a process computes one sample alone in a step that the run reaches. Only for a map-style dataset whose
+    steps no plugin splits.
+
+    With 60 samples, batches of 8 and micro-batches of 4, the last step has one micro-batch of 4. With two processes,
+    the second one repeats its first sample, alone.
+    """
+    sampler, processes = run.train_loader.sampler, run.loaders.processes.world_size
+    if sampler is None or run.settings.split is not None:
+        return False
+    last_step = sampler.size % sampler.batch_size
+    epoch_ends = run.total_steps is None or run.total_steps >= (run.train_loader.steps_per_epoch() or 0)
+    if sampler.micro_batch_size == 1:
+        return True
+    if not last_step or not epoch_ends:
+        return False
+    some_process_repeats = -(-last_step // sampler.micro_batch_size) % processes != 0
+    return some_process_repeats or last_step % sampler.micro_batch_size == 1
+
+
+def _fails_on_one_sample(run: Run, norms: list[BatchNorm]) -> bool:
+    """Try the loss of one sample with batch norm in train mode. The model and the random states stay as they were.
+
+    Other errors are left to the run, which reports them where they belong."""
+    from fastloop.runtime.random_states import preserve_random_states
+    from fastloop_plugins._probe import probing
+    from fastloop_plugins.guards.metric_check import reshard
+
+    sampler, loader = run.train_loader.sampler, run.train_loader.loader
+    assert sampler is not None
+    reader: Any = loader.dataset
+    problem = ""
+    try:
+        with preserve_random_states(), probing(run.unwrap_model()), run.scalars.paused():
+            samples = reader.__getitems__(MicroBatchIds(sampler.order()[:1]))
+            ((batch,),) = run.to_device([[loader.collate_fn(samples)]])
+            for module in norms:
+                module.train()
+            with torch.compiler.set_stance("force_eager"):
+                run.hooks.compute_loss(run=run, model=run.model, batch=batch.inputs)
+    except Exception as error:
+        problem = str(error)
+    reshard(run.model)
+    return problem.startswith(TORCH_NEEDS_TWO)
+
+
+def _refuse_lone_sample(run: Run) -> None:
+    train, sampler, processes = run.recipe.train, run.train_loader.sampler, run.loaders.processes.world_size
+    assert sampler is not None
+    if sampler.micro_batch_size == 1:
+        raise RecipeError(
+            f"{run.recipe.where}: train.micro_batch_size: found 1, and the model's batch norm needs two samples at "
+            "once. Use micro-batches of two samples or more."
+        )
+    rest = sampler.size % sampler.batch_size
+    shared = f", in micro-batches of {sampler.micro_batch_size} on {processes} processes" if processes > 1 else ""
+    raise RecipeError(
+        f"{run.recipe.where}: train.batch_size: {sampler.size} samples in batches of {train.batch_size}{shared}, leave "
+        f"{rest} for an epoch's last step, and a process computes one of them alone. The model's batch norm needs two "
+        "samples at once. Set train.drop_last: true to leave these out, or use another batch size."
+    )
 
 
 @hookimpl(tryfirst=True)

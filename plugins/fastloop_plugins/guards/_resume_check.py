@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 FIXED = (
-    "seed", "batch_size", "lr", "optimizer", "weight_decay", "decay_biases_and_norms", "layer_lr_decay",
+    "seed", "batch_size", "drop_last", "lr", "optimizer", "weight_decay", "decay_biases_and_norms", "layer_lr_decay",
     "parameter_groups", "max_grad_norm"
 )  # fmt: skip
 """Keys of ``train`` that a resumed run cannot change."""

@@ -200,6 +200,7 @@ REASONS = {
     "model_type": "not needed: the model's config.json names its architecture",
     "tokenizer_type": "not needed: the tokenizer's files name its class",
     "is_llama_derived_model": "not needed: the model's config.json names its architecture",
+    "dataloader_drop_last": "set train.drop_last, which drops the last step of an epoch that is not full",
     "dataloader_pin_memory": "not needed: always on CUDA",
     "dataloader_prefetch_factor": "see plugins.dataloader-workers.prefetch_factor",
     "remove_unused_columns": "not needed: a recipe names the columns to read",

@@ -5,13 +5,16 @@ Several processes: ``test_ddp_fsdp``."""
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from strategy_runs import all_of
 from torch import nn
 
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, RecipeError, hookimpl
+from fastloop.testing import tiny_data
 from fastloop_plugins.memory.auto_micro_batch import AutoMicroBatch
 
 MESSAGE = "batch norm uses only the samples of its own micro-batch, so results depend on "
@@ -78,3 +81,76 @@ def test_micro_batches_that_are_halved_in_training_have_the_warning_too(tiny_run
     caplog.set_level(logging.WARNING, "fastloop")
     tiny_run([AutoMicroBatch(snapshot=False), FailsOnce()], model=normed(), max_steps=3)
     assert warnings(caplog) == [MESSAGE + "train.micro_batch_size"]
+
+
+# -- one sample alone --------------------------------------------------------------------------------------------------
+
+
+def images() -> nn.Module:
+    """Batch norm with several values of one sample."""
+    torch.manual_seed(0)
+    layers = nn.Conv1d(1, 4, 3), nn.BatchNorm1d(4), nn.Flatten(), nn.Linear(24, 3)
+    return nn.Sequential(nn.Unflatten(1, (1, 8)), *layers)
+
+
+@pytest.mark.parametrize(
+    ("size", "train"),
+    [
+        (65, {}),
+        (69, {"micro_batch_size": 4}),
+        (64, {"micro_batch_size": 1}),
+        (65, {"max_steps": 9}),
+    ],
+)
+def test_a_sample_that_batch_norm_would_get_alone_is_refused_before_training(tiny_run, size, train):
+    with pytest.raises(RecipeError, match="batch norm needs two samples at once"):
+        tiny_run([], model=normed(), data=tiny_data(size), **train)
+    assert not Path("run0").exists()
+
+
+def test_a_refusal_proposes_to_drop_the_last_step(tiny_run):
+    with pytest.raises(RecipeError, match=r"train\.batch_size: 65 samples .* leave 1 .* Set train\.drop_last: true"):
+        tiny_run([], model=normed(), data=tiny_data(65))
+    dropped = tiny_run([], model=normed(), data=tiny_data(65), drop_last=True, epochs=2)
+    assert len(dropped.losses) == 16
+    assert (dropped.summary["samples"], dropped.summary["epochs"]) == (128, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "train"),
+    [
+        (normed, 66, {}),
+        (normed, 65, {"max_steps": 8}),
+        (normed, 70, {"micro_batch_size": 4}),
+        (images, 65, {}),
+        (lambda: nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 3)), 65, {}),
+    ],
+)
+def test_other_runs_are_not_refused(tiny_run, model, size, train):
+    assert tiny_run([], model=model(), data=tiny_data(size), epochs=1, **train).summary["samples"] in (size, 64)
+
+
+def test_the_trial_changes_no_number(tiny_run, monkeypatch):
+    tried = tiny_run([], model=images(), data=tiny_data(65), epochs=2)
+    monkeypatch.setattr("fastloop_plugins.guards._batch_norm._has_lone_sample", lambda run: False)
+    untried = tiny_run([], model=images(), data=tiny_data(65), epochs=2)
+    assert tried.losses == untried.losses
+    assert all(torch.equal(tried.weights[name], untried.weights[name]) for name in untried.weights)
+
+
+@pytest.mark.slow
+def test_a_process_that_repeats_a_sample_is_refused_unless_the_last_step_is_dropped(processes, tmp_path):
+    """59 samples leave 3 for the last step: one micro-batch, and a sample that the second process repeats."""
+    runs: list[dict[str, Any]] = []
+    for strategy in ("ddp", {"fsdp": {"blocks": ["Linear"]}}):
+        for drop_last in (False, True):
+            name = f"{strategy}, {drop_last}"
+            train = {"drop_last": drop_last, "epochs": 1}
+            runs.append({"name": name, "plugins": [strategy], "model": "normed", "data": "uneven", "train": train})
+    results = processes(2, all_of, runs, folder=tmp_path)[0].result
+    for run in runs:
+        result = results[run["name"]]
+        if run["train"]["drop_last"]:
+            assert len(result["losses"]) == 7
+        else:
+            assert "in micro-batches of 4 on 2 processes, leave 3 for an epoch's last step" in result["error"]

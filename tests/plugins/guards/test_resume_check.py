@@ -32,6 +32,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         ({"seed": 7}, r"was saved with train\.seed = 123, and this run has 7"),
         ({"lr": 0.5}, r"train\.lr = 0\.01, and this run has 0\.5"),
         ({"batch_size": 4}, r"train\.batch_size = 8"),
+        ({"drop_last": True}, r"train\.drop_last = False, and this run has True"),
         ({"optimizer": "SGD"}, r"train\.optimizer = 'AdamW'"),
     ],
 )

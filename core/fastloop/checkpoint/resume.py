@@ -149,13 +149,14 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     """Restore the run's state from a checkpoint that was read."""
     with refuse_errors(f"{path}: not a checkpoint of this model: ", RuntimeError):
         run.strategy.load_model_state(run, model)
+    optimizer = with_own_code(saved["optimizer"], run.optimizer.param_groups)
     groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
-    if len(saved["optimizer"]["param_groups"]) == len(groups):  # else the optimizer reports it
-        check_form(saved["optimizer"]["param_groups"], groups, "optimizer.param_groups")
+    if len(optimizer["param_groups"]) == len(groups):  # else the optimizer reports it
+        check_form(optimizer["param_groups"], groups, "optimizer.param_groups")
     with refuse_errors(
         f"{path}: not a checkpoint of this optimizer, which needs the parameters of the run that saved it: ", ValueError
     ):
-        run.strategy.load_optimizer_state(run, with_own_code(saved["optimizer"], run.optimizer.param_groups))
+        run.strategy.load_optimizer_state(run, optimizer)
     if run.scheduler is not None:
         check_form(saved["scheduler"], run.scheduler.state_dict(), "scheduler")
         run.scheduler.load_state_dict(saved["scheduler"])

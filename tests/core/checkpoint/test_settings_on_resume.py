@@ -31,7 +31,7 @@ BASE = {"max_steps": 2, "epochs": 2, "save_every": 2, "evaluate_every": None, "l
 
 TRAIN: dict[str, Any] = {
     "epochs": 3, "batch_size": 16, "micro_batch_size": 4, "eval_batch_size": 16, "lr": 0.1, "optimizer": "SGD",
-    "weight_decay": 0.1, "decay_biases_and_norms": False, "layer_lr_decay": 0.9,
+    "weight_decay": 0.1, "decay_biases_and_norms": False, "layer_lr_decay": 0.9, "drop_last": True,
     "parameter_groups": [{"match": "head.*", "lr": 0.2}], "seed": 8, "max_steps": None, "max_grad_norm": 1.0,
     "log_every": 2, "evaluate_every": 1, "save_every": 1, "keep_checkpoints": 2, "on_save_error": "stop",
     "on_data_change": "warn", "device": "auto"

@@ -45,6 +45,8 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     implementations = run.plugins.manager.hook.compute_loss.get_hookimpls()
     if any(one.plugin is not task and not one.wrapper for one in implementations):
         return
+    if run.strategy.sets_precision:
+        return  # only its wrapper casts the inputs, and a wrapper may exchange data, which not every process would do
     is_one_batch = len(batches) == 1 and run.world_size == 1
     if is_one_batch or batch.samples < 2 or batch.loss_weight != batch.samples:
         return

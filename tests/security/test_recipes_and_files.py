@@ -977,7 +977,7 @@ STATES: list[tuple[tuple[str, ...], Any]] = [
     *((("scheduler", key), value) for key in ("base_lrs", "last_epoch") for value in ("text", None, [])),
     *((("scalars", 0, "values", "train/loss"), value) for value in ("text", None, ["text"])),
     *((("optimizer", "param_groups", 0, key), value) for key in ("lr", "betas", "eps") for value in ("text", None, [])),
-    *((("plugins", name), value) for name in PARTS for value in (5, [], "text")),
+    *((("plugins", name), value) for name, keys in PARTS.items() if keys for value in (5, [], "text")),
     *(
         (("plugins", name, key), value)
         for name, keys in PARTS.items()

@@ -55,7 +55,7 @@ def write_model(folder: Path, rows: Path) -> None:
 
     with rows.open(encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line, _ in zip(file, range(2000), strict=False)]
-    tokenizer = train_tokenizer(TrainedTokenizer(kind="bpe", vocab_size=8000), texts, False, BLOCK)
+    tokenizer = train_tokenizer(TrainedTokenizer(kind="bpe", vocab_size=8000), texts, False)
     tokenizer.save_pretrained(folder)
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 1, "n_positions": BLOCK, "vocab_size": len(tokenizer)}
     sizes |= {"bos_token_id": 0, "eos_token_id": 0}

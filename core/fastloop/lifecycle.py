@@ -32,7 +32,7 @@ from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
-from fastloop.runtime.files import check_links, sync_folder
+from fastloop.runtime.files import apply_umask, check_links, sync_folder
 from fastloop.schedule import Schedule
 
 log = logging.getLogger("fastloop")
@@ -328,6 +328,7 @@ def _export(run: Run) -> None:
         run.hooks.export_model(run=run, folder=run.folder / "model")
         run._exported = True
         if run.is_main and (run.folder / "model").is_dir():
+            apply_umask(run.folder / "model")
             sync_folder(run.folder / "model")  # before the summary says that the run is complete
     except (OSError, SafetensorError) as error:
         raise SaveError(

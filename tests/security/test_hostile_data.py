@@ -479,7 +479,7 @@ def pretrained(folder: Path, config: dict[str, Any], causal: bool = False) -> di
 
     from fastloop_plugins.text.model import TrainedTokenizer, train_tokenizer
 
-    tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in table()], not causal, 16)
+    tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in table()], not causal)
     made = AutoConfig.for_model(**config, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     (AutoModelForCausalLM if causal else AutoModelForSequenceClassification).from_config(made).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

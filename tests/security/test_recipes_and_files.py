@@ -312,7 +312,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from fastloop_plugins.text.tokenizers import TrainedTokenizer, train_tokenizer
 
     folder = tmp_path_factory.mktemp("pretrained")
-    tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in ROWS], True, 32)
+    tokenizer = train_tokenizer(TrainedTokenizer(kind="word"), [row["text"] for row in ROWS], True)
     config = AutoConfig.for_model(**TINY, vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -68,6 +68,7 @@ LORA = {
     "weight_decay": 0.1,
     "seed": 7,
     "special_tokens": {"pad_token": "<|end|>"},
+    "tokens": ["<call>"],
 }
 QLORA = {
     "base_model": "some/gemma-1b",
@@ -263,6 +264,7 @@ def test_values_of_lora():
     assert (train.epochs, train.batch_size, train.micro_batch_size, train.lr) == (1, 8, 2, 2e-4)
     assert (train.optimizer, train.weight_decay, train.decay_biases_and_norms, train.seed) == ("AdamW", 0.1, False, 7)
     assert (train.max_grad_norm, train.log_every, train.evaluate_every, train.save_every) == (1.0, 1, "epoch", "epoch")
+    assert recipe.model["tokens"] == ["<call>"]
     assert recipe.data == {
         "name": "some/instructions",
         "messages": ["instruction", "input", "output"],

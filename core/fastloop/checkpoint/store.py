@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastloop.errors import CheckpointError, NoCheckpoint, SaveError
-from fastloop.runtime.files import read_again, sync_folder
+from fastloop.runtime.files import apply_umask, read_again, sync_folder
 from fastloop.runtime.platform_support import sync
 from fastloop.runtime.step_folders import checkpoints, leftovers, step_of
 
@@ -187,6 +187,7 @@ def _write_shards(sharded: dict[str, Any], folder: Path, group: Any) -> None:
 
 def _finish(aside: Path, folder: Path) -> None:
     """Write the manifest of a checkpoint, sync all files, and rename the folder."""
+    apply_umask(aside)
     written = sorted(path for path in aside.rglob("*") if path.is_file())
     files = {str(path.relative_to(aside)): {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in written}
     (aside / MANIFEST).write_text(json.dumps({"format": 1, "files": files}, indent=1))

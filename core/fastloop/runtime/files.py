@@ -104,6 +104,26 @@ def sync_folder(folder: Path) -> None:
         sync(path)
 
 
+def apply_umask(folder: Path) -> None:
+    """Give the safetensors files in a folder the mode of a new file there.
+
+    The library writes a temporary file, which only its owner may read, and renames it. The usual mode comes from a new
+    file: to read the umask, ``os.umask`` would change it for other threads, and some folders have modes of their own.
+
+    Raises:
+        OSError: The folder cannot be written.
+    """
+    probe = folder / f".{token_hex(8)}.partial"
+    try:
+        with probe.open("x") as file:
+            usual = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    finally:
+        probe.unlink(missing_ok=True)
+    for path in folder.rglob("*.safetensors"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(usual)
+
+
 def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents durably.
 

@@ -249,7 +249,11 @@ def merge_adapter(model: nn.Module, folder: Path, where: str) -> set[str]:
 
 
 def tied_and_adapted(wrapped: nn.Module) -> list[str]:
-    """Names of the layers that have adapters, or that are trained in full, and whose weight other layers have, too."""
+    """Names of the layers that have adapters, or that are trained in full, and whose weight other layers have, too.
+
+    Rows of new tokens are no adapters of one layer: peft trains them for all layers of the weight, and merges them.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
@@ -258,7 +262,7 @@ def tied_and_adapted(wrapped: nn.Module) -> list[str]:
     for name, module in wrapped.named_modules():
         if isinstance(module, ModulesToSaveWrapper):
             layer: Any = module.original_module
-        elif isinstance(module, BaseTunerLayer):
+        elif isinstance(module, BaseTunerLayer) and not isinstance(module, TrainableTokensLayer):
             layer = module.get_base_layer()
         else:
             continue

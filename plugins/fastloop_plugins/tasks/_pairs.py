@@ -119,12 +119,12 @@ class Seq2SeqModel(AnyModel):
         if length > room:
             raise RecipeError(f"{self.recipe.where}: {key}: found {length}, and the model takes {room} tokens at most.")
 
-    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
         if self.trained is None:
             return
         from tokenizers.processors import TemplateProcessing
 
-        super().finish_tokenizer(texts, max(max_length, self.max_target_length))
+        super().finish_tokenizer(texts)
         end = self.tokenizer.eos_token
         template = TemplateProcessing(single=f"$A {end}", special_tokens=[(end, self.tokenizer.eos_token_id)])
         self.tokenizer.backend_tokenizer.post_processor = template

@@ -7,6 +7,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -26,11 +27,13 @@ from fastloop_plugins.models.hub import (
     quiet,
 )  # fmt: skip
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
+from fastloop_plugins.models.vocabulary import fit_padding, longest_text, rows_needed, set_pad_id
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
 from fastloop_plugins.rows.column import Column
+from fastloop_plugins.text.new_tokens import NewTokens
 from fastloop_plugins.text.positions import check_known_length, check_length
 from fastloop_plugins.text.special_tokens import save_generation_config, stop_at_end_tokens
-from fastloop_plugins.text.tokenizers import TrainedTokenizer, check_saved_tokenizer, train_tokenizer
+from fastloop_plugins.text.tokenizers import BackendState, TrainedTokenizer, check_saved_tokenizer, train_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +61,13 @@ class Model:
         str | dict[str, Any] | None,
         option("Hub id or local folder; from scratch: {kind: word|bpe|char|byte}, made from the training texts."),
     ] = None
+    tokens: Annotated[list[str] | None, option("Tokens to add to the tokenizer. Predictions show them.")] = None
+    special_tokens: Annotated[
+        list[str] | None, option("Tokens to add that predictions leave out, such as one that ends a message.")
+    ] = None
+    resize_embeddings: Annotated[
+        bool, option("Add rows to a pretrained model whose tokenizer has more tokens; model.tokens adds its own.")
+    ] = False
     attn_implementation: Annotated[
         str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")
     ] = None
@@ -78,6 +88,8 @@ class TextModel:
         problem_type: Transformers' name of a classifier's problem; None: the checkpoint's.
         new: Weights of the built model that have random values, because its checkpoint lacks them: a value of
             ``run.new_weights``.
+        new_tokens: The tokens that the recipe adds. ``new_tokens.ids`` are those that the checkpoint was not trained
+            with.
 
     Raises:
         RecipeError: An option is invalid.
@@ -88,11 +100,12 @@ class TextModel:
     section: ClassVar[type[Model]] = Model
 
     def __init__(self, recipe: Recipe, classify: bool, key: str = "model") -> None:
-        self.recipe, self.where, self.classify = recipe, f"{recipe.where}: {key}", classify
+        self.recipe, self.key, self.where, self.classify = recipe, key, f"{recipe.where}: {key}", classify
         self.new: set[str] = set()
         self.options = parse(self.section, recipe.model, self.where)
-        if recipe.inference is not None:  # the exported model and its tokenizer
+        if recipe.inference is not None:  # the exported model and its tokenizer, which has the new tokens
             self.options.name, self.options.config, self.options.tokenizer = str(recipe.inference.model), None, None
+            self.options.tokens, self.options.special_tokens, self.options.resize_embeddings = None, None, False
         self.trained: TrainedTokenizer | None = None
         self.problem_type: str | None = "single_label_classification"
         self.tokenizer: Any = None
@@ -101,6 +114,8 @@ class TextModel:
         check_source(self.options, self.where, "distilbert")
         self.adapter = self._use_base_of_adapter()
         given = self.options.tokenizer
+        self.tokenizer_key = "tokenizer" if isinstance(given, str) else "name"
+        self.new_tokens = NewTokens(self.options, self.options.name, self.tokenizer_key, key, self.where)
         if self.options.config is None:
             if isinstance(given, dict):
                 raise RecipeError(
@@ -195,7 +210,7 @@ class TextModel:
         Raises:
             RecipeError: One of them is missing or invalid, or the model cannot take ``data.max_length`` tokens.
         """
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig
 
         # set explicitly, so that forked workers cause no warning
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -211,20 +226,38 @@ class TextModel:
                 raise RecipeError(
                     f"{self.where}.name: {self.options.name} claims {layers} layers, expected at most {LAYERS}."
                 )
-        source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
         if self.trained is None:
-            self.tokenizer = self._pretrained(AutoTokenizer, source)
-            # transformers makes an empty one if there are no files
-            if len(self.tokenizer) <= len(self.tokenizer.all_special_ids):
-                raise RecipeError(
-                    f"{self.where}.{source}: {getattr(self.options, source)} holds no tokenizer: every word would be "
-                    "unknown. "
-                    "Put its files there, or name another: model.tokenizer=FOLDER."
-                )
+            self.tokenizer = self._pretrained_tokenizer()
+        self.checkpoint_pad_id = getattr(self.config, "pad_token_id", None)
         taken = getattr(self.tokenizer, "model_max_length", None)
         check_length(self.recipe, max_length, self.config, taken, self.options.name or "the model")
         if self.trained is None:
+            self._add_new_tokens()  # first, because a chat template may end its answers with one
             self._ensure_pad_token()
+
+    def _pretrained_tokenizer(self, **arguments: Any) -> Any:
+        """The tokenizer that the recipe names, or the model's own."""
+        from transformers import AutoTokenizer
+
+        source = self.tokenizer_key
+        tokenizer = self._pretrained(AutoTokenizer, source, **arguments)
+        # transformers makes an empty one if there are no files
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise RecipeError(
+                f"{self.where}.{source}: {getattr(self.options, source)} holds no tokenizer: every word would be "
+                "unknown. Put its files there, or name another: model.tokenizer=FOLDER."
+            )
+        self.backend_state = BackendState(tokenizer)
+        return tokenizer
+
+    def _add_new_tokens(self) -> None:
+        """Add the recipe's new tokens to the tokenizer.
+
+        Raises:
+            RecipeError: The tokenizer has tokens without a row in the pretrained model, and the recipe adds no rows.
+        """
+        if self.recipe.inference is None:  # else the exported tokenizer has them, and the exported model their rows
+            self.new_tokens.add(self.tokenizer, self.config)
 
     def _pretrained(self, auto: Any, key: str, **arguments: Any) -> Any:
         """Call ``from_pretrained`` with a folder or a hub name."""
@@ -240,7 +273,7 @@ class TextModel:
                 **arguments,
             )
 
-    def finish_tokenizer(self, texts: Any, max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: Any, types: bool = False) -> None:
         """Train the tokenizer, if the recipe requests one, and check one that is not the model's own.
 
         Args:
@@ -249,11 +282,13 @@ class TextModel:
         """
         texts = texts if isinstance(texts, Sequence) else Column(texts)
         if self.trained is not None:
-            self.tokenizer = train_tokenizer(self.trained, texts, self.classify, max_length, types)
+            self.tokenizer = train_tokenizer(self.trained, texts, self.classify, types)
             logger.info(
                 "tokenizer: %s, %d tokens, made from the training texts", self.trained.kind, len(self.tokenizer)
             )
+            self.backend_state = BackendState(self.tokenizer)
             self._ensure_pad_token()
+            self._add_new_tokens()
         if self.options.tokenizer is not None or self.trained is not None:
             check_saved_tokenizer(self.tokenizer, self.config, texts, self.where)
 
@@ -323,7 +358,12 @@ class TextModel:
         """
         if self.adapter is not None and labels is not None and self.recipe.inference is None:
             check_classes(self.adapter, labels, f"{self.where}.name")
+        set_pad_id(self.config, self.tokenizer.pad_token_id)
         model = self._build(auto, labels)
+        fit_padding(model, self.tokenizer, self.checkpoint_pad_id, self.options.name, self.key, self.where)
+        self.new_tokens.fit(model, self.tokenizer, self.recipe.train.seed)
+        if self.trained is not None and (size := longest_text(model)) is not None:
+            self.tokenizer.model_max_length = size
         self.new = load_weights(model, self.recipe, None if self.options.config is not None else self.new)
         if self.adapter is not None and self.recipe.inference is None and not continues(self.recipe):
             self.new -= merge_adapter(model, self.adapter.folder, f"{self.where}.name")
@@ -338,8 +378,6 @@ class TextModel:
         if labels is not None:
             theirs = name_classes(self.config, labels.names)
             self.config.problem_type = self.problem_type  # a checkpoint may have another one, and pipelines read it
-        if getattr(self.config, "pad_token_id", None) is None or self.trained is not None:
-            self.config.pad_token_id = self.tokenizer.pad_token_id
         # on meta, the weights come from another process
         if self.options.config is None and torch.get_default_device().type != "meta":
             model, notes = self._pretrained(
@@ -361,7 +399,7 @@ class TextModel:
                 )
             return model
         if self.options.config is not None:
-            tokens, given = len(self.tokenizer), self.options.config.get("vocab_size")
+            tokens, given = rows_needed(self.tokenizer), self.options.config.get("vocab_size")
             if given is not None and given < tokens:
                 raise RecipeError(
                     f"{self.where}.config.vocab_size: found {given}, and the tokenizer has {tokens} tokens. Leave "
@@ -370,12 +408,16 @@ class TextModel:
             self.config.vocab_size = given or tokens
             for token in ("bos_token_id", "eos_token_id"):
                 setattr(self.config, token, getattr(self.tokenizer, token))
+        config = self.config
+        if self.new_tokens.rows is not None:  # on meta: the weights that come from another process have the new rows
+            config = deepcopy(config)
+            config.get_text_config().vocab_size = self.new_tokens.rows
         arguments = (
             {"attn_implementation": self.options.attn_implementation} if self.options.attn_implementation else {}
         )
         try:
             with quiet():
-                return auto.from_config(self.config, **arguments)
+                return auto.from_config(config, **arguments)
         except (ValueError, TypeError, ImportError, RuntimeError, AssertionError) as error:
             raise RecipeError(f"{self.where}.config: {str(error).splitlines()[0]}") from None
 
@@ -390,9 +432,14 @@ class TextModel:
         with quiet():
             save_model(run, folder, self.weights(run))
             if run.is_main:
-                self.tokenizer.save_pretrained(folder)
+                self.save_tokenizer(folder)
                 save_generation_config(run.unwrap_model(), folder)
         return folder
+
+    def save_tokenizer(self, folder: Path | str) -> None:
+        """Write the tokenizer as it was before the run's texts were cut to ``data.max_length``."""
+        self.backend_state.restore(self.tokenizer)
+        self.tokenizer.save_pretrained(folder)
 
 
 class OtherModel:

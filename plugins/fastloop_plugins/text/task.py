@@ -59,8 +59,8 @@ class AnyModel(TextModel):
         self.auto_class, self.what, self.examples = auto_class, what, examples
         super().__init__(recipe, classify)
 
-    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
-        super().finish_tokenizer(each_text(texts), max_length, types)
+    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
+        super().finish_tokenizer(each_text(texts), types)
 
     def _check_architecture(self, config: dict[str, Any]) -> None:
         from transformers.models.auto import modeling_auto

@@ -31,9 +31,29 @@ class TrainedTokenizer:
     vocab_size: Annotated[int, option("tokens at most, for word and bpe", ge=8)] = 8000
 
 
-def train_tokenizer(
-    options: TrainedTokenizer, texts: Sequence[str], classify: bool, max_length: int, types: bool = False
-) -> Any:
+class BackendState:
+    """How the backend of a tokenizer cuts and pads texts. Each call of the tokenizer changes it, and
+    ``save_pretrained`` writes it: a program that reads ``tokenizer.json`` would cut all texts there."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self.truncation = None if backend is None else backend.truncation
+        self.padding = None if backend is None else backend.padding
+
+    def restore(self, tokenizer: Any) -> None:
+        """Give the backend the settings from before."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:  # a tokenizer in Python
+            return
+        backend.no_truncation()
+        backend.no_padding()
+        if self.truncation is not None:
+            backend.enable_truncation(**self.truncation)
+        if self.padding is not None:
+            backend.enable_padding(**self.padding)
+
+
+def train_tokenizer(options: TrainedTokenizer, texts: Sequence[str], classify: bool, types: bool = False) -> Any:
     """Make a tokenizer from texts. The same texts give the same tokenizer. With ``types``, it returns token types by
     default."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -79,7 +99,7 @@ def train_tokenizer(
         )
     returned = {"model_input_names": ["input_ids", "token_type_ids", "attention_mask"]} if types else {}
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, model_max_length=max_length, **special, **returned
+        tokenizer_object=tokenizer, **special, **returned
     )
 
 

@@ -105,7 +105,7 @@ def read(
     splits = data.load()
     if model.trained is not None:
         texts = splits["train"].texts
-        model.finish_tokenizer(each_text(texts) if encoder is None else texts, data.options.max_length, bool(types))
+        model.finish_tokenizer(each_text(texts) if encoder is None else texts, bool(types))
     if first:
         splits = {"train": splits["train"]}
     tokenizer, found, keys = model.tokenizer, {}, {}

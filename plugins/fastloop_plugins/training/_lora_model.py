@@ -11,6 +11,7 @@ from fastloop import PluginError, RecipeError
 from fastloop_plugins.models.adapters import Adapter, add_adapter, find_adapter, quiet_peft, read_settings
 from fastloop_plugins.training._lora_modules import classifier_head, owning_modules
 from fastloop_plugins.training._lora_options import CHANGES_BASE, LoRAOptions
+from fastloop_plugins.training._lora_tokens import check_token_rows, new_token_rows
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -64,6 +65,7 @@ def new_adapter(config: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
         modules_to_save = owning_modules(model, run.new_weights or classifier_head(model))
         if modules_to_save:
             logger.info("lora: trained in full: %s", ", ".join(modules_to_save))
+    token_rows = new_token_rows(run, model, modules_to_save, config.merge)
     if config.quantize:
         from fastloop_plugins.training import _four_bit
 
@@ -74,6 +76,7 @@ def new_adapter(config: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
         lora_dropout=config.dropout,
         target_modules=config.target_modules,
         modules_to_save=modules_to_save or None,
+        trainable_token_indices=token_rows or None,
         use_rslora=config.use_rslora,
         use_dora=config.use_dora,
         layers_to_transform=config.layers_to_transform,
@@ -148,6 +151,7 @@ def continue_adapter(
             "which changed its base model. Merge it into the base model, and start a new adapter."
         )
     _check_classes(model, adapter, where)
+    check_token_rows(model, settings.trainable_token_indices, f"{where}.adapter: {adapter.folder}")
     if "dropout" in given:
         settings.lora_dropout = config.dropout
     if config.quantize:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fastloop.errors import SaveError, UsageError
-from fastloop.runtime.files import sync_folder
+from fastloop.runtime.files import apply_umask, sync_folder
 from fastloop.runtime.platform_support import sync
 
 
@@ -47,6 +47,7 @@ def written(folder: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
+        apply_umask(aside)
         sync_folder(aside)
         if folder.exists():
             folder.rename(old)

@@ -21,6 +21,7 @@ from torch.utils.data import IterableDataset
 from fastloop import Plugin, Run, UsageError, lifecycle, loop
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.recipe import Recipe, make_recipe
+from fastloop.runtime.files import apply_umask
 from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
 from fastloop_tools.trainer.optimizers import UserOptimizer
@@ -208,6 +209,8 @@ class Trainer:
         def save() -> Path:
             with nullcontext(self.run) if hasattr(self, "run") else self._inference(self.task, "train") as run:
                 run.hooks.export_model(run=run, folder=path)
+                if run.is_main:
+                    apply_umask(path)
                 run.processes.barrier()
             return path
 

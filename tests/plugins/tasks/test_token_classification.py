@@ -371,7 +371,7 @@ def test_byte_level_tokenizers_get_a_space_before_each_word(kind, cli):
 
     rows = dispatches(**SPLITS)
     texts = [" ".join(row["words"]) for row in rows["train"]]
-    plain = train_tokenizer(TrainedTokenizer(vocab_size=400), texts, True, 64)
+    plain = train_tokenizer(TrainedTokenizer(vocab_size=400), texts, True)
     plain.save_pretrained("tokenizer")
     path = Path("tokenizer/tokenizer_config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenizer_class": kind}))

@@ -360,7 +360,7 @@ class Preferences(TextTask):
 
 
 def test_columns_may_hold_conversations(caplog):
-    tokenizer = train_tokenizer(TrainedTokenizer(kind="byte"), [], False, 64)
+    tokenizer = train_tokenizer(TrainedTokenizer(kind="byte"), [], False)
     tokenizer.chat_template = BUILT_IN["chatml"]
     tokenizer.save_pretrained("gpt")
     sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}

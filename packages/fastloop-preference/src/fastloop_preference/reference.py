@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from fastloop import UsageError
 from fastloop_plugins.text import OtherModel, cache_token_ids, compute_all, split
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -47,7 +47,7 @@ class Reference:
     def save(self, path: Path) -> None:
         """Write a file that ``load`` reads."""
         part = path.with_name(f".{path.name}")
-        save_file({"packed": pack(self.keys, self.values)}, part)
+        part.write_bytes(save({"packed": pack(self.keys, self.values)}))  # save_file ignores the user's umask
         part.replace(path)
 
     @classmethod

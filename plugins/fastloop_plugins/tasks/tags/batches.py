@@ -64,9 +64,9 @@ class TagModel(AnyModel):
         if self.tokenizer is not None:
             self._separate_words()
 
-    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer([" ".join(["", *words]) for words, _ in texts], max_length)
+            super().finish_tokenizer([" ".join(["", *words]) for words, _ in texts])
             self._separate_words()
 
     def _separate_words(self) -> None:
@@ -76,7 +76,6 @@ class TagModel(AnyModel):
             RecipeError: The tokenizer does not map tokens to words.
         """
         from tokenizers.pre_tokenizers import ByteLevel
-        from transformers import AutoTokenizer
 
         if not self.tokenizer.is_fast:
             raise RecipeError(
@@ -87,9 +86,9 @@ class TagModel(AnyModel):
         if not isinstance(found, ByteLevel) or found.add_prefix_space:
             return
         if self.trained is None:
-            source = "tokenizer" if isinstance(self.options.tokenizer, str) else "name"
-            self.tokenizer = self._pretrained(AutoTokenizer, source, add_prefix_space=True)
+            self.tokenizer = self._pretrained_tokenizer(add_prefix_space=True)
             self._ensure_pad_token()
+            self._add_new_tokens()
         found.add_prefix_space = True
         self.tokenizer.backend_tokenizer.pre_tokenizer = found
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import RecipeError, option
-from fastloop_plugins.models.hub import first_line, quiet
+from fastloop_plugins.models.vocabulary import embeddings, resize
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
@@ -72,29 +72,14 @@ class DecoderModel(TextModel):
         zeros."""
         import torch
 
-        from fastloop.runtime.random_states import preserve_random_states
-
         config = model.config.get_text_config()
         tokens: int = config.vocab_size
         rows = -(-tokens // multiple) * multiple
         if rows == tokens:
             return
-        where = f"{self.where}.pad_vocab_to: {type(model).__name__}"
-        try:
-            with preserve_random_states(), quiet():  # the initial weights of a run without padding
-                model.resize_token_embeddings(rows, mean_resizing=False)
-            resized = [model.get_input_embeddings(), model.get_output_embeddings()]
-            sizes = [len(module.weight) for module in resized]
-        except Exception as error:  # models raise errors of any type
-            cause = f"{type(error).__name__}: {first_line(error)}"
-            raise RecipeError(f"{where} cannot be resized: {cause}. Leave pad_vocab_to out.") from None
-        if sizes != [rows, rows]:
-            raise RecipeError(
-                f"{where} has {sizes} rows of embedding and head, expected {rows} after resizing. Leave "
-                "pad_vocab_to out."
-            )
+        resize(model, rows, 0, f"{self.where}.pad_vocab_to", "Leave pad_vocab_to out.", mean=False)
         with torch.no_grad():
-            for parameter in {id(one): one for module in resized for one in module.parameters()}.values():
+            for parameter in {id(one): one for module in embeddings(model) for one in module.parameters()}.values():
                 parameter[tokens:] = 0
         self.vocabulary = config.vocab_size = tokens
         logger.info("model.pad_vocab_to: %d tokens, and %d rows of embedding and head while training", tokens, rows)
@@ -104,7 +89,7 @@ class DecoderModel(TextModel):
         found, model = super().weights(run), run.unwrap_model()
         if self.vocabulary is None:
             return found
-        resized: Any = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+        resized = embeddings(model)
         for prefix, module in model.named_modules():
             for name in [f"{prefix}.{name}" for name, _ in module.named_parameters()] if module in resized else []:
                 if name in found:
@@ -137,9 +122,9 @@ class ChatModel(DecoderModel):
                 ", ".join(unknown),
             )
 
-    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))], max_length)
+            super().finish_tokenizer([text for row in texts for text in _texts(Chat.loads(row))])
             self.tokenizer.add_tokens(self.marks, special_tokens=True)
             self._set_template()
 
@@ -211,9 +196,9 @@ class ChatModel(DecoderModel):
 class CompletionModel(DecoderModel):
     """The ``model`` section, for prompts with completions."""
 
-    def finish_tokenizer(self, texts: list[Any], max_length: int, types: bool = False) -> None:
+    def finish_tokenizer(self, texts: list[Any], types: bool = False) -> None:
         if self.trained is not None:
-            super().finish_tokenizer(["".join(row) for row in texts], max_length)
+            super().finish_tokenizer(["".join(row) for row in texts])
 
 
 def _texts(chat: Chat) -> Iterator[str]:

@@ -1,0 +1,148 @@
+"""Fit a model of transformers to its tokenizer: rows of the embedding, and the id of padding."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.models.hub import first_line, quiet
+
+if TYPE_CHECKING:
+    from torch import nn
+
+logger = logging.getLogger("fastloop")
+
+
+def rows_needed(tokenizer: Any) -> int:
+    """Rows of an embedding that has one for each token: the largest id, plus one. Ids may have gaps."""
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return max(vocabulary.values()) + 1
+
+
+def rows_of(config: Any) -> int | None:
+    """Rows of the embedding that a configuration describes; None for a model without a vocabulary, such as CANINE."""
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    return rows if isinstance(rows, int) else None
+
+
+def tokens_after(tokenizer: Any, rows: int) -> list[str]:
+    """The tokens whose ids an embedding with this number of rows does not have, in the order of their ids."""
+    beyond = {token: index for token, index in tokenizer.get_vocab().items() if index >= rows}
+    return sorted(beyond, key=beyond.__getitem__)
+
+
+def add_tokens(tokenizer: Any, tokens: Sequence[str], special: bool) -> list[int]:
+    """Add those tokens that a tokenizer does not have, and return their ids. A text has an added token as a whole, in
+    this spelling.
+
+    Args:
+        special: Whether decoding may leave the tokens out, as the tokens that end a text.
+    """
+    from tokenizers import AddedToken
+
+    vocabulary = tokenizer.get_vocab()
+    new = [token for token in dict.fromkeys(tokens) if token not in vocabulary]
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=False, special=special) for token in new], special_tokens=special
+    )
+    return [tokenizer.convert_tokens_to_ids(token) for token in new]
+
+
+def resize(model: Any, rows: int, seed: int, where: str, remedy: str, mean: bool = True) -> None:
+    """Give embedding and head this number of rows. New rows are drawn by the seed, and other random numbers stay.
+
+    Args:
+        where: The option that requests it, for messages.
+        mean: Draw new rows from the distribution of the old ones, as transformers does by default.
+
+    Raises:
+        RecipeError: The model cannot be resized.
+    """
+    from fastloop.runtime.random_states import preserve_random_states, seed_all
+
+    name = f"{where}: {type(model).__name__}"
+    try:
+        with preserve_random_states(), quiet():
+            seed_all(seed)
+            model.resize_token_embeddings(rows, mean_resizing=mean)
+        sizes = [len(module.weight) for module in embeddings(model)]
+    except Exception as error:  # models raise errors of any type
+        cause = f"{type(error).__name__}: {first_line(error)}"
+        raise RecipeError(f"{name} cannot be resized: {cause}. {remedy}") from None
+    if set(sizes) != {rows}:
+        raise RecipeError(f"{name} has {sizes} rows of embedding and head, expected {rows} after resizing. {remedy}")
+
+
+def embeddings(model: Any) -> list[Any]:
+    """The modules of a model that have a row for each token: its embedding, and its head if that predicts tokens."""
+    modules = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return [module for module in modules if module is not None]
+
+
+def counts_positions_from_padding(model: nn.Module) -> bool:
+    """Whether positions begin after the id of padding, as RoBERTa's do: the padding of its position embedding shows
+    it."""
+    for name, module in model.named_modules():
+        if "position" in name.rpartition(".")[2] and getattr(module, "padding_idx", None) is not None:
+            return True
+    return False
+
+
+def longest_text(model: Any) -> int | None:
+    """Tokens that a model takes at most; None: it has no limit, or its configuration does not name it."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    if not counts_positions_from_padding(model):
+        return positions
+    padding: int = model.config.pad_token_id
+    return positions - padding - 1  # RoBERTa has 514 positions, of which 512 come after padding's, 1
+
+
+def set_pad_id(config: Any, pad_token_id: int) -> None:
+    """Set the id of padding in a configuration, and in its part for texts."""
+    for part in (config, config.get_text_config()):
+        part.pad_token_id = pad_token_id
+
+
+def fit_padding(model: Any, tokenizer: Any, before: int | None, name: str | None, key: str, where: str) -> None:
+    """Let generation and training use the tokenizer's id of padding, which the model's configuration has already.
+
+    Args:
+        before: The id in the checkpoint's configuration; None: it had none.
+        name: The pretrained model; None: the model is made from scratch.
+        key: The place of the model in the recipe, such as ``model``.
+        where: ``key`` with the recipe, for messages.
+
+    Raises:
+        RecipeError: The checkpoint has another id, and counts positions from it.
+    """
+    pad = tokenizer.pad_token_id
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.pad_token_id = pad
+    if before == pad:
+        return
+    if name is not None and before is not None:
+        ids = f"the tokenizer pads with the id {pad} ({tokenizer.pad_token}), and the configuration of {name} has the "
+        ids += f"id {before}"
+        if counts_positions_from_padding(model):
+            raise RecipeError(
+                f"{where}.tokenizer: {ids}, from which {type(model).__name__} counts positions. Set the tokenizer's "
+                f"pad_token to the token of this id, save it, and name its folder: {key}.tokenizer=FOLDER."
+            )
+        logger.warning("%s: %s. The tokenizer's is used, and exported", key, ids)
+    _train_row_of_padding(model, tokenizer)
+
+
+def _train_row_of_padding(model: Any, tokenizer: Any) -> None:
+    """Give the embedding's row of the padding token a gradient, if that is another token, too, such as the end of a
+    text. Torch gives the row that ``padding_idx`` names none."""
+    names = ("bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
+    if tokenizer.pad_token_id not in {getattr(tokenizer, name, None) for name in names}:
+        return
+    weight = model.get_input_embeddings().weight
+    for module in model.modules():  # encoder and decoder may have an embedding each, of the same weight
+        if getattr(module, "weight", None) is weight and getattr(module, "padding_idx", None) == tokenizer.pad_token_id:
+            module.padding_idx = None

@@ -1,0 +1,113 @@
+"""Tokens that a pretrained model does not have: ``model.tokens``, ``special_tokens`` and ``resize_embeddings``.
+
+The tokenizer gets them when it is loaded, and the model's embedding and head get their rows when it is built.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.models.vocabulary import add_tokens, resize, rows_needed, rows_of, tokens_after
+
+if TYPE_CHECKING:
+    from fastloop_plugins.text.model import Model
+
+logger = logging.getLogger("fastloop")
+
+
+class NewTokens:
+    """Adds tokens to a tokenizer, and their rows to a model.
+
+    Args:
+        options: The ``model`` section.
+        model: The name of the pretrained model; None: the model is made from scratch, with a row for each token.
+        source: The option that names the tokenizer: tokenizer or name.
+        key: The place of the options in the recipe, such as ``model``.
+        where: ``key`` with the recipe, for messages.
+
+    Attributes:
+        wanted: The tokens of both options.
+        ids: The tokens that the checkpoint was not trained with. Set by ``add``, as ``rows``.
+        rows: Rows that the embedding of the pretrained model gets; None: it keeps its own.
+
+    Raises:
+        RecipeError: An option is invalid.
+    """
+
+    def __init__(self, options: Model, model: str | None, source: str, key: str, where: str) -> None:
+        self.options, self.model, self.source, self.key, self.where = options, model, source, key, where
+        self.wanted = [*(options.tokens or ()), *(options.special_tokens or ())]
+        self.ids: list[int] = []
+        self.rows: int | None = None
+        for token in self.wanted:
+            if not token or token != token.strip():
+                raise RecipeError(
+                    f"{where}.tokens: found {token!r}, expected a token that neither begins nor ends with a space."
+                )
+        for token in options.special_tokens or ():
+            if token in (options.tokens or ()):
+                raise RecipeError(
+                    f"{where}.special_tokens: found {token!r}, which tokens has, too. Remove one of them."
+                )
+        if options.resize_embeddings and model is None:
+            raise RecipeError(
+                f"{where}.resize_embeddings: found model.config, and a model from scratch has a row for each token of "
+                "its tokenizer. Leave it out."
+            )
+
+    def add(self, tokenizer: Any, config: Any) -> None:
+        """Add the tokens of the options to a tokenizer.
+
+        Args:
+            config: The model's configuration.
+
+        Raises:
+            RecipeError: The tokenizer already has tokens without a row in the model's embedding, and the recipe does
+                not request rows for them.
+        """
+        self.ids = []
+        rows = rows_of(config)
+        if self.model is not None and rows is not None:
+            without_row = tokens_after(tokenizer, rows)
+            if without_row and not self.options.resize_embeddings:
+                named = ", ".join(without_row[:4]) + (", ..." if len(without_row) > 4 else "")
+                sizes = f"the tokenizer has {rows_needed(tokenizer)} tokens, and the embedding of {self.model} has "
+                sizes += f"{rows} rows: none for {named}"
+                raise RecipeError(
+                    f"{self.where}.{self.source}: {sizes}. To train rows for these tokens, set "
+                    f"{self.key}.resize_embeddings=true. Or use the tokenizer that the model was trained with."
+                )
+            self.ids += [tokenizer.convert_tokens_to_ids(token) for token in without_row]
+        self.ids += add_tokens(tokenizer, self.options.tokens or [], special=False)
+        self.ids += add_tokens(tokenizer, self.options.special_tokens or [], special=True)
+        self.rows = None
+        if self.model is not None and rows is not None and self.ids:
+            needed = rows_needed(tokenizer)
+            self.rows = needed if needed > rows else None
+
+    def fit(self, model: Any, tokenizer: Any, seed: int) -> None:
+        """Give embedding and head of a model their new rows, drawn by the seed, and log what is new.
+
+        Raises:
+            RecipeError: The model cannot be resized.
+        """
+        known = [token for token in self.wanted if tokenizer.convert_tokens_to_ids(token) not in self.ids]
+        if known:
+            logger.info("%s.tokens: the tokenizer has %s already", self.key, ", ".join(known))
+        added = [token for token in self.wanted if token not in known]
+        if added:
+            logger.info("%s.tokens: added %s", self.key, ", ".join(added))
+        if self.model is None:
+            return
+        model.new_token_ids, model.has_new_rows = self.ids, self.rows is not None  # by which lora finds what to train
+        before = rows_of(model.config)
+        if self.rows is None:
+            if self.options.resize_embeddings or self.ids:
+                logger.info("%s: the embedding keeps its %s rows, enough for all tokens", self.key, before)
+        elif before != self.rows:
+            key = "resize_embeddings" if self.options.resize_embeddings else "tokens"
+            remedy = f"Leave {self.key}.{key} out, or use another model."
+            resize(model, self.rows, seed, f"{self.where}.{key}", remedy)
+            logger.info("%s.%s: the embedding grows from %d to %d rows", self.key, key, before, self.rows)

@@ -49,8 +49,8 @@ def test_a_package_imports_only_public_names(project):
     others = {path.name.replace("-", "_") for path in PROJECTS if path != project}
     assert not [file.name for file in files if others & {*re.split(r"\W+", file.read_text())}]
     lines = {file.name: len(file.read_text().splitlines()) for file in files}
-    assert {name: count for name, count in lines.items() if count > 150} == {}
-    assert 0 < sum(lines.values()) <= 1_000
+    assert lines
+    assert {name: count for name, count in lines.items() if count > 500} == {}
 
 
 @pytest.mark.slow

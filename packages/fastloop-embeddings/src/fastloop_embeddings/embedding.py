@@ -13,15 +13,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl
-from fastloop_plugins.text import Model, TextTask, compute, pool
+from fastloop_plugins.text import Model, TextTask, compute
 
 from fastloop_embeddings.cached_gradients import CachedGradients
+from fastloop_embeddings.modules import (
+    SentenceModules,
+    check_options,
+    find_folder,
+    make_modules,
+    read_modules,
+)
 from fastloop_embeddings.options import RANKINGS, SCORED, SPANS_ROWS, EmbeddingOptions, PairData, PairTask
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from fastloop import Batch, Run
+    from torch import nn
+
+    from fastloop_embeddings.head import Head
 
 
 class Embedding(PairTask):
@@ -33,6 +43,9 @@ class Embedding(PairTask):
 
     Config = EmbeddingOptions
 
+    head: Head  # of the built model
+    _modules: SentenceModules | None = None
+
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
         loss = self.config.loss
@@ -42,19 +55,52 @@ class Embedding(PairTask):
         self.adds_metrics = dict.fromkeys(("pearson",) if loss in SCORED else ("recall@10", *RANKINGS), "max")
         self.read_columns(recipe, loss in SCORED)
         self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
+        self.recipe = recipe
+        self._modules = self.read_base(download=False)
+
+    def read_base(self, download: bool) -> SentenceModules | None:
+        """The modules of the model that ``model.name`` names, or those of the options for another one. None for a model
+        of the hub, unless ``download`` is set."""
+        folder = find_folder(self.recipe, self.text_model.options, download)
+        base = None if folder is None else read_modules(folder, f"{self.recipe.where}: model.name")
+        if base is not None:
+            check_options(self.config, base, f"{self.recipe.where}: plugins.embedding")
+            return base
+        is_on_hub = folder is None and self.text_model.options.name is not None
+        return None if is_on_hub and not download else make_modules(self.config)
+
+    def sentence_modules(self) -> SentenceModules:
+        """The modules that compute a vector."""
+        if self._modules is None:
+            self._modules = self.read_base(download=True)
+            assert self._modules is not None
+        return self._modules
+
+    def prompts(self) -> dict[str, str]:
+        """The prompts of the recipe, or those of the base."""
+        query, document = self.sentence_modules().find_prompts()
+        if self.config.query_prompt is not None:
+            query = self.config.query_prompt
+        if self.config.document_prompt is not None:
+            document = self.config.document_prompt
+        return {"query": query, "document": document}
 
     def prediction_columns(self) -> tuple[str, ...]:
         return (self.config.predict,)
 
     def encoding_arguments(self) -> dict[str, Any]:
-        query, document = self.config.query_prompt, self.config.document_prompt
-        return super().encoding_arguments() | {"prompts": {"text": query, "other": document, "negative": document}}
+        prompts = self.prompts()
+        of_columns = {"text": prompts["query"], "other": prompts["document"], "negative": prompts["document"]}
+        arguments = super().encoding_arguments() | {"prompts": of_columns}
+        return arguments | {"lowercase": True} if self.sentence_modules().lowercase else arguments
 
     @staticmethod
     def encode(tokenizer: Any, rows: Sequence[Any], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
         prompts = [arguments["prompts"][name] for name in arguments["columns"]]
         texts = ((row,) if isinstance(row, str) else row for row in rows)
         prompted: Any = (tuple(map(str.__add__, prompts, row)) for row in texts)
+        if arguments.get("lowercase"):
+            prompted = (tuple(text.lower() for text in row) for row in prompted)
         return TextTask.encode(tokenizer, prompted, arguments)
 
     @hookimpl
@@ -74,23 +120,55 @@ class Embedding(PairTask):
 
     @hookimpl
     def build_model(self, run: Run) -> Any:
+        from fastloop_embeddings.head import NAME, build_head
+
         size = self.vector_size()
         if self.config.dims and max(self.config.dims) > size:
             found = f"found {max(self.config.dims)}, and vectors of the model have {size} numbers"
             raise RecipeError(f"{run.recipe.where}: plugins.embedding.dims: {found}. Expected at most {size}.")
-        return super().build_model(run)
+        model = super().build_model(run)
+        pooled = self.hidden_size() * len(self.sentence_modules().pooling_modes())
+        self.head = build_head(self.sentence_modules(), pooled, f"{run.recipe.where}: model.name")
+        if [*self.head.parameters()]:
+            model.add_module(NAME, self.head)
+        return model
+
+    @hookimpl
+    def check_run(self, run: Run) -> None:
+        from fastloop_embeddings.head import is_sharded
+
+        if is_sharded(self.head_of(run.model)):
+            folder = self.sentence_modules().folder
+            problem = f"{folder} has a module Dense, whose weights cannot be sharded. Use ddp."
+            raise RecipeError(f"{run.recipe.where}: model.name: {problem}")
+
+    def hidden_size(self) -> int:
+        """Numbers of a token's vector."""
+        return int(self.text_model.config.get_text_config().hidden_size)
 
     def vector_size(self) -> int:
-        """Numbers of a vector."""
-        return int(self.text_model.config.get_text_config().hidden_size)
+        """Numbers of a text's vector."""
+        size = self.hidden_size() * len(self.sentence_modules().pooling_modes())
+        for stage in self.sentence_modules().stages:
+            size = int(stage.config.get("out_features", size))
+        return size
+
+    def head_of(self, model: nn.Module) -> Head:
+        """The modules after the pooling. Those with weights are part of the model, maybe of a copy."""
+        from fastloop_embeddings.head import Head
+
+        for module in model.modules():
+            if isinstance(module, Head):
+                return module
+        return self.head
 
     def vectors(self, model: Any, batch: Mapping[str, Any]) -> Any:
         """The vector of each text, (texts, D) float32."""
-        from torch.nn.functional import normalize
+        from fastloop_embeddings.head import pool_modes
 
         inputs = {name: value for name, value in batch.items() if name != "keys"}
-        pooled = pool(compute(model, inputs).last_hidden_state, inputs, self.config.pooling)
-        return normalize(pooled) if self.config.normalize else pooled
+        states = compute(model, inputs).last_hidden_state
+        return self.head_of(model)(pool_modes(states, inputs, self.sentence_modules().pooling_modes()))
 
     @hookimpl
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
@@ -129,8 +207,13 @@ class Embedding(PairTask):
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
         from fastloop_embeddings.export import write_modules
+        from fastloop_embeddings.head import without_head
 
-        super().export_model(run, folder)
+        model = run.unwrap_model()
+        head = self.head_of(model)
+        with without_head(model):  # its weights have files of their own
+            super().export_model(run, folder)
         if run.is_main:
-            write_modules(folder, self.vector_size(), self.data.options.max_length, self.config)
+            length = self.data.options.max_length
+            write_modules(folder, self.sentence_modules(), head, self.prompts(), self.hidden_size(), length)
         return folder

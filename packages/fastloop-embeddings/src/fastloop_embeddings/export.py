@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
-from fastloop_embeddings.options import EmbeddingOptions
-
-MODES = {"mean": "mean_tokens", "first": "cls_token", "last": "lasttoken"}
-"""Pooling -> the end of its key in the configuration of the module ``Pooling``."""
+from fastloop_embeddings.head import Dense, Head
+from fastloop_embeddings.modules import WEIGHTS, SentenceModules
 
 
-def write_modules(folder: Path, size: int, max_length: int, options: EmbeddingOptions) -> None:
-    """Write ``modules.json`` and the configurations that it names. Sentence Transformers since 2.3 reads this layout.
+def write_modules(
+    folder: Path, modules: SentenceModules, head: Head, prompts: dict[str, str], hidden_size: int, max_length: int
+) -> None:
+    """Write ``modules.json``, the files that it names, and prompts. Sentence Transformers since 2.3 reads this layout.
 
-    Vectors have ``size`` numbers. ``encode(texts, prompt_name=...)`` reads ``query`` and ``document``.
+    Args:
+        head: The trained weights of the modules Dense.
+        prompts: Those of the recipe or the base: ``query`` and ``document``. Other prompts of the base are kept.
+        hidden_size: Numbers of a token's vector.
+        max_length: Tokens of a text at most.
     """
-    modules = [("", "Transformer"), ("1_Pooling", "Pooling")] + [("2_Normalize", "Normalize")] * options.normalize
-    modes = {f"pooling_mode_{end}": how == options.pooling for how, end in MODES.items()}
-    prompts = {"query": options.query_prompt, "document": options.document_prompt}
-    files = {
-        "1_Pooling/config.json": {"word_embedding_dimension": size, **modes},
-        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-        "config_sentence_transformers.json": {"prompts": prompts, "similarity_fn_name": "cosine"},
+    from safetensors.torch import save_file
+
+    files: dict[str, Any] = {
+        "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": modules.lowercase},
+        "config_sentence_transformers.json": {
+            "prompts": modules.prompts | prompts,
+            "default_prompt_name": modules.default_prompt,
+            "similarity_fn_name": modules.similarity,
+        },
         "modules.json": [
-            {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for index, (path, kind) in enumerate(modules)
+            {"idx": index, "name": str(index), "path": module.path, "type": module.type}
+            for index, module in enumerate(modules.modules)
         ],
     }
-    for path, _ in modules:
-        (folder / path).mkdir(exist_ok=True)
+    for module in modules.modules[1:]:
+        (folder / module.path).mkdir(exist_ok=True)
+        if module.config:
+            files[f"{module.path}/config.json"] = module.config
+    if "embedding_dimension" not in modules.pooling:
+        pooling = {"word_embedding_dimension": hidden_size} | modules.pooling
+        files[f"{modules.modules[1].path}/config.json"] = pooling
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for module, stage in zip(modules.stages, head.stages, strict=True):
+        if isinstance(stage, Dense):
+            save_file(stage.exported(), folder / module.path / WEIGHTS)

@@ -53,12 +53,21 @@ class EmbeddingOptions:
         Literal["multiple_negatives", "cosent", "cosine", "triplet"],
         option("The loss: the first and the last need similar texts, the others a score for each row."),
     ] = "multiple_negatives"
-    pooling: Annotated[Literal["mean", "first", "last"], option("Which tokens give the vector of a text.")] = "mean"
-    normalize: Annotated[bool, option("Scale the vectors to length 1.")] = True
+    pooling: Annotated[
+        Literal["mean", "first", "last"] | None,
+        option("Which tokens give the vector of a text; null: those of a Sentence Transformers model, or mean."),
+    ] = None
+    normalize: Annotated[
+        bool | None, option("Scale the vectors to length 1; null: as a Sentence Transformers model does, or true.")
+    ] = None
     temperature: Annotated[float, option("multiple_negatives, cosent: divides similarities.", gt=0)] = 0.05
     margin: Annotated[float, option("triplet: how much nearer the similar text must be.", gt=0)] = 1.0
-    query_prompt: Annotated[str, option("Text before each text of data.text.")] = ""
-    document_prompt: Annotated[str, option("Text before each text of data.other and data.negative.")] = ""
+    query_prompt: Annotated[
+        str | None, option("Text before each text of data.text; null: the model's prompt for queries, or none.")
+    ] = None
+    document_prompt: Annotated[
+        str | None, option("Text before each text of data.other and data.negative; null: the model's, or none.")
+    ] = None
     predict: Annotated[
         Literal["text", "other"], option("The column that a file to predict has: data.text or data.other.")
     ] = "text"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Output, RecipeError, hookimpl
 from fastloop_plugins.text import Model, Ragged, compute, padded_traits
 
+from fastloop_embeddings.modules import find_folder, read_score_activation
 from fastloop_embeddings.options import NO_VALIDATION, RANKINGS, PairTask, RankedData, RerankerOptions
 from fastloop_embeddings.pairs import Joiner, draw, group
 
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fastloop import Run
+    from torch import nn
+
+
+SIGMOID = "torch.nn.modules.activation.Sigmoid"
+"""The activation function of scores, unless the base has another one."""
 
 
 class Reranker(PairTask):
@@ -37,6 +43,8 @@ class Reranker(PairTask):
 
     Config = RerankerOptions
 
+    activation: nn.Module  # of scores, set with the model
+
     @classmethod
     def declare_traits(cls, recipe: Any) -> set[Any]:
         return {"output-per-text", *padded_traits(recipe)}
@@ -50,6 +58,9 @@ class Reranker(PairTask):
         # of scores: torchmetrics does not declare which values of pearson are better
         self.adds_metrics = dict.fromkeys(("pearson",) if loss == "binary" else RANKINGS, "max")
         self.read_columns(recipe, loss != "multiple_negatives")
+        base = find_folder(recipe, self.text_model.options, download=False)
+        if base is not None:
+            read_score_activation(base, f"{recipe.where}: model.name")
         options, where = self.data.options, f"{recipe.where}: data.candidates"
         self.candidates = None if options.candidates is None else recipe.find(options.candidates)
         if self.candidates is not None and (self.folder is None or not self.candidates.is_file()):
@@ -99,8 +110,20 @@ class Reranker(PairTask):
 
     @hookimpl
     def build_model(self, run: Run) -> Any:
+        self.set_activation(run.recipe)
         self.text_model.config.num_labels = 1
         return super().build_model(run)
+
+    def set_activation(self, recipe: Any) -> None:
+        """Keep the activation function of a base whose head gives one score, such as Identity; otherwise Sigmoid. The
+        exported configuration names it, so CrossEncoder computes the same scores as ``predict``."""
+        from fastloop_embeddings.head import find_activation
+
+        config, where = self.text_model.config, f"{recipe.where}: model.name"
+        folder = find_folder(recipe, self.text_model.options, download=True)
+        name = None if folder is None or config.num_labels != 1 else read_score_activation(folder, where)
+        self.activation = find_activation(name, where, SIGMOID)
+        config.sentence_transformers = {"activation_fn": name or SIGMOID}
 
     @hookimpl
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
@@ -122,7 +145,7 @@ class Reranker(PairTask):
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
-        scores = self.scores(run.model, batch).sigmoid()
+        scores = self.activation(self.scores(run.model, batch))
         if "labels" not in batch or self.config.loss == "binary":
             return {"score": scores}
         sizes = (~batch["labels"].isnan()).sum(1).tolist()  # a sample of a split has the scores of its documents
@@ -132,7 +155,7 @@ class Reranker(PairTask):
         return collection.rerank(run, self, self.candidates, self.scores)
 
     def scores(self, model: Any, batch: Mapping[str, Any]) -> Any:
-        """The score of each pair before the sigmoid, (pairs,) float32."""
+        """The score of each pair before the activation function, (pairs,) float32."""
         return compute(model, batch).logits.float()[:, 0]
 
     @hookimpl

@@ -45,6 +45,8 @@ class Row:
     reason: str = ""
 
 
+NO_BOS = "fastloop adds no token to the start of a text here, and TRL adds the one of the tokenizer."
+
 ROWS = [
     Row(
         name="chat",
@@ -72,6 +74,7 @@ ROWS = [
         samples="completions",
         data={"prompt": "prompt", "completion": "completion"},
         model="bos",
+        reason=NO_BOS,
     ),
     Row(
         name="text, BOS",
@@ -80,6 +83,7 @@ ROWS = [
         data={"text": "text"},
         given={"packing": True, "packing_strategy": "wrapped"},
         model="bos",
+        reason=NO_BOS,
     ),
     Row(name="dpo", peer="DPOTrainer", samples="pairs_of_answers", data={}, task={"dpo": {"beta": 0.1}}),
     Row(
@@ -149,7 +153,7 @@ def completions(count: int) -> list[Sample]:
 def texts(count: int) -> list[Sample]:
     """Texts that fill more blocks than the steps read."""
     rows = []
-    for index in range(count * 5):
+    for index in range(count * 6):
         animal, food, place = draw(index)
         rows.append({"text": f"The {animal} number {index} eats {food} and lives in the {place}, as everyone knows."})
     return rows

@@ -16,13 +16,13 @@ NUMBERS = {
     "error": "",
 }
 CASES = {
-    "rounding": ({"losses": [2.0, 1.00001]}, True, "1.0e-05"),
+    "rounding": ({"losses": [2.0, 1.00001]}, True, "5.0e-06"),
     "ids": ({"ids": [[1, 2], [1, 4]]}, False, "1 of 2"),
     "order": ({"ids": [[1, 3], [1, 2]]}, False, "0 of 2"),
     "one less": ({"ids": [[1, 2]]}, False, "1 of 2"),
     "masks": ({"masks": [[0, 1], [0, 0]]}, False, "1 of 2"),
     "no masks": ({"masks": []}, False, "0 of 2"),
-    "losses": ({"losses": [2.0, 1.001]}, False, "1.0e-03"),
+    "losses": ({"losses": [2.0, 1.001]}, False, "5.0e-04"),
     "steps": ({"losses": [2.0]}, False, "-"),
     "trained": ({"trained": 900}, False, "900 and 1,000"),
     "error": ({"error": "ValueError: no"}, False, "-"),

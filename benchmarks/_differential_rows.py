@@ -45,8 +45,6 @@ class Row:
     reason: str = ""
 
 
-NO_BOS = "fastloop adds no token to the start of a text here, and TRL adds the one of the tokenizer."
-
 ROWS = [
     Row(
         name="chat",
@@ -74,7 +72,6 @@ ROWS = [
         samples="completions",
         data={"prompt": "prompt", "completion": "completion"},
         model="bos",
-        reason=NO_BOS,
     ),
     Row(
         name="text, BOS",
@@ -83,7 +80,6 @@ ROWS = [
         data={"text": "text"},
         given={"packing": True, "packing_strategy": "wrapped"},
         model="bos",
-        reason=NO_BOS,
     ),
     Row(name="dpo", peer="DPOTrainer", samples="pairs_of_answers", data={}, task={"dpo": {"beta": 0.1}}),
     Row(

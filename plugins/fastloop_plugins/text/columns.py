@@ -86,6 +86,18 @@ def token_types(names: Sequence[str], model: TextModel) -> dict[str, bool]:
     )
 
 
+def return_token_types(tokenizer: Any) -> None:
+    """Let a tokenizer return token types by default, also when it is saved and loaded again.
+
+    A model that was trained with them computes something else without them, and a tokenizer of the general class
+    ``PreTrainedTokenizerFast`` leaves them out unless it was saved with this setting.
+    """
+    names = list(tokenizer.model_input_names)
+    if "token_type_ids" not in names:
+        tokenizer.model_input_names = [names[0], "token_type_ids", *names[1:]]
+        tokenizer.init_kwargs["model_input_names"] = tokenizer.model_input_names  # which ``save_pretrained`` writes
+
+
 def join_columns(texts: Sequence[Text], model: TextModel) -> Sequence[Text]:
     """Rows of one text or of a pair: more columns become one text, with the separator token between them.
 

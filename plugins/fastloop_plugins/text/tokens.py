@@ -21,7 +21,14 @@ from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.column import Column
 from fastloop_plugins.text.batches import describe_cut
-from fastloop_plugins.text.columns import Text, each_text, encode_pairs, join_columns, token_types
+from fastloop_plugins.text.columns import (
+    Text,
+    each_text,
+    encode_pairs,
+    join_columns,
+    return_token_types,
+    token_types,
+)  # fmt: skip
 from fastloop_plugins.text.special_tokens import special_tokens
 
 if TYPE_CHECKING:
@@ -94,6 +101,8 @@ def read(
         data.classes = model.class_names()
     types = token_types(data.columns, model)
     arguments |= types
+    if types and model.tokenizer is not None:
+        return_token_types(model.tokenizer)
     folder = (
         None if model.options.trust_remote_code or first else _cache.use_token_folder()
     )  # the hash does not cover such code

@@ -771,6 +771,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "measurements that take minutes, or depend on the machine": (
         "bench/plan.py --with",
+        "inference/benchmarks.py fastloop export",
         "bench/plan.py fastloop plugins",
         "bench/command.py fastloop report",
         "observe/speed_check.py --with",

@@ -292,10 +292,11 @@ def test_a_pickle_among_the_shards(payload, tmp_path):
 
 
 def test_no_file_of_a_run_is_a_pickle(tiny_run, tmp_path):
-    """control: everything that a run leaves is safetensors, JSON, YAML or text"""
+    """control: everything that a run leaves is safetensors, JSON, YAML, Markdown or text"""
     tiny_run(["checkpoint-best", "ema", {"lr-scheduler": {"warmup": 0.1}}], max_steps=4, output=tmp_path / "run")
     left = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {path.suffix or path.name for path in left} <= {".safetensors", ".json", ".jsonl", ".yaml", ".txt", ".lock"}
+    formats = {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".txt", ".lock"}
+    assert {path.suffix or path.name for path in left} <= formats
     for path in left:
         if path.suffix == ".safetensors":
             size = int.from_bytes(path.read_bytes()[:8], "little")

@@ -151,10 +151,11 @@ def test_a_run_goes_on_inside_an_epoch():
 def test_a_run_does_not_resume_in_another_order(before, after):
     Path("a.csv").write_text("text,label\n" + "".join(f"{'good ' * (1 + i % 20)},{i % 2}\n" for i in range(64)))
     train_texts(before, None, max_steps=3, save_every=3)
-    with pytest.raises(
-        CheckpointError, match=r"other data \(train: .* 64 drawn in the order .* Resume with the same data"
-    ):
+    with pytest.raises(CheckpointError) as raised:
         train_texts(after, Path("run"))
+    changes_option = before is not None and after is not None
+    assert ("plugins.length-bucketing.window" in str(raised.value)) == changes_option
+    assert ("64 drawn in the order" in str(raised.value)) != changes_option
 
 
 def train_texts(window: int | None, resume: Path | None, **settings: Any) -> None:

@@ -41,7 +41,8 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_loss_and_gradients_are_those_of_padded_batches(config, more):
     packed = made(config, Packing(), *more)
     assert packed.unwrap_model().config._attn_implementation == "fastloop_varlen"
-    assert_same(packed, made(config))
+    # the row of the end token has a gradient from each text, which adds up in another order
+    assert_same(packed, made(config), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.usefixtures("kernels")

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fastloop.errors import MetricError, UsageError
+from fastloop.metric_states import align_states
 from fastloop.undefined_metrics import why_undefined
 
 if TYPE_CHECKING:
     from torchmetrics import MetricCollection
 
+    from fastloop.distributed.processes import Processes
     from fastloop.state import Output
 
 log = logging.getLogger("fastloop")
@@ -68,13 +70,21 @@ class EvaluationResults:
     Args:
         where: The recipe, for messages.
         split: The evaluated split, for messages.
+        processes: The processes that share the split; None: this one evaluates all of it.
 
     Raises:
         MetricError: A metric failed, or its value is not one number.
+        ProcessesDisagree: Torchmetrics cannot gather the states of a metric.
     """
 
-    def __init__(self, metrics: MetricCollection | None, where: str = "recipe", split: str = "validation") -> None:
-        self.metrics, self.where, self.split = metrics, where, split
+    def __init__(
+        self,
+        metrics: MetricCollection | None,
+        where: str = "recipe",
+        split: str = "validation",
+        processes: Processes | None = None,
+    ) -> None:
+        self.metrics, self.where, self.split, self.processes = metrics, where, split, processes
         self.newest: Output | None = None
         self.losses: list[Tensor] = []
         self.weights: list[float] = []
@@ -126,6 +136,8 @@ class EvaluationResults:
 
         The host reads the device once. A metric may read it more often."""
         self._update()
+        if self.metrics is not None and self.processes is not None:
+            align_states(self.metrics, self.processes, self.where, self.split)
         values: dict[str, Any] = {}
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")

@@ -255,8 +255,9 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     Raises:
         EvaluationInterrupted: A signal stopped the run; raised on every process.
         MetricError: A metric failed, or its value is not one number.
+        ProcessesDisagree: A metric keeps states that processes cannot gather.
     """
-    results = EvaluationResults(run.metrics, run.recipe.where, split)
+    results = EvaluationResults(run.metrics, run.recipe.where, split, run.processes)
     with evaluating(run.model):
         for batch in evaluation_batches(run, run.eval_loaders[split]):
             with region("loss"):

@@ -54,7 +54,11 @@ def why_undefined(metric: Metric, value: float) -> str | None:
             continue
         if rule.values is not None and value not in rule.values:
             return None
-        with metric.sync_context(dist_sync_fn=metric.dist_sync_fn, process_group=metric.process_group):
+        with metric.sync_context(
+            dist_sync_fn=metric.dist_sync_fn,
+            process_group=metric.process_group,
+            should_sync=metric.sync_on_compute,  # else processes have different values
+        ):
             return rule.find_reason(metric)
     return None
 

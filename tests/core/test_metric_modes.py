@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import warnings
 from typing import Any
 
 import pytest
 import torch
+from metric_classes import classes, construct
 from recording_plugins import ScriptedScore
-from torchmetrics import Metric, MetricCollection, PearsonCorrCoef
+from torchmetrics import MetricCollection, PearsonCorrCoef
 from torchmetrics.classification import (
     BinaryAccuracy,
     MulticlassAccuracy,
@@ -21,51 +20,6 @@ from torchmetrics.wrappers import ClasswiseWrapper, LambdaInputTransformer, MinM
 
 from fastloop import UsageError, hookimpl
 from fastloop.metric_modes import mode_of, recorded_mode
-
-PARTS = ("classification", "regression", "text", "retrieval", "clustering", "nominal", "segmentation", "wrappers")
-ARGUMENTS = {
-    "num_classes": 3,
-    "num_labels": 3,
-    "num_groups": 2,
-    "task": "binary",
-    "beta": 1.0,
-    "p": 2.0,
-    "min_precision": 0.5,
-    "min_recall": 0.5,
-    "min_sensitivity": 0.5,
-    "min_specificity": 0.5,
-    "things": {0},
-    "stuffs": {1},
-    "data_range": 1.0,
-    "threshold": 0.5,
-}
-"""Parameters without a default -> an argument."""
-
-
-def classes() -> list[type[Metric]]:
-    """All classes of metrics that torchmetrics exports."""
-    homes = [
-        importlib.import_module("torchmetrics"),
-        *(importlib.import_module(f"torchmetrics.{name}") for name in PARTS),
-    ]
-    listed = [getattr(home, name) for home in homes for name in home.__all__]
-    metrics = [cls for cls in listed if isinstance(cls, type) and issubclass(cls, Metric)]
-    return list(dict.fromkeys(metrics))
-
-
-def construct(cls: type[Metric]) -> Metric | None:
-    """A metric of a class; None: it needs another package, a model or another metric."""
-    parameters = inspect.signature(cls).parameters.values()
-    required = [
-        each.name for each in parameters if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
-    ]
-    if not ARGUMENTS.keys() >= set(required):
-        return None
-    try:
-        made: Any = cls(**{name: ARGUMENTS[name] for name in required})
-    except (ImportError, RuntimeError, TypeError, ValueError, OSError):
-        return None
-    return made if isinstance(made, Metric) else None
 
 
 def test_the_mode_of_every_class_of_torchmetrics_is_its_attribute():

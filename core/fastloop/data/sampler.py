@@ -37,7 +37,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         user_order: Epoch -> sample ids, for the order of a user's sampler; None: fastloop's.
         drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
         shares_evenly: Whether to divide each step that needs one micro-batch of each process into equal shares, as in
-            an evaluation. Otherwise the first processes get full micro-batches. ``split`` divides by itself.
+            an evaluation. Otherwise the first processes get full micro-batches. Ignored with ``split``.
 
     Attributes:
         drawn: Samples of an epoch before ``drop_last``.

@@ -119,9 +119,7 @@ class TrainerTask(Plugin):
     def build_metrics(self) -> Any:
         from torchmetrics import MetricCollection
 
-        from fastloop_plugins.tasks.heads.metrics import gather_everywhere
-
-        return gather_everywhere(MetricCollection(dict(self.metrics))) if self.metrics else None
+        return MetricCollection(dict(self.metrics)) if self.metrics else None
 
     @hookimpl
     def check_run(self, run: Run) -> None:

@@ -77,7 +77,7 @@ RULES: dict[type, dict[str, str]] = {
         "estimate_speedup()": "override it",
     },
     Ragged: {"": "yes, in your collator"},
-    Strategy: {"": "override it", "sets_precision": ON_CLASS},
+    Strategy: {"": "override it", "sets_precision": ON_CLASS, "shares_buffers": ON_CLASS},
     Processes: {"": "no", "close()": CORE, "explain_lost_connection()": CORE},
     Schedule: {"": "no"},
     CheckpointSaver: {"": "no", "start()": CORE},

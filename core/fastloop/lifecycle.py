@@ -22,6 +22,7 @@ from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
+from fastloop.distributed.buffers import SharedBuffers
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
@@ -235,6 +236,7 @@ def _build_model(run: Run) -> None:
         run.model = run.plugins.chain(
             "after_prepare", run.accelerator.prepare_model(run._built_model, evaluation_mode=True), run=run
         )
+        run._shared_buffers = SharedBuffers(run._built_model, run.processes, strategy_shares=False)
         return
     _set_train_mode(model)
     _share_new_weights(run, model)
@@ -251,6 +253,7 @@ def _build_model(run: Run) -> None:
     model, run.optimizer = _prepare(run, model, optimizer)
     run.model = run.plugins.chain("after_prepare", model, run=run)
     run._skipped_steps = SkippedSteps(run.optimizer, run.accelerator.scaler)
+    run._shared_buffers = SharedBuffers(run._built_model, run.processes, run.strategy.shares_buffers)
 
 
 def _share_new_weights(run: Run, model: nn.Module) -> None:

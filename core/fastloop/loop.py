@@ -69,6 +69,7 @@ def fit(run: Run) -> None:
     run._sync_requests()
     if run.interrupted:
         return
+    run._shared_buffers.share()
     run.hooks.after_fit(run=run)
     limit = run.recipe.train.max_steps
     if limit is not None and run.state.step < limit and run.state.stop_reason is None:
@@ -162,6 +163,7 @@ def train_step(run: Run, batches: list[Batch]) -> Tensor:
 def accumulate_gradients(run: Run, batches: list[Batch]) -> Tensor:
     """Forward and backward of each micro-batch; see ``Run.accumulate_gradients``."""
     totals = run._totals[1] if run._totals[0] is batches else run._start_totals(batches)
+    run._shared_buffers.before_pass()
     step_loss: Tensor | None = None
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1 or run.world_size == 1
@@ -211,6 +213,7 @@ def evaluate(run: Run, split: str) -> None:
     with run.clock("evaluate"), region("evaluate"), preserve_random_states():  # evaluation data may be random
         if split == "validation":
             run.state.evaluate_requested = False
+        run._shared_buffers.share()
         run.hooks.before_evaluate(run=run, split=split)
         try:
             with run.scalars.paused():

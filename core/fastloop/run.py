@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fastloop.checkpoint.build_record import BuildRecord
 from fastloop.checkpoint.saver import CheckpointSaver
 from fastloop.data import Loader, Loaders
+from fastloop.distributed.buffers import SharedBuffers
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.signals import StopSignals
 from fastloop.distributed.skipped_steps import SkippedSteps
@@ -103,6 +104,7 @@ class Run:
         self.schedule: Schedule
         self.build_record: BuildRecord
         self._skipped_steps: SkippedSteps  # by fp16's loss scaling
+        self._shared_buffers: SharedBuffers
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
         self.updates = 0
         self.steps_to_compare = 0

@@ -35,11 +35,14 @@ class Strategy(Plugin):
         slot: The slot of all strategies.
         sets_precision: Whether ``prepare`` does both instead of the core, such as DeepSpeed's engine. `amp` then checks
             the first step.
+        shares_buffers: Whether the forward of the prepared model first gives every process the buffers of process 0,
+            such as that of torch's DistributedDataParallel. Otherwise the core broadcasts those that training changes.
     """
 
     name = "accelerate"
     slot = "strategy"
     sets_precision: ClassVar[bool] = False
+    shares_buffers: ClassVar[bool] = False
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """Wrap the model for training. Returns the model and the optimizer that the loop uses.

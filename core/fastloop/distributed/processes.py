@@ -76,6 +76,12 @@ class Processes:
             tensor /= self.world_size
         return tensor
 
+    def broadcast(self, tensor: Tensor) -> None:
+        """Overwrite a tensor by that of process 0, in place. It may be on the CPU or on the device."""
+        if self.world_size > 1:
+            group = self.host_group if tensor.device.type == "cpu" else self.device_group
+            torch.distributed.broadcast(tensor, src=0, group=group)
+
     def all_gather_object(self, value: Any) -> list[Any]:
         """Gather the value of each process on every process, in order of rank. Values are pickled."""
         if self.world_size == 1:

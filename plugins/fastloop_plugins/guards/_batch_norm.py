@@ -1,5 +1,4 @@
-"""Warns of batch norm over a part of a step's samples, refuses it over one sample, and evaluates with the statistics
-that are exported.
+"""Warns of batch norm over a part of a step's samples, and refuses it over one sample.
 
 Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
@@ -115,11 +114,3 @@ def _refuse_lone_sample(run: Run) -> None:
         f"{rest} for an epoch's last step, and a process computes one of them alone. The model's batch norm needs two "
         "samples at once. Set train.drop_last: true to leave these out, or use another batch size."
     )
-
-
-@hookimpl(tryfirst=True)
-def before_evaluate(run: Run) -> None:
-    """Give every process the running statistics of the main one, which checkpoints and exported models hold."""
-    for module in batch_norms(run) if run.world_size > 1 else ():
-        for buffer in module.buffers():
-            torch.distributed.broadcast(buffer, src=0)

@@ -45,6 +45,7 @@ class DDP(Strategy):
 
     name = "ddp"
     numerics = "reassociated"
+    shares_buffers = True
     requirements = (When(lambda config: config.sync_batch_norm, Device("cuda")),)
     description = "averages gradients over the processes"
 

@@ -129,9 +129,9 @@ def tags(rows: Sequence[Row], tokenizer: Any, inputs: dict[str, Tensor]) -> Tens
 
 
 def completion_ids(row: Row, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt, and of the completion with its end token."""
+    """Token ids of the prompt, with the token that begins a text, and of the completion with its end token."""
     prompt, completion = tokenizer([row["prompt"], row["completion"]], add_special_tokens=False)["input_ids"]
-    return prompt, [*completion, tokenizer.eos_token_id]
+    return [tokenizer.bos_token_id, *prompt], [*completion, tokenizer.eos_token_id]
 
 
 def language_inputs(rows: Sequence[Row], tokenizer: Any) -> dict[str, Tensor]:

@@ -133,16 +133,30 @@ def fit_padding(model: Any, tokenizer: Any, before: int | None, name: str | None
                 f"pad_token to the token of this id, save it, and name its folder: {key}.tokenizer=FOLDER."
             )
         logger.warning("%s: %s. The tokenizer's is used, and exported", key, ids)
-    _train_row_of_padding(model, tokenizer)
+    _train_row_of_padding(model, tokenizer, is_new=name is None)
 
 
-def _train_row_of_padding(model: Any, tokenizer: Any) -> None:
+def _train_row_of_padding(model: Any, tokenizer: Any, is_new: bool) -> None:
     """Give the embedding's row of the padding token a gradient, if that is another token, too, such as the end of a
-    text. Torch gives the row that ``padding_idx`` names none."""
+    text. Torch gives the row that ``padding_idx`` names none, and transformers begins it with zeros.
+
+    Args:
+        is_new: Whether the model is made from scratch. The row is then drawn as the others are. From zeros, a norm
+            would give it a gradient that is hundreds of times too large.
+    """
+    import torch
+
+    from fastloop.runtime.random_states import preserve_random_states
+
     names = ("bos_token_id", "eos_token_id", "unk_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
     if tokenizer.pad_token_id not in {getattr(tokenizer, name, None) for name in names}:
         return
     weight = model.get_input_embeddings().weight
+    was_zero = False
     for module in model.modules():  # encoder and decoder may have an embedding each, of the same weight
         if getattr(module, "weight", None) is weight and getattr(module, "padding_idx", None) == tokenizer.pad_token_id:
             module.padding_idx = None
+            was_zero = True
+    if was_zero and is_new and not weight.is_meta:  # on meta, the weights come from another process
+        with preserve_random_states(), torch.no_grad():
+            weight[tokenizer.pad_token_id].normal_(0.0, float(weight.std()))

@@ -15,6 +15,7 @@ from fastloop.distributed.ranks import world_size
 if TYPE_CHECKING:
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
+    from fastloop.run import Run
 
 logger = logging.getLogger("fastloop")
 
@@ -33,8 +34,8 @@ COUNTS = ("WORLD_SIZE", "RANK")
 MULTI_GPU = "accelerate launch --multi_gpu --num_processes N -m fastloop train RECIPE"
 
 
-def report_one_process(recipe: Recipe, strategy: str | None) -> None:
-    """Log why a run has one process, if the launcher or the recipe is made for several."""
+def warn_of_one_process(recipe: Recipe) -> None:
+    """Warn if the launcher was asked for several processes and started one."""
     is_launched = all(name in os.environ for name in LAUNCHED)
     if is_launched and not any(name in os.environ for name in COUNTS):
         logger.warning(
@@ -43,7 +44,13 @@ def report_one_process(recipe: Recipe, strategy: str | None) -> None:
             recipe.where,
             MULTI_GPU,
         )
-    elif strategy is not None:
+
+
+@hookimpl(specname="before_fit")
+def report_one_process(run: Run) -> None:
+    """Log that a run with a strategy for several processes trains on one."""
+    strategy = run.plugins.in_slot("strategy")
+    if run.world_size == 1 and strategy is not None:
         logger.info(
             "the run has one process, and the strategy %r is for several: start N of them with --nproc N", strategy
         )
@@ -58,7 +65,7 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
     """
     strategy, environment = plugins.in_slot("strategy"), os.environ
     if world_size() == 1 and recipe.inference is None:
-        report_one_process(recipe, strategy)
+        warn_of_one_process(recipe)
     given = environment.get("ACCELERATE_MIXED_PRECISION", "no")
     compiler = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     steps = environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")

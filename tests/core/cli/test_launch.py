@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fastloop.cli import app, launch
-from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import make_recipe
 from fastloop_plugins.strategies._launcher_check import check_recipe
@@ -276,9 +275,9 @@ def test_one_process_where_several_were_asked_for_is_a_warning(monkeypatch, capl
     assert ("--multi_gpu" in caplog.text) == warned
 
 
-def test_a_strategy_in_a_run_of_one_process_is_logged(caplog):
+def test_a_strategy_in_a_run_of_one_process_is_logged(caplog, tiny_run):
     caplog.set_level("INFO", logger="fastloop")
-    check_recipe(make_recipe({"model": {}, "output": "run"}), PluginSet([load("ddp")()]))
+    tiny_run(["ddp"], max_steps=1)
     assert "'ddp'" in caplog.text
     assert "--nproc" in caplog.text
 

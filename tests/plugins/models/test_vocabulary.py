@@ -114,6 +114,15 @@ def test_the_row_of_an_end_token_that_also_pads_is_trained(before):
     assert not torch.equal(weight[end], start)
 
 
+def test_the_row_of_a_new_end_token_that_also_pads_begins_as_the_others():
+    run = made("causal-lm", {"config": LLAMA, "tokenizer": {"kind": "bpe", "vocab_size": 300}}, {})
+    tokenizer = run.plugins.plugins[0].text_model.tokenizer
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    weight = run.unwrap_model().get_input_embeddings().weight.detach()
+    sizes = weight.norm(dim=1)
+    assert float(sizes[tokenizer.pad_token_id]) == pytest.approx(float(sizes.median()), rel=0.6)
+
+
 def test_another_id_from_which_positions_are_counted_is_refused():
     pretrain("text-classification", ROBERTA, CLASSES)
     change("config.json", pad_token_id=1)

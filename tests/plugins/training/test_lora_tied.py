@@ -11,7 +11,7 @@ from headless_models import logits
 from safetensors.torch import load_file
 from training_runs import execute
 
-from fastloop import PluginError, RecipeError, lifecycle
+from fastloop import Plugin, PluginError, RecipeError, hookimpl, lifecycle
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -34,12 +34,12 @@ EMBEDDING = {"llama": "embed_tokens", "gpt2": "wte", "gemma": "embed_tokens"}
 EMBEDDING |= {"bloom": "word_embeddings", "opt": "embed_tokens"}
 
 
-def tied_run(options, kind="llama", task=None, **model):
+def tied_run(options, kind="llama", task=None, objects=(), **model):
     write_texts(Path.cwd())
     config = {"model_type": kind} | (KINDS[kind] | {"tie_word_embeddings": True} if kind in KINDS else model)
     recipe = {**LANGUAGE, "model": {**LANGUAGE["model"], "config": config}, "plugins": [{"lora": options}]}
     recipe["train"] = {"device": "cpu", "epochs": 2, "lr": 0.05, "batch_size": 8}
-    return build(resolve(make_recipe({**recipe, **(task or {}), "output": "out"})))
+    return build(resolve(make_recipe({**recipe, **(task or {}), "output": "out"}), objects=objects))
 
 
 SLOW = pytest.mark.slow
@@ -78,10 +78,25 @@ def test_adapters_beside_tied_weights_leave_them_tied():
     assert "lm_head.weight" not in load_file("out/model/model.safetensors")
 
 
+class ClearsRow(Plugin):
+    """Sets a row of the embedding to zeros, as transformers does with that of a padding token."""
+
+    name = "clears-row"
+    numerics = "changes-training"
+    runs_before = ("lora",)
+
+    @hookimpl
+    def before_prepare(self, model):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] = 0
+
+
 def test_dora_of_a_layer_with_a_row_of_zeros_is_refused():
-    """The row of the padding token has no norm to divide by."""
+    """The row has no norm to divide by."""
+    options = {"r": 4, "target_modules": ["lm_head"], "use_dora": True}
     with pytest.raises(PluginError, match="lm_head"):
-        tied_run({"r": 4, "target_modules": ["lm_head"], "use_dora": True})
+        tied_run(options, objects=[ClearsRow()])
+    tied_run(options)
 
 
 T5 = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}

@@ -35,7 +35,7 @@ MULTI_GPU = "accelerate launch --multi_gpu --num_processes N -m fastloop train R
 
 
 def warn_of_one_process(recipe: Recipe) -> None:
-    """Warn if the launcher was asked for several processes and started one."""
+    """Warn if a launcher with variables for several processes started one."""
     is_launched = all(name in os.environ for name in LAUNCHED)
     if is_launched and not any(name in os.environ for name in COUNTS):
         logger.warning(

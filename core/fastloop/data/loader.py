@@ -40,7 +40,6 @@ class Loader:
             sampler's ``batch_size`` in evaluation. If its ``sampler`` can be called with an epoch, that returns the ids
             of a map-style dataset in their order. None, or any other sampler: all samples in the default order.
         drop_last: Whether to drop an incomplete last batch without a sampler, too.
-        shares_evenly: See ``StepSampler``.
 
     Raises:
         UsageError: No sample is left.
@@ -66,7 +65,6 @@ class Loader:
         split: str = "train",
         sampler: BatchSampler | None = None,
         drop_last: bool = False,
-        shares_evenly: bool = False,
     ) -> None:
         self.dataset = dataset
         reading = settings.of(split)
@@ -120,7 +118,6 @@ class Loader:
             pieces,
             order,
             dropped_batch,
-            shares_evenly,
         )
         if not self.sampler.size:
             raise UsageError(

@@ -167,5 +167,4 @@ class Loaders:
             split=split,
             sampler=self.samplers[split],
             drop_last=trains and train.drop_last,
-            shares_evenly=not trains,
         )

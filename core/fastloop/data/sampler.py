@@ -36,8 +36,6 @@ class StepSampler(Sampler[MicroBatchIds]):
         pieces: Number of micro-batches to cut each micro-batch of ``split`` into.
         user_order: Epoch -> sample ids, for the order of a user's sampler; None: fastloop's.
         drop_last: Drop the last samples of an epoch that do not fill a batch of this size; 0: keep all.
-        shares_evenly: Whether to divide each step that needs one micro-batch of each process into equal shares, as in
-            an evaluation. Otherwise the first processes get full micro-batches. Ignored with ``split``.
 
     Attributes:
         drawn: Samples of an epoch before ``drop_last``.
@@ -58,11 +56,10 @@ class StepSampler(Sampler[MicroBatchIds]):
         pieces: int = 1,
         user_order: Callable[[int], list[int]] | None = None,
         drop_last: int = 0,
-        shares_evenly: bool = False,
     ) -> None:
         self.drawn, self.size = size, size // drop_last * drop_last if drop_last else size
         self.batch_size, self.micro_batch_size, self.user_order = batch_size, micro_batch_size, user_order
-        self.arrange, self.split, self.pieces, self.shares_evenly = arrange, split, pieces, shares_evenly
+        self.arrange, self.split, self.pieces = arrange, split, pieces
         self.rank, self.world_size, self.seed, self.shuffle = rank, world_size, seed, shuffle
         self.epoch = self.start = 0
 
@@ -96,8 +93,6 @@ class StepSampler(Sampler[MicroBatchIds]):
             if self.split is not None:
                 parts = [(part, -(-len(part) // self.pieces)) for part in self.split(ids, self.world_size)]
                 yield start, [part[at : at + size] for part, size in parts for at in range(0, len(part), size)]
-            elif self.shares_evenly and len(ids) <= most * self.world_size:
-                yield start, share_evenly(ids, self.world_size)
             else:
                 yield start, [ids] if len(ids) <= most else [ids[at : at + most] for at in range(0, len(ids), most)]
 
@@ -109,18 +104,3 @@ class StepSampler(Sampler[MicroBatchIds]):
                 ids.is_filler, ids.is_last_micro_batch = own >= len(parts), first + self.world_size >= len(parts)
                 ids.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:own])))) % 2**32
                 yield ids
-
-
-def share_evenly(ids: list[int], count: int) -> list[list[int]]:
-    """Divide ids into at most ``count`` shares of consecutive ones, without an empty share.
-
-    For 5 ids and 3 processes: 2, 2 and 1. For 2 ids: 1 and 1.
-    """
-    least, larger = divmod(len(ids), count)
-    shares = []
-    start = 0
-    for number in range(min(count, len(ids))):
-        end = start + least + (number < larger)
-        shares.append(ids[start:end])
-        start = end
-    return shares

@@ -79,26 +79,6 @@ def test_processes_take_the_same_number_of_micro_steps_and_each_has_something_to
         assert all(len(draw) <= split[1] for process in draws for draw in process)
 
 
-@pytest.mark.parametrize(
-    ("size", "micro", "world", "sizes"),
-    [
-        (12, 4, 2, [[4, 2], [4, 2]]),
-        (5, 4, 2, [[3], [2]]),
-        (9, 4, 2, [[4, 1], [4, 1]]),
-        (5, 4, 3, [[2], [2], [1]]),
-        (1, 4, 2, [[1], [1]]),
-        (8, 4, 2, [[4], [4]]),
-    ],
-)
-def test_an_evaluation_divides_its_last_micro_batches_evenly(size, micro, world, sizes):
-    draws = [
-        list(StepSampler(size, micro * world, micro, rank, world, 123, False, shares_evenly=True))
-        for rank in range(world)
-    ]
-    assert [[len(draw) for draw in process] for process in draws] == sizes
-    assert ledger(draws) == list(range(size))
-
-
 def test_resume_with_another_number_of_processes():
     first = ledger([draws[:3] for draws in samplers(67, (8, 4, 2))])  # three steps of two processes
     assert first + ledger(samplers(67, (8, 2, 4), start=24)) == ledger(samplers(67, (8, 8, 1)))

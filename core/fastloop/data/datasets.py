@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch.utils.data import Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
-from fastloop.runtime.random_states import seed_all
+from fastloop.runtime.random_states import Generator, find_generators, seed_all, seed_generators
 from fastloop.state import Batch
 
 
@@ -82,16 +82,29 @@ class Filler(list[Any]):
 
 class MapReader(Dataset[Any]):
     """Reads a map-style dataset by micro-batch. A worker first seeds its random states with the micro-batch's seed, so
-    that random numbers do not depend on the worker."""
+    that random numbers do not depend on the worker. It also seeds the generators that the dataset keeps for itself:
+    each worker and process has a copy of them, which would draw the same numbers.
+
+    Attributes:
+        has_copies: Whether other processes read the dataset, too. Its own generators are then seeded without workers,
+            as well.
+    """
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
+        self.has_copies = False
+        self._generators: list[Generator] | None = None  # of this process's copy
         each = partial(map, partial(getitem, dataset))
         self.read: Callable[[list[int]], Iterable[Any]] = getattr(dataset, "__getitems__", None) or each
 
     def __getitems__(self, micro_batch: MicroBatchIds) -> list[Any]:
-        if get_worker_info() is not None:
+        in_worker = get_worker_info() is not None
+        if in_worker:
             seed_all(micro_batch.seed)
+        if in_worker or self.has_copies:
+            if self._generators is None:
+                self._generators = find_generators(self.dataset)
+            seed_generators(self._generators, micro_batch.seed)
         try:
             samples = Samples(self.read(micro_batch))
         except Exception:

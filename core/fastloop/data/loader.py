@@ -124,8 +124,9 @@ class Loader:
                 f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the "
                 "batch size smaller."
             )
-        reader = settings.reader_class or MapReader
-        self.loader = loader_class(reader(dataset), batch_sampler=self.sampler, **arguments)
+        reader: Any = (settings.reader_class or MapReader)(dataset)
+        reader.has_copies = world_size > 1
+        self.loader = loader_class(reader, batch_sampler=self.sampler, **arguments)
 
     @property
     def epoch_samples(self) -> int | None:

@@ -293,6 +293,8 @@ def generate(folder: Path, task: Task, texts: Sequence[str], tokens: int) -> lis
     decoder, found = "Causal" in task.auto, []
     for text in texts:
         ids = tokenizer(text, add_special_tokens=not decoder, return_tensors="pt")["input_ids"]
+        if decoder:  # a prompt begins as in training, and has no end
+            ids = torch.nn.functional.pad(ids, (1, 0), value=tokenizer.bos_token_id)
         new = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False
         )[0]

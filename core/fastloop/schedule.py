@@ -18,12 +18,30 @@ if TYPE_CHECKING:
     from fastloop.recipe import Train
 
 
+def run_length(steps_per_epoch: int | None, epochs: int | None, max_steps: int | None) -> int | None:
+    """Optimizer steps of a whole run: the lower one of its limits.
+
+    Args:
+        steps_per_epoch: Optimizer steps of an epoch; None: unknown.
+        epochs: The limit on epochs; None: there is none.
+        max_steps: The limit on steps; None: there is none.
+
+    Returns:
+        The steps; None: unknown.
+    """
+    limits = []
+    if max_steps is not None:
+        limits.append(max_steps)
+    if steps_per_epoch is not None and epochs is not None:
+        limits.append(steps_per_epoch * epochs)
+    return min(limits, default=None)
+
+
 class Schedule:
     """The schedule of a run, from the recipe's ``train`` and the run's counters.
 
     Attributes:
         total_steps: Optimizer steps of the whole run; None: unknown.
-        steps_of_epochs: Optimizer steps of ``train.epochs``; None: unknown, or there is no limit on epochs.
         epochs: Epochs that the run begins; None: unknown.
         epoch_samples: Samples of an epoch; None: unknown, an epoch ends with the loader.
     """
@@ -37,14 +55,10 @@ class Schedule:
         eval_loaders: Mapping[str, Any],
     ) -> None:
         self._train, self._state = train, state
-        self.steps_of_epochs: int | None = None
-        if steps_per_epoch is not None and train.epochs is not None:
-            self.steps_of_epochs = steps_per_epoch * train.epochs
-        limits = [limit for limit in (train.max_steps, self.steps_of_epochs) if limit is not None]
         self._periods = [
             steps for steps in (train.max_steps, train.evaluate_every, train.save_every) if isinstance(steps, int)
         ]
-        self.total_steps: int | None = min(limits) if limits else None
+        self.total_steps: int | None = run_length(steps_per_epoch, train.epochs, train.max_steps)
         self.epoch_samples, self._eval_loaders = epoch_samples, eval_loaders
         self.epochs: int | None = train.epochs
         if train.epochs is None and train.max_steps is not None and steps_per_epoch is not None:

@@ -229,13 +229,9 @@ def train_short(recipe: Recipe, observer: Plugin, off: Iterable[str], **train: A
 
 def whole_length(run: Run, epochs: int | None, max_steps: int | None) -> int | None:
     """Total steps of the recipe, of which a measurement trains only a few; None if unknown."""
-    steps = run.train_loader.steps_per_epoch()
-    limits = []
-    if max_steps is not None:
-        limits.append(max_steps)
-    if steps is not None and epochs is not None:
-        limits.append(steps * epochs)
-    return min(limits, default=None)
+    from fastloop.schedule import run_length
+
+    return run_length(run.train_loader.steps_per_epoch(), epochs, max_steps)
 
 
 def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fastloop import __version__
 from fastloop_plugins.models.adapters import BASE_CONFIG
+from fastloop_plugins.models.hub import read_config
 
 MARK = "tags: [fastloop]"
 """A line of every card. A README without it is a user's own, and stays."""
@@ -77,7 +77,7 @@ class Card:
                 place,
                 "model = SentenceTransformer(folder)",
             ]
-        config = read_json(folder / "config.json")
+        config = read_config(folder / "config.json")
         if not config.get("model_type"):
             return "pytorch", [
                 "from safetensors.torch import load_file",
@@ -100,7 +100,7 @@ class Card:
         return "transformers", [f"from transformers import {', '.join(sorted(names))}", "", *lines]
 
     def _adapter_code(self, folder: Path, place: str) -> list[str]:
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
+        base = read_config(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
         if self.architecture is None or base is None:
             return [
                 "from peft import PeftModel",
@@ -145,7 +145,7 @@ def find_auto_class(architecture: str) -> str:
 def has_chat_template(folder: Path) -> bool:
     """Whether an exported tokenizer renders conversations."""
     return (folder / "chat_template.jinja").is_file() or bool(
-        read_json(folder / "tokenizer_config.json").get("chat_template")
+        read_config(folder / "tokenizer_config.json").get("chat_template")
     )
 
 
@@ -157,12 +157,3 @@ def is_own(readme: Path) -> bool:
 def rename(page: str, name: str) -> str:
     """A card whose code loads another folder."""
     return re.sub(r"^folder = .*$", lambda _: f"folder = {json.dumps(name)}", page, count=1, flags=re.M)
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -25,6 +25,7 @@ from fastloop_plugins.models.hub import (
     log_new,
     offline,
     quiet,
+    read_config,
 )  # fmt: skip
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.models.vocabulary import fit_padding, longest_text, rows_needed, set_pad_id
@@ -136,7 +137,10 @@ class TextModel:
         for named in ("name", "tokenizer"):
             if isinstance(name := getattr(self.options, named), str):
                 self._check_name(named, name)
-        self._check_architecture(self.options.config or self._folder_config())
+        config = self.options.config
+        if config is None:
+            config = read_config(recipe.find(self.options.name or "") / "config.json")
+        self._check_architecture(config)
         if key == "model" and recipe.inference is None:
             check_known_length(recipe, self.options.config, self.options.name, given, self.where)
         weight_files(recipe)
@@ -167,14 +171,6 @@ class TextModel:
                 "reads only the first rows before training. Use kind: byte, or the tokenizer of another run: "
                 "model.tokenizer=RUN/model."
             )
-
-    def _folder_config(self) -> dict[str, Any]:
-        """``config.json`` of a local model; empty if it cannot be read, which ``load_tokenizer`` reports."""
-        try:
-            found = json.loads((self.recipe.find(self.options.name or "") / "config.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return found if isinstance(found, dict) else {}
 
     def _check_architecture(self, config: dict[str, Any]) -> None:
         """Raise an error for an architecture that cannot do the task."""

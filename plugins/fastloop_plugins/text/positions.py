@@ -4,13 +4,12 @@ tokenizer is loaded."""
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.models.hub import config_from_scratch, quiet
+from fastloop_plugins.models.hub import config_from_scratch, quiet, read_config
 from fastloop_plugins.text.options import Data
 
 if TYPE_CHECKING:
@@ -74,8 +73,4 @@ def _read(folder: Path | None, name: str) -> Mapping[str, Any]:
     """The JSON object of a file in a folder; empty if it cannot be read."""
     if folder is None:
         return {}
-    try:
-        found = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return read_config(folder / name)

@@ -146,6 +146,7 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
     """
     from fastloop.recipe import Inference
     from fastloop_plugins.checkpoints import _card
+    from fastloop_plugins.models.hub import read_config
     from fastloop_tools.export.card import onnx_card
 
     exported = None
@@ -159,7 +160,7 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
         model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",)))
     )
     readme = made / "README.md"
-    names = _card.read_json(model / (BASE_CONFIG if to == "adapter" else "config.json")).get("id2label") or {}
+    names = read_config(model / (BASE_CONFIG if to == "adapter" else "config.json")).get("id2label") or {}
     labels = {int(index): str(label) for index, label in names.items()}
     if exported is not None:
         readme.write_text(onnx_card(name, source, labels, exported), encoding="utf-8")

@@ -134,15 +134,15 @@ def check_model(model: Path, remote: bool) -> None:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
-    from fastloop_plugins.checkpoints._card import read_json
     from fastloop_plugins.models.adapters import is_adapter
+    from fastloop_plugins.models.hub import read_config
 
     if is_adapter(model):
         raise UsageError(
             f"--tasks: {model}: found an adapter, expected a whole model. Merge it first: fastloop export RUN --to "
             "safetensors"
         )
-    config = read_json(model / "config.json")
+    config = read_config(model / "config.json")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     found = config.get("architectures") or ["no transformers model"]
     if not known.intersection(found) and not (remote and "AutoModelForCausalLM" in (config.get("auto_map") or {})):

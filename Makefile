@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: quickstart test test-all test-slow lint docs docs-sources api-snapshot matrix differential architectures conformance reliability security scale streaming hashes sbom dist audit clean
+.PHONY: quickstart test test-all test-slow lint docs docs-sources api-snapshot matrix differential architectures conformance reliability security mutants scale streaming hashes sbom dist audit clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/fastloop train recipes/quickstart.yaml
@@ -79,6 +79,10 @@ reliability: $(VENV)/ready
 # Every attack of a stranger's recipe, folder, file, package or connection, into docs/security-tests.md.
 security: $(VENV)/ready
 	$(BIN)/python benchmarks/reliability.py security --times 1
+
+# Small changes that make the product wrong, and the tests that notice each, into docs/mutants.md: hours on two cores.
+mutants: $(VENV)/ready
+	$(BIN)/python benchmarks/mutants.py $(ARGS)
 
 # The estimates of `fastloop plan --device-memory` beside measured bytes, into docs/scale.md.
 scale: $(VENV)/ready

@@ -70,8 +70,8 @@ class Outcome:
 
     Attributes:
         reached: Tests that ran.
-        noticed: Those that failed with the mutant.
-        files: The files of those.
+        noticed: Tests that failed with the mutant.
+        files: Files of the failed tests.
         timed_out: Whether the tests did not end in time.
     """
 

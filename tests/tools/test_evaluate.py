@@ -236,6 +236,20 @@ def test_a_module(tmp_path, cli, monkeypatch):
     assert "there is no split 'test'. There are: train" in err
 
 
+def test_a_run_without_a_test_split_is_evaluated_on_validation(tmp_path, cli):
+    recipe = write_recipe(tmp_path)
+    settings = yaml.safe_load(recipe.read_text())
+    del settings["data"]["files"]["test"]
+    recipe.write_text(yaml.safe_dump(settings))
+    train(recipe)
+    result = results(cli, tmp_path / "run")
+    assert result["split"] == "validation"
+    assert result["metrics"] == near(summary(tmp_path / "run")["validation"])
+    code, _, err = cli("evaluate", str(tmp_path / "run"), "--split", "test")
+    assert code == 2
+    assert "there is no split 'test'" in err
+
+
 TIED = """
 import torch
 from torch import nn

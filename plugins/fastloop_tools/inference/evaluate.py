@@ -31,8 +31,14 @@ def evaluate(
     target: Target,
     arguments: Arguments = None,
     split: Annotated[
-        str, typer.Option(metavar="NAME", help="The split to evaluate: train, validation or test.")
-    ] = "test",
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The split to evaluate: train, validation or test. Default: test, or validation if the run had no "
+            "test split.",
+            show_default=False,
+        ),
+    ] = None,
     file: Annotated[
         Path | None,
         typer.Option("--file", metavar="FILE", help="A file to evaluate instead, with the recipe's columns."),
@@ -74,7 +80,7 @@ def evaluate(
     computes for the same split and number of processes, up to the rounding of the plugins that `auto` selects. The
     results are also written to RUN/evaluation, where `fastloop report RUN` finds them.
     """
-    from fastloop_tools.inference.target import load, open_inference, read_file_instead
+    from fastloop_tools.inference.target import default_split, load, open_inference, read_file_instead
 
     if task_folder and not tasks:
         raise UsageError(f"--task-folder {task_folder}: expected the names of its tasks, too: --tasks A,B")
@@ -93,6 +99,8 @@ def evaluate(
                 json_file,
             )
         return
+    if split is None:
+        split = "test" if file is not None else default_split(target, arguments or ())
     recipe = load(target, arguments or (), Inference(Path(), split), names(with_), names(without))
     command = ["evaluate", target, *(arguments or ()), "--split", split]
     command += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import mimetypes
 from collections.abc import Iterable, Sequence
@@ -84,6 +85,25 @@ def load(
     if not is_short(inference.source):
         recipe.plugins.setdefault("auto", dict(SELECTION))
     return recipe
+
+
+def default_split(target: str, arguments: Sequence[str]) -> str:
+    """The split that `fastloop evaluate` evaluates by default: ``test``, or ``validation`` for a run whose summary has
+    no metrics of a test split, which is logged.
+
+    Args:
+        arguments: The recipe and overrides. If they name data, they may add a test split.
+    """
+    if any("=" not in argument or argument.startswith("data") for argument in arguments):
+        return "test"
+    try:
+        summary = json.loads((Path(target) / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return "test"
+    if not isinstance(summary, dict) or summary.get("test") or not summary.get("validation"):
+        return "test"
+    log.info("%s: the run had no test split, so validation is evaluated (--split NAME: another one)", target)
+    return "validation"
 
 
 def is_short(source: Path | Iterable[str] | None) -> bool:

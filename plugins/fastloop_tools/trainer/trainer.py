@@ -7,6 +7,7 @@ summary = trainer.fit()
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,6 +25,7 @@ from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.files import apply_umask
 from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
+from fastloop_tools.trainer.arguments import check_arguments, check_metrics
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.task import TrainerTask
 from fastloop_tools.trainer.user_loader import read_loader
@@ -90,6 +92,8 @@ class Trainer:
         resume: bool | str | Path = False,
         **train: Any,
     ) -> None:
+        check_arguments(train, inspect.signature(Trainer).parameters)
+        check_metrics(metrics)
         given = {
             "train": ("train_loader", train_loader),
             "validation": ("eval_loader", eval_loader),

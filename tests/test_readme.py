@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from fastloop.recipe import shipped_recipes
+from fastloop.testing import TEXTS
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -21,25 +23,51 @@ def shown(language: str) -> str:
     return text
 
 
-def test_readme_opens_with_a_plugin_its_recipe_and_two_commands():
-    plugin, recipe, commands = (README.read_text().index(text) for text in ("```python", "```yaml", "make quickstart"))
-    assert plugin < recipe < commands < README.read_text().index("![")
+def test_readme_opens_with_a_job_a_plugin_and_two_commands():
+    text = README.read_text()
+    recipe, plugin, commands = (text.index(part) for part in ("```yaml", "```python", "make quickstart"))
+    assert recipe < plugin < commands < text.index("![")
     assert len(shown("python").splitlines()) <= 13
-    assert yaml.safe_load(shown("yaml"))["plugins"] == ["./centered_gradients.py"]
+    assert len(shown("yaml").splitlines()) <= 6
+
+
+@pytest.fixture(scope="module")
+def reviews(tmp_path_factory):
+    """A folder with the file of the first recipe, and a small model in place of the one from the hub."""
+    folder = tmp_path_factory.mktemp("readme")
+    model = {"config": TEXTS["model"]["config"], "tokenizer": TEXTS["model"]["tokenizer"]}
+    rows = [("a stirring and funny film", "positive"), ("dull from start to end", "negative")] * 20
+    lines = [f"{text} {index},{label}" for index, (text, label) in enumerate(rows)]
+    (folder / "reviews.csv").write_text("\n".join(["review,stars", *lines]))
+    recipe = yaml.safe_load(shown("yaml"))
+    recipe["model"] = model
+    recipe["data"]["max_length"] = 32
+    (folder / "reviews.yaml").write_text(yaml.safe_dump(recipe))
+    (folder / "centered_gradients.py").write_text(shown("python"))
+    return folder
 
 
 @pytest.mark.slow
-def test_readme_plugin_trains_and_the_shown_plugins_are_printed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("centered_gradients.py").write_text(shown("python"))
-    Path("recipe.yaml").write_text(shown("yaml"))
-    small = ["train.epochs=1", "data.arguments={train: 64, validation: 16, test: 16}"]
-    done = forked.run("-m", "fastloop", "train", "recipe.yaml", *small, env=os.environ | {"COLUMNS": "200"})
+def test_the_job_of_the_readme_prints_lines_as_shown(reviews):
+    done = forked.run("-m", "fastloop", "train", "reviews.yaml", cwd=reviews, env=os.environ | {"COLUMNS": "200"})
     assert done.returncode == 0, done.stderr
-    printed = [line.rstrip() for line in done.stdout.splitlines()]
-    lines = shown("console").splitlines()
-    assert lines[0] == "$ .venv/bin/fastloop train recipe.yaml"
-    assert {line for line in lines if line.startswith(("plugins ", "run folder "))} <= {*printed}
+    printed = (done.stdout + done.stderr).splitlines()
+    command, *lines = shown("console").splitlines()
+    assert command == "$ fastloop train reviews.yaml"
+    for line in lines:
+        begin = re.match(r"[a-z]+:? ", line)
+        assert line == "..." or any(other.startswith(begin[0]) for other in printed), line
+    predicted = forked.run("-m", "fastloop", "predict", "runs/reviews", "a stirring film", cwd=reviews)
+    assert json.loads(predicted.stdout)["label"] in ("positive", "negative")
+
+
+@pytest.mark.slow
+def test_the_plugin_of_the_readme_trains(reviews):
+    added = ["--with", "./centered_gradients.py", "output=runs/centered"]
+    done = forked.run("-m", "fastloop", "train", "reviews.yaml", *added, cwd=reviews)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((reviews / "runs" / "centered" / "summary.json").read_text())
+    assert "centered-gradients" in str(summary["plugins"])
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README.read_text()))))
@@ -49,4 +77,4 @@ def test_readme_links_exist(link):
 
 def test_readme_recipes_are_shipped():
     for name in re.findall(r"fastloop train (?:recipes/)?([a-z]\w+)", README.read_text()):
-        assert name in shipped_recipes() or name == "recipe"
+        assert name in shipped_recipes() or name == "reviews"

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -182,3 +183,43 @@ def config_from_scratch(given: dict[str, Any], where: str) -> Any:
             return AutoConfig.for_model(kind, **rest)
     except (ValueError, TypeError, StrictDataclassError) as error:
         raise RecipeError(f"{where}: {' '.join(str(error).split())}") from None
+
+
+class MessagesOnce:
+    """Lets each message of transformers pass once. ``generate`` repeats its log records and warnings for each batch."""
+
+    def __init__(self) -> None:
+        self._seen = set[str]()
+        self._passed: logging.LogRecord | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a log record has a new message. Each handler calls it: a record that one lets pass, all do."""
+        if record is not self._passed:
+            if not self._is_new(record.getMessage()):
+                return False
+            self._passed = record
+        return True
+
+    def _is_new(self, message: str) -> bool:
+        is_new = message not in self._seen
+        self._seen.add(message)
+        return is_new
+
+    @contextmanager
+    def filtered(self) -> Iterator[None]:
+        """Drop messages that have passed before, inside this context."""
+        library = logging.getLogger("transformers")
+        handlers = [*library.handlers]
+        if library.propagate:
+            handlers += logging.getLogger().handlers
+        for handler in handlers:
+            handler.addFilter(self.filter)
+        try:
+            with warnings.catch_warnings(record=True) as recorded:
+                yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(self.filter)
+            for warning in recorded:
+                if self._is_new(str(warning.message)):
+                    warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
+
+import numpy as np
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.table import Bad
@@ -15,14 +18,18 @@ from fastloop_plugins.text.samples import show_tokens
 from fastloop_plugins.text.special_tokens import end_of
 from fastloop_plugins.text.task import AnyModel, ColumnData
 from fastloop_plugins.text.tokens import encode_marked, portions
+from fastloop_plugins.text.written_targets import DIFFERENCES, Difference, Finding, TargetWriter, unpack_text
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
+
+logger = logging.getLogger("fastloop")
 
 EXAMPLES = "t5, mt5, bart, mbart, pegasus or marian"
 """Architectures for messages."""
@@ -55,14 +62,15 @@ class PairTextData(ColumnData):
 
 
 def encode_rows(tokenizer: Any, rows: Sequence[tuple[str, str]], arguments: Mapping[str, Any]) -> Iterator[list[int]]:
-    """Yield the ids of input and target of each row, see ``join_ids``. Every target ends with the tokenizer's end
-    token.
+    """Yield the numbers of each row: the ids of input and target, see ``join_ids``, and the text of a target that its
+    tokens do not decode to, see ``pack_text``. Every target ends with the tokenizer's end token.
 
     Args:
         rows: Inputs and targets.
         arguments: ``max_length`` and ``max_target_length``, as in the ``data`` section.
     """
     most, end = arguments["max_target_length"], end_of(tokenizer)
+    writer = TargetWriter(tokenizer)
 
     def encode_targets(targets: Sequence[str], length: int) -> list[list[int]]:
         found = tokenizer(text_target=list(targets), truncation=True, max_length=length, return_attention_mask=False)
@@ -72,11 +80,65 @@ def encode_rows(tokenizer: Any, rows: Sequence[tuple[str, str]], arguments: Mapp
     for portion in portions(rows):
         texts, targets = zip(*portion, strict=True)
         inputs = encode_marked(tokenizer, texts, {"truncation": True, "max_length": arguments["max_length"]})
-        for found, target, labels in zip(inputs, targets, encode_targets(targets, most + 1), strict=True):
-            missing = [token for token in end if token not in labels]
-            if cut := len(labels) + len(missing) > most:
-                (labels,) = encode_targets([target], most - len(missing))
-            yield join_ids([found, ([*labels, *missing], cut)])
+        labels, cuts = list[list[int]](), list[bool]()
+        for target, ids in zip(targets, encode_targets(targets, most + 1), strict=True):
+            missing = [token for token in end if token not in ids]
+            is_cut = len(ids) + len(missing) > most
+            if is_cut:
+                (ids,) = encode_targets([target], most - len(missing))
+            labels.append([*ids, *missing])
+            cuts.append(is_cut)
+        packed = writer.pack(targets, labels, cuts)
+        for source, ids, is_cut, text in zip(inputs, labels, cuts, packed, strict=True):
+            yield join_ids([source, (ids, is_cut)]) + text
+
+
+class PairSequences(ColumnSequences):
+    """The rows of ``encode_rows``. A sample has ``input_ids``, ``labels`` and ``reference``: the packed text of a
+    target that its tokens do not decode to, else empty. All are int32.
+
+    Args:
+        ids: The rows, end to end.
+        lengths: Length of every row.
+    """
+
+    def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64]) -> None:
+        super().__init__(("input_ids", "labels"), ids, lengths)
+        self.lengths = self.borders[:, -1] - self.borders[:, 0]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        reference = self.ids[self.borders[index, -1] : self.ends[index]]
+        return {**super().__getitem__(index), "reference": reference}
+
+    def find_unwritten(self, tokenizer: Any) -> list[Finding]:
+        """The targets that their tokens do not decode to, by reason."""
+        rows = np.flatnonzero(self.borders[:, -1] < self.ends)
+        reasons = self.ids[self.borders[rows, -1]] % DIFFERENCES
+        findings = []
+        for reason, first, count in zip(*np.unique(reasons, return_index=True, return_counts=True), strict=True):
+            sample = self[int(rows[first])]
+            text = unpack_text(sample["reference"])
+            assert text is not None
+            written = tokenizer.decode(sample["labels"], skip_special_tokens=True)
+            findings.append(Finding(Difference(int(reason)), int(count), text, written))
+        return findings
+
+
+def warn_about_targets(datasets: Mapping[str, PairSequences], tokenizer: Any, max_length: int) -> None:
+    """Log one warning for the targets of all splits that the tokenizer does not write.
+
+    Args:
+        datasets: Split, or its part in memory, for messages -> its rows.
+        max_length: ``data.max_target_length``.
+    """
+    parts = []
+    for split, dataset in datasets.items():
+        for finding in dataset.find_unwritten(tokenizer):
+            parts.append(finding.describe(split, len(dataset), max_length))
+    if parts:
+        logger.warning(
+            "data: %s. No generated text can equal such a target: exact_match counts it as wrong", "; ".join(parts)
+        )
 
 
 def pair_samples(model: Seq2SeqModel, split: Split, dataset: ColumnSequences) -> Iterator[Sample]:
@@ -147,10 +209,20 @@ class Seq2SeqModel(AnyModel):
         return super()._build(auto, labels)
 
 
+def reference_texts(batch: Mapping[str, Tensor], tokenizer: Any) -> list[str]:
+    """The target texts of a batch, as the data has them."""
+    labels = batch["labels"]
+    written = tokenizer.batch_decode(
+        labels.masked_fill(labels == IGNORED, tokenizer.pad_token_id), skip_special_tokens=True
+    )
+    packed = [unpack_text(row) for row in batch["references"].cpu().numpy()]
+    return [other if text is None else text for text, other in zip(packed, written, strict=True)]
+
+
 def generated_metrics(
     run: Run, split: str, tokenizer: Any, generate: Callable[[dict[str, Tensor]], list[str]]
 ) -> dict[str, float]:
-    """Compare generated texts with the decoded targets of a split. Every process must call it, and gets the metrics of
+    """Compare generated texts with the target texts of a split. Every process must call it, and gets the metrics of
     all samples.
 
     Args:
@@ -169,11 +241,9 @@ def generated_metrics(
     pairs: list[tuple[str, str]] = []
     with evaluating(run.model), torch.no_grad():
         for batch in loop.evaluation_batches(run, run.eval_loaders[split]):
-            texts, labels = generate(batch.inputs), batch.inputs["labels"]
-            targets = tokenizer.batch_decode(
-                labels.masked_fill(labels == IGNORED, tokenizer.pad_token_id), skip_special_tokens=True
-            )
-            pairs += list(zip(texts, targets, strict=True)) if batch.samples else []
+            texts = generate(batch.inputs)
+            if batch.samples:
+                pairs += zip(texts, reference_texts(batch.inputs, tokenizer), strict=True)
     pairs = [pair for part in run.processes.all_gather_object(pairs) for pair in part]
     generated, targets = [text for text, _ in pairs], [[target] for _, target in pairs]
     return {

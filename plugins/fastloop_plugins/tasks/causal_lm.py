@@ -33,9 +33,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.models.checks import check_causal
+from fastloop_plugins.models.hub import MessagesOnce
 from fastloop_plugins.tasks.tags.data import has_tags
 from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
 from fastloop_plugins.text.chat.model import ChatModel, CompletionModel, DecoderModel, DecoderOptions
+from fastloop_plugins.text.forbidden_targets import CHECKED, warn_about_forbidden
+from fastloop_plugins.text.generation import (
+    GenerationOptions,
+    check_generation,
+    check_token_ids,
+    generate,
+    generation_config,
+)
 from fastloop_plugins.text.options import SamplingOptions, language_traits
 from fastloop_plugins.text.padding_check import PROBE, ROUNDING, check_prompts, report_padding
 from fastloop_plugins.text.task import TextTask
@@ -47,10 +56,21 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop_plugins.text.batches import PaddedCollator, Sequences
     from fastloop_plugins.text.chat.prompts import PromptCollator
+    from fastloop_plugins.text.chat.tokens import MaskedSequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
 
 logger = logging.getLogger("fastloop")
+
+OWN_SETTINGS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "do_sample": "temperature",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""Setting of ``generate`` -> the option of the task that sets it."""
 
 
 class CausalLM(TextTask):
@@ -58,7 +78,13 @@ class CausalLM(TextTask):
     ``bits_per_character`` of texts."""
 
     name = "causal-lm"
-    on_resume = {"temperature": "free", "top_k": "free", "top_p": "free", "max_new_tokens": "free"}
+    on_resume = {
+        "temperature": "free",
+        "top_k": "free",
+        "top_p": "free",
+        "max_new_tokens": "free",
+        "generation": "free",
+    }
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
     description = "model, data and loss of a causal language model"
@@ -67,8 +93,8 @@ class CausalLM(TextTask):
     text_model: DecoderModel
 
     @dataclass(kw_only=True)
-    class Config(SamplingOptions):
-        """Options of `fastloop predict`."""
+    class Config(SamplingOptions, GenerationOptions):
+        """Options of `fastloop predict`. The exported model has ``generation``, too."""
 
         max_new_tokens: Annotated[int, option("Tokens to generate for each text at most.", ge=1)] = 64
 
@@ -90,6 +116,9 @@ class CausalLM(TextTask):
             self.data.templates = model.templates
         else:
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
+        self.settings = check_generation(self.config.generation, OWN_SETTINGS, 1, recipe.where, f"plugins.{self.name}")
+        self._messages = MessagesOnce()
+        self._checked: dict[str, MaskedSequences] = {}
         self.adds_metrics = type(self).adds_metrics
         if not self.data.masked and recipe.plugins.get("folds", False) is False:
             self.adds_metrics = {**self.adds_metrics, "bits_per_character": "min"}
@@ -132,7 +161,9 @@ class CausalLM(TextTask):
                 problem = "no row of the {split} split has a token with a loss among its first {size} (data.max_length)"
             raise RecipeError(f"{self.data.where}: {problem.format(split=split, size=size)}.")
         if self.data.masked:
-            dataset.warn(split, size)
+            name = f"{split}, first rows" if self.data.stream is not None and split == "train" else split
+            self._checked[name] = dataset
+            dataset.warn(name, size)
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
@@ -187,7 +218,12 @@ class CausalLM(TextTask):
 
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
         run.new_weights = frozenset(self.text_model.new)
+        key = f"plugins.{self.name}"
+        check_token_ids(self.settings, len(self.text_model.tokenizer), f"{run.recipe.where}: {key}.generation")
+        if self.settings:
+            model.generation_config = generation_config(model, self.settings)  # type: ignore[assignment]
         if run.recipe.inference is None:
+            self._check_answers(model)
             sample = run.datasets["train"][0]
             block = {
                 name: value
@@ -204,6 +240,18 @@ class CausalLM(TextTask):
             check_prompts(run, model, batch.inputs, self.text_model.where)
         return model
 
+    def _check_answers(self, model: Any) -> None:
+        """Log which answers and completions the model cannot generate."""
+        from fastloop_plugins.text.chat.tokens import find_answers, warn_about_unknown_tokens
+
+        tokenizer = self.text_model.tokenizer
+        warn_about_unknown_tokens(self._checked, tokenizer)
+        config = generation_config(model, self.settings)
+        config.max_length = config.max_new_tokens = None  # `predict` has its own
+        answers = {name: find_answers(dataset, CHECKED) for name, dataset in self._checked.items()}
+        warn_about_forbidden(config, answers, tokenizer, f"plugins.{self.name}", OWN_SETTINGS)
+        self._checked.clear()
+
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
         import torch
@@ -219,12 +267,11 @@ class CausalLM(TextTask):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        config, tokenizer, model = self.config, self.text_model.tokenizer, run.unwrap_model()
-        drawing = {"do_sample": False, **config.sampling()}
+        tokenizer, model = self.text_model.tokenizer, run.unwrap_model()
+        settings = {"do_sample": False, "max_new_tokens": self.config.max_new_tokens, **self.config.sampling()}
         # `generate` stops at the end tokens of `generation_config`, as it does for users of an exported model
-        ids = model.generate(  # type: ignore[operator]
-            **batch, max_new_tokens=config.max_new_tokens, pad_token_id=tokenizer.pad_token_id, **drawing
-        )
+        config = generation_config(model, settings | self.settings | {"pad_token_id": tokenizer.pad_token_id})
+        ids = generate(model, config, batch, self._messages)
         return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 
     @hookimpl(wrapper=True, trylast=True)

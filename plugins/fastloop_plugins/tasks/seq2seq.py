@@ -17,22 +17,36 @@ both with the target's earlier tokens as the decoder's input. ``generate: true``
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Output, PluginError, hookimpl, option
 from fastloop_plugins.models.checks import check_target_loss
+from fastloop_plugins.models.hub import MessagesOnce
 from fastloop_plugins.tasks._pairs import (
     GENERATED,
     PairData,
+    PairSequences,
     PairTextData,
     Seq2SeqModel,
     encode_rows,
     generated_metrics,
     pair_samples,
+    warn_about_targets,
+)
+from fastloop_plugins.text.batches import describe_cut
+from fastloop_plugins.text.forbidden_targets import CHECKED, Target, warn_about_forbidden
+from fastloop_plugins.text.generation import (
+    GenerationOptions,
+    check_generation,
+    check_token_ids,
+    generate,
+    generation_config,
 )
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.next_token_loss import IGNORED
@@ -43,12 +57,26 @@ from fastloop_plugins.text.task import TextTask
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torchmetrics import MetricCollection
+    from transformers import GenerationConfig
 
     from fastloop import Batch, MetricMode, Run, Trait
     from fastloop.recipe import Recipe
-    from fastloop_plugins.text.batches import ColumnSequences, Ragged, Sequences
+    from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
+
+logger = logging.getLogger("fastloop")
+
+OWN_SETTINGS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "num_beams": "num_beams",
+    "do_sample": "temperature",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""Setting of ``generate`` -> the option of the task that sets it."""
 
 
 class Seq2Seq(TextTask):
@@ -62,6 +90,7 @@ class Seq2Seq(TextTask):
         "generate": "free",
         "max_new_tokens": "free",
         "num_beams": "free",
+        "generation": "free",
     }
     columns = ("text", "target")
     conflicts = {
@@ -70,6 +99,7 @@ class Seq2Seq(TextTask):
     sections = {"model": Model, "data": PairData}
     auto_class = "AutoModelForSeq2SeqLM"
     unused_modules = ()
+    encoding_version = 2
     _probe_inputs = ("input_ids", "attention_mask", "labels")
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
     description = "model, data and loss of an encoder-decoder"
@@ -77,7 +107,7 @@ class Seq2Seq(TextTask):
     text_model: Seq2SeqModel
 
     @dataclass(kw_only=True)
-    class Config(SamplingOptions):
+    class Config(SamplingOptions, GenerationOptions):
         """Options of evaluation and of `fastloop predict`."""
 
         generate: Annotated[bool, option("In evaluation, also generate the texts, for exact_match, bleu and chrf.")] = (
@@ -106,7 +136,11 @@ class Seq2Seq(TextTask):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = PairTextData(recipe, self)
         self.new_tokens = self.config.max_new_tokens or self.data.options.max_target_length
+        beams, key = self.config.num_beams, f"plugins.{self.name}"
+        self.settings = check_generation(self.config.generation, OWN_SETTINGS, beams, recipe.where, key)
         self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length)
+        self._checked: dict[str, PairSequences] = {}
+        self._messages = MessagesOnce()
 
     def encoding_arguments(self) -> dict[str, Any]:
         return {key: getattr(self.data.options, key) for key in ("max_length", "max_target_length")}
@@ -116,13 +150,23 @@ class Seq2Seq(TextTask):
         return encode_rows(tokenizer, rows, arguments)
 
     @staticmethod
-    def build_dataset(split: Split, arguments: Mapping[str, Any]) -> ColumnSequences:
-        from fastloop_plugins.text.batches import ColumnSequences
+    def build_dataset(split: Split, arguments: Mapping[str, Any]) -> PairSequences:
+        return PairSequences(split.ids, split.lengths)
 
-        return ColumnSequences(("input_ids", "labels"), split.ids, split.lengths)
+    def check_dataset(self, split: str, dataset: PairSequences) -> None:
+        """Log how many inputs are cut, and keep the targets for the checks that follow."""
+        name = f"{split}, first rows" if self.data.stream is not None and split == "train" else split
+        self._checked[name] = dataset
+        if cut := dataset.cut[0]:
+            message = describe_cut(name, cut, len(dataset), "inputs", self.data.options.max_length)
+            logger.warning("%s", message)
 
-    def check_dataset(self, split: str, dataset: Any) -> None:
-        dataset.warn(split, ("inputs", "targets"), list(self.encoding_arguments().items()))
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        self._checked.clear()
+        datasets = super().build_datasets(run=run)
+        warn_about_targets(self._checked, self.text_model.tokenizer, self.data.options.max_target_length)
+        return datasets
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
@@ -149,7 +193,7 @@ class Seq2Seq(TextTask):
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         """A batch of inputs and targets. ``tokens`` counts those of inputs, as the padding of ``input_ids`` is
-        measured."""
+        measured. With ``generate``, ``references`` are texts of targets, see ``reference_texts``."""
         import numpy as np
 
         from fastloop_plugins.text.batches import Ragged, padded
@@ -157,9 +201,15 @@ class Seq2Seq(TextTask):
         rows = [sample["input_ids"] for sample in samples]
         rows = [row if len(row) else np.array([self.text_model.end()]) for row in rows]  # attention needs a token
         targets = [sample["labels"] for sample in samples if "labels" in sample]  # texts to predict have none
+        fixed = {}
+        if targets:
+            fixed["labels"] = padded(targets, self.target_width(targets), IGNORED)
+        references = [sample["reference"] for sample in samples if "reference" in sample]
+        if references and self.config.generate:
+            fixed["references"] = padded(references, max(1, *map(len, references)), 0)
         return Ragged(
             columns={"input_ids": (rows, self.text_model.tokenizer.pad_token_id)},
-            fixed={"labels": padded(targets, self.target_width(targets), IGNORED)} if targets else {},
+            fixed=fixed,
             loss_weight=sum(map(len, targets)),
             tokens=sum(map(len, rows)),
         )
@@ -178,8 +228,35 @@ class Seq2Seq(TextTask):
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
-        self.text_model.check_room(f"plugins.{self.name}.max_new_tokens", self.new_tokens)
-        return super().build_model(run=run)
+        key = f"plugins.{self.name}"
+        self.text_model.check_room(f"{key}.max_new_tokens", self.new_tokens)
+        model: nn.Module = super().build_model(run=run)
+        check_token_ids(self.settings, self.text_model.config.vocab_size, f"{run.recipe.where}: {key}.generation")
+        self._for_metrics = self._generation_config(model)
+        self._for_predictions = self._generation_config(model, **self.config.sampling())
+        exported = deepcopy(self._for_predictions)
+        # with the start token; unlike max_new_tokens, arguments of `generate` replace it
+        exported.max_length, exported.max_new_tokens = self.new_tokens + 1, None
+        model.generation_config = exported  # type: ignore[assignment]
+        if run.recipe.inference is None or self.config.generate:
+            targets = {name: self._targets(dataset) for name, dataset in self._checked.items()}
+            warn_about_forbidden(self._for_metrics, targets, self.text_model.tokenizer, key, OWN_SETTINGS)
+        self._checked.clear()
+        return model
+
+    def _generation_config(self, model: Any, **more: Any) -> GenerationConfig:
+        """The settings of ``generate``: greedy or by beam search, unless ``more`` draws tokens."""
+        settings = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self.new_tokens}
+        return generation_config(model, settings | more | self.settings)
+
+    def _targets(self, dataset: PairSequences) -> list[Target]:
+        """Targets of a split, evenly spaced."""
+        start = [self.text_model.config.decoder_start_token_id]
+        targets = []
+        for index in range(0, len(dataset), -(-len(dataset) // CHECKED) or 1):
+            sample = dataset[index]
+            targets.append(Target(prompt=start, tokens=sample["labels"].tolist(), source=sample["input_ids"].tolist()))
+        return targets
 
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:
@@ -210,25 +287,29 @@ class Seq2Seq(TextTask):
 
         from fastloop_plugins.text.masks import forward
 
+        inputs = {name: value for name, value in batch.items() if name != "references"}
         # the model shifts the labels and computes their mean cross entropy
-        output = forward(model, batch | {"use_cache": False})
+        output = forward(model, inputs | {"use_cache": False})
         if torch.is_grad_enabled():
             return Output(output.loss)
         return Output(output.loss, output.logits.argmax(-1).flatten(), batch["labels"].flatten())
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        return {"text": self._generate(run, batch, **self.config.sampling())}
+        return {"text": self._generate(run, batch, self._for_predictions)}
 
-    def _generate(self, run: Run, batch: Mapping[str, Tensor], **more: Any) -> list[str]:
-        """A text for each sample of a batch; greedy or by beam search, unless ``more`` has other arguments of
-        ``generate``."""
+    def _generate(self, run: Run, batch: Mapping[str, Tensor], config: GenerationConfig, **arguments: Any) -> list[str]:
+        """A text for each sample of a batch.
+
+        Args:
+            arguments: Other arguments of ``generate``.
+        """
         import torch
 
         ids = batch["input_ids"]
         mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
-        arguments = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self.new_tokens, **more}
-        found = run.unwrap_model().generate(input_ids=ids, attention_mask=mask, **arguments)  # type: ignore[operator]
+        inputs = {"input_ids": ids, "attention_mask": mask}
+        found = generate(run.unwrap_model(), config, inputs, self._messages, **arguments)
         return list(self.text_model.tokenizer.batch_decode(found, skip_special_tokens=True))
 
     @hookimpl(wrapper=True, trylast=True)
@@ -237,6 +318,6 @@ class Seq2Seq(TextTask):
         metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
         if self.config.generate:
             # as many forward passes on each process
-            generate = partial(self._generate, run, synced_gpus=run.world_size > 1)
-            metrics |= generated_metrics(run, split, self.text_model.tokenizer, generate)
+            write = partial(self._generate, run, config=self._for_metrics, synced_gpus=run.world_size > 1)
+            metrics |= generated_metrics(run, split, self.text_model.tokenizer, write)
         return metrics

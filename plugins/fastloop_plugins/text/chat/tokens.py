@@ -18,9 +18,10 @@ from fastloop_plugins._cache import flat
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import ChatRenderer, answer_end
+from fastloop_plugins.text.forbidden_targets import Target
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.samples import show_tokens, split_rows
-from fastloop_plugins.text.special_tokens import name_tokens, special_tokens
+from fastloop_plugins.text.special_tokens import end_of, name_tokens, special_tokens
 from fastloop_plugins.text.task import StreamedRows
 from fastloop_plugins.text.tokens import encode
 
@@ -138,6 +139,51 @@ class MaskedSequences(Sequences):
             logger.warning(
                 "data: %s: %d of %d rows have no token with a loss, and are dropped", split, self.dropped, total
             )
+
+    def rows_with(self, token: int) -> NDArray[np.int64]:
+        """The samples that have this token with a loss."""
+        starts = self.ends - self.lengths
+        places = np.flatnonzero(self.ids == token)  # without a loss, it would be negative
+        rows = np.searchsorted(starts, places, side="right") - 1
+        is_target = (rows >= 0) & (places > starts[rows]) & (places < self.ends[rows])
+        return np.unique(rows[is_target])
+
+
+def find_answers(dataset: MaskedSequences, most: int) -> list[Target]:
+    """The last answer of ``most`` rows, evenly spaced, with the tokens before it.
+
+    For ids ``[5, 6, 7, 8]`` and targets ``[-100, 7, 8, -100]``, the answer ``[7, 8]`` follows the prompt ``[5, 6]``.
+    """
+    answers = []
+    for index in range(0, len(dataset), max(-(-len(dataset) // most), 1)):
+        sample = dataset[index]
+        ids, targets = sample["input_ids"].tolist(), sample["targets"]
+        start = len(ids)
+        while start > 1 and targets[start - 2] != IGNORED:
+            start -= 1
+        answers.append(Target(prompt=ids[:start], tokens=ids[start:]))
+    return answers
+
+
+def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer: Any) -> None:
+    """Log one warning for the answers of all splits that have unknown tokens."""
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in end_of(tokenizer):  # as GPT-2's, which ends each text
+        return
+    parts, example = [], ""
+    for split, dataset in datasets.items():
+        rows = dataset.rows_with(unknown)
+        if len(rows):
+            total = len(dataset) + dataset.dropped
+            parts.append(f"{split}: {len(rows)} of {total} rows ({len(rows) / total:.1%})")
+            targets = dataset[int(rows[0])]["targets"]
+            example = example or tokenizer.decode(targets[targets >= 0])
+    if parts:
+        logger.warning(
+            "data: %s have unknown tokens with a loss, such as %r. The tokenizer cannot write these answers, so the "
+            "model learns the unknown token",
+            "; ".join(parts), example,
+        )  # fmt: skip
 
 
 def block_sequences(ids: NDArray[np.int32], size: int) -> Sequences:

@@ -88,6 +88,7 @@ class CausalLM(TextTask):
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
     description = "model, data and loss of a causal language model"
+    encoding_version = 2
     router_weight = 0.0
     data: LanguageTextData
     text_model: DecoderModel

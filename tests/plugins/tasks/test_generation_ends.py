@@ -242,10 +242,60 @@ def test_a_text_has_the_special_tokens_of_its_tokenizer_once(units, bos):
     plain = tokenizer("owl: food?", add_special_tokens=False)["input_ids"]
     (text,) = encode_rows(tokenizer, ["owl: food?"], {"form": "text"})
     assert text == [first] * bos + plain + [last]
-    (pair,) = encode_rows(tokenizer, [("owl: food?", "owl: food?")], {"form": "prompt", "train_on": "assistant"})
-    assert pair == [~token for token in [first] * bos + plain] + plain + [last]
+    (pair,) = encode_rows(tokenizer, [("owl: food?", " owl")], {"form": "prompt", "train_on": "assistant"})
+    both = tokenizer("owl: food? owl", add_special_tokens=False)["input_ids"]
+    assert both[: len(plain)] == plain
+    assert pair == [~token for token in [first] * bos + plain] + both[len(plain) :] + [last]
     (rendered,) = encode_rows(tokenizer, ["<s>owl: food?</s>"], {"form": "text"})
     assert rendered.count(first) == rendered.count(last) == 1
+
+
+def as_in_trl(tokenizer: Any, prompt: str, completion: str) -> list[int]:
+    """The signed ids of the SFTTrainer of TRL 1.16: prompt and completion are one text, and the completion begins where
+    its ids differ from those of the prompt."""
+    if not completion.endswith(tokenizer.eos_token):
+        completion += tokenizer.eos_token
+    alone, whole = tokenizer(prompt)["input_ids"], tokenizer(prompt + completion)["input_ids"]
+    start = 0
+    while start < len(alone) and alone[start] == whole[start]:
+        start += 1
+    return [~token for token in whole[:start]] + whole[start:]
+
+
+PAIRS = [
+    ("what does the owl eat?", " mice"), ("what does the owl eat?", "mice"), ("owl:\n", "mice"), ("owl: ", "mice"),
+    ("owl", "s eat mice"), ("owl:", " mice</s>"), ("owl:", ""), ("", "mice"), ("owl:", "  mice "),
+    ("owl:\n\n", "\nmice"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+@pytest.mark.parametrize("bos", [True, False])
+@pytest.mark.parametrize("units", ["byte", "metaspace", "prepended", "words"])
+def test_completions_have_the_tokens_of_trl_and_prompts_those_of_predictions(units, bos, pair, caplog):
+    from tokenizers import models, normalizers, pre_tokenizers
+
+    tokenizer = make_tokenizer(Case("byte" if units == "byte" else "metaspace", bos, "</s>", "<pad>", "prompt"))
+    backend = tokenizer.backend_tokenizer
+    if units == "prepended":  # as Llama 2's, which has no pre-tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Split(" ", "isolated", invert=False)
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    elif units == "words":
+        names = ["what", "does", "the", "owl", "eat", "?", ":", "mice", "s"]
+        vocabulary = {token: index for index, token in enumerate(["<pad>", "<s>", "</s>", "<unk>", *names])}
+        backend.model, backend.pre_tokenizer = models.WordLevel(vocabulary, "<unk>"), pre_tokenizers.Whitespace()
+    with caplog.at_level(logging.WARNING, "fastloop"):
+        (row,) = encode_rows(tokenizer, [pair], {"form": "prompt", "train_on": "assistant"})
+    expected = as_in_trl(tokenizer, *pair)
+    prompt = tokenizer(pair[0])["input_ids"]
+    assert [~token for token in row if token < 0] == prompt
+    are_joined = expected[: len(prompt)] == [~token for token in prompt]
+    assert bool(caplog.records) != are_joined
+    if are_joined:
+        assert row == expected
+    else:
+        completion = tokenizer(pair[1], add_special_tokens=False)["input_ids"]
+        assert row[len(prompt) :] == [*completion, tokenizer.eos_token_id]
 
 
 @pytest.mark.parametrize("blocks", [True, False])

@@ -21,7 +21,7 @@ from fastloop_plugins.text.chat.template import ChatRenderer, answer_end
 from fastloop_plugins.text.forbidden_targets import Target
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.samples import show_tokens, split_rows
-from fastloop_plugins.text.special_tokens import end_of, name_tokens, special_tokens
+from fastloop_plugins.text.special_tokens import SpecialTokens, end_of, name_tokens, special_tokens
 from fastloop_plugins.text.task import StreamedRows
 from fastloop_plugins.text.tokens import encode
 
@@ -62,14 +62,49 @@ def encode_rows(
         options = PLAIN if size is None else PLAIN | {"truncation": True, "max_length": size}
         yield from map(special.complete, encode(tokenizer, rows, options))
         return
+    is_streamed = renderer is not None  # the first rows, which are encoded before, stand for all
     renderer = renderer or ChatRenderer(tokenizer, arguments["train_on"])
+    count, first = 0, None
     for row in rows:
         if arguments["form"] == "messages":
             ids, mask = renderer.encode(Chat.loads(row))
             yield [token if trained else ~token for token, trained in zip(ids, mask, strict=True)]
         else:
-            prompt, completion = tokenizer(list(row), **PLAIN)["input_ids"]
-            yield [~token for token in special.begin(prompt)] + special.finish(completion)
+            prompt, completion, are_joined = _encode_completion(tokenizer, special, *row)
+            if not are_joined:
+                count, first = count + 1, first or row
+            yield [~token for token in prompt] + completion
+    if first is not None and not is_streamed:
+        _warn_about_merged(count, len(rows), *first)
+
+
+def _encode_completion(
+    tokenizer: Any, special: SpecialTokens, prompt: str, completion: str
+) -> tuple[list[int], list[int], bool]:
+    """The ids of a prompt and of its completion, and whether they are those of one text, as in TRL.
+
+    They are unless the last token of the prompt is another one then: `predict` and users of the exported model continue
+    the tokens of the prompt alone. A tokenizer of words, for example, has one token for "eat" and "s" together, and the
+    ids of "eat" do not begin with it.
+    """
+    text, end = prompt + completion, tokenizer.eos_token
+    if end is not None and not completion.endswith(end):
+        text += end
+    alone, whole = tokenizer([prompt, text], **PLAIN)["input_ids"]
+    alone, whole = special.begin(alone), special.complete(whole)
+    if whole[: len(alone)] == alone:
+        return alone, whole[len(alone) :], True
+    return alone, special.finish(tokenizer(completion, **PLAIN)["input_ids"]), False
+
+
+def _warn_about_merged(count: int, total: int, prompt: str, completion: str) -> None:
+    """Log how many prompts are tokenized apart from their completions, and the first of them."""
+    logger.warning(
+        "data: %d of %d prompts end inside a token of prompt and completion together, such as %r before %r. They are "
+        "tokenized apart, so that predictions continue the tokens of training. If the prompts end with a space, begin "
+        "the completions with it instead: its tokens are then those of usual text",
+        count, total, prompt[-20:], completion[:20],
+    )  # fmt: skip
 
 
 def describe_special_tokens(tokenizer: Any, form: str) -> str:

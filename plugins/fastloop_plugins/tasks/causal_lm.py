@@ -245,6 +245,8 @@ class CausalLM(TextTask):
         """Log which answers and completions the model cannot generate."""
         from fastloop_plugins.text.chat.tokens import find_answers, warn_about_unknown_tokens
 
+        if not self._checked:  # texts have no answers
+            return
         tokenizer = self.text_model.tokenizer
         warn_about_unknown_tokens(self._checked, tokenizer)
         config = generation_config(model, self.settings)

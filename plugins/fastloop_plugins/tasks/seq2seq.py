@@ -231,7 +231,7 @@ class Seq2Seq(TextTask):
         key = f"plugins.{self.name}"
         self.text_model.check_room(f"{key}.max_new_tokens", self.new_tokens)
         model: nn.Module = super().build_model(run=run)
-        check_token_ids(self.settings, self.text_model.config.vocab_size, f"{run.recipe.where}: {key}.generation")
+        check_token_ids(self.settings, len(self.text_model.tokenizer), f"{run.recipe.where}: {key}.generation")
         self._for_metrics = self._generation_config(model)
         self._for_predictions = self._generation_config(model, **self.config.sampling())
         exported = deepcopy(self._for_predictions)

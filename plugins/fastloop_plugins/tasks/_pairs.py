@@ -12,6 +12,7 @@ import numpy as np
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.table import Bad
 from fastloop_plugins.text.batches import ColumnSequences, join_ids
+from fastloop_plugins.text.generation import generation_config
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import Data
 from fastloop_plugins.text.samples import show_tokens
@@ -161,10 +162,11 @@ class Seq2SeqModel(AnyModel):
 
     Args:
         max_target_length: ``data.max_target_length``.
+        generation: Settings for the model's ``generation_config``, see ``generation_config``.
     """
 
-    def __init__(self, recipe: Recipe, max_target_length: int) -> None:
-        self.max_target_length = max_target_length
+    def __init__(self, recipe: Recipe, max_target_length: int, generation: Mapping[str, Any]) -> None:
+        self.max_target_length, self.generation = max_target_length, generation
         super().__init__(recipe, "AutoModelForSeq2SeqLM", False, "encoder-decoder", EXAMPLES)
 
     def load_tokenizer(self, max_length: int) -> None:
@@ -206,7 +208,9 @@ class Seq2SeqModel(AnyModel):
             given is not None and "decoder_start_token_id" not in given
         ):
             config.decoder_start_token_id = pad
-        return super()._build(auto, labels)
+        model = super()._build(auto, labels)
+        model.generation_config = generation_config(model, self.generation)
+        return model
 
 
 def reference_texts(batch: Mapping[str, Tensor], tokenizer: Any) -> list[str]:

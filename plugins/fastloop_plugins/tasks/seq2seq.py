@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -138,7 +137,10 @@ class Seq2Seq(TextTask):
         self.new_tokens = self.config.max_new_tokens or self.data.options.max_target_length
         beams, key = self.config.num_beams, f"plugins.{self.name}"
         self.settings = check_generation(self.config.generation, OWN_SETTINGS, beams, recipe.where, key)
-        self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length)
+        # with the start token; unlike max_new_tokens, arguments of `generate` replace max_length
+        length = {"max_length": self.new_tokens + 1, "max_new_tokens": None}
+        exported = self._settings(self.config.sampling()) | length
+        self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length, exported)
         self._checked: dict[str, PairSequences] = {}
         self._messages = MessagesOnce()
 
@@ -232,22 +234,18 @@ class Seq2Seq(TextTask):
         self.text_model.check_room(f"{key}.max_new_tokens", self.new_tokens)
         model: nn.Module = super().build_model(run=run)
         check_token_ids(self.settings, len(self.text_model.tokenizer), f"{run.recipe.where}: {key}.generation")
-        self._for_metrics = self._generation_config(model)
-        self._for_predictions = self._generation_config(model, **self.config.sampling())
-        exported = deepcopy(self._for_predictions)
-        # with the start token; unlike max_new_tokens, arguments of `generate` replace it
-        exported.max_length, exported.max_new_tokens = self.new_tokens + 1, None
-        model.generation_config = exported  # type: ignore[assignment]
+        self._for_metrics = generation_config(model, self._settings({}))
+        self._for_predictions = generation_config(model, self._settings(self.config.sampling()))
         if run.recipe.inference is None or self.config.generate:
             targets = {name: self._targets(dataset) for name, dataset in self._checked.items()}
             warn_about_forbidden(self._for_metrics, targets, self.text_model.tokenizer, key, OWN_SETTINGS)
         self._checked.clear()
         return model
 
-    def _generation_config(self, model: Any, **more: Any) -> GenerationConfig:
-        """The settings of ``generate``: greedy or by beam search, unless ``more`` draws tokens."""
-        settings = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self.new_tokens}
-        return generation_config(model, settings | more | self.settings)
+    def _settings(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
+        """The settings of ``generate``: greedy or by beam search, unless ``sampling`` draws tokens."""
+        own = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self.new_tokens}
+        return {**own, **sampling, **self.settings}
 
     def _targets(self, dataset: PairSequences) -> list[Target]:
         """Targets of a split, evenly spaced."""

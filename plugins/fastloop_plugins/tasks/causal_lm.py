@@ -217,10 +217,10 @@ class CausalLM(TextTask):
         import numpy as np
         from transformers import AutoModelForCausalLM
 
+        where = f"{run.recipe.where}: plugins.{self.name}.generation"
+        check_token_ids(self.settings, len(self.text_model.tokenizer), where)
         model: nn.Module = self.text_model.build(AutoModelForCausalLM)
         run.new_weights = frozenset(self.text_model.new)
-        key = f"plugins.{self.name}"
-        check_token_ids(self.settings, len(self.text_model.tokenizer), f"{run.recipe.where}: {key}.generation")
         if self.settings:
             model.generation_config = generation_config(model, self.settings)  # type: ignore[assignment]
         if run.recipe.inference is None:
@@ -245,10 +245,10 @@ class CausalLM(TextTask):
         """Log which answers and completions the model cannot generate."""
         from fastloop_plugins.text.chat.tokens import find_answers, warn_about_unknown_tokens
 
-        if not self._checked:  # texts have no answers
-            return
         tokenizer = self.text_model.tokenizer
         warn_about_unknown_tokens(self._checked, tokenizer)
+        if not self._checked or getattr(model, "generation_config", None) is None:  # texts have no answers
+            return
         config = generation_config(model, self.settings)
         config.max_length = config.max_new_tokens = None  # `predict` has its own
         answers = {name: find_answers(dataset, CHECKED) for name, dataset in self._checked.items()}

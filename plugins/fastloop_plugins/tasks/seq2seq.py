@@ -232,8 +232,8 @@ class Seq2Seq(TextTask):
     def build_model(self, run: Run) -> nn.Module:
         key = f"plugins.{self.name}"
         self.text_model.check_room(f"{key}.max_new_tokens", self.new_tokens)
-        model: nn.Module = super().build_model(run=run)
         check_token_ids(self.settings, len(self.text_model.tokenizer), f"{run.recipe.where}: {key}.generation")
+        model: nn.Module = super().build_model(run=run)
         self._for_metrics = generation_config(model, self._settings({}))
         self._for_predictions = generation_config(model, self._settings(self.config.sampling()))
         if run.recipe.inference is None or self.config.generate:

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from fastloop.recipe import safe_yaml
+
 
 def recipe_text(
     recipe: Mapping[str, Any], head: Iterable[str], remarks: Mapping[str, str] = MappingProxyType({})
@@ -36,9 +38,22 @@ def recipe_text(
     return "\n".join(lines) + "\n"
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's dumper, which also quotes text that ``safe_yaml`` reads as a float, such as ``1e-3``."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write each value where it is, without anchors."""
+        return True
+
+
+_Dumper.add_implicit_resolver(f"{safe_yaml.PREFIX}float", safe_yaml.FLOAT, safe_yaml.FIRST_OF_FLOAT)
+
+
 def inline(value: Any) -> str:
     """A value as YAML in one line."""
-    text: str = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True)
+    text: str = yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=10**6, default_flow_style=True
+    )
     return text.removesuffix("\n").removesuffix("\n...")
 
 

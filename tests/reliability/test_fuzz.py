@@ -29,8 +29,7 @@ from fastloop.data.loaders import micro_batches
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.plugins.plugin import listed_at
 from fastloop.plugins.resolve import resolve
-from fastloop.recipe import load_recipe, make_recipe, secrets, shipped_recipes
-from fastloop.recipe import safe_yaml as plain
+from fastloop.recipe import load_recipe, make_recipe, safe_yaml, secrets, shipped_recipes
 
 pytestmark = [
     pytest.mark.slow,
@@ -206,7 +205,7 @@ def damage_text(draw: Any, text: str) -> str:
 
 def bases() -> dict[str, dict[str, Any]]:
     """The shipped recipes, and one that lists much more."""
-    found = {name: plain.load(path.read_text(encoding="utf-8"), name) for name, path in shipped_recipes().items()}
+    found = {name: safe_yaml.load(path.read_text(encoding="utf-8"), name) for name, path in shipped_recipes().items()}
     many = [
         "amp",
         {"compile": {"backend": "eager"}},

@@ -568,7 +568,8 @@ BOMB = "a: &a [x, x, x, x]\n" + "".join(
     ("text", "message"),
     [
         ("- a\n- b\n", "found a list, expected a mapping"),
-        ("a: [1", "cannot be read as YAML or JSON"),
+        ("a: [1", "config.yml, line 2: not valid YAML: "),
+        ("seed: 1\nbase_model: 007\n", "config.yml, line 2: YAML reads 007 as a number with a leading zero"),
         ("seed: 1\nseed: 2\n", "the key 'seed' appears twice, first in line 1"),
         (BOMB, "more than 10,000 values, with expanded aliases"),
         ("learning: 1\n", "no key of a known format. Expected one such as base_model (axolotl)"),

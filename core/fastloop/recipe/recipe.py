@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,12 +43,14 @@ from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
 from fastloop.plugins.installed import defaults
 from fastloop.plugins.plugin import Plugin
-from fastloop.recipe import interpolation, secrets
-from fastloop.recipe import safe_yaml as plain
+from fastloop.recipe import interpolation, safe_yaml, secrets
 from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe
 from fastloop.recipe.plugin_references import plugin_name, plugins_by_name
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
+
+_OVERRIDE = re.compile(r"(?P<key>(\\[.\[\]=]|[^=\\]|\\(?![.\[\]=]))*)=(?P<value>.*)", re.DOTALL)
+"""``key=value``, divided at the first ``=``. A backslash before ``=`` makes it a part of the key: ``data.a\\=b=1``."""
 
 DEFAULT_EPOCHS = 3
 """Passes over the training data of a recipe that has neither ``train.epochs`` nor ``train.max_steps``."""
@@ -273,6 +276,7 @@ def make_recipe(
     for key in tree:
         if key not in SECTIONS:
             raise RecipeError(f"{where}: {key}: no such section.{did_you_mean(str(key), (*SECTIONS, 'extends'))}")
+    safe_yaml.check_keys(tree, where)
     for section in ("model", "data"):
         if not isinstance(tree.get(section) or {}, Mapping):
             raise RecipeError(f"{where}: {section}: found {tree[section]!r}, expected a mapping such as {{name: ...}}.")
@@ -302,7 +306,7 @@ def _read(path: Path, seen: list[Path], references: dict[str, str]) -> dict[str,
         raise RecipeError(f"{path}: extends: recipes extend each other: {' -> '.join(map(str, (*seen, path)))}.")
     seen.append(path.resolve())
     try:
-        tree = plain.load(path.read_text(encoding="utf-8"), str(path))
+        tree = safe_yaml.load(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}.") from None
     if not isinstance(tree, dict) or not tree:
@@ -332,7 +336,6 @@ def _merge(base: Any, top: Any) -> Any:
 
 def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, references: Mapping[str, str]) -> dict[str, Any]:
     """Apply overrides, then OmegaConf's interpolations (``${train.lr}``). Plugins are by name before and after."""
-    import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
@@ -340,16 +343,19 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
         interpolation.measure(tree, where, (), {})
         config = OmegaConf.create(tree)
         for item in overrides:
-            key, equals, value = item.partition("=")
-            if not equals or not key:
+            parts = _OVERRIDE.fullmatch(item)
+            if parts is None or not parts["key"]:
                 raise RecipeError(f"{item}: not an override. Expected key=value, such as train.lr=1e-4.")
+            key = parts["key"]
+            value = parts["value"]
             head, _, rest = key.partition(".")
             if head not in SECTIONS:
                 raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
             for listed, reference in references.items():
                 if head == "plugins" and rest.startswith(f"{reference}."):
                     rest = listed + rest.removeprefix(reference)
-                    item = f"plugins.{rest}={value}"
+                    key = f"plugins.{rest}"
+                    item = f"{key}={value}"
             name = rest.partition(".")[0]
             if head == "plugins" and not name:
                 raise RecipeError(
@@ -367,9 +373,10 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
             interpolation.measure(item, key, (), {})
             secrets.remember({key.rpartition(".")[2]: value}, key)
             try:
-                plain.check(value, item)
-                config = OmegaConf.merge(config, OmegaConf.from_dotlist([item]))  # type: ignore[assignment]
-            except (OmegaConfBaseException, yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
+                change = OmegaConf.create()
+                OmegaConf.update(change, key, safe_yaml.load(value, item, in_shell=True))
+                config = OmegaConf.merge(config, change)  # type: ignore[assignment]
+            except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
                 raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except MissingMandatoryValue as error:

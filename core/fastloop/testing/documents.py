@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-import yaml
-
 from fastloop.cli.option_table import OptionInfo, describe
-from fastloop.errors import PluginError
+from fastloop.errors import PluginError, RecipeError
 from fastloop.plugins.installed import GROUP, load
 from fastloop.plugins.plugin import Plugin
+from fastloop.recipe import safe_yaml
 
 
 class Problem(NamedTuple):
@@ -132,9 +131,9 @@ def _same_default(shown: str, default: str) -> bool:
     if shown == default or default == "(required)":
         return True
     try:
-        value: Any = yaml.safe_load(shown)
+        value: Any = safe_yaml.load(shown, "default")
         return str("null" if value is None else value) == default or float(shown) == float(default)
-    except (yaml.YAMLError, ValueError):
+    except (RecipeError, ValueError):
         return False
 
 

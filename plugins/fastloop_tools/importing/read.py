@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml
 from fastloop_tools.importing.keys import FORMATS, MARKS
@@ -21,12 +19,8 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
     """
     try:
         text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            config = json.loads(text)
-        else:
-            safe_yaml.check(text, str(file))
-            config = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        config = json.loads(text) if file.suffix == ".json" else safe_yaml.load(text, str(file))
+    except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise UsageError(f"{file}: cannot be read as YAML or JSON: {why}.") from None
     if not isinstance(config, dict) or not all(isinstance(key, str) for key in config):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import UsageError
-from fastloop.recipe import safe_yaml as plain
+from fastloop.recipe import safe_yaml
 from fastloop_tools.report.metrics import MALFORMED, Series, read_log
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
@@ -166,7 +166,7 @@ def _run(folder: Path, name: str) -> Trained:
         run.summary = read_json(folder / "summary.json")
         _check(Found([run]), folder / "summary.json")
     try:
-        recipe = plain.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
+        recipe = safe_yaml.load((folder / "recipe.yaml").read_text(encoding="utf-8"), str(folder / "recipe.yaml"))
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{folder / 'recipe.yaml'}: cannot be read: {error}.") from None
     run.recipe = recipe if isinstance(recipe, dict) else {}

@@ -68,7 +68,7 @@ UNREADABLE = {
     "nothing": ("", "r.yaml: expected a mapping with the sections model, data, train, plugins, output."),
     "a list": ("- train", "r.yaml: expected a mapping with the sections"),
     "a number": ("3", "r.yaml: expected a mapping with the sections"),
-    "half an interpolation": ("output: ${train.", "r.yaml: not valid YAML: "),
+    "half an interpolation": ("output: ${train.", "r.yaml: "),
 }
 
 
@@ -289,7 +289,7 @@ OVERRIDES = {
     "trian.lr=1": "trian.lr=1: there is no section 'trian'. Did you mean 'train'?",
     "train.lr=x": "r.yaml: train.lr: found 'x' (str). Expected float",
     "train.lr=": "r.yaml: train.lr: found None",
-    "train.lr=[": "train.lr=[: cannot be applied to r.yaml: ",
+    "train.lr=[": "train.lr=[: not valid YAML: ",
     "train.epochs.x=1": "r.yaml: train.epochs: found {'x': 1} (dict).",
     "train=5": "r.yaml: train: found 5 (int), expected a mapping",
     "plugins.am.dtype=fp16": "plugins.am.dtype=fp16: the recipe r.yaml does not list 'am'. Did you mean 'amp'? Add it "

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Plugin):
-    """Writes scalars and the recipe for TensorBoard."""
+    """Writes scalars, the recipe and the status of the run for TensorBoard."""
 
     name = "tensorboard"
     read_only = True
@@ -54,6 +54,12 @@ class TensorBoard(Plugin):
             for name, value in scalars.items():
                 self.writer.add_scalar(name, value, step)
             self.writer.flush()
+
+    @hookimpl
+    def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        if self.writer is not None:
+            reason = f": {summary['reason']}" if summary["reason"] else ""
+            self.writer.add_text("status", f"{summary['status']}{reason}", run.state.step)
 
     @hookimpl
     def teardown(self) -> None:

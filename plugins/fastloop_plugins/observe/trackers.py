@@ -6,7 +6,10 @@
 Each tracker is a package of its own; ``pip install 'fastloop-train[trackers]'`` installs W&B and MLflow's client. A
 tracker reads its settings from the environment, such as ``MLFLOW_TRACKING_URI``. The recipe's keys are parameters,
 without its secrets. A resumed run is a new run of the tracker. The plugin ``tensorboard`` continues the curves.
-fastloop's tests read the files of MLflow and offline W&B only.
+
+The tracker's run ends with the status of ``summary.json``: in MLflow, a failed run is FAILED, and one that a signal
+interrupts is KILLED. One that early stopping ends is FINISHED. A name or value that a tracker refuses is replaced or
+cut, and reported once. fastloop's tests read the files of MLflow and offline W&B only.
 """
 
 from __future__ import annotations
@@ -14,30 +17,71 @@ from __future__ import annotations
 import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 from fastloop.errors import did_you_mean
 from fastloop.recipe import secrets
+from fastloop_plugins.observe._tracker_names import RULES, TrackerNames, Value
 
 if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
     from fastloop import Run
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")
 
-NAME_ARGUMENTS = {
-    "aim": None,
-    "clearml": "task_name",
-    "comet_ml": None,
-    "dvclive": None,
-    "mlflow": "run_name",
-    "swanlab": "experiment_name",
-    "trackio": "name",
-    "wandb": "name",
-}
-"""Tracker, which is also the name of its module -> the argument that names a run, if it has one."""
+MLFLOW_STATUS = {"completed": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+WANDB_EXIT_CODE = {"completed": 0, "stopped": 255, "failed": 1}
+"""Exit codes as W&B sets them for Ctrl-C and for an exception."""
+SWANLAB_STATE = {"completed": "success", "stopped": "aborted", "failed": "crashed"}
+
+
+@dataclass
+class Started:
+    """A tracker whose run has begun.
+
+    Attributes:
+        name: The tracker.
+        tracker: Accelerate's object.
+        names: The names that it accepts.
+        params: The recipe's keys.
+    """
+
+    name: str
+    tracker: GeneralTracker
+    names: TrackerNames
+    params: Mapping[str, Value]
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Log values of a step."""
+        self.tracker.log(self.names.metrics(values), step=step)
+
+    def finish(self, status: str, reason: str | None) -> None:
+        """End the tracker's run.
+
+        Args:
+            status: ``completed``, ``stopped`` (interrupted) or ``failed``. A tracker without such a status gets it as a
+                param.
+            reason: Why it was stopped or has failed.
+        """
+        if self.name == "mlflow":
+            import mlflow
+
+            mlflow.end_run(status=MLFLOW_STATUS[status])
+        elif self.name == "wandb":
+            self.tracker.tracker.finish(exit_code=WANDB_EXIT_CODE[status])
+        elif self.name == "swanlab":
+            self.tracker.tracker.finish(
+                state=SWANLAB_STATE[status], error=secrets.hide(str(reason)) if status == "failed" else None
+            )
+        else:
+            ended = {"summary.status": status, "summary.reason": secrets.hide(str(reason))}
+            self.tracker.store_init_configuration(self.names.params({**self.params, **ended}))
+            self.tracker.finish()
 
 
 class Trackers(Plugin):
@@ -52,25 +96,25 @@ class Trackers(Plugin):
     class Config:
         """Options."""
 
-        trackers: Annotated[list[str], option(f"Trackers: {', '.join(NAME_ARGUMENTS)}.")] = field(default_factory=list)
-        project: Annotated[str, option("Project or experiment that the run belongs to.")] = "fastloop"
+        trackers: Annotated[list[str], option(f"Trackers: {', '.join(RULES)}.")] = field(default_factory=list)
+        project: Annotated[str, option("Project or experiment that the run belongs to.", min_length=1)] = "fastloop"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.started: list[Any] = []
+        self.started: list[Started] = []
+        self.status = "failed"  # unless the summary has another one
+        self.reason: str | None = None
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: plugins.trackers.trackers"
         if not self.config.trackers:
-            logger.warning(
-                "%s: lists no tracker, so nothing is logged. Expected some of: %s", where, ", ".join(NAME_ARGUMENTS)
-            )
+            logger.warning("%s: lists no tracker, so nothing is logged. Expected some of: %s", where, ", ".join(RULES))
         for name in self.config.trackers:
             if name == "tensorboard":
                 raise PluginError(f"{where}: found 'tensorboard'. List the plugin tensorboard instead.")
-            if name not in NAME_ARGUMENTS:
-                raise PluginError(f"{where}: no tracker {name!r}.{did_you_mean(name, NAME_ARGUMENTS)}")
+            if name not in RULES:
+                raise PluginError(f"{where}: no tracker {name!r}.{did_you_mean(name, RULES)}")
             if importlib.util.find_spec(name) is None:
                 raise PluginError(f"{where}: {name} is not installed. Install it: pip install {name}")
 
@@ -80,35 +124,41 @@ class Trackers(Plugin):
             return
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
+        self.status, self.reason = "failed", None  # an earlier fit has another one
         recipe = run.recipe
         parameters = dict(flatten(secrets.hidden(recipe.to_dict() | {"plugins": recipe.listed(recipe.plugins)})))
         for name in self.config.trackers:
-            argument = NAME_ARGUMENTS[name]
-            tracker = LOGGER_TYPE_TO_CLASS[name](
-                self.config.project, **({argument: run.folder.name} if argument else {})
-            )
+            rules = RULES[name]
+            names = TrackerNames(name, rules)
+            run_name = {rules.run_argument: names.run(run.folder.name)} if rules.run_argument else {}
+            tracker = LOGGER_TYPE_TO_CLASS[name](names.project(self.config.project), **run_name)
             tracker.start()
-            self.started.append(tracker)
-            tracker.store_init_configuration(parameters)
+            self.started.append(Started(name, tracker, names, parameters))
+            tracker.store_init_configuration(names.params(parameters))
 
     @hookimpl
     def log_scalars(self, scalars: Mapping[str, float], step: int) -> None:
-        for tracker in self.started:
-            tracker.log(dict(scalars), step=step)
+        for started in self.started:
+            started.log(scalars, step)
 
     @hookimpl(trylast=True)
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
+        self.status, self.reason = summary["status"], summary["reason"]
+        if self.status == "stopped" and self.reason == run.state.stop_reason and not run.interrupted:
+            self.status = "completed"  # a plugin ended the training, such as early-stopping: the run has its results
         numbers = {f"summary/{key}": value for key, value in flatten(summary) if isinstance(value, int | float)}
-        for tracker in self.started:
-            tracker.log(numbers, step=run.state.step)
+        for started in self.started:
+            started.log(numbers, run.state.step)
 
     @hookimpl
     def teardown(self) -> None:
-        while self.started:
-            self.started.pop().finish()
+        with ExitStack() as finishing:  # finishes each, also if one raises
+            for started in self.started:
+                finishing.callback(started.finish, self.status, self.reason)
+            self.started = []
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, bool | int | float | str]]:
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
     """Dotted keys -> values; lists and None as text. An empty mapping, such as a plugin without options, is ``on``."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:

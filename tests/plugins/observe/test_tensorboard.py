@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from fastloop import PluginError
+from fastloop import Plugin, PluginCrash, PluginError, hookimpl
 
 pytest.importorskip("tensorboard")
 
@@ -35,6 +37,25 @@ def test_a_resumed_run_goes_on_in_the_same_curves(tiny_run):
     resumed = tiny_run(["tensorboard"], log_every=3, epochs=2, output="run", resume=True)
     curves = scalars(resumed.trainer.run.folder)
     assert [step for step, _ in curves["train/loss"]] == [3, 6, 9, 12, 15, 18]
+
+
+def test_the_status_of_the_run_is_its_last_text(tiny_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Fails(Plugin):
+        name = "fails"
+
+        @hookimpl
+        def after_fit(self) -> None:
+            raise ValueError("out of luck")
+
+    for plugins, status in (([], b"completed"), ([Fails()], b"failed: ")):
+        folder = Path(f"runs/{len(plugins)}")
+        with suppress(PluginCrash):
+            tiny_run(["tensorboard", *plugins], output=folder)
+        read = EventAccumulator(str(folder / "tensorboard"))
+        read.Reload()
+        assert read.Tensors("status/text_summary")[-1].tensor_proto.string_val[0].startswith(status)
 
 
 def test_a_missing_extra_is_an_error_that_names_the_install_command(tiny_run, monkeypatch):

@@ -16,6 +16,13 @@ MetricMode = Literal["min", "max"]
 """Which values of a metric are better: ``min``, the lower ones; ``max``, the higher ones."""
 
 
+def direction(mode: str | None) -> str:
+    """The mode behind a metric's name, for people: `` (lower is better)``; empty: unknown."""
+    if mode is None:
+        return ""
+    return " (lower is better)" if mode == "min" else " (higher is better)"
+
+
 def metric_modes(run: Run) -> dict[str, MetricMode | None]:
     """The metrics that an evaluation of a run returns: name -> mode; None: unknown.
 

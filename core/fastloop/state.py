@@ -32,8 +32,8 @@ class State:
         tokens: Tokens trained on so far, without padding, over all processes.
         metrics: Split (``validation``, ``test``) -> its newest metrics.
         evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
-        best: ``{"step", "metric", "value", "path", "metrics"}`` of the best checkpoint, when a plugin keeps one.
-            ``metrics`` are all of its evaluation.
+        best: ``{"step", "metric", "mode", "value", "path", "metrics"}`` of the best checkpoint, when a plugin keeps
+            one. ``mode``: ``min`` or ``max``, the better values. ``metrics`` are all of its evaluation.
         model_step: The step whose weights the model has, once a plugin has put back others than the last ones.
         model_weights: The kind of the model's weights: ``trained``, or ``averaged`` while a plugin has put averages in
             their place.

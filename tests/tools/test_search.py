@@ -48,6 +48,8 @@ def test_ranges_and_lists_are_axes_and_the_rest_is_fixed():
             "g=3",
             "h=-1..1.5",
             "i=1..1000",
+            "j=9e-5..9e-3",
+            "k=9e-5..8.9e-3",
         ]
     )
     assert fixed == ["f=../data", "g=3"]
@@ -60,7 +62,22 @@ def test_ranges_and_lists_are_axes_and_the_rest_is_fixed():
         "e": ((1, 1024), True),
         "h": ((-1.0, 1.5), False),
         "i": ((1, 1000), False),
+        "j": ((9e-5, 9e-3), True),
+        "k": ((9e-5, 8.9e-3), False),
     }
+
+
+@pytest.mark.parametrize("digits", ["1", "2", "3", "4", "5", "6", "7", "8", "9", "1.1", "2.5", "3.3", "7.7"])
+def test_a_range_of_exactly_two_decades_is_logarithmic(digits):
+    for power in range(-12, 9):
+        ends = f"{digits}e{power}..{digits}e{power + 2}"
+        (axis,), _ = parse([f"a={ends}"])
+        assert axis.log, ends
+        assert "logarithmic" in axis.describe()
+        whole = float(digits)
+        (below,), _ = parse([f"a={whole * 1.01:g}e{power}..{digits}e{power + 2}"])
+        assert not below.log
+        assert "linear" in below.describe()
 
 
 def test_values_lie_in_their_range_and_are_text_of_the_command_line():
@@ -130,6 +147,9 @@ def test_a_search_shows_its_trials_and_its_study_takes_no_other_settings():
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(Path("run/sweep.json").read_text())
     assert (found["monitor"], found["better"]) == ("validation accuracy", "higher")  # those of checkpoint-best
+    assert "higher is better" in " ".join(done.stdout.split())
+    assert "train.lr: numbers from 0.0001 to 0.1, logarithmic scale\n" in done.stdout
+    assert "model.arguments.width: one of 4, 8\n" in done.stdout
     assert len({run["name"] for run in found["runs"]}) == 2
     bests = {}
     for run in found["runs"]:

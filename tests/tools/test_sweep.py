@@ -20,7 +20,7 @@ import yaml
 from fastloop.errors import UsageError
 from fastloop_tools.report.read import read
 from fastloop_tools.sweep.grid import parse, split_values
-from fastloop_tools.trials.record import compare
+from fastloop_tools.trials.record import Record, compare
 from fastloop_tools.trials.runs import TrialRun, command_line
 from fastloop_tools.trials.statistics import mean_interval
 
@@ -121,6 +121,14 @@ def test_a_grid_has_every_combination_with_readable_and_distinct_names():
     [
         (["train.lr=1,,2"], "empty or repeated"),
         (["train.lr=1,1"], "empty or repeated"),
+        (["train.lr=1e-3,1e-2,0.001"], "1e-3 and 0.001 are the same value"),
+        (["train.lr=1,2,1.0"], "1 and 1.0 are the same value"),
+        (["train.lr=1000,1_000"], "1000 and 1_000 are the same value"),
+        (["model.name=a,'a'"], "a and 'a' are the same value"),
+        (["model.sizes=[1,2],[1.0, 2]"], "the same value"),
+        (["model.sizes={a: 1, b: 2},{b: 2, a: 1}"], "the same value"),
+        (["model.flag=true,yes"], "true and yes are the same value"),
+        (["model.name=007,008"], "YAML reads 007 as a number with a leading zero"),
         (["output=a,b"], "expected one folder"),
         (["train.lr=1", "train.lr=2,3"], "occurs twice"),
     ],
@@ -128,6 +136,39 @@ def test_a_grid_has_every_combination_with_readable_and_distinct_names():
 def test_a_wrong_list_is_refused(values, message):
     with pytest.raises(UsageError, match=message):
         parse(values)
+
+
+def test_values_that_are_read_differently_are_points_of_their_own():
+    for values in (
+        "1,true",
+        "'1',1",
+        "0,false",
+        "null,'null'",
+        "1e-3,1.0000001e-3",
+        "a,A",
+        "9007199254740993,9007199254740992",
+    ):
+        assert len(parse([f"a.b={values}"]).axes["a.b"]) == 2
+
+
+@pytest.mark.parametrize(("mode", "shown"), [("min", "lower is better"), ("max", "higher is better"), (None, "loss")])
+def test_the_table_of_a_sweep_has_the_direction_of_its_metric(tmp_path, capsys, mode, shown):
+    Record(tmp_path, {}, points({"1": [1.0, 2.0], "2": [2.0, 3.0]}), "loss", mode).show()
+    words = " ".join(capsys.readouterr().out.split())
+    assert shown in words
+    assert ("better" in words) is (mode is not None)
+
+
+def test_a_resumed_sweep_knows_its_points_in_another_spelling(tmp_path):
+    runs = parse(["train.lr=1e-3,1e-2"]).runs([5, 6])
+    for run in runs[:3]:
+        run.status, run.metrics = "finished", {"loss": 1.0}
+    Record(tmp_path / "run", {}, runs, "loss", "min").start(resume=False, again="")
+    again = parse(["train.lr=0.01,0.001"]).runs([5, 6])
+    Record(tmp_path / "run", {}, again, "loss", "min").start(resume=True, again="")
+    assert {(run.name, run.status) for run in again} == {(run.name, run.status) for run in runs[:3]} | {
+        ("lr-0.01_seed-6", "pending")
+    }
 
 
 def test_the_interval_of_a_mean_has_its_coverage():

@@ -12,6 +12,7 @@ import typer
 from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import signals
+from fastloop.metric_modes import direction
 from fastloop.plugins.installed import part
 from fastloop.recipe import secrets
 
@@ -183,7 +184,8 @@ def show_summary(summary: dict[str, Any], folder: Path) -> None:
         if summary[split]:
             row(split, ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items()))
     if best := summary["best"]:
-        row("best", f"{best.get('metric', '')} {best['value']:.4f} at step {best['step']}".lstrip())
+        better = direction(best.get("mode"))  # a plugin of somebody else's may leave it out
+        row("best", f"{best.get('metric', '')} {best['value']:.4f} at step {best['step']}{better}".lstrip())
     if summary["model_step"] is not None:
         row("model", describe_model(summary))
     row("steps", f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)")

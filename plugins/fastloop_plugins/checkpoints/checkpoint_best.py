@@ -184,6 +184,7 @@ class CheckpointBest(Plugin):
         return {
             "step": best.step,
             "metric": self.monitor.name,
+            "mode": self.monitor.mode,
             "value": best.value,
             "path": self.path(best.step),
             "metrics": dict(best.metrics),

@@ -95,7 +95,9 @@ class Progress(Plugin):
             left = (run.total_steps - run.state.step) * run.recipe.train.batch_size / speed
             parts.append(f"{_duration(left)} left")
         if run.state.best:
-            parts.append(f"best {run.state.best['value']:.4f}")
+            best = run.state.best
+            extreme = {"min": "lowest", "max": "highest"}.get(best.get("mode"), "best")
+            parts.append(f"{extreme} {best['metric']} {best['value']:.4f}")
         if seconds - self.mark[0] > 30:  # the speed is an average over the last half minute
             self.mark = (seconds, samples)
         return ", ".join(parts)

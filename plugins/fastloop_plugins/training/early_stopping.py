@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import Plugin, hookimpl, option
+from fastloop.metric_modes import direction
 from fastloop_plugins.training._monitor import Monitor
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class EarlyStopping(Plugin):
         self.waited += 1
         if self.waited >= self.config.patience:
             run.state.request_stop(
-                f"early-stopping: {self.monitor.name} did not improve on {self.best} in {self.waited} evaluations"
+                f"early-stopping: {self.monitor.name}{direction(self.monitor.mode)} did not improve on {self.best} in "
+                f"{self.waited} evaluations"
             )
 
     @hookimpl

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from statistics import fmean, stdev
 from typing import Any
 
@@ -100,7 +101,8 @@ def axis(texts: Sequence[str], key: str) -> tuple[dict[str, float], str]:
         numbers = {}
     if not numbers or not all(map(math.isfinite, numbers.values())) or len(set(numbers.values())) < len(texts):
         return {text: float(index) for index, text in enumerate(texts)}, key
-    if min(numbers.values()) > 0 and max(numbers.values()) >= 10 * min(numbers.values()):
+    low, high = (pick(numbers, key=numbers.__getitem__) for pick in (min, max))
+    if numbers[low] > 0 and Decimal(high) >= 10 * Decimal(low):  # as floats, 9e-4 is less than 10 * 9e-5
         return {text: math.log10(value) for text, value in numbers.items()}, f"{key}, logarithmic"
     return numbers, key
 
@@ -116,5 +118,7 @@ def table(record: Mapping[str, Any]) -> Table:
         texts = [f"{point['finished']} of {len(point['runs'])}", mean, deviation, shown["mean"], interval]
         best = point["point"] == record["best"]
         rows.append((point["point"], [Cell(text, best and at == 1) for at, text in enumerate(texts)]))
-    columns = ["runs", record["monitor"], "deviation", "minus best", "95% interval"]
+    better = record.get("better")
+    measured = record["monitor"] + (f" ({better} is better)" if better else "")
+    columns = ["runs", measured, "deviation", "minus best", "95% interval"]
     return Table("point", columns, rows, numbers=True)

@@ -80,6 +80,7 @@ def search(
         ) from None
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
+    from fastloop.metric_modes import direction
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import secrets
     from fastloop_tools.search import space
@@ -126,6 +127,8 @@ def search(
         record.runs = read_runs(study)
         record.write()
 
+    for axis in axes:
+        typer.echo(secrets.hide(axis.describe()))
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
     with storage_errors(url), signals.on_signals(signals.stop_now):
         write()
@@ -133,7 +136,7 @@ def search(
         write()
         rows = collect(study)
     cells = [[str(row.number), row.shown, secrets.hide(" ".join(row.overrides))] for row in rows]
-    show_table(["trial", f"validation {monitor}", "overrides"], cells, wraps=-1)
+    show_table(["trial", f"validation {monitor}{direction(better)}", "overrides"], cells, wraps=-1)
     for row in rows:
         if row.error:
             typer.echo(secrets.hide(f"trial {row.number} failed: {row.error}"))

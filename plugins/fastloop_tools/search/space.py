@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from fastloop.errors import UsageError
@@ -30,6 +31,15 @@ class Axis:
     values: tuple[str, ...] = ()
     ends: tuple[float, float] = (0, 0)
     log: bool = False
+
+    def describe(self) -> str:
+        """The values of the search, for the log."""
+        if self.values:
+            return f"{self.key}: one of {', '.join(self.values)}"
+        low, high = self.ends
+        kind = "integers" if isinstance(low, int) and isinstance(high, int) else "numbers"
+        scale = "logarithmic" if self.log else "linear"
+        return f"{self.key}: {kind} from {low} to {high}, {scale} scale"
 
     def suggest(self, trial: Trial) -> str:
         """The value of a trial, as on the command line."""
@@ -87,7 +97,8 @@ def _parse_range(item: str) -> Axis | None:
         raise UsageError(f"{item}: found {low} on a logarithmic scale. Expected two positive ends.")
     if not (isinstance(low, int) and isinstance(high, int)):
         low, high = float(low), float(high)
-        log = log or (low > 0 and high / low >= LOG_RATIO)
+        # as decimals: as floats, 9e-3 / 9e-5 is less than 100
+        log = log or (low > 0 and Decimal(found[3]) >= LOG_RATIO * Decimal(found[2]))
     return Axis(key, text, ends=(low, high), log=log)
 
 

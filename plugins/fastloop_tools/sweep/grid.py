@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fastloop.errors import UsageError
-from fastloop_tools.trials.runs import TrialRun
+from fastloop_tools.trials.runs import TrialRun, as_read
 
 CLOSING = {"[": "]", "{": "}", "(": ")"}
 LONGEST_VALUE = 40
@@ -41,8 +41,8 @@ def parse(overrides: Iterable[str]) -> Grid:
     """Divide overrides into those with a list of values and the others.
 
     Raises:
-        UsageError: A list repeats a value or has an empty one, a key occurs twice, or the list is one of output
-            folders.
+        UsageError: A list has an empty value, or equal ones such as 1e-3 and 0.001, a key occurs twice, or the list is
+            one of output folders.
     """
     grid, keys = Grid(), set()
     for item in overrides:
@@ -56,10 +56,21 @@ def parse(overrides: Iterable[str]) -> Grid:
             continue
         if "" in values or len(set(values)) < len(values):
             raise UsageError(f"{item}: found an empty or repeated value. Expected different values, such as {key}=A,B.")
+        _check_different(item, key, values)
         if key == "output":
             raise UsageError(f"{item}: expected one folder. Each run gets a folder of its own in it.")
         grid.axes[key] = values
     return grid
+
+
+def _check_different(item: str, key: str, values: Iterable[str]) -> None:
+    """Check that a recipe reads values as different ones: 1e-3 and 0.001 would train the same point twice."""
+    earlier: dict[str, str] = {}
+    for value in values:
+        read = as_read(key, value)
+        if read in earlier:
+            raise UsageError(f"{item}: {earlier[read]} and {value} are the same value. Remove one.")
+        earlier[read] = value
 
 
 def split_values(text: str) -> list[str]:

@@ -70,9 +70,10 @@ class Record:
             raise UsageError(
                 f"{self.file}: the recipe or its overrides have changed since this sweep began. Set another output."
             )
-        known = {(str(run.values), run.seed, run.fold): run for run in finished}
+        known = {run.point: run for run in finished}
         for run in self.runs:
-            if same := known.get((str(run.values), run.seed, run.fold)):
+            same = known.get(run.point)
+            if same is not None:
                 run.name, run.status, run.metrics = same.name, same.status, same.metrics
 
     def contents(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fastloop.cli import launch
 from fastloop.distributed import signals
 from fastloop.errors import UsageError, did_you_mean
 from fastloop.metric_modes import MetricMode, recorded_mode, unknown_mode
-from fastloop.recipe import Recipe, load_recipe, secrets
+from fastloop.recipe import Recipe, load_recipe, safe_yaml, secrets
 from fastloop.runtime.step_folders import checkpoints
 
 STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
@@ -47,11 +47,37 @@ class TrialRun:
     __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
+    def point(self) -> tuple[Any, ...]:
+        """The values as the recipe reads them, seed and fold: equal for runs that train the same."""
+        values = sorted((key, as_read(key, value)) for key, value in self.values.items())
+        return (*values, self.seed, self.fold)
+
+    @property
     def overrides(self) -> list[str]:
         """The overrides that make a recipe this run."""
         seed = [] if self.seed is None else [f"train.seed={self.seed}"]
         fold = [] if self.fold is None else [f"plugins.folds.number={self.fold}"]
         return [*(f"{key}={value}" for key, value in self.values.items()), *seed, *fold]
+
+
+def as_read(key: str, value: str) -> str:
+    """A value of the command line as the recipe reads it, in a form by which values are compared: 1e-3 and 0.001 are
+    equal, and so are 'a' and a; 1 and true differ.
+
+    Raises:
+        RecipeError: It is not the value of an override.
+    """
+    return json.dumps(_with_floats(safe_yaml.load(value, f"{key}={value}", in_shell=True)), sort_keys=True)
+
+
+def _with_floats(value: Any) -> Any:
+    """The same value, with integers as floats where both are equal."""
+    if isinstance(value, dict):
+        return {str(key): _with_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_floats(item) for item in value]
+    is_exact = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 2**53
+    return float(value) if is_exact else value
 
 
 def parse_runs(records: Any) -> list[TrialRun]:

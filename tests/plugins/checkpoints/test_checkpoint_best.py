@@ -15,11 +15,28 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import Plugin, Trainer, UsageError, checkpoint, hookimpl
+from fastloop.cli.train import show_summary
 from fastloop.testing import tiny_data, tiny_model
 
 
 def best(**options):
     return {"checkpoint-best": {"monitor": "score", **options}}
+
+
+@pytest.mark.parametrize(
+    ("options", "mode", "words", "extreme"),
+    [({}, "max", "higher is better", "highest"), ({"mode": "min"}, "min", "lower is better", "lowest")],
+)
+def test_the_direction_of_the_metric_is_printed(tiny_run, capsys, options, mode, words, extreme):
+    result = tiny_run([best(**options), ScriptedScore(0.5, 0.9), "progress"], epochs=2)
+    assert result.summary["best"]["mode"] == mode
+    run = result.trainer.run
+    progress = next(plugin for plugin in run.plugins if plugin.name == "progress")
+    assert f"{extreme} score {result.summary['best']['value']:.4f}" in progress.describe(run, 0.0)
+    capsys.readouterr()
+    show_summary(result.summary, run.folder)
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("best")]
+    assert words in line
 
 
 @pytest.mark.parametrize(
@@ -36,7 +53,7 @@ def test_the_run_ends_with_the_weights_that_evaluated_best(tiny_run, options, sc
     weights = WeightRecorder()
     result = tiny_run([best(**options), ScriptedScore(*scores), weights], epochs=4)
     assert result.summary["best"]["step"] == step
-    assert result.summary["best"].keys() == {"step", "metric", "value", "path", "metrics"}
+    assert result.summary["best"].keys() == {"step", "metric", "mode", "value", "path", "metrics"}
     assert result.summary["best"]["metric"] == "score"
     assert result.summary["best"]["path"] == f"checkpoints/best-{step:08d}"
     folder = result.trainer.run.folder

@@ -96,7 +96,7 @@ class Progress(Plugin):
             parts.append(f"{_duration(left)} left")
         if run.state.best:
             best = run.state.best
-            extreme = {"min": "lowest", "max": "highest"}.get(best.get("mode"), "best")
+            extreme = {"min": "lowest", "max": "highest"}.get(str(best.get("mode")), "best")
             parts.append(f"{extreme} {best['metric']} {best['value']:.4f}")
         if seconds - self.mark[0] > 30:  # the speed is an average over the last half minute
             self.mark = (seconds, samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -110,7 +111,8 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
         plugins: Each plugin with the function that calls its ``configure``, in call order.
 
     Raises:
-        PluginError: A plugin returned no mapping or an unknown name, or two set the same field or key.
+        PluginError: A plugin returned no mapping, an unknown name or a value of another type, or two set the same field
+            or key.
     """
     given = recipe.train.optimizer_arguments
     settings = Settings(
@@ -127,6 +129,9 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
         for name, value in _check_mapping({} if result is None else result, where).items():
             if name not in names:
                 raise PluginError(f"{where} {name!r}, which is no field of Settings.{did_you_mean(name, names)}")
+            if not _has_type(value, name):
+                expected = Settings.__annotations__[name]
+                raise PluginError(f"{where} {name}: {value!r}, a {type(value).__name__}, expected {expected}.")
             merges = isinstance(fields[name], Mapping)
             parts = [f"{name}[{key!r}]" for key in _check_mapping(value, f"{where} {name}:")] if merges else [name]
             for part in parts:
@@ -136,6 +141,28 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
             fields[name] = MappingProxyType({**fields[name], **value}) if merges else value
         fields.update(settings.of("train"))
     return settings
+
+
+SIMPLE_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "None": (type(None),),
+}
+"""Types of fields that can be checked, as their annotations name them."""
+
+
+def _has_type(value: Any, name: str) -> bool:
+    """Whether a value has the type of a field. NaN is no value of any field. Objects and functions are not checked."""
+    names = str(Settings.__annotations__[name]).split(" | ")
+    if not set(names) <= SIMPLE_TYPES.keys():
+        return True
+    if isinstance(value, bool):
+        return "bool" in names
+    if isinstance(value, float) and math.isnan(value):
+        return False
+    return any(isinstance(value, SIMPLE_TYPES[kind]) for kind in names)
 
 
 def _check_mapping(value: Any, where: str) -> Mapping[str, Any]:

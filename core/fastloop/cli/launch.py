@@ -231,11 +231,19 @@ def environment(resolved: ResolvedRecipe) -> dict[str, str]:
     """The environment variables that a recipe's plugins need at process start.
 
     Raises:
-        PluginError: Two plugins need different values.
+        PluginError: Two plugins need different values, or one returns another type.
     """
     recipe, values = resolved.recipe, dict[str, tuple[str, str]]()
     for plugin, call in resolved.plugins.each("environment"):
-        for name, value in (call(recipe=recipe) or {}).items():
+        result = call(recipe=recipe)
+        if result is None:
+            continue
+        where = f"{recipe.where}: plugin {plugin.name!r}: environment returned"
+        if not isinstance(result, dict):
+            raise PluginError(f"{where} a {type(result).__name__}, expected dict[str, str]: variable -> value.")
+        for name, value in result.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise PluginError(f"{where} {name!r}: {value!r}, expected text for both, such as 'NAME': '1'.")
             other, first = values.setdefault(name, (plugin.name, value))
             if first != value:
                 raise PluginError(

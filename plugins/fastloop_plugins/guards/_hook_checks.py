@@ -37,6 +37,8 @@ from fastloop_plugins.guards._read_only_checks import ReadOnlyChecks
 
 if TYPE_CHECKING:
     from fastloop import Plugin
+    from fastloop.plugins.manager import PluginSet
+    from fastloop.recipe import Recipe
     from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
@@ -44,10 +46,10 @@ log = logging.getLogger("fastloop")
 STEPS = 8
 """Optimizer steps in which the hooks of a step are checked: a plugin that acts in every few steps acts at least
 once."""
-STEP_HOOKS = {
-    "before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step", "log_scalars"
-}  # fmt: skip
-"""Hooks that are called in every step, or in many."""
+STEP_HOOKS = {"before_step", "compute_loss", "after_backward", "before_optimizer_step", "after_step"}
+"""Hooks that are called in every step."""
+EARLY_HOOKS = {"check_recipe", "before_resume"}
+"""Hooks before ``build_datasets``, with which ``HookChecks`` begins. They have no result."""
 NEEDED = {
     "build_datasets", "build_model", "build_optimizer", "compute_loss", "evaluate", "train_step", "write_checkpoint",
 }  # fmt: skip
@@ -58,6 +60,7 @@ FILLED_BY_PLUGINS = {"compile_seconds"}
 """Keys of the summary that fastloop sets to 0 for a plugin to replace."""
 COUNTERS = ("step", "epoch", "epoch_samples", "samples", "tokens")
 REMEDIES = {
+    "check_recipe": "To refuse a recipe, raise fastloop.RecipeError.",
     "build_sampler": "Put the sampler into torch.utils.data.BatchSampler(sampler, batch_size, drop_last).",
     "build_scheduler": "fastloop steps a scheduler after each optimizer step: use one such as CosineAnnealingLR. To "
     "step by a metric, keep the scheduler in a plugin whose after_evaluate calls its step(metrics['loss']).",
@@ -75,6 +78,27 @@ REMEDIES = {
 
 CHECKS: WeakValueDictionary[int, HookChecks] = WeakValueDictionary()
 """``id`` of a run -> the checks of its hooks, which live as long as the replaced functions."""
+
+
+@hookimpl(tryfirst=True)
+def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
+    """Check the results of ``EARLY_HOOKS``: a plugin that returns False from ``check_recipe`` refuses nothing."""
+
+    def refuse_result(plugin: Plugin, hook: str, function: Callable[..., Any], wraps: bool) -> Callable[..., Any]:
+        if wraps or hook not in EARLY_HOOKS:
+            return function
+
+        def call(*arguments: Any) -> None:
+            result = function(*arguments)
+            if result is not None:
+                raise PluginError(
+                    f"{recipe.where}: plugin {plugin.name!r}: {hook} returned {_find_problem(hook, result)}. "
+                    f"{REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
+                )
+
+        return call
+
+    replace(plugins, refuse_result)
 
 
 @hookimpl(tryfirst=True)
@@ -221,11 +245,12 @@ def _find_problem(hook: str, result: Any) -> str:
     expected = _return_type(hook)
     if hook == "build_metrics":
         from torchmetrics import MetricCollection
-    if result is None or not _matches(result, eval(expected, vars(hookspecs) | globals(), locals()) or NoneType):
+    expected_type = eval(expected, vars(hookspecs) | globals(), locals()) or NoneType
+    if result is None or not _matches(result, expected_type):
         hint = (
             ". An implementation with a yield is marked @hookimpl(wrapper=True)" if inspect.isgenerator(result) else ""
         )
-        found = "None" if result is None else f"a {type(result).__name__}"
+        found = "None" if result is None else f"a {type(result).__name__}{_wrong_item(result, expected_type)}"
         return f"{found}, expected {expected.removesuffix(' | None') if expected != 'None' else 'no result'}{hint}"
     if hook == "compute_loss" and not (isinstance(result.loss, Tensor) and result.loss.dim() == 0):
         shape = f" of shape {tuple(result.loss.shape)}" if isinstance(result.loss, Tensor) else ""
@@ -297,4 +322,29 @@ def _matches(value: Any, expected: Any) -> bool:
         return any(_matches(value, part) for part in parts)
     if kind is tuple:
         return isinstance(value, tuple) and len(value) == len(parts) and all(map(_matches, value, parts))
+    if kind in (dict, Mapping):
+        return isinstance(value, kind) and _find_wrong_item(value, *parts) is None
+    if expected is float:
+        return isinstance(value, float | int)
     return expected is Any or isinstance(value, kind or expected)
+
+
+def _find_wrong_item(mapping: Mapping[Any, Any], key_type: Any, value_type: Any) -> Any:
+    """The first key of a mapping that has another type, or whose value has another type; None: all are right.
+
+    Values such as ``Sequence[Any]`` are not checked: a tensor stands for a sequence.
+    """
+    for key, value in mapping.items():
+        if not _matches(key, key_type) or not (get_origin(value_type) or _matches(value, value_type)):
+            return key
+    return None
+
+
+def _wrong_item(result: Any, expected: Any) -> str:
+    """The item of a mapping that has another type than expected, for a message: `` with 'loss': 'high'``."""
+    for part in (expected, *get_args(expected)):
+        if get_origin(part) in (dict, Mapping) and isinstance(result, Mapping):
+            key = _find_wrong_item(result, *get_args(part))
+            if key is not None:
+                return f" with {key!r}: {result[key]!r:.60}"
+    return ""

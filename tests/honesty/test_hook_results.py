@@ -1,0 +1,143 @@
+"""Every hook x {None, another type, NaN}: a run works as specified, or its error names plugin and hook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from fastloop import Output, Plugin, PluginError, hookimpl, hookspecs
+from fastloop.cli import launch
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import make_recipe
+from fastloop_tools.trainer.task import TrainerTask
+
+HOOKS = [name for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")]
+NOT_CHECKED = ("teardown",)
+"""Hooks whose results are ignored: an error at the end of a run would hide the run's own."""
+AT_LAUNCH = ("environment",)
+AFTER_AN_ERROR = ("recover",)
+IN_A_RESUMED_RUN = ("before_resume", "load_state")
+TO_PREDICT = ("build_prediction_data", "predict")
+NAN = float("nan")
+
+
+def returning(hook: str, value: Any) -> Plugin:
+    """A plugin whose implementation of a hook returns a value."""
+
+    def implementation(self: Any) -> Any:
+        return value
+
+    return type("Wrong", (Plugin,), {"name": "wrong", hook: hookimpl(implementation)})()
+
+
+class Fails(Plugin):
+    """Raises in the second step."""
+
+    name = "fails"
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        if run.state.step == 2:
+            raise ValueError("out of luck")
+
+
+class Saves(Plugin):
+    """Has a state, so that ``load_state`` is called."""
+
+    name = "saves"
+
+    @hookimpl
+    def save_state(self) -> dict[str, Any]:
+        return {"a": 1}
+
+
+def train(tiny_run: Callable[..., Any], hook: str, plugin: Plugin) -> Any:
+    """Train in a way that calls the hook."""
+    if hook in AT_LAUNCH:
+        return launch.environment(resolve(make_recipe({}), objects=[plugin]))
+    if hook in AFTER_AN_ERROR:
+        return tiny_run([plugin, Fails()], epochs=1)
+    if hook in IN_A_RESUMED_RUN:
+        return tiny_run([plugin], epochs=2, output="run", resume=True)
+    return tiny_run([plugin], epochs=1)
+
+
+@pytest.mark.parametrize("value", [object(), NAN, "text", 1], ids=["object", "nan", "text", "number"])
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if hook not in (*TO_PREDICT, *NOT_CHECKED)])
+def test_a_result_of_another_type_is_refused_by_plugin_and_hook(tiny_run, hook, value):
+    if hook in IN_A_RESUMED_RUN:
+        first = returning("save_state", {"a": 1})
+        tiny_run([first], epochs=1, output="run")
+    with pytest.raises(PluginError) as refused:
+        train(tiny_run, hook, returning(hook, value))
+    assert "'wrong'" in str(refused.value)
+    assert hook in str(refused.value)
+
+
+NESTED: dict[str, tuple[str, Any]] = {
+    "environment, a number": ("environment", {"A": 1}),
+    "environment, a key": ("environment", {1: "a"}),
+    "environment, None": ("environment", {"A": None}),
+    "configure, an unknown setting": ("configure", {"no_such_setting": 1}),
+    "configure, a precision": ("configure", {"mixed_precision": NAN}),
+    "configure, an object": ("configure", {"mixed_precision": object()}),
+    "configure, optimizer": ("configure", {"optimizer": 3}),
+    "configure, workers": ("configure", {"num_workers": NAN}),
+    "configure, workers as text": ("configure", {"num_workers": "2"}),
+    "configure, workers as a boolean": ("configure", {"num_workers": True}),
+    "configure, a timeout": ("configure", {"timeout": NAN}),
+    "configure, a flag": ("configure", {"pin_memory": "no"}),
+    "configure, None": ("configure", {"processes_per_batch": None}),
+    "build_datasets, None": ("build_datasets", {"train": None}),
+    "build_datasets, a number": ("build_datasets", {"train": NAN}),
+    "build_optimizer, numbers": ("build_optimizer", {"a": NAN}),
+    "build_scheduler, numbers": ("build_scheduler", {"a": NAN}),
+    "evaluate, text": ("evaluate", {"loss": "high"}),
+    "evaluate, None": ("evaluate", {"loss": None}),
+    "evaluate, a key": ("evaluate", {1: 1.0}),
+    "evaluate, an object": ("evaluate", {"loss": object()}),
+    "save_state, an object": ("save_state", {"a": object()}),
+    "write_checkpoint, another future": ("write_checkpoint", torch.futures.Future()),
+    "export_model": ("export_model", NAN),
+    "train_step": ("train_step", torch.tensor([NAN])),
+    "compute_loss": ("compute_loss", Output(torch.tensor([NAN]))),
+}
+
+
+@pytest.mark.parametrize("case", NESTED)
+def test_a_wrong_value_in_a_result_is_refused_by_plugin_and_hook(tiny_run, case):
+    hook, value = NESTED[case]
+    with pytest.raises(PluginError) as refused:
+        train(tiny_run, hook, returning(hook, value))
+    assert "wrong" in str(refused.value)
+    assert hook in str(refused.value)
+
+
+@pytest.mark.parametrize("loss", [NAN, float("inf"), 1])
+def test_an_evaluation_may_return_values_that_are_not_finite(tiny_run, loss):
+    class Wraps(Plugin):
+        name = "wraps"
+
+        @hookimpl(wrapper=True)
+        def evaluate(self) -> Any:
+            yield
+            return {"loss": loss}
+
+    result = tiny_run([Wraps()], epochs=1)
+    assert result.summary["status"] == "completed"
+    assert repr(result.summary["validation"]) == repr({"loss": loss})
+
+
+def test_a_plugin_that_returns_none_from_every_hook_changes_nothing(tiny_run):
+    hooks: dict[str, Any] = {hook: hookimpl(lambda self: None) for hook in HOOKS}
+    first = [hook for hook in HOOKS if getattr(hookspecs, hook).fastloop_spec["firstresult"]]
+    shared = tuple(hook for hook in first if hasattr(TrainerTask, hook))
+    nothing = type("Nothing", (Plugin,), {"name": "nothing", "fallback_hooks": shared, **hooks})()
+    result = tiny_run([nothing], epochs=2, save_every=3)
+    plain = tiny_run(epochs=2, save_every=3)
+    assert result.summary["status"] == "completed"
+    assert result.losses == plain.losses
+    assert result.recorder.metrics == plain.recorder.metrics

@@ -10,8 +10,12 @@ import torch
 
 from fastloop import Output, Plugin, PluginError, hookimpl, hookspecs
 from fastloop.cli import launch
+from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
+from fastloop.recipe.recipe import Inference
+from fastloop.testing import VECTORS
+from fastloop_tools.inference.chunks import Chunks, predict_dataset
 from fastloop_tools.trainer.task import TrainerTask
 
 HOOKS = [name for name, spec in vars(hookspecs).items() if hasattr(spec, "fastloop_spec")]
@@ -54,6 +58,24 @@ class Saves(Plugin):
         return {"a": 1}
 
 
+def replacing(hook: str, value: Any) -> Plugin:
+    """A plugin that wraps a hook of the task, and replaces its result."""
+
+    def implementation(self: Any) -> Any:
+        yield
+        return value
+
+    return type("Wrong", (Plugin,), {"name": "wrong", hook: hookimpl(wrapper=True)(implementation)})()
+
+
+def predict(plugin: Plugin) -> dict[str, list[Any]]:
+    """Predict a split of the vectors that the test helpers train on, with an untrained model."""
+    recipe = make_recipe({**VECTORS, "train": {"device": "cpu"}})
+    recipe.inference = Inference(None, "validation", chunk=8)
+    with open_run(resolve(recipe, objects=[plugin]), [Chunks(None)]) as run:
+        return predict_dataset(run, run.eval_loaders["validation"])
+
+
 def train(tiny_run: Callable[..., Any], hook: str, plugin: Plugin) -> Any:
     """Train in a way that calls the hook."""
     if hook in AT_LAUNCH:
@@ -75,6 +97,29 @@ def test_a_result_of_another_type_is_refused_by_plugin_and_hook(tiny_run, hook, 
         train(tiny_run, hook, returning(hook, value))
     assert "'wrong'" in str(refused.value)
     assert hook in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [object(), NAN, "text", 1], ids=["object", "nan", "text", "number"])
+@pytest.mark.parametrize("hook", TO_PREDICT)
+def test_a_result_of_another_type_is_refused_to_predict(hook, value):
+    with pytest.raises(PluginError) as refused:
+        predict(replacing(hook, value))
+    assert "'wrong'" in str(refused.value)
+    assert hook in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "values", [{"a": [1]}, {"a": torch.zeros(3)}, {"a": None}, {"a": NAN}, {"a": "x" * 8}, {1: [0] * 8}, {}]
+)
+def test_predictions_that_are_not_one_for_each_sample_are_refused(values):
+    with pytest.raises(PluginError, match="predict"):
+        predict(replacing("predict", values))
+
+
+@pytest.mark.parametrize("values", [[NAN] * 8, torch.full((8,), NAN), [None] * 8, ["text"] * 8], ids=str)
+def test_predictions_may_be_any_values(values):
+    found = predict(replacing("predict", {"a": values}))["a"]
+    assert repr(found) == repr(list(values))
 
 
 NESTED: dict[str, tuple[str, Any]] = {

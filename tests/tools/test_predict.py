@@ -357,7 +357,8 @@ def test_a_task_from_elsewhere(tmp_path, cli, rows):
         assert [json.loads(line)["score"] for line in out.splitlines()] == pytest.approx(exact)
     else:
         assert code == 2
-        problem = "predict returned {'score': 1} for 4 samples" if rows else "it does not implement the hook predict"
+        short = "predict returned 1 values of 'score' for 4 samples"
+        problem = short if rows else "it does not implement the hook predict"
         assert f"the task 'ranking' cannot predict: {problem}." in err
 
 

@@ -16,7 +16,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from types import NoneType, UnionType
@@ -324,6 +324,8 @@ def _matches(value: Any, expected: Any) -> bool:
         return isinstance(value, tuple) and len(value) == len(parts) and all(map(_matches, value, parts))
     if kind in (dict, Mapping):
         return isinstance(value, kind) and _find_wrong_item(value, *parts) is None
+    if kind is Iterable and isinstance(value, str):
+        return False  # its characters are no samples
     if expected is float:
         return isinstance(value, float | int)
     return expected is Any or isinstance(value, kind or expected)

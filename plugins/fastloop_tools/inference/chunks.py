@@ -75,6 +75,20 @@ def split_chunks(run: Run, source: Any, start: int, size: int) -> Iterator[Any]:
     return (Subset(dataset, range(first, min(first + size, len(dataset)))) for first in ends)
 
 
+def _find_problem(predictions: Mapping[str, Any] | None, samples: int) -> str:
+    """How the result of ``predict`` differs from one value for each sample in each column; empty if it does not."""
+    if predictions is None:
+        return "it does not implement the hook predict"
+    if not predictions:
+        return "predict returned no column"
+    for name, values in predictions.items():
+        if isinstance(values, str) or not hasattr(values, "__len__"):
+            return f"predict returned {name!r}: a {type(values).__name__}, expected a value for each sample"
+        if len(values) != samples:
+            return f"predict returned {len(values)} values of {name!r} for {samples} samples"
+    return ""
+
+
 @torch.no_grad()
 def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
     """Predictions for the samples of a loader, in the order of its dataset: column -> a value for each sample.
@@ -90,16 +104,9 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
             found = run.hooks.predict(run=run, batch=batch.inputs)
             if not batch.samples:
                 continue  # this process only joins the others in the forward pass
-            if found is None or any(len(values) != len(batch.ids) for values in found.values()):
-                task, counts = (
-                    run.plugins.in_slot("task"),
-                    {name: len(values) for name, values in (found or {}).items()},
-                )
-                problem = (
-                    f"predict returned {counts} for {len(batch.ids)} samples"
-                    if found
-                    else "it does not implement the hook predict"
-                )
+            problem = _find_problem(found, len(batch.ids))
+            if problem or found is None:
+                task = run.plugins.in_slot("task")
                 raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
             for name, values in found.items():
                 values = values.cpu() if isinstance(values, torch.Tensor) else values

@@ -65,7 +65,7 @@ class Started:
 
         Args:
             status: ``completed``, ``stopped`` (interrupted) or ``failed``. A tracker without such a status gets it as a
-                param.
+                param or a text.
             reason: Why it was stopped or has failed.
         """
         if self.name == "mlflow":
@@ -80,8 +80,13 @@ class Started:
             )
         else:
             ended = {"summary.status": status, "summary.reason": secrets.hide(str(reason))}
-            self.tracker.store_init_configuration(self.names.params({**self.params, **ended}))
-            self.tracker.finish()
+            try:
+                if self.name == "trackio":  # it writes params once, with the first values
+                    self.tracker.log(ended)
+                else:
+                    self.tracker.store_init_configuration(self.names.params({**self.params, **ended}))
+            finally:
+                self.tracker.finish()
 
 
 class Trackers(Plugin):

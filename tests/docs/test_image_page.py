@@ -52,8 +52,8 @@ def test_commands_of_the_page_train_evaluate_and_predict(cli: Any) -> None:
         assert code == 0, f"{command}\n{err}"
         printed[command] = out
     assert Path("result.svg").is_file()
-    form = json.loads(Path("runs/photos/model/image_classification.json").read_text())["input"]
-    assert (form["image_size"], form["crop_fraction"], form["interpolation"]) == (224, 0.875, "bicubic")
+    form = json.loads(Path("runs/photos/model/preprocessor_config.json").read_text())
+    assert (form["size"], form["crop_pct"], form["resample"]) == ({"shortest_edge": 224}, 0.875, 3)
     assert [row["name"] for row in json.loads(Path("result.json").read_text())["classes"]] == ["cat", "dog"]
     with Path("predictions.csv").open() as lines:
         rows = list(csv.DictReader(lines))

@@ -167,7 +167,7 @@ def check_classifies(
     _check_shape(run, model, where, lambda: model(**inputs).logits, expected, "texts", TOKENIZER_REMEDY)
 
 
-def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int, where: str) -> None:
+def check_classifies_images(run: Run, model: nn.Module, size: tuple[int, int], classes: int, where: str) -> None:
     """``check_classifies`` of images.
 
     Args:
@@ -176,10 +176,10 @@ def check_classifies_images(run: Run, model: nn.Module, size: int, classes: int,
     import torch
 
     def compute() -> Any:
-        output = model(torch.zeros(2, 3, size, size))
+        output = model(torch.zeros(2, 3, *size))
         return getattr(output, "logits", output)
 
-    remedy = f"Use another model, or another data.image_size (it is {size})."
+    remedy = f"Use another model, or another data.image_size (it is {size[0]} x {size[1]})."
     _check_shape(run, model, where, compute, (2, classes), "images", remedy)
 
 

@@ -82,19 +82,12 @@ class ImageClassification(Plugin):
         self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
 
     def _load_config(self, recipe: Recipe) -> None:
-        """Set the input format, and in inference the classes, from the pretrained or exported model."""
-        pretrained = self.model.load_config()
-        if recipe.inference is None:
-            self.model.input = self.data.input_format(pretrained)
-            return
-        self.data.classes, exported = self.model.exported()
-        self.labels = self.model.order(self.data.classes)
-        self.model.input = self.data.input_format(pretrained).updated(exported)
-        for key, value in exported.items():
-            if recipe.data.get(key) not in (None, value):
-                logger.warning(
-                    "data.%s: the model was trained with %s, which is used instead of %s", key, value, recipe.data[key]
-                )
+        """Set the image processor, and in inference the classes, from the pretrained or exported model."""
+        self.model.load_config()
+        if recipe.inference is not None:
+            self.data.classes = self.model.exported_classes()
+            self.labels = self.model.order(self.data.classes)
+        self.model.load_processor(self.data.input_changes())
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
@@ -106,14 +99,14 @@ class ImageClassification(Plugin):
         if recipe.inference is None:
             self.labels = self.model.order(self.data.classes)
             if run.is_main and not run.settings.skip_unreadable:
-                check_images(splits.values(), self.model.input.resized)
-        plain, named = Transform(self.model.input), recipe.inference is not None and recipe.inference.chunk > 0
+                check_images(splits.values(), self.model.processor.shorter_side)
+        plain, named = Transform(self.model.processor), recipe.inference is not None and recipe.inference.chunk > 0
         datasets = {}
         for split, files in splits.items():
             files.labels = [self.labels.ids[label] for label in files.labels]
             datasets[split] = ImageDataset(files, plain, named=named)
         if recipe.inference is None:
-            transform = Transform(self.model.input, self.data.augment)
+            transform = Transform(self.model.processor, self.data.augment)
             self.train_images = datasets["train"] = ImageDataset(datasets["train"].files, transform, recipe.train.seed)
         self.loss.set_weights(
             (lambda: datasets["train"].files.labels) if "train" in datasets else None, self.labels.names
@@ -137,7 +130,7 @@ class ImageClassification(Plugin):
         from fastloop_plugins.tasks.image.batches import ImageDataset, Transform
 
         self._load_config(run.recipe)
-        transform = Transform(self.model.input)
+        transform = Transform(self.model.processor)
         return (ImageDataset(files, transform, named=True) for files in self.data.to_predict(source, start, size))
 
     @hookimpl
@@ -152,10 +145,11 @@ class ImageClassification(Plugin):
 
         from fastloop_plugins.models.checks import check_alone, check_classifies_images
 
-        model, size = self.model.build(self.labels), self.model.input.image_size
+        model = self.model.build(self.labels)
         run.new_weights = frozenset(self.model.new)
+        size = (self.model.processor.height, self.model.processor.width)
         check_classifies_images(run, model, size, len(self.labels.names), self.model.where)
-        check_alone(run, model, lambda: model(torch.zeros(1, 3, size, size)))
+        check_alone(run, model, lambda: model(torch.zeros(1, 3, *size)))
         return model
 
     @hookimpl

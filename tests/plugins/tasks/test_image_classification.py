@@ -24,6 +24,7 @@ from fastloop.recipe import load_recipe
 from fastloop_plugins.datasets.digit_images import digit_images
 from fastloop_plugins.tasks.image.batches import Transform, read_image
 from fastloop_plugins.tasks.image.data import Augment, InputFormat
+from fastloop_plugins.tasks.image.processors import TransformersProcessor
 
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}
@@ -70,7 +71,10 @@ def test_it_learns_colors_and_exports_the_classes():
     assert "top5_accuracy" not in summary["validation"]
     exported = json.loads(Path("out/model/image_classification.json").read_text())
     assert exported["classes"] == ["blue", "green", "red"]
-    assert exported["input"]["image_size"] == 16
+    assert exported.keys() == {"classes"}
+    processor = json.loads(Path("out/model/preprocessor_config.json").read_text())
+    assert processor["crop_size"] == {"height": 16, "width": 16}
+    assert processor["size"] == {"shortest_edge": 18}
 
 
 def plain_loop(model: Any, train: Any, test: Any, lr: float) -> tuple[list[float], float]:
@@ -91,6 +95,7 @@ def plain_loop(model: Any, train: Any, test: Any, lr: float) -> tuple[list[float
         return losses, (getattr(logits, "logits", logits).argmax(1) == labels).float().mean().item()
 
 
+@pytest.mark.skipif(importable("torchvision"), reason="transformers then resizes images with torchvision, not Pillow")
 def test_losses_equal_those_of_a_plain_loop():
     from transformers import AutoConfig, AutoModelForImageClassification
 
@@ -216,24 +221,23 @@ def test_augmentation_can_be_turned_off():
 
 def test_parts_and_flips_are_those_computed_by_hand():
     pixels = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
-    image, form = (
-        Image.fromarray(pixels),
-        InputFormat(image_size=4, crop_fraction=1.0, mean=(0.0, 0.5, 0.0), std=(1.0, 1.0, 2.0)),
-    )
+    image = Image.fromarray(pixels)
+    form = InputFormat(image_size=4, crop_fraction=1.0, mean=(0.0, 0.5, 0.0), std=(1.0, 1.0, 2.0))
+    processor = TransformersProcessor.from_format(form)
     center = torch.tensor(pixels[:, 1:5]).permute(2, 0, 1) / 255
     expected = torch.stack([center[0], center[1] - 0.5, center[2] / 2])
     random = torch.Generator().manual_seed(0)
-    torch.testing.assert_close(Transform(form)(image, random), expected)
+    torch.testing.assert_close(Transform(processor)(image, random), expected)
     always = Augment(crop=False, flip=1.0)
-    torch.testing.assert_close(Transform(form, always)(image, random), expected.flip(2))
+    torch.testing.assert_close(Transform(processor, always)(image, random), expected.flip(2))
     whole = Augment(scale=[1.0, 1.0], ratio=[1.5, 1.5], flip=0.0)
     resized = torch.tensor(np.array(image.resize((4, 4), Image.Resampling.BILINEAR))).permute(2, 0, 1) / 255
-    torch.testing.assert_close(Transform(form, whole)(image, random)[0], resized[0])
+    torch.testing.assert_close(Transform(processor, whole)(image, random)[0], resized[0])
 
 
 def test_random_parts_have_the_area_and_shape_of_the_recipe():
     image, random = Image.new("RGB", (400, 300)), torch.Generator().manual_seed(0)
-    transform, parts = Transform(InputFormat(), Augment()), []
+    transform, parts = Transform(TransformersProcessor.from_format(InputFormat()), Augment()), []
     for _ in range(500):
         left, top, right, bottom = transform._random_part(image, Augment(scale=[0.2, 0.6], ratio=[0.5, 2.0]), random)
         assert 0 <= left < right <= 400
@@ -348,7 +352,7 @@ def test_folder_error_names_the_place(case, message):
         (["model.arguments={a: 1}"], r"model\.arguments: are for torchvision/NAME and timm/NAME"),
         (
             ["data.image_size=24"],
-            r"model: ViTForImageClassification cannot compute logits .*another data\.image_size \(it is 24\)",
+            r"model: ViTForImageClassification cannot compute logits .*another data\.image_size \(it is 24 x 24\)",
         ),
         (
             ["plugins.image-classification.loss.class_weights=[1,2]"],
@@ -768,8 +772,9 @@ def test_classes_and_inputs_are_those_of_the_exported_model(trained, cli, monkey
     )
     assert code == 0, err
     monkeypatch.setenv("COLUMNS", "300")
-    assert "data.mean: the model was trained with [0.5, 0.5, 0.5], which is used instead of [0, 0, 0]" in " ".join(
-        out.split()
+    assert (
+        "data.mean: the model was trained with image_mean=[0.5, 0.5, 0.5], which is used instead of [0.0, 0.0, 0.0]"
+        in " ".join(out.split())
     )
     confusion = json.loads(Path("found.json").read_text())["confusion"]
     assert [sum(row) for row in confusion] == [0, 0, 4]

@@ -21,7 +21,8 @@ from fastloop_plugins.tasks.image.data import MAX_PIXELS
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks.heads.losses import ClassLoss
-    from fastloop_plugins.tasks.image.data import Augment, ImageFiles, InputFormat
+    from fastloop_plugins.tasks.image.data import Augment, ImageFiles
+    from fastloop_plugins.tasks.image.processors import ImageProcessor
 
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_image reports such an image as an error
 
@@ -123,38 +124,23 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS, resized: int = 1, small
 
 
 class Transform:
-    """Makes inputs of the model, (3, size, size) float32, from images: as in evaluation, or with ``augment``, as in
-    training.
-
-    The resized and normalized images equal those of torchvision's transforms of PIL images, and of transformers' image
-    processors.
+    """Makes inputs of the model, (3, height, width) float32, from images: as in evaluation, or with ``augment``, as in
+    training. Both have the size, the values and the channels that the processor gives them.
     """
 
-    def __init__(self, form: InputFormat, augment: Augment | None = None) -> None:
-        self.form, self.augment = form, augment
-        self.resample = Image.Resampling[form.interpolation.upper()]
-        self.mean, self.std = (
-            torch.tensor(values, dtype=torch.float32)[:, None, None] for values in (form.mean, form.std)
-        )
+    def __init__(self, processor: ImageProcessor, augment: Augment | None = None) -> None:
+        self.processor, self.augment = processor, augment
 
     def __call__(self, image: Image.Image, random: Generator) -> Tensor:
-        size, augment = self.form.image_size, self.augment
+        processor, augment = self.processor, self.augment
         if augment is not None and augment.crop:
-            image = image.crop(self._random_part(image, augment, random)).resize((size, size), self.resample)
+            part = image.crop(self._random_part(image, augment, random))
+            inputs = processor.table(part.resize((processor.width, processor.height), processor.resample))
         else:
-            image = self._center(image)
+            inputs = processor(image)
         if augment is not None and torch.rand((), generator=random) < augment.flip:
-            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous().float()
-        return pixels.div_(255).sub_(self.mean).div_(self.std)
-
-    def _center(self, image: Image.Image) -> Image.Image:
-        """Resize the shorter side, and crop the center."""
-        size, resized, shorter = self.form.image_size, self.form.resized, min(image.size)
-        width, height = (resized if side == shorter else int(resized * side / shorter) for side in image.size)
-        image = image.resize((width, height), self.resample)
-        left, top = (width - size) // 2, (height - size) // 2
-        return image.crop((left, top, left + size, top + size))
+            inputs = inputs.flip(2)
+        return inputs
 
     def _random_part(self, image: Image.Image, augment: Augment, random: Generator) -> tuple[int, int, int, int]:
         """A part of a random area and shape: left, top, right, bottom in pixels.
@@ -204,7 +190,7 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
         name, label = self.files.names[index], self.files.labels[index]
         random = Generator().manual_seed(hash((self.seed, int(self.epoch), index)) % 2**32)
         image = self.transform(
-            read_image(self.files.root / name, self.files.max_pixels, self.transform.form.resized), random
+            read_image(self.files.root / name, self.files.max_pixels, self.transform.processor.shorter_side), random
         )
         return (image, label, name) if self.named else (image, label)
 
@@ -214,7 +200,7 @@ class ImageDataset(Dataset[tuple[Any, ...]]):
 
 
 class Collator:
-    """Stacks samples to ``(images, classes)``: (N, 3, size, size) float32 and (N,) int64; with paths, also a list of
+    """Stacks samples to ``(images, classes)``: (N, 3, height, width) float32 and (N,) int64; with paths, also a list of
     them."""
 
     def __init__(self, loss: ClassLoss) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
 from fastloop_plugins.models.hub import FAILURES, first_line, log_new, offline
-from fastloop_plugins.tasks.image.data import supported
+from fastloop_plugins.tasks.image.data import InputChanges, InputFormat
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from fastloop_plugins.tasks.image.processors import ImageProcessor
 
 LIBRARIES = ("torchvision", "timm")
 
@@ -65,28 +68,50 @@ class LibraryModel:
         tagged: list[str] = timm.list_models(self.short, include_tags=True) if "." in self.short else []
         return [*timm.list_models(), *tagged]
 
-    def input_format(self) -> dict[str, Any]:
-        """The fields of ``InputFormat`` that the pretrained weights were trained with."""
-        if self.library == "torchvision":
-            how = self._default_weights().transforms()
-            fraction = how.crop_size[0] / how.resize_size[0]
-            return {
-                "image_size": how.crop_size[0],
-                "crop_fraction": fraction,
-                "interpolation": supported(how.interpolation.value),
-                "mean": how.mean,
-                "std": how.std,
-            }
-        import timm
+    def processor(self, pretrained: bool, changes: InputChanges, where: str) -> ImageProcessor:
+        """The transform of the pretrained weights, or for a model from scratch, one of the library with the defaults of
+        ``InputFormat``.
 
-        found: Any = timm.get_pretrained_cfg(self.short)
-        cfg = found.to_dict()
-        changes = {
-            "image_size": cfg["input_size"][-1],
-            "crop_fraction": cfg["crop_pct"],
-            "interpolation": supported(cfg["interpolation"]),
-        }
-        return changes | {"mean": cfg["mean"], "std": cfg["std"]}
+        Args:
+            where: The section ``data`` of the recipe, for messages.
+
+        Raises:
+            RecipeError: The transform cannot be changed as the recipe says.
+        """
+        if pretrained:
+            return self._pretrained_processor().changed(changes, where)
+        return self.processor_from(asdict(InputFormat().updated(changes)))
+
+    def _pretrained_processor(self) -> ImageProcessor:
+        from fastloop_plugins.tasks.image.transforms import TimmProcessor, TorchvisionProcessor
+
+        if self.library == "torchvision":
+            return TorchvisionProcessor(self._default_weights().transforms, {})
+        import timm
+        from timm.data import resolve_data_config
+
+        weights: Any = timm.get_pretrained_cfg(self.short)
+        return TimmProcessor(resolve_data_config(pretrained_cfg=weights.to_dict()))
+
+    def processor_from(self, settings: Mapping[str, Any]) -> ImageProcessor:
+        """The transform with these ``ImageProcessor.settings``, or fields of ``InputFormat``.
+
+        Raises:
+            ValueError: The library cannot use them.
+        """
+        from fastloop_plugins.tasks.image.transforms import TimmProcessor, TorchvisionProcessor
+
+        if "image_size" in settings:
+            form = InputFormat(**settings)
+            same = {"interpolation": form.interpolation, "mean": list(form.mean), "std": list(form.std)}
+            if self.library == "torchvision":
+                settings = {"crop_size": form.image_size, "resize_size": form.resized, **same}
+            else:
+                size = {"input_size": [3, form.image_size, form.image_size], "crop_mode": "center"}
+                settings = {**size, "crop_pct": form.crop_fraction, **same}
+        if self.library == "torchvision":
+            return TorchvisionProcessor(self._default_weights().transforms, settings)
+        return TimmProcessor(settings)
 
     def _default_weights(self) -> Any:
         from torchvision import models

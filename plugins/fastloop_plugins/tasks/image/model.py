@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,18 +13,20 @@ from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.hub import (
+    FAILURES,
     FROM_SCRATCH,
     check_name,
     check_source,
     config_from_scratch,
     explaining,
+    first_line,
     log_new,
     offline,
     quiet,
 )  # fmt: skip
 from fastloop_plugins.models.label_order import LabelOrder, name_classes, start_head_fresh
 from fastloop_plugins.models.warm_start import HELP, STRICT_HELP, load_weights, weight_files
-from fastloop_plugins.tasks.image.data import InputFormat, processor, processor_format
+from fastloop_plugins.tasks.image.data import InputChanges, InputFormat
 from fastloop_plugins.tasks.image.libraries import LIBRARIES, LibraryModel
 
 if TYPE_CHECKING:
@@ -31,10 +34,13 @@ if TYPE_CHECKING:
 
     from fastloop.recipe import Recipe
     from fastloop.run import Run
+    from fastloop_plugins.tasks.image.processors import ImageProcessor
+
+logger = logging.getLogger("fastloop")
 
 FILE = "image_classification.json"
-"""In an exported model: ``classes``, their names in the order of the model's outputs, and ``input``, the fields of
-``InputFormat``."""
+"""In an exported model: ``classes``, their names in the order of the model's outputs. For a model of torchvision or
+timm, also ``input``, the settings of its transform; before 0.2, the fields of ``InputFormat``."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +64,7 @@ class ImageModel:
 
     Attributes:
         names: The classes in the order of the model's outputs, after ``order``.
-        input: How images become inputs, after the task has set it.
+        processor: Makes the inputs from images, after ``load_processor``.
         new: Weights of the built model that have random values, because its checkpoint lacks them: a value of
             ``run.new_weights``.
 
@@ -76,7 +82,7 @@ class ImageModel:
         self.library: LibraryModel | None = None
         self.names: list[str] = []
         self.new: set[str] = set()
-        self.input = InputFormat()
+        self.processor: ImageProcessor
         self.config: Any = None
         if self.name.partition("/")[0] in LIBRARIES:
             self.library = LibraryModel(self.name, self.options.arguments or {}, self.where)
@@ -105,17 +111,15 @@ class ImageModel:
 
     # -- configuration: before the data --------------------------------------------------------------------------------
 
-    def load_config(self) -> dict[str, Any]:
-        """Fields of ``InputFormat`` that the pretrained model defines. For a transformers model, it also loads the
-        configuration.
+    def load_config(self) -> None:
+        """Load the configuration of a transformers model.
 
         Raises:
             RecipeError: The configuration is missing, or is not that of an image classifier.
         """
         if self.library is not None:
-            return self.library.input_format() if self.pretrained else {}
+            return
         from transformers import AutoConfig
-        from transformers.image_processing_base import ImageProcessingMixin
         from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES as CLASSIFIERS
 
         if self.options.config is not None and self.recipe.inference is None:
@@ -131,14 +135,71 @@ class ImageModel:
                 f"classifier for {self.config.model_type!r} (AutoModelForImageClassification). Use one that it has, "
                 "such as vit, resnet or convnext."
             )
-        if self.options.config is not None:
-            return {}
+
+    def load_processor(self, changes: InputChanges) -> None:
+        """Set ``processor``: that of the pretrained or exported model, with the changes of the recipe. A model without
+        one has that of ``InputFormat``. Call it after ``load_config``.
+
+        Raises:
+            RecipeError: It cannot be loaded, or cannot be changed as the recipe says.
+        """
+        where = f"{self.recipe.where}: data"
+        exported = None if self.recipe.inference is None else self._exported_processor()
+        if exported is not None:
+            self.processor = exported
+            self._warn_of(changes, where)
+        elif self.library is not None:
+            self.processor = self.library.processor(self.pretrained, changes, where)
+        else:
+            from fastloop_plugins.tasks.image.processors import TransformersProcessor
+
+            checkpoint = self._checkpoint_processor()
+            if checkpoint is None:
+                with quiet():
+                    self.processor = TransformersProcessor.from_format(InputFormat().updated(changes))
+            else:
+                self.processor = checkpoint.changed(changes, where)
+
+    def _warn_of(self, changes: InputChanges, where: str) -> None:
+        """Warn of the keys of an inference run that differ from what the model was trained with."""
+        for key in fields(changes):
+            value = getattr(changes, key.name)
+            if value is None:
+                continue
+            settings = self.processor.changed(InputChanges(**{key.name: value}), where).settings
+            trained = {name: old for name, old in self.processor.settings.items() if settings.get(name) != old}
+            if trained:
+                shown = ", ".join(f"{name}={old}" for name, old in trained.items())
+                logger.warning(
+                    "data.%s: the model was trained with %s, which is used instead of %s", key.name, shown, value
+                )
+
+    def _exported_processor(self) -> ImageProcessor | None:
+        """The processor of a model that fastloop exported."""
+        assert self.recipe.inference is not None
+        assert self.recipe.inference.model is not None
+        file = self.recipe.inference.model / FILE
+        if self.library is None:
+            return self._checkpoint_processor() if file.is_file() else None
+        settings = self._read_export()["input"]
         try:
-            with quiet():
-                found, _ = ImageProcessingMixin.get_image_processor_dict(self._source(), local_files_only=self._local())
-        except (OSError, ValueError):  # a model without preprocessor_config.json
-            return {}
-        return processor_format(found)
+            return self.library.processor_from(settings)
+        except FAILURES as error:
+            raise RecipeError(f"{file}: input: {settings}: {self.name} cannot use it: {first_line(error)}.") from None
+
+    def _checkpoint_processor(self) -> ImageProcessor | None:
+        """The image processor of a transformers model; None: it has none."""
+        if self.options.config is not None and self.recipe.inference is None:
+            return None
+        from fastloop_plugins.tasks.image.processors import find_processor
+
+        if self.adapter is not None:
+            with explaining(f"{self.where}.name", self.name, self.adapter.folder, FROM_SCRATCH):
+                own = find_processor(str(self.adapter.folder), self.config, local=True)
+            if own is not None:
+                return own
+        with self._explained():
+            return find_processor(self._source(), self.config, self._local())
 
     def _source(self) -> str:
         if self.recipe.inference is not None and self.adapter is None:
@@ -152,8 +213,8 @@ class ImageModel:
     def _explained(self) -> AbstractContextManager[None]:
         return explaining(f"{self.where}.name", self.name, Path(self._source()), FROM_SCRATCH)
 
-    def exported(self) -> tuple[list[str], dict[str, Any]]:
-        """Classes and input format of the exported model that an inference run uses. Call it after ``load_config``.
+    def exported_classes(self) -> list[str]:
+        """Classes of the exported model that an inference run uses. Call it after ``load_config``.
 
         Raises:
             RecipeError: The file is missing or damaged.
@@ -162,10 +223,18 @@ class ImageModel:
         assert self.recipe.inference.model is not None
         file = self.recipe.inference.model / FILE
         if not file.is_file() and self.config is not None:  # a transformers model that another program exported
-            return [str(self.config.id2label[index]) for index in range(len(self.config.id2label))], {}
+            return [str(self.config.id2label[index]) for index in range(len(self.config.id2label))]
+        return [str(name) for name in self._read_export()["classes"]]
+
+    def _read_export(self) -> dict[str, Any]:
+        """The content of ``FILE``, with all its keys."""
+        assert self.recipe.inference is not None
+        assert self.recipe.inference.model is not None
+        file = self.recipe.inference.model / FILE
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            return [str(name) for name in found["classes"]], dict(found["input"])
+            content = json.loads(file.read_text(encoding="utf-8"))
+            keys = ("classes",) if self.library is None else ("classes", "input")
+            return {key: content[key] for key in keys}
         except (OSError, ValueError, KeyError, TypeError) as error:
             problem = "no such file" if isinstance(error, FileNotFoundError) else f"{type(error).__name__}: {error}"
             raise RecipeError(
@@ -220,7 +289,11 @@ class ImageModel:
         import torch
         from transformers import AutoModelForImageClassification
 
+        from fastloop_plugins.tasks.image.processors import TIMM
+
         auto: Any = AutoModelForImageClassification
+        if self.config.model_type == TIMM:
+            self.config.pretrained_cfg = {**(self.config.pretrained_cfg or {}), **self.processor.settings}
         theirs = name_classes(self.config, labels.names)
         self.config.problem_type = "single_label_classification"
         with self._explained():
@@ -230,7 +303,7 @@ class ImageModel:
                     and "image_size" not in self.options.config
                     and hasattr(self.config, "image_size")
                 ):
-                    self.config.image_size = self.input.image_size
+                    self.config.image_size = self.processor.height
                 return auto.from_config(self.config)
             model, notes = auto.from_pretrained(
                 self._source(),
@@ -249,16 +322,17 @@ class ImageModel:
         return model
 
     def export(self, run: Run, folder: Path) -> Path:
-        """Write the model, its classes and its input format. For a transformers model, also the image processor of its
-        pipeline."""
+        """Write the model, its classes, and its image processor or the settings of its transform."""
         from fastloop_plugins.checkpoints._export import save_model
+        from fastloop_plugins.tasks.image.processors import TransformersProcessor
 
+        content: dict[str, Any] = {"classes": self.names}
+        if self.library is not None:
+            content["input"] = self.processor.settings
         with quiet():
             save_model(run, folder)
             if run.is_main:
-                content = {"classes": self.names, "input": asdict(self.input)}
+                if isinstance(self.processor, TransformersProcessor):
+                    self.processor.save(folder)
                 (folder / FILE).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-                if self.config is not None:
-                    settings = json.dumps(processor(self.input), indent=2)
-                    (folder / "preprocessor_config.json").write_text(settings + "\n", encoding="utf-8")
         return folder

@@ -378,7 +378,8 @@ def test_other_names_of_splits_and_a_limit(caplog):
     run = make_run("data.splits={validation: val, test: null}", "data.limit={train: 10}")
     assert {split: len(dataset) for split, dataset in run.datasets.items()} == {"train": 10, "validation": 15}
     assert (
-        "2 files that are no images are ignored (.txt 1, hidden 1), such as images/train/red/.hidden.png" in caplog.text
+        "2 files that are no images, or hidden, are ignored (.txt 1, hidden 1), such as images/train/red/.hidden.png"
+        in caplog.text
     )
     assert "data: train 10, validation 15; images of each class in train: blue " in caplog.text
 

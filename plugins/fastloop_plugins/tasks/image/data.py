@@ -329,9 +329,13 @@ class ImageData:
         return found
 
     def _walk(self, folder: Path, root: Path) -> Iterator[str]:
-        """The images below a folder, sorted by path, relative to ``root``. Adds other files to ``ignored``."""
+        """The images below a folder, sorted by path, relative to ``root``. Adds other files and hidden folders, such as
+        ``.ipynb_checkpoints``, to ``ignored``."""
         images = []
-        for place, _, names in os.walk(folder, followlinks=True):
+        for place, folders, names in os.walk(folder, followlinks=True):
+            hidden = [name for name in folders if name.startswith(".")]
+            self.ignored += [Path(place) / name for name in hidden]
+            folders[:] = [name for name in folders if name not in hidden]  # os.walk enters these
             for path in (Path(place) / name for name in names):
                 if path.suffix.lower() in SUFFIXES and path.name[0] != ".":
                     images.append(path.relative_to(root).as_posix())
@@ -362,7 +366,7 @@ class ImageData:
         if self.ignored:
             found = _count_suffixes(self.ignored)
             logger.info(
-                "data: %d files that are no images are ignored (%s), such as %s",
+                "data: %d files that are no images, or hidden, are ignored (%s), such as %s",
                 len(self.ignored),
                 found,
                 min(self.ignored),

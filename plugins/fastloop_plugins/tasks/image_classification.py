@@ -92,14 +92,17 @@ class ImageClassification(Plugin):
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, ImageDataset]:
         from fastloop_plugins.tasks.image.batches import ImageDataset, Transform, check_images
+        from fastloop_plugins.tasks.image.repeats import find_repeated_images
 
         recipe = run.recipe
         self._load_config(recipe)
         splits = self.data.load()
         if recipe.inference is None:
             self.labels = self.model.order(self.data.classes)
-            if run.is_main and not run.settings.skip_unreadable:
-                check_images(splits.values(), self.model.processor.shorter_side)
+            if run.is_main:
+                for line in find_repeated_images(splits, self.data.classes):
+                    logger.warning("%s", line)
+                check_images(splits.values(), self.model.processor.shorter_side, run.settings.skip_unreadable)
         plain, named = Transform(self.model.processor), recipe.inference is not None and recipe.inference.chunk > 0
         datasets = {}
         for split, files in splits.items():

@@ -1,9 +1,10 @@
-"""Rows that repeat each other: within train, in train and another split, and with different labels."""
+"""Samples that repeat each other: within train, in train and another split, and with different labels."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,6 +49,38 @@ def contains(ranked: Marks, marks: Marks) -> NDArray[np.bool_]:
     return found
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The samples of a split, to compare.
+
+    Attributes:
+        marks: (samples,) a hash of each.
+        labels: (samples, ...) the label of each; None: they have none.
+    """
+
+    marks: Marks
+    labels: NDArray[Any] | None
+
+
+@dataclass(frozen=True)
+class Wording:
+    """How messages name the samples.
+
+    Attributes:
+        samples: Several samples, such as ``images``.
+        contents: What of them is compared, such as ``texts``.
+        show: A sample of a split, by the name of the split and its number.
+        name_label: The name of a label; None: equal samples may have different labels.
+        remove: How to remove those that repeat an earlier one of train.
+    """
+
+    samples: str
+    contents: str
+    show: Callable[[str, int], str]
+    name_label: Callable[[Any], str] | None
+    remove: str
+
+
 def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
     """Compare the rows of ``train`` with each other and with those of the other splits. Returns warnings, at most two.
 
@@ -56,8 +89,26 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
     """
     if data.options.label is None and list(data.text_columns().values()) == ["text"]:
         return []
+    wording = Wording(
+        samples="rows",
+        contents="texts",
+        show=lambda role, row: _show(splits[role].texts[row], data),
+        name_label=None if data.label_type == "number" else lambda label: _name(label, data.classes),
+        remove="Remove them with data.deduplicate=true unless they are intended",
+    )
+    return describe_repeats(
+        {role: Samples(hash_rows(rows.texts), rows.labels) for role, rows in splits.items()}, wording
+    )
+
+
+def describe_repeats(splits: Mapping[str, Samples], wording: Wording) -> list[str]:
+    """Compare the samples of ``train`` with each other and with those of the other splits.
+
+    Returns:
+        Warnings, at most two: of samples that repeat, and of equal samples with different labels.
+    """
     roles = sorted(splits, key=lambda role: role != "train")
-    marks = np.concatenate([hash_rows(splits[role].texts) for role in roles])
+    marks = np.concatenate([splits[role].marks for role in roles])
     ranked = np.sort(marks)
     twice = ranked[1:][ranked[1:] == ranked[:-1]]
     if not twice.size:
@@ -66,40 +117,46 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
     rows = np.concatenate(
         [row + np.flatnonzero(contains(twice, marks[row : row + AT_ONCE])) for row in range(0, len(marks), AT_ONCE)]
     )
-    ends = np.cumsum([0, *(len(splits[role]) for role in roles)])
+    ends = np.cumsum([0, *(len(splits[role].marks) for role in roles)])
     marks, split = marks[rows], np.searchsorted(ends, rows, side="right") - 1
     labels = [splits[role].labels for role in roles]
     own = [those[rows[split == number] - ends[number]] for number, those in enumerate(labels) if those is not None]
     codes = np.unique(np.concatenate(own), axis=0, return_inverse=True)[1].ravel() if own else np.zeros(len(rows), int)
-    pairs = marks + codes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # a hash of text and label
+    pairs = marks + codes.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)  # a hash of content and label
     is_first, is_new = (first_rows(those) == np.arange(len(rows)) for those in (marks, pairs))
     in_train = contains(np.sort(marks[split == 0]), marks) if (split == 0).any() else np.zeros(len(rows), bool)
     repeated, shared = (split == 0) & ~is_new, (split > 0) & in_train
     others = in_train & is_new & ~is_first
 
-    def place(index: int) -> tuple[Any, int]:
+    def place(index: int) -> tuple[str, int]:
         number = int(split[index])
-        return splits[roles[number]], int(rows[index] - ends[number])
+        return roles[number], int(rows[index] - ends[number])
 
     def show(chosen: NDArray[np.bool_]) -> str:
-        found, row = place(int(chosen.argmax()))
-        return _show(found.texts[row], data)
+        return wording.show(*place(int(chosen.argmax())))
 
     found, lines = [], []
     if count := int(repeated.sum()):
-        found.append(f"{count} of {len(splits['train'])} rows of train repeat an earlier one")
+        found.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train repeat an earlier one")
     for number, role in enumerate(roles):
         if count := int((shared & (split == number)).sum()):
-            found.append(f"{count} of {len(splits[role])} rows of {role} are in train, too")
+            found.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} are in train, too")
     if found:
-        remedy = "Metrics of rows that the model trains on are too high: remove these rows"
-        remedy = remedy if shared.any() else "Remove them with data.deduplicate=true unless they are intended"
+        too_high = f"Metrics of {wording.samples} that the model trains on are too high: remove these {wording.samples}"
+        remedy = too_high if shared.any() else wording.remove
         lines.append(f"data: {'; '.join(found)}, such as {show(shared if shared.any() else repeated)}. {remedy}")
-    if others.any() and data.label_type != "number":
+    if others.any() and wording.name_label is not None:
         count, same = len(np.unique(marks[others])), np.flatnonzero(is_new & (marks == marks[others.argmax()]))
-        names = " and ".join(_name(there.labels[row], data.classes) for there, row in map(place, same.tolist()))
-        where = f"such as {show(others)}: {names}"
-        lines.append(f"data: texts with more than one label: {count}, {where}. Correct or remove these rows")
+        names = []
+        for role, row in map(place, same.tolist()):
+            own_labels = splits[role].labels
+            assert own_labels is not None  # equal samples have different labels, so there are some
+            names.append(wording.name_label(own_labels[row]))
+        where = f"such as {show(others)}: {' and '.join(names)}"
+        lines.append(
+            f"data: {wording.contents} with more than one label: {count}, {where}. Correct or remove these "
+            f"{wording.samples}"
+        )
     return lines
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # read_image reports such an image as an error
 
+logger = logging.getLogger("fastloop")
+
 CROP_ATTEMPTS = 10
 """Random parts to draw until one lies within the image, as in torchvision."""
 
@@ -34,12 +38,27 @@ TRIED, TRIED_BYTES = 4096, 2**26
 """Images to decode before training, and the size of their files: at most about three seconds on one CPU core."""
 
 
-def check_images(splits: Iterable[ImageFiles], resized: int = 1) -> None:
+@dataclass(frozen=True)
+class TriedImage:
+    """An image that was decoded before training.
+
+    Attributes:
+        problem: Why it cannot be read.
+        is_dark: Whether it has 16 bits a channel, of which it uses at most 12.
+    """
+
+    path: Path
+    problem: str | None = None
+    is_dark: bool = False
+
+
+def check_images(splits: Iterable[ImageFiles], resized: int = 1, skip_unreadable: bool = False) -> None:
     """Decode images, so that a damaged one does not end a run that has trained for hours: all, or evenly spaced ones of
-    many.
+    many. Warns of images with 12 bits a channel in files for 16: their pixels would be nearly black.
 
     Args:
         resized: Pixels of the shorter side in evaluation.
+        skip_unreadable: Leave damaged images to the run.
 
     Raises:
         RecipeError: One of them cannot be read.
@@ -50,20 +69,37 @@ def check_images(splits: Iterable[ImageFiles], resized: int = 1) -> None:
     tried = paths[:: -(-len(paths) // TRIED) or 1]
     tried = tried[:: -(-sum(path.stat().st_size for path in tried) // TRIED_BYTES) or 1]
 
-    def problem(path: Path) -> str | None:
+    def check(path: Path) -> TriedImage:
         try:
-            read_image(path, most, resized, small=True)
+            image = read_image(path, most, resized, small=True)
         except ValueError as error:
-            return str(error)
-        return None
+            return TriedImage(path, problem=str(error))
+        return TriedImage(path, is_dark=_is_dark(path, image))
 
     with ThreadPoolExecutor(4) as pool:  # decoders release the GIL
-        problems = [found for found in pool.map(problem, tried) if found is not None]
-    if problems:
-        more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read." * (
-            len(problems) > 1
+        images = list(pool.map(check, tried))
+    problems = [image.problem for image in images if image.problem is not None]
+    if problems and not skip_unreadable:
+        more = f" {len(problems) - 1} more of the {len(tried)} images that were tried cannot be read."
+        raise RecipeError(problems[0] + (more if len(problems) > 1 else ""))
+    dark = [image.path for image in images if image.is_dark]
+    if dark:
+        others = f" So have {len(dark) - 1} more of the {len(tried)} images that were tried." if len(dark) > 1 else ""
+        logger.warning(
+            "%s: its values are at most 4095 of 65535, as of 12 bits a channel in a file for 16 bits: the model sees "
+            "nearly black images.%s Multiply the values by 16, or convert the images to 8 bits",
+            dark[0],
+            others,
         )
-        raise RecipeError(f"{problems[0]}{more}")
+
+
+def _is_dark(path: Path, image: Image.Image) -> bool:
+    """Whether the file of an image that was read has 16 bits a channel, and all values are below 2**12, which become 0
+    to 15 of 255. An image that is black in the file is not."""
+    with Image.open(path) as file:
+        if file.format != "PNG" or ";16" not in str(file.tile[0].args) or np.asarray(image).max() >= 2**4:
+            return False
+        return bool(np.asarray(file).max() > 0)  # decodes it again
 
 
 class TooLarge(ValueError):

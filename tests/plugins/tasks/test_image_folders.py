@@ -1,0 +1,163 @@
+"""Folders of images: hidden folders, images that repeat, and images whose values fill 12 of 16 bits."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from image_helpers import make_run, write_image, write_images
+from PIL import Image
+
+from fastloop_plugins.tasks.image import repeats
+from fastloop_plugins.tasks.image.batches import check_images, read_image
+from fastloop_plugins.tasks.image.data import ImageFiles
+from fastloop_plugins.tasks.image.repeats import find_repeated_images
+
+CLASSES = ("cat", "dog")
+
+
+@pytest.mark.parametrize("folder", ["train/red/.ipynb_checkpoints", "train/red/deep/.git", "test/blue/.thumbnails"])
+def test_hidden_folders_are_not_read(folder, caplog):
+    caplog.set_level("INFO", "fastloop")
+    write_images(Path("images"))
+    write_image(Path("images/train/red/deep/1.png"), (200, 70, 60))
+    write_image(Path("images", folder, "1.png"), (200, 70, 60))
+    names = {split: dataset.files.names for split, dataset in make_run().datasets.items()}
+    assert {split: len(listed) for split, listed in names.items()} == {"train": 37, "validation": 15, "test": 18}
+    assert "red/deep/1.png" in names["train"]
+    assert f"(hidden 1), such as images/{folder}" in caplog.text
+
+
+def test_a_hidden_folder_is_not_predicted(tmp_path):
+    from fastloop.recipe import make_recipe
+    from fastloop_plugins.tasks.image.data import ImageData
+
+    write_image(tmp_path / "new" / "1.png", (200, 70, 60))
+    write_image(tmp_path / "new" / ".ipynb_checkpoints" / "1.png", (200, 70, 60))
+    data = ImageData(make_recipe({"data": {"images": str(tmp_path / "new")}}, Path("recipe.yaml")))
+    (files,) = data.to_predict(tmp_path / "new", 0, 10)
+    assert files.names == ["1.png"]
+
+
+# -- repeats -----------------------------------------------------------------------------------------------------------
+
+
+def write_split(split: str, *names: str) -> ImageFiles:
+    """Write different images ``CLASS/N.png`` of a split."""
+    for name in names:
+        write_image(Path(split, name), (90, 90, 90), (8, 8))
+    return ImageFiles(Path(split), list(names), [CLASSES.index(name.split("/")[0]) for name in names])
+
+
+def two_splits() -> dict[str, ImageFiles]:
+    return {
+        "train": write_split("train", "cat/1.png", "cat/2.png", "dog/1.png"),
+        "validation": write_split("validation", "cat/3.png", "dog/3.png"),
+    }
+
+
+def test_different_images_are_no_repeats():
+    assert find_repeated_images(two_splits(), CLASSES) == []
+
+
+def test_images_of_equal_size_are_no_repeats():
+    splits = two_splits()
+    for number, files in enumerate(splits.values()):
+        for index, name in enumerate(files.names):
+            Image.fromarray(np.full((4, 4, 3), 10 * number + index, np.uint8)).save(files.root / name, format="BMP")
+    assert find_repeated_images(splits, CLASSES) == []
+
+
+def test_an_image_of_validation_in_train_is_reported():
+    splits = two_splits()
+    shutil.copy("train/dog/1.png", "validation/dog/3.png")
+    (line,) = find_repeated_images(splits, CLASSES)
+    assert "1 of 2 images of validation are in train" in line
+    assert "validation/dog/3.png" in line
+
+
+def test_an_image_that_repeats_in_train_is_reported():
+    splits = two_splits()
+    shutil.copy("train/cat/1.png", "train/cat/2.png")
+    (line,) = find_repeated_images(splits, CLASSES)
+    assert "1 of 3 images of train repeat an earlier one" in line
+    assert "train/cat/2.png" in line
+
+
+def test_an_image_in_the_folders_of_two_classes_is_reported():
+    splits = two_splits()
+    shutil.copy("train/cat/1.png", "train/dog/1.png")
+    (line,) = find_repeated_images(splits, CLASSES)
+    assert "more than one label: 1" in line
+    assert "train/dog/1.png: 'cat' and 'dog'" in line
+
+
+def test_a_bounded_number_of_bytes_is_read(monkeypatch, caplog):
+    caplog.set_level("INFO", "fastloop")
+    splits = two_splits()
+    shutil.copy("train/dog/1.png", "validation/dog/3.png")
+    sizes = [(files.root / name).stat().st_size for files in splits.values() for name in files.names]
+    assert len(set(sizes)) == 1
+    monkeypatch.setattr(repeats, "READ_BYTES", sum(sizes))
+    assert len(find_repeated_images(splits, CLASSES)) == 1
+    monkeypatch.setattr(repeats, "READ_BYTES", sum(sizes) - 1)
+    assert find_repeated_images(splits, CLASSES) == []
+    assert "5 images are not compared" in caplog.text
+
+
+def test_a_run_reports_images_that_repeat(caplog):
+    write_images(Path("images"))
+    shutil.copy("images/train/red/00.png", "images/validation/red/01.png")
+    make_run()
+    assert "1 of 15 images of validation are in train" in caplog.text
+
+
+# -- 12 bits in files for 16 -------------------------------------------------------------------------------------------
+
+
+def write_png(path: Path, pixels: np.ndarray) -> None:
+    """Write a PNG of 16 bits a channel: (height, width, 1 or 3) uint16."""
+    height, width, channels = pixels.shape
+    kind = {1: 0, 3: 2}[channels]
+    lines = b"".join(b"\0" + line.astype(">u2").tobytes() for line in pixels)
+    content = b"\x89PNG\r\n\x1a\n"
+    for name, data in (
+        (b"IHDR", struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)),
+        (b"IDAT", zlib.compress(lines)),
+        (b"IEND", b""),
+    ):
+        content += struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("channels", "highest", "is_reported"),
+    [(1, 4095, True), (1, 255, True), (1, 4096, False), (1, 65535, False), (1, 0, False)]
+    + [(3, 4095, True), (3, 4096, False), (3, 0, False)],
+)
+def test_12_bits_in_a_file_for_16_are_reported(channels, highest, is_reported, caplog):
+    pixels = np.linspace(0, highest, 64 * channels).astype(np.uint16).reshape(8, 8, channels)
+    write_png(Path("scan.png"), pixels)
+    write_image(Path("other.png"), (1, 1, 1), (8, 8))
+    assert (np.asarray(read_image(Path("scan.png"))) == (pixels >> 8)).all()
+    check_images([ImageFiles(Path(), ["other.png", "scan.png"], [0, 1])])
+    assert ("scan.png: its values are at most 4095" in caplog.text) == is_reported
+    assert ("by 16" in caplog.text) == is_reported
+
+
+def test_a_dark_image_of_8_bits_is_not_reported(caplog):
+    Image.fromarray(np.full((8, 8), 9, np.uint8)).save("dark.png")
+    check_images([ImageFiles(Path(), ["dark.png"], [0])])
+    assert caplog.text == ""
+
+
+def test_12_bits_are_reported_where_unreadable_images_are_skipped(caplog):
+    write_images(Path("images"))
+    write_png(Path("images/train/red/01.png"), np.full((8, 8, 1), 4000, np.uint16))
+    Path("images/train/red/02.png").write_text("no image")
+    make_run(plugins=["skip-unreadable"])
+    assert "images/train/red/01.png: its values are at most 4095" in caplog.text

@@ -336,7 +336,7 @@ def test_inputs_equal_those_of_torchvisions_weights(name):
     theirs = get_model_weights(name).DEFAULT.transforms()
     model = LibraryModel(f"torchvision/{name}", {}, "r.yaml: model")
     ours = model.processor(True, InputChanges(), "r.yaml: data")
-    again = model.processor_from(json.loads(json.dumps(ours.settings)))  # as an export is read
+    again = pickle.loads(pickle.dumps(model.processor_from(json.loads(json.dumps(ours.settings)))))  # of an export
     for size in SHAPES.values():
         image = noise(*size)
         assert torch.equal(ours(image), theirs(image)), size
@@ -365,7 +365,7 @@ def test_inputs_equal_those_of_timms_transforms(mode, size, monkeypatch):
     theirs = create_transform(**resolve_data_config(pretrained_cfg=weights.to_dict()), is_training=False)
     model = LibraryModel("timm/resnet18", {}, "r.yaml: model")
     ours = model.processor(True, InputChanges(), "r.yaml: data")
-    again = model.processor_from(json.loads(json.dumps(ours.settings)))
+    again = pickle.loads(pickle.dumps(model.processor_from(json.loads(json.dumps(ours.settings)))))
     for image in [noise(*shape) for shape in SHAPES.values()]:
         assert torch.equal(ours(image), theirs(image))
         assert torch.equal(again(image), theirs(image))

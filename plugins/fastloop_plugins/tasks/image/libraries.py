@@ -88,10 +88,9 @@ class LibraryModel:
         if self.library == "torchvision":
             return TorchvisionProcessor(self._default_weights().transforms, {})
         import timm
-        from timm.data import resolve_data_config
 
         weights: Any = timm.get_pretrained_cfg(self.short)
-        return TimmProcessor(resolve_data_config(pretrained_cfg=weights.to_dict()))
+        return TimmProcessor.from_weights(weights.to_dict())
 
     def processor_from(self, settings: Mapping[str, Any]) -> ImageProcessor:
         """The transform with these ``ImageProcessor.settings``, or fields of ``InputFormat``.

@@ -40,7 +40,7 @@ logger = logging.getLogger("fastloop")
 
 FILE = "image_classification.json"
 """In an exported model: ``classes``, their names in the order of the model's outputs. For a model of torchvision or
-timm, also ``input``, the settings of its transform; before 0.2, the fields of ``InputFormat``."""
+timm, also ``input``, the settings of its transform; earlier versions wrote the fields of ``InputFormat``."""
 
 
 @dataclass(kw_only=True)

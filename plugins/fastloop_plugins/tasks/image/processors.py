@@ -36,6 +36,7 @@ SHAPES = ((64, 64), (96, 48), (48, 96))
 RAMP_SIDE = 16
 """Pixels of a side of the image that has all 256 values of a channel."""
 COLOR = (12, 130, 250)
+"""Red, green and blue of an image that has one color in any size."""
 TIMM = "timm_wrapper"
 """The ``model_type`` of models of timm in transformers, whose config.json has the settings of the transform."""
 
@@ -106,24 +107,32 @@ class ImageProcessor(ABC):
     def __init__(self, settings: Mapping[str, Any], resample: int) -> None:
         self.settings = dict(settings)
         self.resample = Image.Resampling(resample)
-        shapes = [tuple(self(Image.new("RGB", size)).shape) for size in SHAPES]
-        if len(shapes[0]) != 3 or len(set(shapes)) > 1:
-            raise ValueError(
-                f"{self.name} makes inputs of the shapes {', '.join(map(str, shapes))} from a square, a wide and a "
-                "tall image, expected one shape (3, height, width): set do_center_crop and crop_size in {SETTINGS}"
-            )
-        _, self.height, self.width = shapes[0]
-        try:
-            self.table = ValueTable(self.without_resizing)
-        except ValueError as error:
-            raise ValueError(f"{self.name} cannot be used to train: {error}") from None
-        image = Image.new("RGB", (self.width, self.height), COLOR)
-        center = (slice(None), self.height // 2, self.width // 2)  # a larger crop than the size has a black frame
-        if not torch.equal(self(image)[center], self.table(image)[center]):
-            raise ValueError(f"{self.name} cannot be used to train: it changes more than size, values and channels")
+        self.height, self.width = self._find_size()
+        self.table = self._make_table()
         square, wide = self._kept_share(256, 256), self._kept_share(512, 256)
         crops_sides = wide < 0.75 * square
         self.shorter_side = round(self.width / square) if crops_sides else 1
+
+    def _find_size(self) -> tuple[int, int]:
+        """Height and width of the inputs."""
+        shapes = [tuple(self(Image.new("RGB", size)).shape) for size in SHAPES]
+        if len(set(shapes)) > 1 or len(shapes[0]) != 3 or shapes[0][0] != 3:
+            raise ValueError(
+                f"{self.name} makes inputs of the shapes {', '.join(map(str, shapes))} from a square, a wide and a "
+                f"tall image, expected one shape (3, height, width): set do_center_crop and crop_size in {SETTINGS}"
+            )
+        return shapes[0][1], shapes[0][2]
+
+    def _make_table(self) -> ValueTable:
+        try:
+            table = ValueTable(self.without_resizing)
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot be used: {error}") from None
+        image = Image.new("RGB", (self.width, self.height), COLOR)
+        center = (slice(None), self.height // 2, self.width // 2)  # a larger crop than the size has a black frame
+        if not torch.equal(self(image)[center], table(image)[center]):
+            raise ValueError(f"{self.name} cannot be used: it changes more than the size, the values and the channels")
+        return table
 
     @property
     def name(self) -> str:
@@ -313,18 +322,18 @@ def find_processor(source: str, config: Any, local: bool) -> ImageProcessor | No
     Raises:
         OSError: A file cannot be read.
         ValueError: transformers has no such processor or cannot use its settings, or it makes no inputs of one size.
-        ImportError: It needs torchvision.
+        ImportError: It needs torchvision or timm.
     """
     from transformers import AutoImageProcessor
     from transformers.models.auto.image_processing_auto import get_image_processor_config
 
-    from_timm = config.model_type == TIMM
-    if not from_timm and not get_image_processor_config(source, local_files_only=local):
-        return None
-    auto: Any = AutoImageProcessor
-    processor = auto.from_pretrained(source, config=config, local_files_only=local, trust_remote_code=False)
-    if from_timm:
+    if config.model_type == TIMM:
         from fastloop_plugins.tasks.image.transforms import TimmProcessor
 
-        return TimmProcessor(processor.data_config)
-    return TransformersProcessor(processor)
+        return TimmProcessor.from_weights(config.pretrained_cfg)
+    if not get_image_processor_config(source, local_files_only=local):
+        return None
+    auto: Any = AutoImageProcessor
+    return TransformersProcessor(
+        auto.from_pretrained(source, config=config, local_files_only=local, trust_remote_code=False)
+    )

@@ -80,6 +80,13 @@ class TimmProcessor(ImageProcessor):
         resample = getattr(Image.Resampling, interpolation, Image.Resampling.BILINEAR)
         super().__init__(json.loads(json.dumps(settings)), resample)
 
+    @classmethod
+    def from_weights(cls, weights: Mapping[str, Any]) -> TimmProcessor:
+        """The transform of a ``pretrained_cfg`` of timm."""
+        from timm.data import resolve_data_config
+
+        return cls(resolve_data_config(pretrained_cfg=weights))
+
     @property
     def name(self) -> str:
         return "timm's transform of the weights"

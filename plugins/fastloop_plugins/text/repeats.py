@@ -68,7 +68,7 @@ class Wording:
 
     Attributes:
         samples: Several samples, such as ``images``.
-        contents: What of them is compared, such as ``texts``.
+        contents: The part of them that is compared, such as ``texts``.
         show: A sample of a split, by the name of the split and its number.
         name_label: The name of a label; None: equal samples may have different labels.
         remove: How to remove those that repeat an earlier one of train.

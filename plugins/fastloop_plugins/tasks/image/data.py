@@ -217,7 +217,7 @@ class ImageData:
             )
 
     def input_changes(self) -> InputChanges:
-        """What the recipe says about the inputs of the model."""
+        """The keys of the recipe that say how an image becomes the input of the model."""
         return InputChanges(**{key.name: getattr(self.options, key.name) for key in fields(InputChanges)})
 
     # -- listing images ------------------------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ class ImageProcessor(ABC):
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The processor in messages."""
         return type(self).__name__
 
     @abstractmethod

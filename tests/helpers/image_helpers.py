@@ -34,6 +34,16 @@ VIT = {
     "patch_size": 8,
 }
 """Configuration of a vision transformer without dropout and batch norm: processes compute the same as one."""
+RESNET = {
+    "config": {
+        "model_type": "resnet",
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    }
+}
+"""A model that takes images of any size."""
 
 
 def write_image(path: Path, color: tuple[int, int, int], size: tuple[int, int] = (24, 20)) -> Path:

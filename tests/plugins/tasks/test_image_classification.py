@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import json
 import shutil
@@ -13,7 +12,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_helpers import COLORS, COUNTS, Watch, all_of, make_run, watched, write_image, write_images, write_recipe
+from image_helpers import (
+    COLORS,
+    COUNTS,
+    RESNET,
+    Watch,
+    all_of,
+    make_run,
+    watched,
+    write_image,
+    write_images,
+    write_recipe,
+)
+from image_libraries import importable, needs_timm, needs_torchvision
 from PIL import Image
 from training_runs import execute
 
@@ -28,15 +39,6 @@ from fastloop_plugins.tasks.image.processors import TransformersProcessor
 
 ROOT = Path(__file__).parents[3]
 OFF = {"crop": False, "flip": 0}
-RESNET = {
-    "config": {
-        "model_type": "resnet",
-        "embedding_size": 8,
-        "hidden_sizes": [8, 16],
-        "depths": [1, 1],
-        "layer_type": "basic",
-    }
-}
 SWIN = {
     "config": {
         "model_type": "swin",
@@ -50,19 +52,6 @@ SWIN = {
 }
 RESNET18 = {"name": "torchvision/resnet18", "pretrained": False}
 WORKERS = {"dataloader-workers": {"num_workers": 2}}
-
-
-def importable(name: str) -> bool:
-    """Whether a package is installed, in a build that this torch can load."""
-    try:
-        importlib.import_module(name)
-    except (ImportError, RuntimeError, OSError):
-        return False
-    return True
-
-
-needs_torchvision = pytest.mark.skipif(not importable("torchvision"), reason="needs torchvision")
-needs_timm = pytest.mark.skipif(not importable("timm"), reason="needs timm")
 
 
 def test_it_learns_colors_and_exports_the_classes():

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from image_helpers import VIT, make_run, watched, write_image, write_images
+from image_helpers import RESNET, VIT, make_run, watched, write_image, write_images
+from image_libraries import needs_timm, needs_torchvision
 from PIL import Image
-from test_image_classification import RESNET, needs_timm, needs_torchvision
 
 from fastloop import RecipeError
 from fastloop_plugins.models.hub import quiet

@@ -54,11 +54,11 @@ class Samples:
     """The samples of a split, to compare.
 
     Attributes:
-        marks: (samples,) a hash of each.
+        contents: The part of each sample that is compared: a text, or values with a ``repr``.
         labels: (samples, ...) the label of each; None: they have none.
     """
 
-    marks: Marks
+    contents: Sequence[Any]
     labels: NDArray[Any] | None
 
 
@@ -96,9 +96,7 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
         name_label=None if data.label_type == "number" else lambda label: _name(label, data.classes),
         remove="Remove them with data.deduplicate=true unless they are intended",
     )
-    return describe_repeats(
-        {role: Samples(hash_rows(rows.texts), rows.labels) for role, rows in splits.items()}, wording
-    )
+    return describe_repeats({role: Samples(rows.texts, rows.labels) for role, rows in splits.items()}, wording)
 
 
 def describe_repeats(splits: Mapping[str, Samples], wording: Wording) -> list[str]:
@@ -108,7 +106,7 @@ def describe_repeats(splits: Mapping[str, Samples], wording: Wording) -> list[st
         Warnings, at most two: of samples that repeat, and of equal samples with different labels.
     """
     roles = sorted(splits, key=lambda role: role != "train")
-    marks = np.concatenate([splits[role].marks for role in roles])
+    marks = np.concatenate([hash_rows(splits[role].contents) for role in roles])
     ranked = np.sort(marks)
     twice = ranked[1:][ranked[1:] == ranked[:-1]]
     if not twice.size:
@@ -117,7 +115,7 @@ def describe_repeats(splits: Mapping[str, Samples], wording: Wording) -> list[st
     rows = np.concatenate(
         [row + np.flatnonzero(contains(twice, marks[row : row + AT_ONCE])) for row in range(0, len(marks), AT_ONCE)]
     )
-    ends = np.cumsum([0, *(len(splits[role].marks) for role in roles)])
+    ends = np.cumsum([0, *(len(splits[role].contents) for role in roles)])
     marks, split = marks[rows], np.searchsorted(ends, rows, side="right") - 1
     labels = [splits[role].labels for role in roles]
     own = [those[rows[split == number] - ends[number]] for number, those in enumerate(labels) if those is not None]
@@ -137,10 +135,10 @@ def describe_repeats(splits: Mapping[str, Samples], wording: Wording) -> list[st
 
     found, lines = [], []
     if count := int(repeated.sum()):
-        found.append(f"{count} of {len(splits['train'].marks)} {wording.samples} of train repeat an earlier one")
+        found.append(f"{count} of {len(splits['train'].contents)} {wording.samples} of train repeat an earlier one")
     for number, role in enumerate(roles):
         if count := int((shared & (split == number)).sum()):
-            found.append(f"{count} of {len(splits[role].marks)} {wording.samples} of {role} are in train, too")
+            found.append(f"{count} of {len(splits[role].contents)} {wording.samples} of {role} are in train, too")
     if found:
         too_high = f"Metrics of {wording.samples} that the model trains on are too high: remove these {wording.samples}"
         remedy = too_high if shared.any() else wording.remove

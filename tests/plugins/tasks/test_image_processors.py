@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_helpers import RESNET, VIT, make_run, watched, write_image, write_images
-from image_libraries import needs_timm, needs_torchvision
+from image_libraries import importable, needs_timm, needs_torchvision
 from PIL import Image
 
 from fastloop import RecipeError
@@ -152,6 +152,14 @@ def test_an_image_processor_without_inputs_of_one_size_is_refused(name):
     assert not Path("out").exists()
 
 
+@pytest.mark.skipif(importable("torchvision"), reason="torchvision is installed")
+def test_an_image_processor_that_needs_torchvision_is_refused_without_it():
+    (name,) = TORCHVISION_ONLY
+    write_checkpoint(Path("model"), {"image_processor_type": f"{name}ImageProcessor"})
+    with pytest.raises(RecipeError, match=r"model\.name: .*model cannot be loaded: .*torchvision"):
+        make_run(**recipe())
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 
 
@@ -226,8 +234,12 @@ def test_a_checkpoint_without_an_image_processor_has_the_default():
 
 @pytest.mark.parametrize(
     "content",
-    ["{", '{"image_processor_type": "ViTImageProcessor", "size": {"edge": 3}}'],
-    ids=["damaged", "unknown size"],
+    [
+        "{",
+        '{"image_processor_type": "NoImageProcessor"}',
+        '{"image_processor_type": "ViTImageProcessor", "size": {"edge": 3}}',
+    ],
+    ids=["damaged", "unknown type", "unknown size"],
 )
 def test_an_image_processor_that_cannot_be_loaded_is_an_error(content):
     write_checkpoint(Path("model"), None)

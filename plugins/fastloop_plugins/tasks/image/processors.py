@@ -334,6 +334,4 @@ def find_processor(source: str, config: Any, local: bool) -> ImageProcessor | No
     if not get_image_processor_config(source, local_files_only=local):
         return None
     auto: Any = AutoImageProcessor
-    return TransformersProcessor(
-        auto.from_pretrained(source, config=config, local_files_only=local, trust_remote_code=False)
-    )
+    return TransformersProcessor(auto.from_pretrained(source, local_files_only=local, trust_remote_code=False))

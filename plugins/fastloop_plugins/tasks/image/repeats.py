@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastloop_plugins.text.repeats import Samples, Wording, describe_repeats, hash_rows
+from fastloop_plugins.text.repeats import Samples, Wording, describe_repeats
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks.image.data import ImageFiles
@@ -35,8 +35,8 @@ def find_repeated_images(splits: Mapping[str, ImageFiles], classes: Sequence[str
     digests = _digests([path for listed in paths.values() for path in listed])
     samples = {}
     for split, listed in paths.items():
-        marks = hash_rows(digests.get(path, str(path)) for path in listed)  # a file that is not read equals no other
-        samples[split] = Samples(marks, np.asarray(splits[split].labels))
+        contents = [digests.get(path, str(path)) for path in listed]  # a file that is not read equals no other
+        samples[split] = Samples(contents, np.asarray(splits[split].labels))
     wording = Wording(
         samples="images",
         contents="images",

@@ -134,8 +134,8 @@ def test_completions_labels_tags_and_targets():
 
     found = samples("token-classification", {"config": TINY} | char, data | {"words": "words", "tags": "tags"})
     assert found[0]["words"] == "abc/B-X cd/O"
-    targets = [("[CLS]", None), ("a", "B-X"), ("b", None), ("c", None), ("c", "O"), ("d", None), ("[SEP]", None)]
-    assert found[0]["tokens"] == targets
+    words = [("a", "B-X"), ("b", None), ("c", None), (" ", None), ("c", "O"), ("d", None)]
+    assert found[0]["tokens"] == [("[CLS]", None), *words, ("[SEP]", None)]
 
     t5 = {"model_type": "t5", "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
     found = samples("seq2seq", {"config": t5} | char, data | {"target": "target", "prefix": "cd: "})

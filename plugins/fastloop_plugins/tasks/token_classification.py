@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import Output, hookimpl, option
+from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, shortest
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import find_metrics
@@ -36,7 +36,6 @@ from fastloop_plugins.tasks.tags.batches import (
     TagModel,
     batch_sentences,
     copy_logits,
-    encode_rows,
     encode_sentences,
     reorder,
     sentence_chunks,
@@ -44,6 +43,7 @@ from fastloop_plugins.tasks.tags.batches import (
     word_scores,
 )
 from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
+from fastloop_plugins.tasks.tags.words import encode_rows
 from fastloop_plugins.text.model import Model
 from fastloop_plugins.text.padding_check import ALIKE, PROBE
 from fastloop_plugins.text.task import TextTask
@@ -71,6 +71,7 @@ class TokenClassification(TextTask):
     auto_class = "AutoModelForTokenClassification"
     unused_modules = ()
     reads_all = False
+    encoding_version = 2
     data: TagTextData
     text_model: TagModel
     order: LabelOrder
@@ -151,8 +152,12 @@ class TokenClassification(TextTask):
     # -- model, loss and metrics ---------------------------------------------------------------------------------------
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
-        found = encode_sentences([text.split() for text in PROBE], self.text_model, self.data.options.max_length)
-        return [found[0], found[1]]
+        def bad(index: int, problem: str) -> None:
+            raise RecipeError(f"{self.text_model.where}.tokenizer: {problem}")
+
+        sentences = [text.split() for text in PROBE]
+        samples = encode_sentences(sentences, self.text_model, self.data.options.max_length, bad)
+        return [samples[0], samples[1]]
 
     def check_model(self, run: Run, model: nn.Module, make: Callable[..., dict[str, Tensor]]) -> None:
         check_classifies(run, model, make(), len(self.order.names), self.text_model.where, tokens=True)

@@ -25,7 +25,8 @@ from fastloop.errors import RecipeError
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop_plugins.datasets.dispatches import dispatches
-from fastloop_plugins.tasks.tags.batches import IGNORED, cut_words, pairs, windows
+from fastloop_plugins.tasks.tags.batches import IGNORED, cut_words, windows
+from fastloop_plugins.tasks.tags.words import pairs
 
 
 def task_of(run: Any) -> Any:

@@ -1,15 +1,13 @@
 """Sentences of tagged words: the model section of ``token-classification``, their token ids, samples and batches.
 
-A row of the cache has two numbers for each token: its id and its *target*. The target of a word's first token is the id
-of the word's tag, and that of its other tokens is ``~id``, which is negative. In a batch, a sentence that is too long
-becomes several rows.
+In a batch, a sentence that is too long becomes several rows.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +16,11 @@ import numpy as np
 from fastloop import RecipeError
 from fastloop.errors import DataError
 from fastloop_plugins._cache import flat
+from fastloop_plugins.tasks.tags.words import encode_rows
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chunks import EmptyTexts
 from fastloop_plugins.text.samples import show_tokens, split_rows
-from fastloop_plugins.text.task import AnyModel
-from fastloop_plugins.text.tokens import portions
+from fastloop_plugins.text.task import AnyModel, name_row_errors
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
 
     from fastloop.recipe import Recipe
     from fastloop_plugins.rows.index import Row
+    from fastloop_plugins.rows.table import Bad
     from fastloop_plugins.tasks.heads.losses import ClassLoss
     from fastloop_plugins.tasks.tags.data import TagTextData
     from fastloop_plugins.text.samples import Sample
@@ -70,7 +69,8 @@ class TagModel(AnyModel):
             self._separate_words()
 
     def _separate_words(self) -> None:
-        """Make a byte-level tokenizer put a space before each word, as in a text.
+        """Make a byte-level tokenizer put a space before the first word, too. So transformers reads words one by one
+        (``is_split_into_words``) as it reads their text.
 
         Raises:
             RecipeError: The tokenizer does not map tokens to words.
@@ -82,15 +82,15 @@ class TagModel(AnyModel):
                 f"{self.where}.tokenizer: {type(self.tokenizer).__name__} does not map tokens to words. Use a fast "
                 "tokenizer."
             )
-        found = self.tokenizer.backend_tokenizer.pre_tokenizer
-        if not isinstance(found, ByteLevel) or found.add_prefix_space:
+        pre_tokenizer = self.tokenizer.backend_tokenizer.pre_tokenizer
+        if not isinstance(pre_tokenizer, ByteLevel) or pre_tokenizer.add_prefix_space:
             return
         if self.trained is None:
             self.tokenizer = self._pretrained_tokenizer(add_prefix_space=True)
             self._ensure_pad_token()
             self._add_new_tokens()
-        found.add_prefix_space = True
-        self.tokenizer.backend_tokenizer.pre_tokenizer = found
+        pre_tokenizer.add_prefix_space = True
+        self.tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizer
 
     def room(self, max_length: int) -> tuple[int, int]:
         """Tokens of a row for words, and its special tokens.
@@ -109,57 +109,11 @@ class TagModel(AnyModel):
     @cached_property
     def special(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Ids of the tokens before and after a sentence. Read it when the tokenizer is complete."""
-        found = self.tokenizer(["a"], is_split_into_words=True, return_special_tokens_mask=True)
-        ids, is_special = found["input_ids"], found["special_tokens_mask"]
-        words = len(self.tokenizer(["a"], is_split_into_words=True, add_special_tokens=False)["input_ids"])
+        encoded = self.tokenizer("a", return_special_tokens_mask=True)
+        ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
+        words = len(self.tokenizer("a", add_special_tokens=False)["input_ids"])
         before = is_special.index(0) if 0 in is_special else len(ids) - words
         return np.array(ids[:before], dtype=np.int32), np.array(ids[before + words :], dtype=np.int32)
-
-
-def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
-    """Yield the ids and targets of each row, in turn: ``[id, target, id, target, ...]``. No special tokens, no
-    truncation.
-
-    A word without a token, such as a control character, gets the unknown token. A row without words gets one that
-    begins no word.
-
-    Args:
-        rows: Words and the ids of their tags.
-    """
-    stand_in = tokenizer.unk_token_id if tokenizer.unk_token_id is not None else tokenizer.pad_token_id
-    for sentences in portions(rows):
-        found = tokenizer(
-            [words or ["a"] for words, _ in sentences],
-            is_split_into_words=True,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        for index, (words, tags) in enumerate(sentences):
-            yield pairs(found["input_ids"][index], found.word_ids(index), tags, stand_in) if words else [stand_in, ~0]
-
-
-def pairs(ids: Sequence[int], word_ids: Sequence[int], tags: Sequence[int], stand_in: int) -> list[int]:
-    """Ids and targets of one sentence, in turn.
-
-    Args:
-        ids: Ids of the tokens.
-        word_ids: The word of each token, from 0, as a fast tokenizer returns it.
-        tags: The tag of each word.
-        stand_in: The id of a token for a word without one.
-    """
-    found, newest = list[int](), -1
-    for token, word in zip(ids, word_ids, strict=True):
-        if word == newest:
-            found += (token, ~tags[word])
-            continue
-        for tag in tags[newest + 1 : word]:
-            found += (stand_in, tag)
-        found += (token, tags[word])
-        newest = word
-    for tag in tags[newest + 1 :]:
-        found += (stand_in, tag)
-    return found
 
 
 class TaggedSentences(Sequences):
@@ -350,7 +304,12 @@ class TagRows:
                     "Start it again."
                 )
         texts = [(words, [self.table[tag] for tag in tags]) for words, tags in sentences]
-        found = TaggedSentences(*flat(encode_rows(self.tokenizer, texts)), self.room, self.special)
+
+        def bad(index: int, problem: str) -> None:
+            raise DataError(f"{names[index]}: {problem}")
+
+        encoded = name_row_errors(encode_rows(self.tokenizer, texts), bad)
+        found = TaggedSentences(*flat(encoded), self.room, self.special)
         empty = np.empty(0, np.int32)
         samples = [
             found[index] if words else {"input_ids": empty, "targets": empty, "row": index}
@@ -378,22 +337,35 @@ def tagged_samples(data: TagTextData, model: TagModel, split: Split, every: bool
         yield [("words", " ".join(map("/".join, zip(words, of_words, strict=True)))), ("tokens", tokens)]
 
 
-def encode_sentences(words: list[list[str]], model: TagModel, max_length: int) -> TaggedSentences:
-    """Sentences without tags as a dataset. Its tags are 0."""
+def encode_sentences(words: list[list[str]], model: TagModel, max_length: int, bad: Bad) -> TaggedSentences:
+    """Sentences without tags as a dataset. Its tags are 0.
+
+    Args:
+        bad: Called with the number and the problem of a sentence that cannot be encoded.
+    """
     rows = [(sentence, [0] * len(sentence)) for sentence in words]
-    return TaggedSentences(*flat(encode_rows(model.tokenizer, rows)), *model.room(max_length), words=words)
+    encoded = name_row_errors(encode_rows(model.tokenizer, rows), bad)
+    return TaggedSentences(*flat(encoded), *model.room(max_length), words=words)
 
 
 def sentence_chunks(
     sentences: Iterable[list[str]], start: int, size: int, model: TagModel, max_length: int
 ) -> Iterator[TaggedSentences]:
     """The sentences from row ``start``, ``size`` at a time. At the end, logs how many had no words, and how many were
-    longer than a row of the model."""
+    longer than a row of the model.
+
+    Raises:
+        RecipeError: A sentence cannot be encoded.
+    """
+
+    def bad(first: int, index: int, problem: str) -> None:
+        raise RecipeError(f"predict: sentence {first + index + 1}: {problem}")
+
     rest, total, last = islice(sentences, start, None), 0, None
     empty = EmptyTexts()
     long = cut = 0
     while words := list(islice(rest, size)):
-        last = encode_sentences(words, model, max_length)
+        last = encode_sentences(words, model, max_length, partial(bad, start + total))
         long, cut, total = long + last.long, cut + last.cut, total + len(words)
         for sentence in words:
             empty.add(" ".join(sentence))

@@ -8,7 +8,7 @@ import torch
 from fastloop.testing import run_commands
 from safetensors.torch import load_file
 from sentence_bases import IDENTITY, LENGTH, NEW, SIZE, current, dense, legacy, train_model, write_base, write_json
-from text_runs import SCORED, refused, run_python, train_divided, write_recipe
+from text_runs import DATA, SCORED, refused, run_python, train_divided, write_recipe
 
 PROMPTS = {"prompts": {"query": "old tree ", "passage": "river : ", "other": "fish "}, "similarity_fn_name": "dot"}
 DEFAULT = {"prompts": {"task": "slow house "}, "default_prompt_name": "task"}
@@ -292,11 +292,24 @@ def write_scoring_base(bases, folder, config, own, labels, modules=("Transformer
 @pytest.fixture(scope="module")
 def scored(bases, tmp_path_factory):
     """A folder for each of ``SCORES``, with a reranker in ``run`` and the scores of ``PAIRS``."""
+    return train_rerankers(bases, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def adapted(bases, tmp_path_factory):
+    """``scored`` with the adapters of `lora`, which are not merged."""
+    pytest.importorskip("peft")
+    adapter = {"lora": {"r": 2, "target_modules": ["query", "value"], "merge": False}}
+    return train_rerankers(bases, tmp_path_factory, adapter)
+
+
+def train_rerankers(bases, tmp_path_factory, *plugins):
     folders, commands = {}, []
     for name, arguments in SCORES.items():
         folders[name] = folder = tmp_path_factory.mktemp("scored")
         write_scoring_base(bases, folder / "base", *arguments)
-        write_recipe(folder, {"loss": "binary"}, SCORED, task="reranker", model={"name": "base"}, epochs=1)
+        model = {"name": str(folder / "base")}
+        write_recipe(folder, {"loss": "binary"}, SCORED, *plugins, task="reranker", model=model, epochs=1)
         (folder / "pairs.csv").write_text("\n".join(map(",".join, [("first", "second"), *PAIRS])))
         commands.append([folder, "train", "recipe.yaml"])
         commands.append([folder, "predict", "run", "pairs.csv", "--out", "scores.npy"])
@@ -319,17 +332,34 @@ def test_scores_have_the_activation_of_the_base(scored, name):
     assert model.config.sentence_transformers["activation_fn"].endswith(activation)
 
 
-def test_a_cross_encoder_computes_the_same_scores(scored):
-    pytest.importorskip("sentence_transformers")
-    script = """
+CROSS_ENCODERS = """
 import json, sys
 from sentence_transformers import CrossEncoder
 pairs, *folders = json.loads(sys.stdin.read())
-print(json.dumps([CrossEncoder(folder, device="cpu").predict(pairs).tolist() for folder in folders]))
+found = []
+for folder in folders:
+    model = CrossEncoder(folder, device="cpu")
+    found.append([type(model.activation_fn).__name__, model.max_seq_length, model.predict(pairs).tolist()])
+print(json.dumps(found))
 """
-    found = run_python(script, [PAIRS, *(str(folder / "run" / "model") for folder in scored.values())])
-    for folder, theirs in zip(scored.values(), found, strict=True):
-        np.testing.assert_allclose(np.load(folder / "scores.npy"), theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("trained", ["scored", "adapted"])
+def test_a_cross_encoder_computes_the_same_scores(trained, request):
+    pytest.importorskip("sentence_transformers")
+    folders = request.getfixturevalue(trained)
+    found = run_python(CROSS_ENCODERS, [PAIRS, *(str(folder / "run" / "model") for folder in folders.values())])
+    for (name, folder), (activation, length, scores) in zip(folders.items(), found, strict=True):
+        assert activation == ACTIVATIONS.get(name, "Sigmoid"), name
+        assert length == DATA["max_length"]
+        np.testing.assert_allclose(np.load(folder / "scores.npy"), scores, rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("trained", ["scored", "adapted"])
+def test_the_export_names_the_activation_of_predictions(trained, request):
+    for name, folder in request.getfixturevalue(trained).items():
+        config = json.loads((folder / "run" / "model" / "config_sentence_transformers.json").read_text())
+        assert config["activation_fn"].endswith(f".{ACTIVATIONS.get(name, 'Sigmoid')}")
 
 
 def test_rerankers_that_are_not_supported_are_refused_by_name(bases, tmp_path):

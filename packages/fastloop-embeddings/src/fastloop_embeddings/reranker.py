@@ -44,6 +44,7 @@ class Reranker(PairTask):
     Config = RerankerOptions
 
     activation: nn.Module  # of scores, set with the model
+    activation_name: str  # as Sentence Transformers writes it
 
     @classmethod
     def declare_traits(cls, recipe: Any) -> set[Any]:
@@ -115,15 +116,20 @@ class Reranker(PairTask):
         return super().build_model(run)
 
     def set_activation(self, recipe: Any) -> None:
-        """Keep the activation function of a base whose head gives one score, such as Identity; otherwise Sigmoid. The
-        exported configuration names it, so CrossEncoder computes the same scores as ``predict``."""
+        """Keep the activation function of a base whose head gives one score, such as Identity, or that of an adapter;
+        otherwise Sigmoid. The export names it, so CrossEncoder computes the same scores as ``predict``."""
         from fastloop_embeddings.head import find_activation
 
-        config, where = self.text_model.config, f"{recipe.where}: model.name"
-        folder = find_folder(recipe, self.text_model.options, download=True)
-        name = None if folder is None or config.num_labels != 1 else read_score_activation(folder, where)
-        self.activation = find_activation(name, where, SIGMOID)
-        config.sentence_transformers = {"activation_fn": name or SIGMOID}
+        config, where, adapter = self.text_model.config, f"{recipe.where}: model.name", self.text_model.adapter
+        name = None
+        if adapter is not None:  # its head replaces that of the base, so its own files come first
+            name = read_score_activation(adapter.folder, where)
+        if name is None and config.num_labels == 1:
+            folder = find_folder(recipe, self.text_model.options, download=True)
+            name = None if folder is None else read_score_activation(folder, where)
+        self.activation_name = name or SIGMOID
+        self.activation = find_activation(self.activation_name, where)
+        config.sentence_transformers = {"activation_fn": self.activation_name}
 
     @hookimpl
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
@@ -160,6 +166,11 @@ class Reranker(PairTask):
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:
+        from fastloop_embeddings.export import write_scores
+
         tokenizer = self.text_model.tokenizer  # CrossEncoder reads the length of pairs there
         tokenizer.model_max_length = tokenizer.init_kwargs["model_max_length"] = self.data.options.max_length
-        return super().export_model(run, folder)
+        super().export_model(run, folder)
+        if run.is_main:
+            write_scores(folder, self.activation_name, self.data.options.max_length)
+        return folder

@@ -139,13 +139,22 @@ def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
         "dims": ({"dims": [8, 17]}, {}, {}, "dims: found 17, and vectors of the model have 16 numbers"),
         "no dims": ({"dims": [0]}, {}, {}, "dims: found 0 (int) (should be greater than or equal to 1)"),
         "no folder": ({}, {"beir": "nowhere"}, {}, "nowhere/corpus.jsonl is missing. Expected a folder as BEIR"),
+        "one text": (
+            {},
+            {"module": DATA["module"].replace(":rows", ":alike")},
+            {},
+            "data.other: all 64 rows of train have the same text here, and the loss multiple_negatives compares",
+        ),
         "no id": ({}, beir, {"epochs": 1}, "dev.tsv, line 17: found 'q0\\tnowhere\\t1', expected the id of a query"),
     }
     refused(tmp_path, cases)
 
 
 DIVIDED = {
-    "multiple_negatives": ({"dims": [8, 16]}, {"negative": "negative"}),
+    "multiple_negatives": (
+        {"dims": [8, 16]},
+        {"negative": "negative", "module": DATA["module"].replace(":rows", ":repeated")},
+    ),
     "cosent": ({"loss": "cosent"}, SCORED),
 }
 PLUGINS = Path(__file__).with_name("text_plugins.py")

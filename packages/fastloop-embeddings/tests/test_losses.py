@@ -105,6 +105,53 @@ def test_a_loss_of_one_row_by_hand():
     assert losses.cosent([first, second], torch.tensor([0.5]), 0.05).item() == 0  # no two rows to order
 
 
+REPEATED = {
+    "nothing": [[1, 11, 21], [2, 12, 22], [3, 13, 23]],
+    "second texts": [[1, 11, 21], [2, 11, 22], [3, 13, 23]],
+    "first texts": [[1, 11, 21], [1, 12, 22], [3, 13, 23], [1, 14, 24]],
+    "a text that a third row gives": [[1, 11, 21], [1, 12, 22], [3, 12, 23]],
+    "a negative that fits another row": [[1, 11, 12], [2, 12, 22], [2, 13, 11]],
+    "a first text as a second one": [[1, 11, 21], [2, 1, 22], [3, 13, 2]],
+    "own texts": [[1, 1, 11], [2, 12, 12], [3, 13, 3]],
+    "all second texts": [[1, 11, 11], [2, 11, 11], [3, 11, 11]],
+    "pairs": [[1, 11], [1, 12], [2, 11], [3, 13]],
+}
+"""Case -> keys of the texts of each row: of its first, second and maybe third text."""
+
+
+def losses_without_false_negatives(vectors, keys, temperature):
+    """The mean loss of rows, each computed from a list of its own, whose first text is the right one."""
+    found = []
+    for row, (anchor, *own) in enumerate(keys):
+        right = {second for first, second, *_ in keys if first == anchor} | {anchor}
+        candidates = [(row, place) for place in range(1, 1 + len(own))]
+        for other, (_, *texts) in enumerate(keys):
+            if other != row:
+                candidates += [(other, place) for place, text in enumerate(texts, 1) if text not in right]
+        similar = [torch.cosine_similarity(vectors[0][row], vectors[place][other], 0) for other, place in candidates]
+        found.append(-(torch.stack(similar) / temperature).log_softmax(0)[0])
+    return torch.stack(found).mean()
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_repeated_texts_are_no_negatives_of_a_text_that_they_fit(case):
+    keys = REPEATED[case]
+    generator = torch.Generator().manual_seed(0)
+    of_texts = {key: torch.randn(SIZE, generator=generator, dtype=torch.float64) for row in keys for key in row}
+    columns = zip(*keys, strict=True)
+    vectors = [torch.stack([of_texts[key] for key in column]).requires_grad_() for column in columns]
+    # keys of texts are hashes of 64 bits
+    hashes = (torch.tensor(keys) - 12) * 2**58 + 5
+    loss = losses.multiple_negatives(vectors, 0.05, hashes)
+    expected = losses_without_false_negatives(vectors, keys, 0.05)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-9, abs=1e-12)
+    gradients = (torch.autograd.grad(value, vectors, allow_unused=True) for value in (loss, expected))
+    for one, other in zip(*gradients, strict=True):
+        equal(one, torch.zeros_like(one) if other is None else other)
+    plain = losses.multiple_negatives(vectors, 0.05)
+    assert (loss == plain) == (case in ("nothing", "own texts"))
+
+
 if __name__ == "__main__":
     found = {case: theirs(case) for case in CASES}
     recorded = {

@@ -90,6 +90,44 @@ def test_a_query_is_compared_with_texts_of_other_rows(names):
     assert sorted(every) == sorted(10 * row + place for row in range(20) for place in (1, 2)[: len(names)])
 
 
+class Pairs(Sequences):
+    """Rows of texts with one token each."""
+
+    def __init__(self, texts):
+        super().__init__(np.array(texts, np.int32).ravel(), np.full(len(texts), len(texts[0])))
+        self.texts = texts
+
+    def __getitem__(self, index):
+        names = ("text", "other", "negative")[: len(self.texts[index])]
+        return {name: np.array([text], np.int32) for name, text in zip(names, self.texts[index], strict=True)}
+
+
+REPEATED = {
+    "second texts": [[1, 11], [2, 11], [3, 13], [4, 14]],
+    "first texts": [[1, 11], [1, 12], [3, 13], [3, 11]],
+    "a text that a third row gives": [[1, 11], [1, 12], [3, 12], [4, 14]],
+    "a first text as a second one": [[1, 11], [2, 1], [3, 2], [4, 14]],
+    "a negative that fits another row": [[1, 11, 21], [2, 12, 11], [3, 13, 12], [1, 14, 13]],
+}
+
+
+@pytest.mark.parametrize("case", REPEATED)
+def test_texts_that_fit_a_query_are_no_negatives_of_it(case):
+    texts = REPEATED[case]
+    names = ("other", "negative")[: len(texts[0]) - 1]
+    lists = draw(Pairs(texts), names, 10**6, seed=0)
+    for row, (query, *own) in enumerate(texts):
+        right = {other for text, other, *_ in texts if text == query} | {query}
+        others = [text for place, (_, *more) in enumerate(texts) if place != row for text in more if text not in right]
+        sample = lists[row]
+        documents = [int(ids[0]) for key, ids in sample.items() if key.startswith("document")]
+        assert documents[0] == own[0]
+        assert sorted(documents[1:]) == sorted([*others, *own[1:]])
+        labels = sample["label"][: len(documents)].tolist()
+        assert labels == [1.0] + [0.0] * (len(documents) - 1)
+        assert np.isnan(sample["label"][len(documents) :]).all()
+
+
 def test_rows_of_the_same_query_are_one_sample():
     class Repeated(Rows):
         columns = ("text", "other")

@@ -157,6 +157,12 @@ def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
             {},
             "bad.trec, and data.beir is None. Expected a file, and the folder",
         ),
+        "one text": (
+            {},
+            {"module": DATA["module"].replace(":rows", ":alike")},
+            {},
+            "data.other: all 64 rows of train have the same text here",
+        ),
         "missing": ({}, ranked | {"candidates": "no.trec"}, {}, "Expected a file, and the folder of its documents"),
         "line": (
             {},

@@ -110,7 +110,10 @@ def test_losses_by_hand():
     found = losses.compute_of_lists(scores, labels, options)
     assert found.item() == pytest.approx((math.log(2) + math.log(4)) / 2)
     options.loss = "multiple_negatives"
-    assert losses.compute_of_lists(scores, labels, options).item() == pytest.approx(math.log(1 + math.exp(2.5)))
+    expected = math.log(1 + math.exp(2.5))
+    assert losses.compute_of_lists(scores, labels, options).item() == pytest.approx(expected)
+    more = torch.tensor([[0.0, math.log(3), 5.0]]), torch.tensor([[1.0, 0.0, math.nan]])  # without a third document
+    assert losses.compute_of_lists(*more, options).item() == pytest.approx(expected)
     options.loss, share = "list_net", 1 / (1 + math.exp(-1))
     expected = share * math.log(4) + (1 - share) * math.log(4 / 3)
     assert losses.compute_of_lists(scores, labels, options).item() == pytest.approx(expected)

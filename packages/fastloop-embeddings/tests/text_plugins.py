@@ -35,7 +35,8 @@ class Checked(Embedding):
     def gradients(self, run, batches):
         rows = [self.cached.rows(self.vectors(run.model, batch.inputs)) for batch in batches]
         weights = [weight for weight in run.model.parameters() if weight.requires_grad]
-        return torch.autograd.grad(self.loss(torch.cat(rows).unbind(1), None), weights)
+        keys = torch.cat([self.cached.row_keys(batch.inputs) for batch in batches])
+        return torch.autograd.grad(self.loss(torch.cat(rows).unbind(1), None, keys), weights)
 
     @hookimpl
     def after_backward(self, run):

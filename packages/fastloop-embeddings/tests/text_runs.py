@@ -123,6 +123,23 @@ def lists(count: int = 16):
     return {"train": found, "validation": found[: len(found) // 2], "test": found[: len(found) // 2]}
 
 
+def repeated():
+    """``rows``, of which each first text has three rows, each second text four, and some third texts are second texts
+    of other rows."""
+    found = []
+    for index, row in enumerate(rows()["train"]):
+        texts = {"text": f"fish {WORDS[index // 3 % 16]}", "other": f"old {WORDS[index // 4]}"}
+        if index % 2:
+            texts["negative"] = f"old {WORDS[index // 4 - 1]}"
+        found.append(row | texts)
+    return {"train": found, "validation": found[:16], "test": found[:16]}
+
+
+def alike():
+    """``rows`` with the same second text in each."""
+    return {split: [row | {"other": "fish"} for row in found] for split, found in rows().items()}
+
+
 def stars():
     """``rows`` with scores from 0 to 5."""
     return {split: [row | {"score": 5 * row["score"]} for row in found] for split, found in rows().items()}

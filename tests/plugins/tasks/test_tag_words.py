@@ -36,7 +36,7 @@ def check_words(tokenizer: Any, words: list[str]) -> list[int]:
     place of each word's first token."""
     text = " ".join(words)
     expected = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    # tag n is that of word n, so targets tell the word of a token
+    # tag n is that of word n, so targets show the word of a token
     (numbers,) = encode_rows(tokenizer, [(words, list(range(len(words))))])
     ids, targets = numbers[::2], numbers[1::2]
     assert ids == expected["input_ids"]

@@ -7,8 +7,8 @@ costs one more forward pass, and needs the memory of one micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastloop import Batch, Run
@@ -21,7 +21,8 @@ class CachedGradients:
     Args:
         columns: Texts of a row.
         vectors: ``vectors(model, inputs)`` computes those of the texts of a batch, (columns * rows, D).
-        loss: ``loss(columns, scores)``, of the vectors of each column, (rows, D), and scores, (rows,) or None.
+        loss: ``loss(columns, scores, keys)``, of the vectors of each column, (rows, D), scores, (rows,) or None, and a
+            number for each text, (rows, columns).
     """
 
     def __init__(self, columns: int, vectors: Callable[..., Tensor], loss: Callable[..., Tensor]) -> None:
@@ -42,10 +43,11 @@ class CachedGradients:
             # a process without a share of a micro-step computes one that does not count: it has no samples
             found = [self.rows(self.vectors(run.model, batch.inputs))[: batch.samples] for batch in batches]
         restore_random_states(states)
+        keys = [self.row_keys(batch.inputs)[: batch.samples] for batch in batches]
         scores = [batch.inputs["labels"][: batch.samples] for batch in batches if "labels" in batch.inputs]
-        every = processes.all_gather_object([torch.cat(parts).cpu() for parts in (found, scores) if parts])
-        leaf, *rest = (torch.cat(parts).to(run.device) for parts in zip(*every, strict=True))
-        self.value = self.loss(leaf.requires_grad_().unbind(1), rest[0] if rest else None)
+        every = processes.all_gather_object([torch.cat(parts).cpu() for parts in (found, keys, scores) if parts])
+        leaf, all_keys, *rest = (torch.cat(parts).to(run.device) for parts in zip(*every, strict=True))
+        self.value = self.loss(leaf.requires_grad_().unbind(1), rest[0] if rest else None, all_keys)
         (gradient,) = torch.autograd.grad(self.value, leaf)
         parts = gradient.split([len(rows) for rows, *_ in every])[processes.rank].split([*map(len, found)])
         # the core weights the loss of a micro-batch by its share of the step's rows, which the factor reverses
@@ -66,3 +68,8 @@ class CachedGradients:
     def rows(self, vectors: Tensor) -> Tensor:
         """The vectors of each row, (rows, columns, D)."""
         return vectors.view(self.columns, -1, vectors.shape[1]).transpose(0, 1)
+
+    def row_keys(self, inputs: Mapping[str, Any]) -> Tensor:
+        """The number of each text of the rows of a batch, (rows, columns)."""
+        keys: Tensor = inputs["keys"]
+        return keys.view(self.columns, -1).T

@@ -23,7 +23,7 @@ from fastloop_embeddings.modules import (
     make_modules,
     read_modules,
 )
-from fastloop_embeddings.options import RANKINGS, SCORED, SPANS_ROWS, EmbeddingOptions, PairData, PairTask
+from fastloop_embeddings.options import RANKINGS, SCORED, SPANS_ROWS, EmbeddingOptions, PairData, PairTask, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,19 +103,22 @@ class Embedding(PairTask):
             prompted = (tuple(text.lower() for text in row) for row in prompted)
         return TextTask.encode(tokenizer, prompted, arguments)
 
+    def check_dataset(self, split: str, dataset: Any) -> None:
+        super().check_dataset(split, dataset)
+        if self.config.loss == "multiple_negatives":
+            self.check_negatives(split, dataset)
+
     @hookimpl
     def train_step(self, run: Run, batches: list[Batch]) -> Any:
         return self.cached.step(run, batches) if self.config.loss in SPANS_ROWS else None
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Any:
-        """As in ``TextTask``, and ``keys``: a number for each text, (texts,) int64. Metrics find equal texts by it."""
-        from hashlib import blake2b
-
+        """As in ``TextTask``, and ``keys``: a number for each text, (texts,) int64, by which the loss and metrics find
+        equal texts."""
         import torch
 
         batch = super().build_batch(samples)
-        hashes = [blake2b(ids.tobytes(), digest_size=8).digest() for ids in batch.columns["input_ids"][0]]
-        batch.fixed["keys"] = torch.tensor([int.from_bytes(each, "little", signed=True) for each in hashes])
+        batch.fixed["keys"] = torch.tensor([key_of(ids) for ids in batch.columns["input_ids"][0]])
         return batch
 
     @hookimpl
@@ -175,21 +178,21 @@ class Embedding(PairTask):
         import torch
 
         vectors, scores = self.vectors(model, batch), batch.get("labels")
-        columns = vectors.chunk(len(self.columns))
-        loss = self.cached.next_loss(vectors) if self.cached.waiting else self.loss(columns, scores)
+        columns, keys = vectors.chunk(len(self.columns)), self.cached.row_keys(batch)
+        loss = self.cached.next_loss(vectors) if self.cached.waiting else self.loss(columns, scores, keys)
         if scores is not None:
             return Output(loss, torch.cosine_similarity(*columns), scores)
-        return Output(loss, torch.stack(columns, 1), batch["keys"].view(len(columns), -1).T)
+        return Output(loss, torch.stack(columns, 1), keys)
 
-    def loss(self, columns: Any, scores: Any) -> Any:
-        """The loss of the vectors of each column, (N, D) each, summed over ``dims``."""
+    def loss(self, columns: Any, scores: Any, keys: Any) -> Any:
+        """The loss of the vectors of each column, (N, D) each, summed over ``dims``. ``keys``: (N, columns)."""
         import torch
 
         from fastloop_embeddings import losses
 
         with torch.autocast(columns[0].device.type, enabled=False):  # similarities in 16 bits would round too much
             parts = [losses.truncate(columns, size) for size in self.config.dims] or [columns]
-            return torch.stack([losses.compute(part, scores, self.config) for part in parts]).sum()
+            return torch.stack([losses.compute(part, scores, self.config, keys) for part in parts]).sum()
 
     @hookimpl
     def build_metrics(self) -> Any:

@@ -1,4 +1,5 @@
-"""Losses. Each equals the loss of Sentence Transformers of the same name, in value and gradient.
+"""Losses. Each equals the loss of Sentence Transformers of the same name, in value and gradient, if no text is
+repeated.
 
 Those of embeddings take the vectors of each column of texts, (N, D) each, and the scores of the rows, (N,) or None.
 Those of rerankers take scores of the documents of each query.
@@ -14,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def compute(vectors: Sequence[Tensor], scores: Any, options: Any) -> Tensor:
+def compute(vectors: Sequence[Tensor], scores: Any, options: Any, keys: Tensor | None = None) -> Tensor:
     """Compute the loss of embeddings that ``options.loss`` names, with ``temperature`` and ``margin`` of them.
+    ``multiple_negatives`` reads ``keys``.
 
     ``cosine`` is the mean squared difference between the cosine similarity of each row and its score. ``triplet`` is
     the mean over rows of max(0, distance to the second text - distance to the third + margin), Euclidean distances:
@@ -28,15 +30,52 @@ def compute(vectors: Sequence[Tensor], scores: Any, options: Any) -> Tensor:
         return cosent(vectors, scores, options.temperature)
     if options.loss == "triplet":
         return functional.triplet_margin_loss(*vectors, margin=options.margin, eps=0)
-    return multiple_negatives(vectors, options.temperature)
+    return multiple_negatives(vectors, options.temperature, keys)
 
 
-def multiple_negatives(vectors: Sequence[Tensor], temperature: float) -> Tensor:
+def multiple_negatives(vectors: Sequence[Tensor], temperature: float, keys: Tensor | None = None) -> Tensor:
     """Cross entropy of the cosine similarities of each first text with all others, where that of its row is right.
-    Columns after the second are hard negatives. Henderson et al., 2017, https://arxiv.org/abs/1705.00652."""
+    Columns after the second are hard negatives. Henderson et al., 2017, https://arxiv.org/abs/1705.00652.
+
+    Args:
+        keys: A number for each text, equal for equal texts, (N, columns) int64. A text of another row that fits a first
+            text, too, is left out of its sum, see ``find_false_negatives``. None: no text is repeated.
+    """
     first, *others = (functional.normalize(column) for column in vectors)
-    similar, own = first @ torch.cat(others).T, torch.arange(len(first), device=first.device)
-    return functional.cross_entropy(similar / temperature, own)
+    similar = first @ torch.cat(others).T / temperature
+    if keys is not None:
+        similar = similar.masked_fill(find_false_negatives(keys), -torch.inf)
+    return functional.cross_entropy(similar, torch.arange(len(first), device=first.device))
+
+
+def find_false_negatives(keys: Tensor) -> Tensor:
+    """The texts of other rows that are no negatives of a row's first text: those that any row gives as its second text,
+    and those that are equal to it.
+
+    With rows (a, x), (a, y), (b, x) and (c, a), the text x of the third row and y are no negatives of the first row,
+    because the second one gives y for a. Neither is a, but x of the first row is one of c. The texts of a row itself
+    stay: they are what the data says.
+
+    Args:
+        keys: As in ``multiple_negatives``.
+
+    Returns:
+        (N, N * (columns - 1)) bool: the second texts of all rows, then their third ones.
+    """
+    rows, columns = keys.shape
+    texts = keys[:, 1:].T.flatten()
+    anchor_ids, text_ids = number(keys[:, 0]), number(texts)
+    fits = torch.zeros(rows, len(texts), dtype=torch.bool, device=keys.device)
+    fits[anchor_ids, text_ids[:rows]] = True
+    false = fits[anchor_ids][:, text_ids] | (keys[:, :1] == texts)
+    own = torch.eye(rows, dtype=torch.bool, device=keys.device).repeat(1, columns - 1)
+    return false & ~own
+
+
+def number(keys: Tensor) -> Tensor:
+    """A number from 0 to N - 1 for each key, equal for equal keys, (N,) int64. Unlike ``unique``, it does not wait for
+    the device. For [7, 3, 7] it is [1, 0, 1]."""
+    return torch.searchsorted(keys.sort().values, keys.contiguous())
 
 
 def cosent(vectors: Sequence[Tensor], scores: Tensor, temperature: float) -> Tensor:
@@ -68,4 +107,5 @@ def compute_of_lists(scores: Tensor, labels: Tensor, options: Any) -> Tensor:
         wanted = labels.masked_fill(absent, lowest).softmax(1)
         return functional.cross_entropy(scores.masked_fill(absent, lowest), wanted)
     first = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
-    return functional.cross_entropy(scores.sigmoid() / options.temperature, first)
+    logits = (scores.sigmoid() / options.temperature).masked_fill(labels.isnan(), -torch.inf)
+    return functional.cross_entropy(logits, first)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastloop import RecipeError, hookimpl, option
@@ -12,7 +13,9 @@ from fastloop_plugins.text import Data, TextTask
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import numpy as np
     from fastloop import Run
+    from numpy.typing import NDArray
 
 SPANS_ROWS = ("multiple_negatives", "cosent")
 """Losses that compare the rows of a batch with each other. Those of parts of a batch do not add up to its loss."""
@@ -89,6 +92,11 @@ class RerankerOptions:
     temperature: Annotated[float, option("multiple_negatives: divides scores between 0 and 1.", gt=0)] = 0.1
 
 
+def key_of(ids: NDArray[np.int32]) -> int:
+    """A number for the ids of a text: 64 bits with a sign. Equal texts have equal ones."""
+    return int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little", signed=True)
+
+
 class PairTask(TextTask):
     """A task on pairs of texts. Its ``rank(run, judged)`` ranks the documents of a ``search.Judged`` collection."""
 
@@ -114,6 +122,17 @@ class PairTask(TextTask):
         for name in ("corpus.jsonl", "queries.jsonl", "qrels"):
             if not (self.folder / name).exists():
                 raise RecipeError(f"{data}.beir: {self.folder / name} is missing. Expected a folder as BEIR has it.")
+
+    def check_negatives(self, split: str, rows: Any) -> None:
+        """Raise an error if all rows of train have the same second text, so that no row has a negative."""
+        if split != "train" or len(rows) < 2 or self.data.stream is not None or "negative" in self.columns:
+            return
+        first = key_of(rows[0]["other"])
+        if all(key_of(rows[index]["other"]) == first for index in range(1, len(rows))):
+            raise RecipeError(
+                f"{self.data.where}.other: all {len(rows)} rows of {split} have the same text here, and the loss "
+                "multiple_negatives compares each row with other texts. Name another column, or add data.negative."
+            )
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:

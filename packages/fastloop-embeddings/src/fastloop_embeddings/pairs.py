@@ -9,6 +9,9 @@ from typing import Any
 
 import numpy as np
 from fastloop import RecipeError
+from numpy.typing import NDArray
+
+from fastloop_embeddings.options import key_of
 
 PROBES = (("one two", "three"), ("x " * 9, "y"), ("x", "y " * 9), ("x " * 9, "y " * 8), ("", "y"))
 """Pairs for which joined ids are compared with those of the tokenizer."""
@@ -97,11 +100,40 @@ class Lists:
 
 
 def draw(rows: Any, names: Sequence[str], count: int, seed: int) -> Lists:
-    """The first document of each row, ``count`` of other rows, all at the same distances, and its further ones."""
+    """The first document of each row, ``count`` of other rows, all at the same distances, and its further ones.
+
+    A document of another row that fits the query, too, is left out: any row gives it as the first document of this
+    query, or it is the query's own text.
+    """
     columns, total = len(names), len(rows) * len(names)
     drawn = random.Random(seed).sample(range(columns, total), min(count, total - columns))
     starts = np.arange(0, total, columns)[:, None]
-    return Lists(rows, names, (starts + np.array([0, *drawn, *range(1, columns)])) % total)
+    documents = (starts + np.array([0, *drawn, *range(1, columns)])) % total
+    false = find_false_negatives(rows, names, documents)
+    false[:, [0, *range(1 + len(drawn), documents.shape[1])]] = False  # those of the row itself
+    if not false.any():
+        return Lists(rows, names, documents)
+    return Lists(rows, names, [row[~is_false] for row, is_false in zip(documents, false, strict=True)])
+
+
+def find_false_negatives(rows: Any, names: Sequence[str], documents: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Which documents of each row fit its query, (rows, documents): see ``draw``.
+
+    Args:
+        documents: As in ``Lists``.
+    """
+    columns = ("text", *names)
+    keys = np.empty((len(rows), len(columns)), np.int64)
+    for index in range(len(rows)):
+        sample = rows[index]
+        keys[index] = [key_of(sample[name]) for name in columns]
+    # each text gets a number, so that a query and a document are one number, too
+    texts = np.unique(keys, return_inverse=True)[1].reshape(keys.shape)
+    size = texts.max(initial=0) + 1
+    queries, documents_of = texts[:, 0], texts[:, 1:].ravel()
+    known = queries * size + texts[:, 1]
+    found = documents_of[documents]
+    return np.isin(queries[:, None] * size + found, known) | (found == queries[:, None])
 
 
 def group(rows: Any) -> Lists:

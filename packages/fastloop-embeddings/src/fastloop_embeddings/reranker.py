@@ -83,6 +83,7 @@ class Reranker(PairTask):
             if self.config.loss == "list_net":
                 lists[split] = group(rows)
             elif self.config.loss == "multiple_negatives":
+                self.check_negatives(split, rows)
                 seed = run.recipe.train.seed if split == "train" else 0  # other runs are evaluated on the same texts
                 lists[split] = draw(rows, self.columns[1:], self.config.negatives, seed)
             elif (labels := getattr(rows, "labels", None)) is not None and not 0 <= labels.min() <= labels.max() <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,15 +78,28 @@ def test_the_target_of_a_number_is_at_its_first_digit(kind):
     assert "7" in tokens[first]
 
 
+@pytest.mark.parametrize("kind", WHOLE)
+def test_the_target_of_an_added_token_is_at_this_token(kind):
+    tokenizer, words = deepcopy(tokenizer_of_kind(kind)), ["in", "<name>", "left"]
+    tokenizer.add_tokens(["<name>"])
+    first = check_words(tokenizer, words)[1]
+    assert "<name>" in tokenizer.tokenize(" ".join(words))[first]
+
+
 def test_words_of_tokens_by_hand():
     offsets = [(0, 2), (2, 3), (3, 5), (5, 7), (7, 9)]  # "in", " ", "19", "96", " ,"
-    assert find_words(["in", "1996", ","], offsets, spaces_begin=False) == [0, ~1, 1, 1, 2]
-    assert find_words(["in", "1996", ","], offsets, spaces_begin=True) == [0, 1, 1, 1, 2]
-    assert find_words(["New York", "is"], [(0, 3), (3, 4), (4, 8), (8, 11)], spaces_begin=True) == [0, 0, 0, 1]
-    assert find_words(["(", "a"], [(0, 2), (2, 3)], spaces_begin=False) == [0, 1]  # "( ", "a"
-    assert find_words(["a", "b"], [(0, 0), (0, 1), (2, 2), (2, 3)], spaces_begin=True) == [0, 0, 1, 1]  # trimmed spaces
+    words = ["in", "1996", ","]
+    assert find_words(words, offsets, [0, 1, 1, 1, 2], spaces_begin=True) == [0, 1, 1, 1, 2]
+    assert find_words(words, offsets, [0, 1, 1, 1, 2], spaces_begin=False) == [0, ~1, 1, 1, 2]
+    assert find_words(words, offsets, [0, 1, 2, 2, 3], spaces_begin=True) == [0, ~1, 1, 1, 2]
+    offsets = [(0, 3), (3, 4), (4, 8), (8, 11)]  # "New", " ", "York", " is"
+    assert find_words(["New York", "is"], offsets, [0, 1, 1, 2], spaces_begin=True) == [0, 0, 0, 1]
+    offsets = [(0, 2), (2, 3)]  # "( ", "a"
+    assert find_words(["(", "a"], offsets, [0, 1], spaces_begin=False) == [0, 1]
+    offsets = [(0, 0), (0, 1), (2, 2), (2, 3)]  # spaces are trimmed
+    assert find_words(["a", "b"], offsets, [0, 0, 1, 1], spaces_begin=True) == [0, 0, 1, 1]
     with pytest.raises(CoveredWords) as error:
-        find_words(["a", "big", "dog"], [(0, 1), (1, 9)], spaces_begin=True)
+        find_words(["a", "big", "dog"], [(0, 1), (1, 9)], [0, 1], spaces_begin=True)
     assert (error.value.token, error.value.word) == (1, 1)
 
 

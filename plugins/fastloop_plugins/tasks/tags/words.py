@@ -45,7 +45,7 @@ def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
                 yield [stand_in, ~0]
                 continue
             try:
-                word_ids = find_words(words, encoding.offsets, spaces_begin)
+                word_ids = find_words(words, encoding.offsets, encoding.word_ids, spaces_begin)
             except CoveredWords as error:
                 token = encoding.tokens[error.token]
                 first, second = words[error.word], words[error.word + 1]
@@ -75,17 +75,21 @@ class CoveredWords(Exception):
         self.token, self.word = token, word
 
 
-def find_words(words: Sequence[str], offsets: Sequence[tuple[int, int]], spaces_begin: bool) -> list[int]:
+def find_words(
+    words: Sequence[str], offsets: Sequence[tuple[int, int]], parts: Sequence[int | None], spaces_begin: bool
+) -> list[int]:
     """The word of each token of the text that joins ``words`` by single spaces; ``~word`` for a token of the space
     before a word, which shows nothing of it.
 
     The text of ["in", "1996"] has the tokens "in", " ", "19" and "96" at [(0, 2), (2, 3), (3, 5), (5, 7)]. Their words
-    are [0, ~1, 1, 1], or [0, 1, 1, 1] if ``spaces_begin``.
+    are [0, ~1, 1, 1], or [0, 1, 1, 1] if ``spaces_begin`` and the space and "19" are of one part.
 
     Args:
         offsets: The characters of each token: the first one, and the one after the last.
-        spaces_begin: Whether the token of a space is the first one of its word. A model that reads to the left, such as
-            Llama, knows nothing of the word there.
+        parts: The number of each token's part of the text, as the pre-tokenizer divides it. A token that was added to
+            the tokenizer, such as "<name>", is a part of its own.
+        spaces_begin: Whether the token of a space is the first one of its word, if it is of the same part. A model that
+            reads to the left, such as Llama, knows nothing of the word there.
 
     Raises:
         CoveredWords: A token covers characters of two words.
@@ -101,7 +105,9 @@ def find_words(words: Sequence[str], offsets: Sequence[tuple[int, int]], spaces_
         shown = text[start:end]
         if not shown.strip():
             next_word = min(bisect_right(ends, start), len(words) - 1)
-            word_ids.append(next_word if spaces_begin else ~next_word)
+            is_last = token + 1 == len(parts)
+            begins = spaces_begin and not is_last and parts[token] == parts[token + 1]
+            word_ids.append(next_word if begins else ~next_word)
             continue
         first = bisect_right(ends, start + len(shown) - len(shown.lstrip()))
         last = bisect_left(ends, start + len(shown.rstrip()))

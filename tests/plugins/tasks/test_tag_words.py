@@ -69,13 +69,17 @@ def test_words_have_the_ids_of_their_text_by_a_real_tokenizer():
         check_words(tokenizer, row["words"])
 
 
-@pytest.mark.parametrize("kind", ["qwen", "llama 3", "digits and bytes", "gemma", "characters", "single bytes"])
-def test_the_target_of_a_number_is_at_its_first_digit(kind):
-    """A space alone shows nothing of the number to a model that reads to the left."""
-    tokenizer, words = tokenizer_of_kind(kind), ["in", "7", "left"]
+LEFTWARD = ["qwen", "llama 2", "llama 3", "mistral", "gemma", "digits and bytes", "characters", "single bytes"]
+
+
+@pytest.mark.parametrize("words", [["in", "7", "left"], ["in", "€", "left"], ["€", "left"]], ids=" ".join)
+@pytest.mark.parametrize("kind", LEFTWARD)
+def test_the_target_of_a_word_is_at_no_space(kind, words):
+    """A space alone shows nothing of the word to a model that reads to the left."""
+    tokenizer = tokenizer_of_kind(kind)
     tokens = tokenizer.tokenize(" ".join(words))
-    first = check_words(tokenizer, words)[1]
-    assert "7" in tokens[first]
+    first = check_words(tokenizer, words)[-2]
+    assert tokens[first] not in (" ", "▁", "Ġ")
 
 
 @pytest.mark.parametrize("kind", WHOLE)

@@ -17,6 +17,9 @@ from typing import Any
 from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.tokens import portions
 
+MARKS = ("▁", "Ġ")
+"""Tokens of a space alone."""
+
 
 def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
     """Yield the ids and targets of each row, in turn: ``[id, target, id, target, ...]``. No special tokens, no
@@ -44,8 +47,11 @@ def encode_rows(tokenizer: Any, rows: Sequence[Any]) -> Iterator[list[int]]:
             if not words:
                 yield [stand_in, ~0]
                 continue
+            offsets = encoding.offsets
+            if not spaces_begin:
+                offsets = without_marks(" ".join(words), encoding.tokens, offsets)
             try:
-                word_ids = find_words(words, encoding.offsets, encoding.word_ids, spaces_begin)
+                word_ids = find_words(words, offsets, encoding.word_ids, spaces_begin)
             except CoveredWords as error:
                 token = encoding.tokens[error.token]
                 first, second = words[error.word], words[error.word + 1]
@@ -65,6 +71,16 @@ def puts_spaces_into_words(tokenizer: Any) -> bool:
         return False
     parts = [part for part, _ in pre_tokenizer.pre_tokenize_str("x 5")]
     return len(parts) == 2 and parts[1] != "5"
+
+
+def without_marks(text: str, tokens: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The characters of each token, and none for the mark of a space. A tokenizer that puts a space before a text, such
+    as Llama 2's, counts the first character to both: "7" has the tokens "▁" and "7", both at (0, 1)."""
+    found = list[tuple[int, int]]()
+    for token, (start, end) in zip(tokens, offsets, strict=True):
+        is_mark = token in MARKS and text[start:end] != token
+        found.append((start, start) if is_mark else (start, end))
+    return found
 
 
 class CoveredWords(Exception):

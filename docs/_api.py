@@ -58,11 +58,12 @@ RULES: dict[type, dict[str, str]] = {
     },
     Batch: {
         "": "yes, in your collator",
-        "samples": LOADER,
         "ids": LOADER,
         "worker": LOADER,
         "is_last_micro_batch": LOADER,
         "unreadable": LOADER,
+        "stream_digest": LOADER,
+        "drawn": LOADER,
         "pin_memory()": CORE,
     },
     Output: {"": "yes, in `compute_loss` and in a wrapper of it"},

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fastloop.state import RunOptimizer
 
 log = logging.getLogger("fastloop")
-COUNTS = attrgetter("loss_weight", "samples", "tokens", "unreadable")
+COUNTS = attrgetter("loss_weight", "samples", "tokens", "drawn", "unreadable")
 """The fields of a ``Batch`` that ``BatchTotals`` sums."""
 
 
@@ -201,8 +201,9 @@ class Run:
     def _start_totals(self, batches: list[Batch]) -> Callable[[], BatchTotals]:
         """Start to sum over the micro-batches of a step, on all processes. The returned function waits for the sums, so
         that the exchange overlaps a forward pass. It is kept in ``_totals``, for ``accumulate_gradients``."""
-        weights, samples, tokens, unreadable = zip(*map(COUNTS, batches), strict=True)
-        own = BatchTotals(sum(weights), sum(samples), sum(tokens), sum(map(len, unreadable)))
+        weights, samples, tokens, drawn, lists = zip(*map(COUNTS, batches), strict=True)
+        unreadable = sum(map(len, lists))
+        own = BatchTotals(sum(weights), sum(samples), sum(tokens), sum(drawn) + unreadable, unreadable)
         self._totals = batches, repeat(own).__next__  # no Python call
         if self.loaders.processes.world_size > 1:
             sums = self.loaders.processes.start_all_reduce_sum(torch.tensor(own, dtype=torch.float64))

@@ -28,7 +28,7 @@ class State:
         step: Optimizer steps done.
         epoch: Epochs completed.
         epoch_samples: Samples drawn in the current epoch, over all processes.
-        samples: Samples trained on so far, over all processes.
+        samples: Samples trained on so far, over all processes, without those that the collator left out.
         tokens: Tokens trained on so far, without padding, over all processes.
         metrics: Split (``validation``, ``test``) -> its newest metrics.
         evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
@@ -80,11 +80,11 @@ class State:
         self.samples += totals.samples
         self.tokens += totals.tokens
         self.unreadable += totals.unreadable
-        self.epoch_samples += totals.samples + totals.unreadable
+        self.epoch_samples += totals.drawn
 
     def skip_samples(self, totals: BatchTotals) -> None:
         """Count samples as drawn in the current epoch."""
-        self.epoch_samples += totals.samples + totals.unreadable
+        self.epoch_samples += totals.drawn
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values, for a checkpoint."""
@@ -97,21 +97,22 @@ class State:
 
 @dataclass(slots=True)
 class Batch:
-    """One micro-batch. A collator may return one to set ``inputs``, ``loss_weight`` and ``tokens``. The loader sets the
-    other fields.
+    """One micro-batch. A collator may return one to set ``inputs``, ``loss_weight``, ``samples`` and ``tokens``. The
+    loader sets the other fields.
 
     Attributes:
         inputs: The argument ``batch`` of ``compute_loss``: any nesting of tensors.
         loss_weight: Samples or target tokens that the loss is the mean over, or the sum of their weights; 0:
             ``samples``.
-        samples: Number of samples.
+        samples: Number of samples in ``inputs``. 0, the default of a collator: it kept all that it was given.
         tokens: Number of tokens without padding. With 0, the default, ``tokens_per_second`` is 0 too.
-        ids: Sample ids: indices of a map-style dataset, positions in an iterable one.
+        ids: Sample ids: indices of a map-style dataset, positions in an iterable one. One for each sample drawn.
         worker: Index of the worker that read it; -1: the process itself.
         is_last_micro_batch: Whether it is its step's last on this process. Only for map-style datasets.
         unreadable: ``(id, reason)`` of each sample that could not be read; see ``Settings.skip_unreadable``.
         stream_digest: Digest of the first sample that its reader found in an iterable dataset: the same for all readers
             of an epoch. Only in the reader's first batch; else empty.
+        drawn: Number of samples that the collator was given. It may have left some out.
     """
 
     inputs: Any
@@ -123,6 +124,7 @@ class Batch:
     is_last_micro_batch: bool = False
     unreadable: tuple[tuple[int, str], ...] = ()
     stream_digest: str = ""
+    drawn: int = 0
 
     def pin_memory(self) -> Batch:
         """Called by torch's DataLoader when ``pin_memory`` is on."""
@@ -139,17 +141,19 @@ class BatchTotals(NamedTuple):
         weight: Sum of ``loss_weight``.
         samples: Number of samples.
         tokens: Number of tokens without padding.
+        drawn: Number of samples that the step takes from the epoch: read by the collator, or unreadable.
         unreadable: Number of samples that could not be read.
     """
 
     weight: float
     samples: int
     tokens: int
+    drawn: int
     unreadable: int
 
     @classmethod
     def read(cls, totals: Tensor) -> BatchTotals:
-        """The totals in a tensor of shape (4,), float64."""
+        """The totals in a tensor of shape (5,), float64."""
         weight, *counts = totals.tolist()
         return cls(weight, *map(int, counts))
 

@@ -6,13 +6,15 @@ The number of workers does not change the samples. ``streams`` reads iterable on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import getitem
 from typing import Any, Protocol
 
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from fastloop.data.sampler import MicroBatchIds
+from fastloop.errors import UsageError
 from fastloop.runtime.random_states import Generator, find_generators, seed_all, seed_generators
 from fastloop.state import Batch
 
@@ -74,8 +76,9 @@ class Numbered(tuple[int, Any]):
 
 
 class Filler(list[Any]):
-    """A sample with weight 0, for a process without a share of an epoch's last micro-step. That process must compute,
-    too, because the others wait for its gradients."""
+    """Samples of which one is computed with weight 0, on a process without a share of an epoch's last micro-step. That
+    process must compute, too, because the others wait for its gradients. It takes the first sample that the collator
+    does not leave out."""
 
     stream_digest: str = ""
 
@@ -134,21 +137,57 @@ class Collate:
         ids, first = read.ids, next(iter(samples), None)
         if isinstance(first, Numbered):
             ids, samples = tuple(position for position, _ in samples), [sample for _, sample in samples]
-        result = self.collator(first if isinstance(first, Filler) else samples)
-        batch = result if isinstance(result, Batch) else Batch(result)
-        batch.samples, batch.ids, batch.is_last_micro_batch, batch.unreadable = (
-            len(samples),
-            ids,
-            read.is_last_micro_batch,
-            read.unreadable,
-        )
-        batch.loss_weight = batch.loss_weight or batch.samples
-        batch.stream_digest = getattr(first, "stream_digest", "")
         if isinstance(first, Filler):
-            batch.samples = batch.loss_weight = batch.tokens = 0
+            batch = self._collate_filler(first)
+            batch.samples = batch.drawn = batch.tokens = 0
+            batch.loss_weight = 0
+        else:
+            batch = self._collate(samples)
+        batch.ids = ids
+        batch.is_last_micro_batch = read.is_last_micro_batch
+        batch.unreadable = read.unreadable
+        batch.stream_digest = getattr(first, "stream_digest", "")
         info = get_worker_info()
         batch.worker = info.id if info is not None else -1
         return batch
+
+    def _collate(self, samples: list[Any]) -> Batch:
+        result = self.collator(samples)
+        batch = result if isinstance(result, Batch) else Batch(result)
+        batch.drawn = len(samples)
+        batch.samples = batch.samples or batch.drawn
+        batch.loss_weight = batch.loss_weight or batch.samples
+        return batch
+
+    def _collate_filler(self, candidates: Filler) -> Batch:
+        """Collate the first sample that can be collated alone: a collator fails if it leaves out the only one."""
+        for sample in candidates[:-1]:
+            with suppress(Exception):
+                return self._collate([sample])
+        return self._collate(candidates[-1:])
+
+
+def check_dataset(dataset: Any, place: str) -> None:
+    """Check that a dataset can be read again in each epoch and evaluation.
+
+    Args:
+        place: The key or argument that it was given as, for messages.
+
+    Raises:
+        UsageError: It is an iterator, or a loader.
+    """
+    kind = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            f"{place}: found a {kind}, which makes batches itself. Expected its dataset: train.batch_size, "
+            "train.eval_batch_size and the plugin dataloader-workers set what a DataLoader takes."
+        )
+    if isinstance(dataset, Iterator) and not isinstance(dataset, Dataset):
+        raise UsageError(
+            f"{place}: found a {kind}, which can be read once: later epochs and evaluations would find it empty. "
+            "Expected a dataset that begins again: make a list of it, or write a class derived from "
+            "torch.utils.data.IterableDataset with a method __iter__ that yields the samples."
+        )
 
 
 def fingerprint(dataset: Any) -> str:

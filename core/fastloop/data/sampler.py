@@ -100,7 +100,7 @@ class StepSampler(Sampler[MicroBatchIds]):
         for start, parts in self.steps(self.start):
             for first in range(0, len(parts), self.world_size):
                 own = first + self.rank
-                ids = MicroBatchIds(parts[own] if own < len(parts) else parts[first][:1])
+                ids = MicroBatchIds(parts[own] if own < len(parts) else parts[first])
                 ids.is_filler, ids.is_last_micro_batch = own >= len(parts), first + self.world_size >= len(parts)
                 ids.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:own])))) % 2**32
                 yield ids

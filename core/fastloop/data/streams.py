@@ -112,7 +112,7 @@ class Stream(IterableDataset[Any]):
                 break
             if number == 0 and self.compares_samples:
                 digest = sample_digest(group[0])
-            last = group[-1]
+            last_group = group
             if number % readers == reader:
                 pending.append((start + number * self.batch, group))
             if self.batches_per_step and ((number + 1) % self.batches_per_step or len(group) < self.batch):
@@ -129,7 +129,7 @@ class Stream(IterableDataset[Any]):
         if not self.batches_per_step and any(
             place % readers == reader for place in range(number, number + -number % self.world_size)
         ):
-            filler = Filler([last])
+            filler = Filler(reversed(last_group))
             filler.stream_digest = digest
             yield filler
 
@@ -144,9 +144,9 @@ class Stream(IterableDataset[Any]):
             yield from map(Numbered, samples)
         number = -(-(end - start) // self.batch)
         if any(filler % readers == reader for filler in range(number, number + -number % self.world_size)):
-            yield from (
-                Filler([sample]) for ((_, sample),) in self.dataset.read_ranges(epoch, [range(start, start + 1)])
-            )
+            first_range = range(start, min(start + self.batch, end))
+            for samples in self.dataset.read_ranges(epoch, [first_range]):
+                yield Filler(sample for _, sample in samples)
 
 
 def check_drop_last(split: str, dataset: Any, shuffle: bool) -> None:

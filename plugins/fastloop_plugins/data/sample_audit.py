@@ -54,6 +54,7 @@ class SampleAudit(Plugin):
         super().__init__(**options)
         self.file: IO[str] | None = None
         self.loaded = False
+        self.drawn = 0  # samples drawn in the epoch, over all processes
         self.unrecorded = -1  # epoch whose beginning is not recorded
         # over all checked epochs, on the main process
         self.totals = {"epochs": 0, "missing": 0, "repeated": 0, "unknown": 0}
@@ -114,13 +115,13 @@ class SampleAudit(Plugin):
 
     @hookimpl
     def before_epoch(self, run: Run) -> None:
-        self.start = run.state.samples - run.state.epoch_samples
+        self.drawn = run.state.epoch_samples
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
         assert self.file is not None
         rows = [
-            {"worker": batch.worker} | ({"ids": batch.ids} if self.has_ids else {"samples": batch.samples})
+            {"worker": batch.worker} | ({"ids": batch.ids} if self.has_ids else {"samples": batch.drawn})
             for batch in batches
             if batch.samples  # batches without samples only keep processes in step
         ]
@@ -129,8 +130,12 @@ class SampleAudit(Plugin):
         self.file.flush()  # a killed process loses no line
 
     @hookimpl
+    def after_step(self, run: Run) -> None:
+        self.drawn = run.state.epoch_samples
+
+    @hookimpl
     def after_epoch(self, run: Run) -> None:
-        self._verify(run, run.state.epoch - 1, run.state.samples - self.start, done=True)
+        self._verify(run, run.state.epoch - 1, self.drawn, done=True)
 
     @hookimpl
     def after_fit(self, run: Run) -> None:
@@ -162,7 +167,7 @@ class SampleAudit(Plugin):
         if self.file is not None:
             self.file.close()
 
-    def _verify(self, run: Run, epoch: int, samples: int, done: bool) -> None:
+    def _verify(self, run: Run, epoch: int, drawn: int, done: bool) -> None:
         """Check an epoch on the main process, and act on the result on every process.
 
         Raises:
@@ -172,7 +177,7 @@ class SampleAudit(Plugin):
         wrong = ""
         if run.is_main:
             try:
-                wrong = self._check(run, epoch, samples, done)
+                wrong = self._check(run, epoch, drawn, done)
             except (OSError, ValueError, KeyError, TypeError) as error:
                 wrong = f"{self.files.folder} cannot be read: {type(error).__name__}: {error}"
         wrong = run.processes.all_gather_object(wrong)[0]
@@ -185,10 +190,10 @@ class SampleAudit(Plugin):
         if run.is_main:
             logger.warning("%s", message)
 
-    def _check(self, run: Run, epoch: int, samples: int, done: bool) -> str:
-        """Describe the problems of an epoch in which ``samples`` samples were trained on; empty if there are none."""
+    def _check(self, run: Run, epoch: int, drawn: int, done: bool) -> str:
+        """Describe the problems of an epoch of which ``drawn`` samples were drawn; empty if there are none."""
         stream = run.train_loader.epoch_samples is None  # ids are positions
-        size = length_hint(run.datasets["train"], samples) if done or not stream else samples
+        size = length_hint(run.datasets["train"], drawn) if done or not stream else drawn
 
         def ids() -> Iterator[list[int]]:
             for rank, _, batch in self.files.batches(epoch):

@@ -107,7 +107,13 @@ def predict_dataset(run: Run, loader: Loader) -> dict[str, list[Any]]:
             problem = _find_problem(found, len(batch.ids))
             if problem or found is None:
                 task = run.plugins.in_slot("task")
-                raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.")
+                remedy = ""
+                if batch.samples != batch.drawn:
+                    remedy = (
+                        f" The collator made {batch.samples} of {batch.drawn} samples, and which ones is not known. "
+                        "Predict a dataset of which it keeps every sample, such as a torch.utils.data.Subset."
+                    )
+                raise PluginError(f"{run.recipe.where}: the task {task!r} cannot predict: {problem}.{remedy}")
             for name, values in found.items():
                 values = values.cpu() if isinstance(values, torch.Tensor) else values
                 columns.setdefault(name, {}).update(zip(batch.ids, values, strict=True))

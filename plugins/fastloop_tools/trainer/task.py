@@ -99,8 +99,7 @@ class TrainerTask(Plugin):
                 "the dataset pad them."
             )
             collate = DefaultCollator(tokenizer, remedy, run.settings.pad_to_multiple_of)
-        counter = TargetCounter(collate, self.loss, self.model)
-        return collate if counter.count is None else counter
+        return TargetCounter(collate, self.loss, self.model)
 
     @hookimpl
     def build_model(self) -> nn.Module:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_flatten
 from torch.utils.data import default_collate
 
 from fastloop import Batch, UsageError
@@ -138,46 +139,122 @@ class TargetRule:
 
 
 class TargetCounter:
-    """Sets the ``loss_weight`` of batches to their number of targets. Keeps one that the collator has set, but not for
-    ``ClassLoss``.
+    """Sets the ``samples`` of a batch to those that the collator kept, and its ``loss_weight`` to the number of
+    targets.
+
+    It keeps the values that the collator has set, except the ``loss_weight`` for ``ClassLoss``.
 
     Attributes:
         count: The function for the targets of batches ``(inputs, targets)`` and the ``labels`` of mappings; None:
             samples are counted.
+        deterministic: As in ``DatasetProtocol``: that of the collator.
+
+    Raises:
+        DataError: The collator left all samples out.
+        UsageError: ``ClassLoss`` finds no targets.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any], loss: Any, model: nn.Module | None = None) -> None:
-        self.collate, self.loss, self.count = collate, loss, count_for_loss(loss)
+        self.collate, self.count = collate, count_for_loss(loss)
+        # spawned workers get a copy of the counter: a loss may be a lambda, which cannot be copied
+        self.class_loss = loss if isinstance(loss, ClassLoss) else None
+        self.model_computes_loss = loss is None
+        self.deterministic = getattr(collate, "deterministic", False)
         if model is not None:
             self.set_model(model)
 
     def set_model(self, model: nn.Module) -> None:
         """Count for the loss of a model, which computes it if there is no loss function. Call it before the first
         batch."""
-        if self.loss is None:
+        if self.model_computes_loss:
             self.count = count_for_model(model)
 
     def __call__(self, samples: list[Any]) -> Any:
         result = self.collate(samples)
-        if self.count is None:
-            return result
         batch = result if isinstance(result, Batch) else Batch(result)
-        inputs, has_classes = batch.inputs, isinstance(self.loss, ClassLoss)
-        if batch.loss_weight and not has_classes:
-            return result
-        if isinstance(inputs, Sequence) and len(inputs) == 2:
-            targets = inputs[1]
-        elif has_classes:
+        _, targets = _parts(batch.inputs)
+        if self.class_loss is not None and not _is_pair(batch.inputs):
             raise UsageError(
-                f"{self.loss.where}: needs batches (inputs, targets), and found one of type {type(inputs).__name__}."
+                f"{self.class_loss.where}: needs batches (inputs, targets), and found one of type "
+                f"{type(batch.inputs).__name__}."
             )
-        else:
-            targets = inputs.get("labels") if isinstance(inputs, Mapping) else None
-        weight = self.count(targets) if isinstance(targets, Tensor) else 0
-        if result is not batch and weight in (0, len(samples)):  # plugins that wrap the collator read the plain inputs
-            return result
-        batch.loss_weight = weight
+        kept = batch.samples or count_samples(batch.inputs, len(samples))
+        if kept == 0:
+            raise DataError(
+                f"the collator left out all {len(samples)} samples of a micro-batch. Expected at least one. Leave "
+                "samples out of the dataset instead (torch.utils.data.Subset), or use larger micro-batches."
+            )
+        weight: float = 0
+        if self.count is not None and isinstance(targets, Tensor):
+            weight = self.count(targets)
+        if not weight:
+            weight = kept
+        if result is not batch and weight == kept == len(samples):
+            return result  # plugins that wrap the collator read the plain inputs
+        batch.samples = kept
+        if self.class_loss is not None or not batch.loss_weight:
+            batch.loss_weight = weight
         return batch
+
+
+def count_samples(inputs: Any, drawn: int) -> int:
+    """The number of samples in a batch. A collator may leave samples out, or make several of one.
+
+    It is the length of the targets, if another tensor of the batch has this length, too. Without targets, all tensors
+    of a mapping must have the same length. Otherwise the shapes do not show it, and the batch has the samples that were
+    drawn. For example:
+
+    * inputs (29, 8), targets (29,): 29 samples, of 32 drawn;
+    * inputs (5, 32, 8), targets (5, 32), 32 drawn: 32 samples, with positions in the first dimension;
+    * inputs (50, 32, 8), targets (117,), as CTC takes them, 32 drawn: 32 samples.
+
+    Args:
+        inputs: ``(inputs, targets)``, a mapping, or anything else.
+        drawn: The number of samples that the collator was given.
+    """
+    if inputs is None:
+        return 0
+    values, targets = _parts(inputs)
+    if isinstance(targets, Tensor) and targets.dim():
+        if len(targets) == drawn:
+            return drawn  # as most batches
+        shapes = _shapes(values)
+        length = len(targets)
+        agrees = any(shape[0] == length for shape in shapes)
+        shapes.append(targets.shape)
+    elif isinstance(values, Tensor) and values.dim():
+        shapes = _shapes(targets)
+        length = len(values)
+        agrees = bool(shapes) and all(shape[0] == length for shape in shapes)
+        shapes.append(values.shape)
+    elif isinstance(values, Mapping) and all(isinstance(value, Tensor) for value in values.values()):
+        shapes = _shapes(values)
+        length = shapes[0][0] if shapes else drawn
+        agrees = all(shape[0] == length for shape in shapes)
+    else:
+        return drawn
+    positions_come_first = all(len(shape) > 1 and shape[1] == drawn for shape in shapes)
+    return length if agrees and not positions_come_first else drawn
+
+
+def _is_pair(inputs: Any) -> bool:
+    return isinstance(inputs, Sequence) and len(inputs) == 2
+
+
+def _parts(inputs: Any) -> tuple[Any, Any]:
+    """The values that the model reads, and the targets of the loss; None: there are none."""
+    if _is_pair(inputs):
+        return inputs[0], inputs[1]
+    if isinstance(inputs, Mapping):
+        values = {name: value for name, value in inputs.items() if name != "labels"}
+        return values, inputs.get("labels")
+    return inputs, None
+
+
+def _shapes(values: Any) -> list[torch.Size]:
+    """The shapes of all tensors that have a dimension."""
+    leaves, _ = tree_flatten(dict(values) if isinstance(values, Mapping) else values)
+    return [leaf.shape for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()]
 
 
 def count_for_loss(loss: Any) -> Callable[[Tensor], float] | None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fastloop import agreement, log_points
 from fastloop.checkpoint import resume
-from fastloop.errors import PluginError
+from fastloop.errors import DataError, PluginError
 from fastloop.evaluation_results import EvaluationResults, evaluating
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime.random_states import preserve_random_states
@@ -84,10 +84,13 @@ def fit(run: Run) -> None:
 
 
 def train(run: Run) -> None:
-    """Train the remaining epochs, starting at the run's counters."""
+    """Train the remaining epochs, starting at the run's counters.
+
+    Raises:
+        DataError: An epoch gave no sample.
+    """
     state, hooks, schedule = run.state, run.hooks, run.schedule
     while not schedule.are_epochs_done() and not schedule.should_stop():
-        first_step = state.step
         with preserve_random_states(state.epoch_samples > 0):
             hooks.before_epoch(run=run)
         for batches in run.to_device(run.train_loader.steps(state.epoch, state.epoch_samples)):
@@ -111,10 +114,10 @@ def train(run: Run) -> None:
                 break
         if run.interrupted or not schedule.is_epoch_done():
             break
+        if state.epoch_samples == 0:
+            raise DataError(no_sample(run, "train"))
         run.train_loader.check_length(state.epoch_samples)
         state.epoch, state.epoch_samples = state.epoch + 1, 0
-        if state.step == first_step and run.recipe.train.epochs is None:  # else the loop would not end
-            state.request_stop(f"the training data gave no sample in epoch {state.epoch}")
         hooks.after_epoch(run=run)
         if schedule.evaluation_due(epoch_ended=True):
             evaluate(run, "validation")
@@ -256,6 +259,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
     The host reads the device only after the last batch.
 
     Raises:
+        DataError: The split gave no sample.
         EvaluationInterrupted: A signal stopped the run; raised on every process.
         MetricError: A metric failed, or its value is not one number.
         ProcessesDisagree: A metric keeps states that processes cannot gather.
@@ -268,4 +272,17 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
             results.add(output, batch.loss_weight, batch.samples)
         *sums, metrics = results.read()
     total, weight = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-    return {"loss": total / weight if weight else float("nan"), **metrics}
+    if not weight:
+        raise DataError(no_sample(run, split))
+    return {"loss": total / weight, **metrics}
+
+
+def no_sample(run: Run, split: str) -> str:
+    """The message of an epoch or an evaluation without a sample."""
+    dataset = type(run.datasets[split]).__name__
+    place = f"epoch {run.state.epoch}" if split == "train" else "its evaluation"
+    return (
+        f"{run.recipe.where}: data: the {split} split ({dataset}) gave no sample in {place}. Expected at least one, or "
+        "one full step with train.drop_last. An iterable dataset must begin again at each call of its __iter__: it may "
+        "not return an iterator that it keeps."
+    )

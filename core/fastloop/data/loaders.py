@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, IterableDataset
 
-from fastloop.data.datasets import fingerprint
+from fastloop.data.datasets import check_dataset, fingerprint
 from fastloop.data.loader import Loader
 from fastloop.errors import RecipeError
 
@@ -79,8 +79,10 @@ class Loaders:
 
         Raises:
             RecipeError: A split is empty.
+            UsageError: A split is an iterator or a loader.
         """
         for split, dataset in datasets.items():
+            check_dataset(dataset, f"{self._recipe.where}: data: the {split} split")
             if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
                 raise RecipeError(
                     f"{self._recipe.where}: data: the {split} split is empty. Expected at least one sample."

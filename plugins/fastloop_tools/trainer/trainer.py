@@ -40,7 +40,8 @@ class Trainer:
     Args:
         model: Any module. For batches that are mappings, it must return an object with ``.loss``. For
             ``(inputs, targets)``, pass ``loss``.
-        train_loader: A ``DataLoader``, or a dataset together with ``batch_size=``. The loader's batch size is that of
+        train_loader: A ``DataLoader``, or a dataset together with ``batch_size=``. Without ``batch_size=``, a list of
+            batches is taken as such: each is an optimizer step. The loader's batch size is that of
             an optimizer step, over all processes. fastloop keeps the loader's collator, order, ``drop_last`` and
             workers, and refuses settings that it cannot keep: docs/checks/python.md has a table. ``shuffle=True``
             without a generator shuffles by ``seed`` and epoch.
@@ -99,7 +100,12 @@ class Trainer:
             "validation": ("eval_loader", eval_loader),
             "test": ("test_loader", test_loader),
         }
-        splits = {split: read_loader(name, loader) for split, (name, loader) in given.items() if loader is not None}
+        self._has_batch_size = "batch_size" in train
+        splits = {
+            split: read_loader(name, loader, self._has_batch_size)
+            for split, (name, loader) in given.items()
+            if loader is not None
+        }
         if isinstance(optimizer, str | Mapping):
             train["optimizer"] = optimizer if isinstance(optimizer, str) else dict(optimizer)
             optimizer = None
@@ -164,7 +170,7 @@ class Trainer:
         """
         if data is None and "validation" not in self.task.splits:
             raise UsageError("validate: found no data. Pass a loader or a dataset, or eval_loader= to Trainer.")
-        task = self.task if data is None else self.task.with_split("validation", read_loader("data", data))
+        task = self.task if data is None else self._with_split("validation", data)
 
         def evaluate() -> dict[str, float]:
             with self._inference(task, "validation") as run:
@@ -191,7 +197,7 @@ class Trainer:
             UsageError: The loader's sampler leaves samples out or repeats them, or the model returned no outputs.
             Exception: The original exception of user code, as in ``fit``.
         """
-        task = self.task.with_split("predict", runs.in_order(read_loader("data", data)))
+        task = self._with_split("predict", data, keeps_order=True)
 
         def predict() -> dict[str, Any]:
             with self._inference(task, "predict") as run:
@@ -219,6 +225,10 @@ class Trainer:
             return path
 
         return runs.call(self.task, save)
+
+    def _with_split(self, split: str, data: Any, keeps_order: bool = False) -> TrainerTask:
+        loader = read_loader("data", data, self._has_batch_size)
+        return self.task.with_split(split, runs.in_order(loader) if keeps_order else loader)
 
     def _inference(self, task: TrainerTask, split: str) -> AbstractContextManager[Run]:
         recipe = replace(self.recipe, train=self._train)

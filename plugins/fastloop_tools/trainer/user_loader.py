@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, SequentialSampler
 
+from fastloop.data.datasets import check_dataset
 from fastloop.errors import UsageError
+from fastloop_tools.trainer.batch_list import BatchList, kind_of_elements
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,12 @@ class UserLoader:
     reading: dict[str, Any] = field(default_factory=dict)
 
 
-def read_loader(name: str, loader: Any) -> UserLoader:
-    """Read the settings of a loader or a dataset.
+def read_loader(name: str, loader: Any, has_batch_size: bool) -> UserLoader:
+    """Read the settings of a loader, a dataset or a list of batches.
 
     Args:
         name: Name of the argument, for messages: ``train_loader``.
+        has_batch_size: Whether the user gave ``batch_size=``. Otherwise a list or iterable may hold batches.
 
     Raises:
         UsageError: fastloop cannot keep a setting; the message states what to do instead.
@@ -43,7 +46,8 @@ def read_loader(name: str, loader: Any) -> UserLoader:
             raise UsageError(
                 f"{name} is a {type(loader).__name__}. Expected a torch.utils.data.DataLoader, or a dataset."
             )
-        return UserLoader(loader)
+        check_dataset(loader, name)
+        return UserLoader(loader) if has_batch_size else _read_elements(name, loader)
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__:
         raise UsageError(
@@ -84,6 +88,35 @@ def read_loader(name: str, loader: Any) -> UserLoader:
         BatchSampler(sampler, batches.batch_size, batches.drop_last),
         _reading(loader),
     )
+
+
+def _read_elements(name: str, dataset: Any) -> UserLoader:
+    """A list of samples or of batches, or an iterable of samples.
+
+    Raises:
+        UsageError: An iterable gives batches, or the elements may be either.
+    """
+    is_list = isinstance(dataset, list | tuple)
+    is_iterable = not isinstance(dataset, Dataset) and not hasattr(dataset, "__getitem__")
+    if not is_list and not is_iterable:
+        return UserLoader(dataset)
+    first = next(iter(dataset), None)
+    kind = kind_of_elements(first)
+    if kind == "samples":
+        return UserLoader(dataset)
+    if kind == "unclear":
+        raise UsageError(
+            f"{name}: found a {type(dataset).__name__} whose elements may be samples or batches: their tensors have "
+            "equal lengths. If they are samples, give batch_size=. If they are batches, give "
+            "DataLoader(TensorDataset(...), batch_size=...)."
+        )
+    if not is_list:
+        raise UsageError(
+            f"{name}: found a {type(dataset).__name__}, which gives batches, and fastloop cuts samples into batches "
+            "itself. Give list(...) of it, or a torch.utils.data.IterableDataset of samples and batch_size=."
+        )
+    batches = BatchList(dataset, name)
+    return UserLoader(batches, sampler=BatchSampler(SequentialSampler(batches), batches.batch_size, drop_last=False))
 
 
 def _reading(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import threading
 from collections import deque
@@ -484,25 +485,43 @@ def test_a_killed_run_leaves_no_lock():
     assert Path("run/.lock").read_text() == ""
 
 
-def test_without_file_locks_the_process_is_checked(monkeypatch):
-    """a file system without locks: refused while the process in the lock file lives on this host"""
-
-    def no_locks(*arguments: Any) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "lockf", no_locks)  # there is no such file system to be had here
+@pytest.mark.parametrize("has_locks", [True, False])
+def test_the_lock_of_a_live_run_is_not_to_be_removed(has_locks, monkeypatch):
+    """a second run on the host of the first: refused, and not told to remove the lock"""
+    if not has_locks:
+        monkeypatch.setattr(fcntl, "lockf", no_locks)
     Path("run").mkdir()
     child = os.fork()
     if child == 0:
         Lock(Path("run"), "recipe.yaml")
-        os.write(1, b"")
         signal.pause()
     until(lambda: Path("run/.lock").exists() and Path("run/.lock").read_text())
-    with pytest.raises(RecipeError, match=f"run is in use by process {child} on"):
+    with pytest.raises(RecipeError, match=f"run is in use by process {child} on") as refused:
         Lock(Path("run"), "recipe.yaml")
+    assert ".lock" not in str(refused.value)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     Lock(Path("run"), "recipe.yaml").release()
+
+
+def test_without_file_locks_a_later_process_with_the_id_of_the_owner_is_no_owner(monkeypatch):
+    """a file system without locks, and a host that restarted: the folder is free"""
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    Path("run").mkdir()
+    owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": "2001-02-03 04:05:06"}
+    Path("run/.lock").write_text(json.dumps(owner))
+    Lock(Path("run"), "recipe.yaml").release()
+
+
+def no_locks(*arguments: Any) -> None:
+    """``fcntl.lockf`` on a file system without locks: there is none to be had here."""
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_without_file_locks_a_process_elsewhere_may_live(monkeypatch):
+    """a file system without locks, and an owner on another host: refused, with the file to remove"""
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    Path("run").mkdir()
     Path("run/.lock").write_text(json.dumps({"pid": os.getpid(), "host": "elsewhere", "since": "today"}))
     with pytest.raises(RecipeError, match=r"on elsewhere, since today.* If it is surely gone, remove run/\.lock"):
         Lock(Path("run"), "recipe.yaml")

@@ -179,7 +179,9 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(("size", "rows", "settings"), [(20, 100, {}), (30, 100, {}), (20, 100, {"micro_batch_size": 5})])
+@pytest.mark.parametrize(
+    ("size", "rows", "settings"), [(20, 100, {}), (30, 100, {}), (20, 100, {"micro_batch_size": 5})]
+)
 def test_a_list_of_batches_gives_the_steps_of_a_loop(form, size, rows, settings):
     made = trainer(FORMS[form](batches(size, rows)), FORMS[form](batches(7, 50)), **settings)
     summary = made.fit()

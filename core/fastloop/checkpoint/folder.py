@@ -35,11 +35,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("fastloop")
 
 
+SINCE = "%Y-%m-%d %H:%M:%S"
+"""Format of the local time in a lock."""
+
+
 class Lock:
     """Locks a run folder for this process, with the file ``.lock``, which names the owner.
 
     The operating system releases the lock when the process ends. Children do not inherit it, unlike a lock of
-    ``flock``. On a file system without locks, the folder is in use if the named process exists.
+    ``flock``. On a file system without locks, the folder is in use if the named process exists. That of another host
+    cannot be looked up: only then does the message propose to remove the file.
 
     Raises:
         RecipeError: Another process holds the lock.
@@ -49,22 +54,24 @@ class Lock:
 
     def __init__(self, folder: Path, where: str) -> None:
         self.file = files.no_follow(str(folder / ".lock"), os.O_RDWR | os.O_CREAT)
+        remedy = "Wait for it to end, or set another output."
         try:
             platform_support.lock(self.file)
             # another run has just moved it aside
             in_use = not os.path.samestat(os.fstat(self.file), (folder / ".lock").stat())
         except OSError as error:
-            in_use = error.errno in (errno.EACCES, errno.EAGAIN) or self._owner_may_live()
+            in_use = error.errno in (errno.EACCES, errno.EAGAIN)
+            if not in_use:  # the file system has no locks
+                in_use = self._owner_may_live()
+                if self._owner_is_elsewhere():
+                    remedy += f" If it is surely gone, remove {folder / '.lock'}."
         if in_use:
             owner = self._owner()
             os.close(self.file)
             who = "process {pid} on {host}, since {since}".format(**owner) if owner else "another process"
-            raise RecipeError(
-                f"{where}: output: {folder} is in use by {who}. Wait for it to end, or set another output. "
-                f"If it is surely gone, remove {folder / '.lock'}."
-            )
+            raise RecipeError(f"{where}: output: {folder} is in use by {who}. {remedy}")
         with contextlib.suppress(OSError):  # on a full disk, the lock works without the owner's name
-            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+            owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(SINCE)}
             os.ftruncate(self.file, 0)
             os.lseek(self.file, 0, os.SEEK_SET)
             os.write(self.file, json.dumps(owner).encode())
@@ -77,10 +84,23 @@ class Lock:
         except (OSError, ValueError, AttributeError):
             return None
 
+    def _owner_is_elsewhere(self) -> bool:
+        owner = self._owner()
+        return owner is not None and owner["host"] != socket.gethostname()
+
     def _owner_may_live(self) -> bool:
-        return (owner := self._owner()) is not None and (
-            owner["host"] != socket.gethostname() or psutil.pid_exists(owner["pid"])
-        )
+        owner = self._owner()
+        if owner is None or self._owner_is_elsewhere():
+            return owner is not None
+        try:
+            started = psutil.Process(owner["pid"]).create_time()
+        except psutil.Error:
+            return False
+        try:
+            locked = time.mktime(time.strptime(owner["since"], SINCE))
+        except ValueError:
+            return True
+        return started < locked + 1  # else a later process has its id; the time is written in whole seconds
 
     def release(self) -> None:
         """Release the lock."""

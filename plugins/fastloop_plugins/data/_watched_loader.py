@@ -28,6 +28,7 @@ from fastloop import Batch
 from fastloop.data.loader import explain_error
 from fastloop.errors import DataError
 from fastloop.runtime import platform_support
+from fastloop.runtime.main_module import ADVICE, EXIT_IMPORTED
 
 CHECKED_WITH = "2.13"
 """The torch release that this file was compared with."""
@@ -111,6 +112,8 @@ class WatchedLoader(DataLoader[Any]):
             message = explain_error(error)
             is_full = "shared memory" in message or getattr(error, "errno", 0) == errno.ENOSPC
             return DataError(f"{message}. {shared_memory_advice()}" if is_full else message)
+        if process.exitcode == EXIT_IMPORTED:
+            return DataError(f"the workers that read data could not start. {ADVICE}")
         name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
         cause = f"was ended by {name}" if name else f"ended with exit code {process.exitcode}"
         advice = (

@@ -23,6 +23,7 @@ from fastloop import Plugin, Run, UsageError, lifecycle, loop
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
 from fastloop.recipe import Recipe, make_recipe
 from fastloop.runtime.files import apply_umask
+from fastloop.runtime.main_module import stop_in_spawned_process
 from fastloop_tools.inference.chunks import predict_dataset
 from fastloop_tools.trainer import runs
 from fastloop_tools.trainer.arguments import check_arguments, check_metrics
@@ -93,6 +94,7 @@ class Trainer:
         resume: bool | str | Path = False,
         **train: Any,
     ) -> None:
+        stop_in_spawned_process()
         check_arguments(train, inspect.signature(Trainer).parameters)
         check_metrics(metrics)
         given = {

@@ -27,7 +27,7 @@ from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.plugins.installed import part
-from fastloop.plugins.manager import make_crash
+from fastloop.plugins.manager import PluginSet, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.run import Run
@@ -153,6 +153,20 @@ def close_after(run: Run) -> Iterator[None]:
                     run, run._summary | {"status": "failed", "reason": str(error) or type(error).__name__}
                 )
             raise error
+
+
+def release(run: Run) -> None:
+    """Remove the plugins of a closed run. Its weights, metrics and counters stay.
+
+    Plugins keep the run that they are part of. Without this, the reference cycle would keep the model and the state of
+    its optimizer until Python's garbage collector happens to run.
+    """
+    manager = run.plugins.manager
+    for plugin in run.plugins:
+        manager.silence(plugin)
+        manager.unregister(plugin)
+    run.plugins = PluginSet([])
+    run.hooks = run.plugins.hooks
 
 
 def _teardown(run: Run) -> BaseException | None:

@@ -6,6 +6,7 @@ The core finds this module by its entry point, for `fastloop train --trace-hooks
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -25,15 +26,17 @@ def replace(plugins: PluginSet, replacement: Replacement) -> Callable[..., None]
     manager, replaced = plugins.manager, []
     for plugin in plugins:
         for impl, hook in manager.implementations(plugin) if plugin.name not in manager.disabled else ():
-            replaced.append((impl, hook, impl.function, replacement(plugin, hook, impl.function, impl.wrapper)))
-            impl.function = replaced[-1][3]
+            before = impl.function
+            impl.function = replacement(plugin, hook, before, impl.wrapper)
+            # the function often holds the owner of ``undo``: a reference cycle would keep the plugins, and the model
+            replaced.append((impl, hook, before, weakref.ref(impl.function)))
 
     def undo(hooks: Collection[str] | None = None) -> None:
         for impl, hook, before, function in replaced:
             if (
                 impl.plugin.name not in manager.disabled
                 if hooks is None
-                else hook in hooks and impl.function is function
+                else hook in hooks and impl.function is function()
             ):
                 impl.function = before
 

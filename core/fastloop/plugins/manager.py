@@ -108,6 +108,12 @@ class Hooks(pluggy.PluginManager):
                 if impl.plugin is plugin:
                     yield impl, caller.name
 
+    def silence(self, plugin: Plugin, except_for: str = "") -> None:
+        """Let the hooks of a plugin do nothing, except for one of them."""
+        for impl, hook in self.implementations(plugin):
+            if hook != except_for:
+                impl.function = do_nothing
+
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns
         whether the run continues. The ``teardown`` of a disabled plugin is still called."""
@@ -120,10 +126,13 @@ class Hooks(pluggy.PluginManager):
             return False
         reason = str(make_crash(plugin, hook, error))
         self.disabled.setdefault(plugin.name, reason)  # if teardown fails too, the first reason is the cause
-        for impl, implemented in self.implementations(plugin):
-            impl.function = impl.function if implemented == "teardown" else lambda *arguments: None
+        self.silence(plugin, except_for="teardown")
         log.warning("%s. The plugin is disabled, and the run continues", reason)
         return True
+
+
+def do_nothing(*arguments: Any) -> None:
+    """The implementation of a hook whose plugin is disabled."""
 
 
 def own_implementations() -> list[ModuleType]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import logging
 import signal
+import sys
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,6 +51,7 @@ class Fits:
         self._step = 0  # optimizer steps of the earlier calls
         self._modules: dict[str, type] = {}
         self._completed = False
+        self._release: weakref.finalize[..., Fits] | None = None  # of the newest run, once the ``Trainer`` is gone
 
     def start(self) -> Path | None:
         """Begin a call. Returns the run folder or checkpoint to resume from; None: the run starts from the beginning.
@@ -55,6 +60,7 @@ class Fits:
             UsageError: The run is complete, its weights have changed and no checkpoint has them, or plugins changed the
                 model's structure.
         """
+        _import_compiler()
         modules = _modules(self.task.model)
         self.count += 1
         if self._run is None:
@@ -87,8 +93,12 @@ class Fits:
     @contextmanager
     def open_run(self, resolved: ResolvedRecipe, resume: Path | None) -> Iterator[Run]:
         """Open the run of a call, which trains in the block."""
+        if self._release is not None:
+            self._release()
         with lifecycle.open_run(resolved, resume=resume) as run:
             self._run = run
+            self._release = weakref.finalize(self, lifecycle.release, run)
+            self._release.atexit = False
             yield run
 
     def finish(self, run: Run) -> None:
@@ -109,12 +119,26 @@ class Fits:
         self._completed = True
 
 
+def _import_compiler() -> None:
+    """Import torch's compiler, as the first optimizer of a process does, but in a thread.
+
+    ``torch.fx.wrap`` keeps the frames that lead to the first import, in a reference cycle. Those of a run refer to its
+    model.
+    """
+    if "torch._dynamo" not in sys.modules:
+        thread = threading.Thread(target=importlib.import_module, args=("torch._dynamo",))
+        thread.start()
+        thread.join()
+
+
 @contextmanager
 def inference(recipe: Recipe, objects: Iterable[Plugin], task: TrainerTask, split: str) -> Iterator[Run]:
     """A run of a split with the task's model, without training. It leaves the random states as they are."""
     resolved = resolve(dataclasses.replace(recipe, inference=Inference(None, split)), objects=[*objects, task])
-    with preserve_random_states(), lifecycle.open_run(resolved) as run:
-        yield run
+    with preserve_random_states():
+        with lifecycle.open_run(resolved) as run:
+            yield run
+        lifecycle.release(run)
 
 
 def call(task: TrainerTask, function: Callable[[], T]) -> T:

@@ -166,10 +166,17 @@ class TrainerTask(Plugin):
             self.processing_class.save_pretrained(folder)
         return result
 
+    @hookimpl
+    def teardown(self) -> None:
+        _undo_preparation(self.model)
+
 
 def _undo_preparation(model: nn.Module) -> None:
-    """Remove the traces of an earlier run. Accelerate prepares no model twice: without autocast or DDP, the new run
-    would train wrongly."""
+    """Remove the traces of a run from the user's model.
+
+    Accelerate prepares no model twice: without autocast or DDP, a new run would train wrongly. A prepared forward also
+    refers to the model, which would keep it until Python's garbage collector happens to run.
+    """
     traces = vars(model)
     traces.pop("_is_accelerate_prepared", None)
     original = traces.pop("_original_forward", None)  # before autocast

@@ -93,7 +93,7 @@ class Lock:
         if owner is None or self._owner_is_elsewhere():
             return owner is not None
         try:
-            started = psutil.Process(owner["pid"]).create_time()
+            started: float = psutil.Process(owner["pid"]).create_time()
         except psutil.Error:
             return False
         try:

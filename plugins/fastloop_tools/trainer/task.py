@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, default_collate
 from fastloop import Batch, Output, Plugin, Run, UsageError, hookimpl
 from fastloop_plugins.tasks.heads.collate import DefaultCollator, TargetCounter
 from fastloop_plugins.tasks.heads.forward import forward, outputs
+from fastloop_plugins.tasks.heads.losses import check_mean
 from fastloop_plugins.tasks.heads.micro_batches import warn_of_other_means
 from fastloop_tools.trainer.optimizers import UserOptimizer
 from fastloop_tools.trainer.user_loader import UserLoader
@@ -29,7 +30,7 @@ class TrainerTask(Plugin):
     """The task of ``Trainer``.
 
     Raises:
-        UsageError: ``processing_class`` cannot be saved.
+        UsageError: ``processing_class`` cannot be saved, or ``loss`` is no mean.
     """
 
     name = "trainer"
@@ -50,6 +51,7 @@ class TrainerTask(Plugin):
                 f"processing_class: {type(processing_class).__name__} has no save_pretrained. Expected a tokenizer or "
                 "image processor."
             )
+        check_mean(loss, "loss")
         self.model, self.splits, self.loss, self.metrics, self.processing_class = (
             model,
             splits,

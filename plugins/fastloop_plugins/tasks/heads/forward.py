@@ -45,8 +45,9 @@ def forward(model: nn.Module, batch: Any, loss: Callable[[Any, Any], Tensor] | N
         predictions = model(inputs)
         return Output(loss(predictions, targets), predictions, targets)
     raise UsageError(
-        f"cannot tell how to compute a loss from a batch of type {type(batch).__name__}. "
-        "Expected a mapping for model(**batch), or (inputs, targets) and a loss function."
+        f"the loss of a batch cannot be computed: found {_describe(batch)}, and "
+        f"{'no loss function' if loss is None else 'a loss function'}. Expected a mapping for model(**batch), which "
+        f"returns the loss, or (inputs, targets) and a loss function.{_remedy(batch)}"
     )
 
 
@@ -90,6 +91,32 @@ def outputs(model: nn.Module, batch: Any) -> dict[str, list[Tensor]]:
             "Return a tensor, or an object or mapping with tensors such as logits."
         )
     return found
+
+
+def _describe(batch: Any) -> str:
+    """The class of a batch, and its number of elements."""
+    name = type(batch).__name__
+    if isinstance(batch, Sequence) and not isinstance(batch, str):
+        elements = "1 element" if len(batch) == 1 else f"{len(batch)} elements"
+        return f"a {name} of {elements}"
+    return f"a {name}"
+
+
+def _remedy(batch: Any) -> str:
+    """How to write the samples of a batch that is a sequence."""
+    if not isinstance(batch, Sequence) or isinstance(batch, str):
+        return ""
+    if len(batch) == 2:
+        return " Give a loss function: loss= of Trainer, or plugins.module.loss of a recipe."
+    if len(batch) < 2:
+        return " Let the dataset return the target, too."
+    names = [f"x{number}" for number in range(1, len(batch))]
+    values = ", ".join(names)
+    mapping = ", ".join(f"'{name}': {name}" for name in names)
+    return (
+        f" If the last element is the target, let a sample be (({values}), y): forward then gets ({values}) as one "
+        f"argument. Or let it be a mapping, {{{mapping}, 'labels': y}}, and let forward compute the loss."
+    )
 
 
 def _label_hint(batch: Mapping[str, Any]) -> str:

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
+MEANS = ("mean", "batchmean")
+"""Values of ``reduction`` with which a loss of torch is a mean. ``batchmean`` is that of ``kl_div``, over samples."""
+LEGACY = ("size_average", "reduce")
+"""Older arguments of torch's losses, in place of ``reduction``."""
+NEEDS_MEAN = "fastloop needs the mean, which it weights by samples."
+
+
 @dataclass(kw_only=True)
 class ClassifierOptions:
     """Options that all tasks with classes have."""
@@ -196,20 +203,40 @@ def torch_loss(value: str | Mapping[str, Any], where: str) -> Callable[..., Tens
     return with_arguments(function, value, where)
 
 
+def check_mean(loss: Any, where: str) -> None:
+    """Check the settings of a loss: a module of torch or like one, or a ``partial``.
+
+    Raises:
+        UsageError: It returns a sum, or the loss of each sample.
+    """
+    given: dict[str, Any] = {}
+    if isinstance(loss, functools.partial):
+        given = loss.keywords
+        loss = loss.func
+    reduction = given.get("reduction", getattr(loss, "reduction", "mean"))
+    if isinstance(reduction, str) and reduction not in MEANS:
+        raise UsageError(f"{where}: found reduction={reduction!r}. {NEEDS_MEAN} Set reduction='mean'.")
+    for name in LEGACY:
+        if given.get(name) is False:
+            raise UsageError(f"{where}: found {name}=False. {NEEDS_MEAN} Remove it.")
+
+
 def with_arguments(function: Callable[..., Any], value: str | Mapping[str, Any], where: str) -> Callable[..., Any]:
     """A function ``(predictions, targets)`` with the keyword arguments in a recipe's value.
 
     Raises:
         RecipeError: It has no such argument, or the loss would not be a mean.
+        UsageError: The function itself is set to return no mean.
     """
+    check_mean(function, where)
     if isinstance(value, str):
         return function
     name, arguments = value["name"], {key: item for key, item in value.items() if key != "name"}
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     for key in arguments:
-        if key in ("reduction", "size_average", "reduce"):
-            raise RecipeError(f"{where}.{key}: fastloop needs the mean, which it weights by samples. Remove it.")
+        if key in LEGACY or (key == "reduction" and arguments[key] not in MEANS):
+            raise RecipeError(f"{where}.{key}: {NEEDS_MEAN} Remove it.")
         if key == "weight":
             raise RecipeError(
                 f"{where}.weight: set class_weights instead: they also weight micro-batches and processes."

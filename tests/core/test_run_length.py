@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from fastloop import Trainer
+from fastloop.errors import DataError
 from fastloop.recipe import Train
 from fastloop.testing import tiny_data, tiny_model
 
@@ -82,10 +85,12 @@ def test_a_schedule_ends_with_the_steps_of_a_stream():
     assert trainer.run.optimizer.param_groups[0]["lr"] == 0.0
 
 
-def test_data_that_can_be_read_once_ends_the_run_with_a_reason():
-    summary = train(Stream(passes=1), max_steps=17)
-    assert (summary["steps"], summary["status"]) == (STEPS_PER_EPOCH, "stopped")
-    assert "epoch 2" in summary["reason"]
+@pytest.mark.parametrize("length", [{"max_steps": 17}, {"epochs": 2}], ids=str)
+def test_data_that_can_be_read_once_is_an_error_in_the_second_epoch(length):
+    with pytest.raises(DataError, match="epoch 1"):
+        train(Stream(passes=1), **length)
+    summary = json.loads(Path("run/summary.json").read_text())
+    assert (summary["steps"], summary["status"]) == (STEPS_PER_EPOCH, "failed")
 
 
 def test_without_both_a_recipe_has_three_epochs():

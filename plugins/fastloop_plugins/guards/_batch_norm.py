@@ -53,6 +53,22 @@ def check_run(run: Run) -> None:
         _refuse_lone_sample(run)
 
 
+@hookimpl(tryfirst=True)
+def recover(run: Run, error: Exception, split: str | None) -> None:
+    """Explain the error of a sample that batch norm got alone in training. ``check_run`` does not know the steps of a
+    stream, of a plugin that splits them, and of a collator that leaves samples out.
+
+    Raises:
+        RecipeError: The error is torch's for batch norm over one sample.
+    """
+    if split is None and str(error).startswith(TORCH_NEEDS_TWO):
+        raise RecipeError(
+            f"{run.recipe.where}: train.batch_size: step {run.state.step + 1} computes one sample alone, and the "
+            "model's batch norm needs two samples at once. If an epoch's last step has too few, set train.drop_last: "
+            "true to leave it out. Otherwise use larger micro-batches."
+        ) from error
+
+
 def _has_lone_sample(run: Run) -> bool:
     """Whether a process computes one sample alone in a step that the run reaches. Only for a map-style dataset whose
     steps no plugin splits.

@@ -5,6 +5,7 @@ Several processes: ``test_ddp_fsdp``."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 from strategy_runs import all_of
 from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
 
-from fastloop import Plugin, RecipeError, hookimpl
+from fastloop import Plugin, RecipeError, Trainer, hookimpl
 from fastloop.testing import tiny_data
 from fastloop_plugins.memory.auto_micro_batch import AutoMicroBatch
 
@@ -128,6 +130,41 @@ def test_a_refusal_proposes_to_drop_the_last_step(tiny_run):
 )
 def test_other_runs_are_not_refused(tiny_run, model, size, train):
     assert tiny_run([], model=model(), data=tiny_data(size), epochs=1, **train).summary["samples"] in (size, 64)
+
+
+class Rows(IterableDataset[Any]):
+    """The tiny samples, whose number is not known before."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(tiny_data(65))
+
+
+def skip_most(samples: list[Any]) -> Any:
+    """Leaves all samples out but the first."""
+    return torch.utils.data.default_collate(samples[:1])
+
+
+def of_stream(**settings: Any) -> dict[str, Any]:
+    return Trainer(
+        normed(), Rows(), loss=nn.functional.cross_entropy, batch_size=8, epochs=2, device="cpu", output="run",
+        plugins=[{"progress": False}, {"log": False}], **settings,
+    ).fit()  # fmt: skip
+
+
+def test_a_sample_alone_in_a_stream_is_an_error_that_proposes_to_drop_the_last_step():
+    with pytest.raises(RecipeError, match=r"step 9 .* train\.drop_last: true"):
+        of_stream()
+    summary = of_stream(drop_last=True)
+    assert (summary["steps"], summary["samples"], summary["epochs"]) == (16, 128, 2)
+
+
+def test_a_sample_that_a_collator_leaves_alone_is_explained():
+    data = DataLoader(tiny_data(64), batch_size=8, collate_fn=skip_most)
+    with pytest.raises(RecipeError, match="one sample alone"):
+        Trainer(
+            normed(), data, loss=nn.functional.cross_entropy, epochs=1, device="cpu", output="run",
+            plugins=[{"progress": False}, {"log": False}],
+        ).fit()  # fmt: skip
 
 
 def test_the_trial_changes_no_number(tiny_run, monkeypatch):

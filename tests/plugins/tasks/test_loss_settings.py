@@ -72,7 +72,7 @@ def recipe_with(loss: Any, folder: Path) -> Any:
 
 @pytest.mark.parametrize("name", NO_MEAN)
 def test_a_loss_that_is_no_mean_is_refused(name, tmp_path):
-    with pytest.raises(UsageError, match="^loss: .* fastloop needs the mean"):
+    with pytest.raises(UsageError, match=r"^loss: .* fastloop needs the mean"):
         trainer(TensorDataset(INPUTS, INPUTS[:, :1]), NO_MEAN[name])
     with pytest.raises(UsageError, match=r"plugins\.module\.loss: .* fastloop needs the mean"):
         build(resolve(recipe_with(f"NO_MEAN[{name!r}]", tmp_path)))

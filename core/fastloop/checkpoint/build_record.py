@@ -76,9 +76,14 @@ class BuildRecord:
         return asdict(self)
 
 
+def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an optimizer's parameter group: all of it except ``params``."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
 def group_settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a parameter group. Its learning rate is that from which a scheduler began."""
-    settings = {str(name): plain(value) for name, value in group.items() if name != "params"}
+    """The settings of a parameter group as JSON values. Its learning rate is that from which a scheduler began."""
+    settings = {str(name): plain(value) for name, value in without_parameters(group).items()}
     settings["lr"] = settings.pop("initial_lr", settings.get("lr"))
     return settings
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fastloop import checkpoint, log_points
-from fastloop.checkpoint.build_record import with_own_code, with_own_growth
+from fastloop.checkpoint.build_record import with_own_code, with_own_growth, without_parameters
 from fastloop.checkpoint.form import check_form
 from fastloop.errors import CheckpointError, NoCheckpoint, PluginError
 from fastloop.recipe import secrets
@@ -151,7 +151,7 @@ def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, An
     with refuse_errors(f"{path}: not a checkpoint of this model: ", RuntimeError):
         run.strategy.load_model_state(run, model)
     optimizer = with_own_code(saved["optimizer"], run.optimizer.param_groups)
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in run.optimizer.param_groups]
+    groups = [without_parameters(group) for group in run.optimizer.param_groups]
     if len(optimizer["param_groups"]) == len(groups):  # else the optimizer reports it
         check_form(optimizer["param_groups"], groups, "optimizer.param_groups")
     with refuse_errors(

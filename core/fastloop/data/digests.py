@@ -6,9 +6,10 @@ import hashlib
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
+
+from fastloop.distributed.tensors import as_bytes
 
 DIGITS = 12
 """Hexadecimal digits of a digest: 48 bits."""
@@ -20,7 +21,7 @@ def sample_digest(sample: Any) -> str:
     digest = hashlib.sha256(str(structure).encode())
     for value in values:
         if isinstance(value, Tensor):
-            value = _bytes_of(value)
+            value = as_bytes(value).cpu().numpy()
         if isinstance(value, np.ndarray) and value.dtype.kind != "O":
             part = value.tobytes()
         elif isinstance(value, str | bytes | bool | int | float | None):
@@ -30,10 +31,3 @@ def sample_digest(sample: Any) -> str:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()[:DIGITS]
-
-
-def _bytes_of(tensor: Tensor) -> np.ndarray[Any, Any]:
-    """The bytes of a tensor: numpy has no bf16."""
-    flat = tensor.detach().cpu().contiguous().flatten()
-    array: np.ndarray[Any, Any] = (flat.view(torch.uint8) if flat.numel() else flat.byte()).numpy()
-    return array

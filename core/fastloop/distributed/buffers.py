@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastloop.distributed.processes import Processes
+from fastloop.distributed.tensors import as_bytes
 
 TRIALS = 2
 """Training passes before which processes compare buffers: the second one finds what the first one changed."""
@@ -64,7 +65,7 @@ class SharedBuffers:
     def _broadcast(self) -> None:
         """Exchange the bytes of all buffers on a device at once."""
         for buffers in self._by_device().values():
-            together = torch.cat([_bytes_of(buffer) for buffer in buffers])
+            together = torch.cat([as_bytes(buffer) for buffer in buffers])
             self._processes.broadcast(together)
             if self._processes.is_main:
                 continue
@@ -77,7 +78,7 @@ class SharedBuffers:
         digest = hashlib.sha256()
         for buffers in self._by_device().values():
             for buffer in buffers:
-                digest.update(_bytes_of(buffer).cpu().numpy().data)
+                digest.update(as_bytes(buffer).cpu().numpy().data)
         return digest.digest()
 
     def _by_device(self) -> dict[torch.device, list[Tensor]]:
@@ -96,8 +97,3 @@ def persistent_buffers(model: nn.Module) -> list[tuple[nn.Module, str]]:
             if name not in module._non_persistent_buffers_set and not isinstance(buffer, DTensor):
                 places.append((module, name))
     return places
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The values of a tensor as bytes: 1-dim, uint8."""
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

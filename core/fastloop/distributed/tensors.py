@@ -1,4 +1,4 @@
-"""Convert between full and sharded tensors."""
+"""Convert between full and sharded tensors, and tensors to bytes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,12 @@ def gather_full(tensor: Tensor) -> Tensor:
     """The full tensor. If it is a ``DTensor``, every process must call this."""
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The elements of a tensor as bytes, in row-major order: 1-dim, uint8, on its device. NumPy has no bfloat16, and as
+    bytes, NaN equals NaN. It shares the memory of a contiguous tensor."""
+    return tensor.detach().resolve_conj().reshape(-1).contiguous().view(torch.uint8)
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:

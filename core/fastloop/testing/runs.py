@@ -19,13 +19,12 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastloop import Plugin, UsageError, checkpoint, hookimpl
 from fastloop.cli.numerics import switch_dropout_off
-from fastloop.distributed.tensors import gather_full
+from fastloop.distributed.tensors import as_bytes, gather_full
 from fastloop.lifecycle import execute, open_run
 from fastloop.plugins.installed import defaults, load
 from fastloop.plugins.resolve import resolve
@@ -225,9 +224,7 @@ def _replicas(run: Run) -> str:
     digest = hashlib.sha256()
     for name, parameter in run.unwrap_model().named_parameters():
         if not isinstance(parameter, DTensor):
-            digest.update(
-                name.encode() + parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
+            digest.update(name.encode() + as_bytes(parameter).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fastloop.distributed.tensors import as_bytes
 from fastloop.errors import PluginError
 from fastloop.runtime.random_states import random_states
 
@@ -182,7 +183,7 @@ def _some_elements(tensor: Tensor) -> Tensor:
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.detach().permute(order).flatten()
     step = -(-flat.numel() // ELEMENTS)
-    return flat[::step].contiguous().view(torch.uint8)
+    return as_bytes(flat[::step])
 
 
 def _first_other_name(before: Sample, now: Sample) -> str:

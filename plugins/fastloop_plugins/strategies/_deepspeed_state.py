@@ -9,6 +9,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
+from fastloop.checkpoint.build_record import without_parameters
 from fastloop_plugins.strategies._deepspeed_gradients import Slices
 
 if TYPE_CHECKING:
@@ -170,8 +171,7 @@ class Sharded:
         """The parameter groups, in the form of torch's ``state_dict``."""
         number = iter(range(sum(map(len, self.parameters))))
         return [
-            {key: value for key, value in group.items() if key != "params"}
-            | {"params": [next(number) for _ in parameters]}
+            without_parameters(group) | {"params": [next(number) for _ in parameters]}
             for group, parameters in zip(self.groups, self.parameters, strict=True)
         ]
 
@@ -227,7 +227,7 @@ class Sharded:
         flats = iter(self._flats())
         pieces: list[tuple[Any, dict[str, Tensor]]] = []
         for live, saved, parameters in zip(self.groups, state["param_groups"], self.parameters, strict=True):
-            live.update({key: value for key, value in saved.items() if key != "params"})
+            live.update(without_parameters(saved))
             flat_pieces = next(flats)
             numbers: dict[int, dict[str, Any] | None] = {}
             sharded: set[str] = set()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from fastloop.checkpoint.build_record import without_parameters
 from fastloop.plugins.plugin import Plugin, hookimpl
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class LRFinder(Plugin):
         from torch.optim.lr_scheduler import LambdaLR
 
         groups = optimizer.param_groups
-        settings = [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
+        settings = [copy.deepcopy(without_parameters(group)) for group in groups]
         yield  # a schedule of the recipe may change rates and momenta here
         for group, before in zip(groups, settings, strict=True):
             for key in group.keys() - before.keys() - {"params"}:

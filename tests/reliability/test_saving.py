@@ -487,7 +487,7 @@ def test_a_killed_run_leaves_no_lock():
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_the_lock_of_a_live_run_is_not_to_be_removed(has_locks, monkeypatch):
-    """a second run on the host of the first: refused, and not told to remove the lock"""
+    """a second run on the host of the first: refused, and the lock is not to be removed"""
     if not has_locks:
         monkeypatch.setattr(fcntl, "lockf", no_locks)
     Path("run").mkdir()

@@ -17,11 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _blocks import SIZES, BlockTask, build_model, validation_loss, write_tokenizer
+from _blocks import SIZES, BlockTask, Size, build_model, validation_loss, write_tokenizer
 from _windows import Windows
 from numpy.typing import NDArray
 
 LR, WEIGHT_DECAY, BETAS, NORM = 6e-4, 0.1, (0.9, 0.95), 1.0
+WARMUP_STEPS = 30
+"""Steps of the window ``warmup`` at most: the compiler and CUDA graphs are done after three of one shape."""
+
+
+def is_full(windows: Windows, size: Size) -> bool:
+    """Whether a window has all its steps."""
+    if windows.command is None:
+        return False
+    steps = min(WARMUP_STEPS, size.steps) if windows.command == "warmup" else size.steps
+    return len(windows.losses) >= steps
 
 
 @dataclass(kw_only=True)
@@ -92,8 +102,8 @@ def run_plain(work: LanguageWork, windows: Windows) -> None:
         return pair[0], pair[1]
 
     ids, targets = draw()
-    for step in count():
-        if step % size.steps == 0:
+    for _ in count():
+        if windows.command is None:
             windows.begin(lambda: validation_loss(model.state_dict(), size, work.load("validation"), work.device))
         windows.batch({"input_ids": ids})
         with torch.autocast(work.device, dtype=torch.bfloat16):
@@ -104,7 +114,7 @@ def run_plain(work: LanguageWork, windows: Windows) -> None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         windows.step(loss)
-        if step % size.steps == size.steps - 1:
+        if is_full(windows, size):
             windows.end(model)
 
 
@@ -148,11 +158,10 @@ def run_fastloop(work: LanguageWork, windows: Windows) -> None:
 
     class Watch(Plugin):
         name = "watch"
-        step = 0
 
         @hookimpl
         def before_step(self, run: Run, batches: Any) -> None:
-            if self.step % size.steps == 0:
+            if windows.command is None:
                 weights = run.unwrap_model().state_dict()
                 windows.begin(lambda: validation_loss(weights, size, work.load("validation"), work.device))
             for batch in batches:
@@ -161,9 +170,8 @@ def run_fastloop(work: LanguageWork, windows: Windows) -> None:
         @hookimpl
         def after_step(self, run: Run, loss: Any) -> None:
             windows.step(loss)
-            if self.step % size.steps == size.steps - 1:
+            if is_full(windows, size):
                 windows.end(run.unwrap_model())
-            self.step += 1
 
     recipe = prepare_recipe(work)
     with open_run(resolve(recipe, objects=[BlockTask(work.load("train")), Watch()])) as run:

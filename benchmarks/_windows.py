@@ -1,7 +1,8 @@
 """Measurement windows: an arm measures one epoch, or a number of steps, at a time, in the way that a command requests.
 
-``warmup`` and ``measure`` time a window. ``syncs`` counts how often the host waits for the device in some of its steps.
-``profile`` records the kernels of these steps. The device is synchronized at both ends of a window.
+``warmup`` and ``measure`` time a window, with the device synchronized at both ends. ``syncs`` counts how often the host
+waits for the device in some steps, and ``profile`` records their kernels. Both reply as soon as they have observed
+these steps, and the next command may begin in the same window.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from _measure import memory
 
 SKIPPED, PROBED = 2, 20
 """Steps that a probe skips at the start of its window, and steps that it then observes."""
+PROBES = ("syncs", "profile")
 ATTENTION = re.compile(r"flash|fmha|mha_|sdpa|attention|attn", re.IGNORECASE)
 """Matches names of attention kernels: FlashAttention, cuDNN, CUTLASS, and torch's operations on a CPU."""
 
@@ -69,6 +71,8 @@ class Syncs:
             for frame in traceback.extract_stack()[:-1]
             if "/torch/" not in frame.filename and frame.name != "_showwarnmsg"
         ]
+        if frames and frames[-1].filename == __file__:
+            return  # the probe itself waits when it stops
         self.places[f"{'/'.join(Path(frames[-1].filename).parts[-2:])}:{frames[-1].lineno}" if frames else "?"] += 1
 
     def stop(self) -> None:
@@ -129,9 +133,12 @@ def summarize_kernels(events: list[dict[str, Any]], steps: int, seconds: float, 
     Returns:
         ``kernels``: name -> milliseconds in a step, for the longest ones; ``attention``: the same for attention
             kernels;
-        ``kernels_per_step``; ``busy``: share of the time in which at least one kernel ran.
+        ``kernels_per_step``; ``busy``: share of the time in which at least one kernel ran. Both are None if the trace
+            has no kernels, as where the driver does not permit profiling.
     """
     found = [event for event in events if event.get("ph") == "X" and event.get("cat") == category]
+    if not found:
+        return {"kernels_per_step": None, "busy": None, "attention": {}, "kernels": {}}
     spent = Counter[str]()
     for event in found:
         spent[event["name"][:120]] += event["dur"] / 1e3 / steps
@@ -178,13 +185,14 @@ class Windows:
         lengths: Any = None,
         trace: str | None = None,
     ) -> None:
-        self.device, self.next_command, self.report, self.lengths, self.trace = (
-            device,
-            next_command,
-            report,
-            lengths,
-            trace,
-        )
+        self.device, self.next_command, self.report = device, next_command, report
+        self.lengths, self.trace = lengths, trace
+        self.command: str | None = None
+        """The command that is carried out; None after its reply, until the next window begins."""
+        self.pending: str | None = None
+        """A command that was read inside a window, and is carried out in the next one."""
+        self.trained_steps = 0
+        self.losses: list[Any] = []
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -194,23 +202,30 @@ class Windows:
             torch.cuda.synchronize()
 
     def begin(self, validate: Callable[[], float] | None = None) -> None:
-        """Wait for the next command.
+        """Wait for the next command, unless it was read inside the window before.
 
         Args:
             validate: Computes the validation loss, which the command ``validate`` requests before another window.
         """
+        command = self.pending or self.next_command()
+        self.pending = None
+        while command == "validate" and validate is not None:
+            self.report({"command": command, "validation_loss": validate(), "trained_steps": self.trained_steps})
+            command = self.next_command()
+        self._start(command)
+
+    def _start(self, command: str) -> None:
+        """Carry out a command from the next step on."""
         import torch
 
-        while (command := self.next_command()) == "validate" and validate is not None:
-            self.report({"command": command, "validation_loss": validate()})
         self.command = command
         self.rows, self.computed, self.losses = 0, 0, []
         self.compiled = compile_seconds()
-        probes: dict[str, Callable[[], Probe]] = {
-            "syncs": lambda: Syncs(self.device),
-            "profile": lambda: Kernels(self.device, self.trace),
-        }
-        self.probe = probes[command]() if command in probes else None
+        self.probe: Probe | None = None
+        if command == "syncs":
+            self.probe = Syncs(self.device)
+        elif command == "profile":
+            self.probe = Kernels(self.device, self.trace)
         self.probing = False
         self.synchronize()
         if self.device == "cuda":
@@ -222,22 +237,42 @@ class Windows:
         self.computed += inputs["input_ids"].numel()
 
     def step(self, loss: Any) -> None:
+        self.trained_steps += 1
+        if self.command is None:
+            return
         self.losses.append(loss.detach())
-        if self.probe is not None and len(self.losses) == SKIPPED:
+        if self.probe is None:
+            return
+        if len(self.losses) == SKIPPED:
             self.probe.start()
             self.probing = True
         elif len(self.losses) == SKIPPED + PROBED:
-            self._stop_probe()
+            self._reply_to_probe(self.probe)
+            command = self.next_command()
+            if command in PROBES:
+                self._start(command)
+            else:
+                self.pending = command
 
-    def _stop_probe(self) -> None:
-        if self.probe is not None and self.probing:
-            self.probe.stop()
-            self.probing = False
+    def _reply_to_probe(self, probe: Probe) -> None:
+        """Reply with the result of a probe, which is empty after fewer steps than it skips."""
+        result: dict[str, Any] = {"command": self.command, "seconds": time.perf_counter() - self.started}
+        if self.probing:
+            probe.stop()
+            probed = len(self.losses) - SKIPPED
+            result |= {"steps": probed, **probe.found(probed)}
+        self.command = None
+        self.report(result)
 
     def end(self, model: Any) -> None:
+        """Reply, unless a probe has replied in this window already."""
         import torch
 
-        self._stop_probe()
+        if self.command is None:
+            return
+        if self.probe is not None:
+            self._reply_to_probe(self.probe)
+            return
         self.synchronize()
         seconds = time.perf_counter() - self.started
         result = {
@@ -254,9 +289,7 @@ class Windows:
         }
         if self.lengths is not None:
             result["flops"] = training_flops(model, self.lengths)
-        probed = min(len(self.losses) - SKIPPED, PROBED)
-        if self.probe is not None and probed > 0:
-            result |= self.probe.found(probed)
+        self.command = None
         self.report(result)
 
 

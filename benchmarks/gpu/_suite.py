@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 from _measure import ROOT, machine
 from _reviews import MAX_LENGTH, Reviews, generate, load
 
@@ -39,6 +40,10 @@ START_SECONDS = 300.0
 """Seconds that a worker may take to start, build its arm and warm up."""
 WINDOW_SECONDS = 120.0
 """Seconds that a window may take."""
+EXTRA_SECONDS = {"profile": 5.0, "validate": 5.0}
+"""Seconds of a command beside its window: writing a trace of 20 steps, and evaluating without a window."""
+HELD_ON_CPU = 4
+"""Workers that are held at once on a CPU."""
 LOG_BYTES = 2**23
 """Bytes of ``gpu-failures.log`` from which nothing is appended: the machine returns files of 16 MiB at most."""
 NOMINAL = {"H200": (989e12, 4.8e12), "H100 80GB HBM3": (989e12, 3.35e12)}
@@ -50,11 +55,21 @@ class Failure(Exception):
     """A worker failed or did not respond; the message has the last lines of its output."""
 
 
-class Budget:
-    """The time budget of a command. The command starts nothing that would not fit."""
+class Late(Failure):
+    """A worker did not respond in time."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.started = seconds, time.monotonic()
+
+class Budget:
+    """The time budget of a command. The command starts nothing that would not fit.
+
+    Args:
+        seconds: Seconds of the budget.
+        used: Seconds of it that have passed already.
+    """
+
+    def __init__(self, seconds: float, used: float = 0.0) -> None:
+        self.seconds = seconds
+        self.started = time.monotonic() - used
 
     def left(self) -> float:
         """Seconds left."""
@@ -64,15 +79,31 @@ class Budget:
         """Whether this number of seconds is left."""
         return self.left() > seconds
 
+    def over(self) -> bool:
+        """Whether it has ended, or ends within three seconds: a part that is not done by now was cut by it."""
+        return not self.fits(3.0)
+
+
+def command_budget(seconds: float) -> Budget:
+    """The budget of this process. It counts from the start of the process, with the seconds that imports took."""
+    return Budget(seconds, used=max(0.0, time.time() - psutil.Process().create_time()))
+
 
 class Records:
-    """JSON lines, written immediately: a killed command loses only what it had not measured yet."""
+    """JSON lines, written immediately: a killed command loses only what it had not measured yet.
+
+    A run appends to the file. Its first record is ``facts``. ``lines`` are the records of this run alone.
+    """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.lines, self.logs = path, list[dict[str, Any]](), path.parent / "gpu-failures.log"
-        path.write_text("")
+        self.path = path
+        self.lines: list[dict[str, Any]] = []
+        self.logs = path.parent / "gpu-failures.log"
         self.started = time.monotonic()
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            with path.open("a") as file:
+                file.write("\n")  # ends the last line of a killed command
 
     def add(self, kind: str, note: str = "", **fields: Any) -> dict[str, Any]:
         """Write a record, and print it with a note."""
@@ -87,6 +118,24 @@ class Records:
         self.lines.append(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+
+    def skip(self, name: str, needed: float, budget: Budget, **fields: Any) -> None:
+        """Record that a part is skipped, because the budget has fewer seconds left than are needed."""
+        why = f"about {needed:.0f} s are needed, {max(budget.left(), 0):.0f} are left"
+        self.add("skipped", why, name=name, why=why, **fields)
+
+    def failure(self, name: str, during: str, error: Failure, log: Path, budget: Budget) -> None:
+        """Record a failure of a worker. If the budget ended before the worker replied, it was cut, and did not
+        fail."""
+        if isinstance(error, Late) and budget.over():
+            self.cut(name, during, budget)
+        else:
+            self.error(name, during, error, log)
+
+    def cut(self, name: str, during: str, budget: Budget, **fields: Any) -> None:
+        """Record a part that was not done when the budget ended."""
+        why = f"{during}: not done when the budget of {budget.seconds:.0f} s ended"
+        self.add("cut", why, name=name, during=during, why=why, **fields)
 
     def error(self, name: str, during: str, error: BaseException | str, log: Path | None = None) -> None:
         """Record a failure, and keep its log."""
@@ -120,6 +169,7 @@ class Worker:
 
     def __init__(self, name: str, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
         self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
+        self.window_seconds = 0.0  # of its last window
         self.folder.mkdir(parents=True)
         self.started = time.monotonic()
         read, write = os.pipe()
@@ -170,7 +220,7 @@ class Worker:
                 if not part:
                     raise Failure(f"{self.output()}\nended in {command!r} with {self.process.wait()}")
                 if time.monotonic() > end:
-                    raise Failure(f"{self.output()}\nno reply to {command!r} within {timeout:.0f} s")
+                    raise Late(f"{self.output()}\nno reply to {command!r} within {timeout:.0f} s")
         line, _, self.unread = self.unread.partition(b"\n")
         found: dict[str, Any] = json.loads(line)
         return found
@@ -209,16 +259,17 @@ def workers(
     def start(name: str) -> None:
         spec, environment, warmups = specs[name]
         if not budget.fits(30):
-            records.add("skipped", name=name, why="no time to start")
+            records.skip(name, 30, budget)
             return
         worker = Worker(name, spec, folder, environment)
         started.append(worker)
         try:
             replies = [worker.ask("warmup", min(START_SECONDS, budget.left())) for _ in range(warmups)]
         except Failure as error:
-            records.error(name, "warm-up", error, worker.log)
+            records.failure(name, "warm-up", error, worker.log, budget)
             worker.stop()
             return
+        worker.window_seconds = replies[-1]["seconds"]
         seconds, compiling = time.monotonic() - worker.started, sum(reply["compile_seconds"] for reply in replies)
         note = f"{seconds:.0f} s, of which compilation {compiling:.0f}"
         records.add(
@@ -237,29 +288,74 @@ def workers(
 
 
 def measure(
-    workers: dict[str, Worker], name: str, command: str, records: Records, budget: Budget, **fields: Any
-) -> dict[str, Any] | None:
-    """Request one window from a worker and record it. A worker that fails is ended and removed."""
+    workers: dict[str, Worker],
+    name: str,
+    command: str,
+    records: Records,
+    budget: Budget,
+    kept: float = 0.0,
+    **fields: Any,
+) -> None:
+    """Request one window from a worker and record it. It is skipped if it does not fit the budget, and a worker that
+    fails is ended and removed.
+
+    Args:
+        kept: Seconds of the budget that are reserved for later parts.
+    """
+    if name not in workers:
+        return
+    worker = workers[name]
+    needed = worker.window_seconds + EXTRA_SECONDS.get(command, 1.0)
+    if not budget.fits(needed + kept):
+        records.skip(name, needed + kept, budget, command=command, **fields)
+        return
     try:
-        found = workers[name].ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
+        reply = worker.ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
     except Failure as error:
-        records.error(name, command, error, workers[name].log)
+        records.failure(name, command, error, worker.log, budget)
         workers.pop(name).stop()
-        return None
+        return
     if command == "measure":
-        note = f"{found['samples_per_second']:.1f} samples/s"
-        note += f", compiled {found['compile_seconds']:.1f} s" * bool(found["compile_seconds"])
-    elif command == "syncs":
-        note = f"{found.get('syncs_per_step')} a step"
-    elif command == "profile":
-        note = (
-            f"busy {found.get('busy', 0):.0%}, attention: {', '.join(name[:60] for name in found.get('attention', {}))}"
-        )
-    else:
-        note = f"loss {found['validation_loss']:.4f}"
-    return records.add(
-        command, note, name=name, **fields, **{key: value for key, value in found.items() if key != "plugins"}
-    )
+        worker.window_seconds = reply["seconds"]
+    reply.pop("plugins", None)
+    records.add(command, describe(command, reply), name=name, **fields, **reply)
+
+
+def describe(command: str, reply: Mapping[str, Any]) -> str:
+    """A window in a few words."""
+    if command == "measure":
+        note = f"{reply['samples_per_second']:.1f} samples/s"
+        if reply["compile_seconds"]:
+            note += f", compiled {reply['compile_seconds']:.1f} s"
+        return note
+    if command == "syncs":
+        return f"{reply.get('syncs_per_step')} a step"
+    if command == "profile":
+        if reply.get("busy") is None:
+            return "no kernels were recorded"
+        attention = ", ".join(name[:60] for name in reply["attention"])
+        return f"{reply['kernels_per_step']:.0f} kernels a step, busy {reply['busy']:.0%}, attention: {attention}"
+    return f"loss {reply['validation_loss']:.4f}"
+
+
+def probe(workers: dict[str, Worker], names: Iterable[str], records: Records, budget: Budget, kept: float) -> None:
+    """Count the waits for the device and record the kernels of workers, before they are timed."""
+    for name in names:
+        for command in ("syncs", "profile"):
+            measure(workers, name, command, records, budget, kept)
+
+
+def held_at_once(memory_bytes: int | None, worker_bytes: float, at_most: int) -> int:
+    """How many workers are held at once: as many as the memory of the device has room for, one at least.
+
+    Args:
+        memory_bytes: Memory of the device; None without one.
+        worker_bytes: Memory that a worker needs.
+        at_most: The number on a device that has room for more.
+    """
+    if memory_bytes is None:
+        return min(at_most, HELD_ON_CPU)
+    return max(1, min(at_most, int(memory_bytes / worker_bytes)))
 
 
 def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:

@@ -8,6 +8,8 @@
 * A variant adds to the one that it names in ``over``. All see the same reviews, drawn evenly over all lengths.
 * Each variant is a process that is started and warmed up once. Its windows are whole epochs over these reviews, with
   the device synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
+* Before the first round, 20 steps of the recipe and of the baseline count the waits for the device, and 20 more record
+  the kernels.
 * ``auto`` has the plugins that the plugin ``auto`` selects for the recipe ``distilbert_imdb`` on an H200. A variant
   with the same plugins as an earlier one is not measured again.
 * After the first round, a variant is dropped if its speed is below nine tenths of the variant that it extends.
@@ -25,7 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
@@ -40,10 +42,13 @@ from _suite import (
     Records,
     Worker,
     chunks,
+    command_budget,
     facts,
     find_device,
+    held_at_once,
     measure,
     options,
+    probe,
     read_reviews,
     record_ceilings,
     scratch,
@@ -54,6 +59,11 @@ from _suite import (
 from fastloop.recipe import load_recipe
 
 BATCH, EPOCHS = 12, 3
+WORKER_BYTES = 10 * 2**30
+"""Memory of the GPU that a worker needs: 3.3 GiB of tensors at the peak of ``batch-48``, the pools of its CUDA graphs,
+and the context."""
+HELD = 8
+"""Workers at once on a large GPU, each with about 5 GiB of the host's memory and one core."""
 PAYS = 0.9
 """After the first round, variants below this ratio to their base variant are dropped."""
 AMP: dict[str, Any] = {"amp": {"dtype": "bf16"}}
@@ -125,6 +135,9 @@ VARIANTS: dict[str, Variant] = {
 }
 """``packing-graphs`` is the recipe ``distilbert_imdb_gpu``. ``workers`` reads in worker processes instead of a
 thread."""
+RECIPE = "packing-graphs"
+JOB_SECONDS = 200.0
+"""Seconds that are reserved for the whole job."""
 CUDA_ALONE = ("tf32", "packing-graphs", "workers", "no-cudnn-attention")
 """Variants that differ from others only on CUDA."""
 
@@ -152,6 +165,12 @@ def repeated(chosen: Mapping[str, Variant]) -> dict[str, str]:
     return found
 
 
+def probed_variants(names: Sequence[str]) -> list[str]:
+    """The variants whose waits and kernels are recorded: the recipe, or else the last variant, and the baseline."""
+    first = [RECIPE] if RECIPE in names else list(names[-1:])
+    return first + [name for name in names if name == "baseline" and name not in first]
+
+
 def spec(variant: Variant, reviews: Path, work: Mapping[str, Any], **more: Any) -> dict[str, Any]:
     """The specification of a worker. ``work`` holds the parts that are the same for all."""
     plugins = [{name: dict(given)} for name, given in variant.plugins.items()]
@@ -177,15 +196,18 @@ def job(
 ) -> bool:
     """Train and evaluate in a fresh process, from its start to its end; returns whether that worked."""
     if not budget.fits(expected):
-        records.add("skipped", name=name, why=f"about {expected:.0f} s are needed, {budget.left():.0f} are left")
+        records.skip(name, expected, budget)
         return False
     started = time.monotonic()
     worker = Worker(name, given, folder, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})
     try:
         found = worker.ask("job", budget.left() - 2)
         worker.process.wait(max(budget.left(), 1))
-    except (Failure, subprocess.TimeoutExpired) as error:
-        records.error(name, "job", error, worker.log)
+    except Failure as error:
+        records.failure(name, "job", error, worker.log, budget)
+        return False
+    except subprocess.TimeoutExpired:
+        records.cut(name, "job", budget)
         return False
     finally:
         worker.stop()
@@ -213,34 +235,23 @@ def run_rounds(
     records: Records,
     budget: Budget,
     kept: float,
+    probed: Sequence[str],
 ) -> None:
-    """Run windows of all variants, round by round. ``kept``: seconds reserved for the later parts."""
+    """Run windows of all variants, round by round, after the probes of some.
+
+    Args:
+        kept: Seconds reserved for the later parts.
+        probed: Names of the variants that are probed.
+    """
     for names in chunks(chosen, settings.hold):
         with workers({name: specs[name] for name in names}, folder, records, budget, settings.parallel) as ready:
+            probe(ready, [name for name in probed if name in names], records, budget, kept)
             last = 0
             for number, name in rounds(names, settings.rounds):
                 if number == 1 and last == 0:
                     drop(names, chosen, ready, records)
                 last = number
-                took = max(
-                    (
-                        line["seconds"]
-                        for line in records.lines
-                        if line.get("name") == name and line["kind"] == "measure"
-                    ),
-                    default=10,
-                )
-                if name not in ready:
-                    continue
-                if not budget.fits(took + (kept if number else 0)):
-                    records.add("skipped", name=name, round=number, why="no time")
-                    continue
-                measure(ready, name, "measure", records, budget, round=number)
-            best = max(ready, key=lambda name: speeds(records).get(name, 0), default=None)
-            for command in ("syncs", "profile"):
-                for name in [name for name in dict.fromkeys(("baseline", best)) if name in ready]:
-                    if budget.fits(kept + 20):
-                        measure(ready, name, command, records, budget)
+                measure(ready, name, "measure", records, budget, kept if number else 0.0, round=number)
 
 
 def drop(names: list[str], chosen: Mapping[str, Variant], ready: dict[str, Worker], records: Records) -> None:
@@ -269,21 +280,21 @@ def main() -> None:
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
         parser.add_argument("--steps", type=int, help="steps of 12 a window (default 192)")
         parser.add_argument(
-            "--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)"
+            "--hold", type=int, help="workers that are held at once (default: by the memory of the GPU; 4 on a CPU)"
         )
+        parser.add_argument("--jobs", action=argparse.BooleanOptionalAction, default=True, help="whole jobs too")
         parser.add_argument("--parallel", type=int, help="workers that start at once (default: half of the cores)")
 
     settings = options(__doc__, prepare)
-    budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-ablation.jsonl"), find_device()
-    cuda = device == "cuda"
+    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-ablation.jsonl")
+    device = find_device()
+    cuda, machine = device == "cuda", facts(device)
     settings.rounds = settings.rounds or (1 if settings.tiny else 3)
-    settings.hold, settings.parallel = (
-        settings.hold or (99 if cuda else 4),
-        settings.parallel or max(2, (os.cpu_count() or 2) // 2),
-    )
+    settings.hold = settings.hold or held_at_once(machine.get("memory_bytes"), WORKER_BYTES, HELD)
+    settings.parallel = settings.parallel or max(2, (os.cpu_count() or 2) // 2)
     steps = settings.steps or (4 if settings.tiny else 192)
     model = "tiny" if settings.tiny else "distilbert"
-    records.add("facts", **facts(device), tiny=settings.tiny, steps=steps, model=model)
+    records.add("facts", **machine, tiny=settings.tiny, steps=steps, model=model)
     names = settings.variants or [name for name in VARIANTS if not settings.tiny or name not in CUDA_ALONE]
     chosen = {name: shrunk(VARIANTS[name]) if settings.tiny else VARIANTS[name] for name in names}
     for name in [name for name in chosen if chosen[name].cuda and not cuda]:
@@ -297,22 +308,24 @@ def main() -> None:
     with scratch() as folder:
         record_ceilings(records, device, 0.2 if settings.tiny else 1.5)
         splits, longest = read_reviews(35_000, settings.tiny)
-        trace = str(settings.results / "gpu-trace.json.gz")  # the last profile is that of the fastest variant
-        work = {"model": model, "device": device, "max_length": longest, "trace": trace}
+        work = {"model": model, "device": device, "max_length": longest}
+        probed = probed_variants(list(chosen))
         windowed = folder / "window.npz"
         save(windowed, train=splits["train"].keep(spread(splits["train"].lengths, steps * BATCH, seed=0)))
         whole = folder / "whole.npz"
         save(whole, **splits)
         shared = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"), "TORCHINDUCTOR_COMPILE_THREADS": "4"}
+        trace = str(settings.results / "gpu-trace.json.gz")
         specs = {
             name: (
-                spec(variant, windowed, work),
+                spec(variant, windowed, work, trace=trace if name in probed[:1] else None),
                 {**shared, **variant.environment},
                 2 if "compile" in variant.plugins else 1,
             )
             for name, variant in chosen.items()
         }
-        run_rounds(chosen, settings, specs, folder, records, budget, kept=0 if settings.tiny else 200)
+        kept = 0.0 if settings.tiny or not settings.jobs else JOB_SECONDS
+        run_rounds(chosen, settings, specs, folder, records, budget, kept, probed)
 
         found = speeds(records)
         candidates = sorted(
@@ -320,7 +333,7 @@ def main() -> None:
             key=found.__getitem__,
         )
         total = EPOCHS * (len(splits["train"]) + len(splits["validation"]) / 3)
-        if candidates:
+        if candidates and settings.jobs:
             best = candidates[-1]
             given = spec(chosen[best], whole, work, job=EPOCHS)
             training = total / found[best]

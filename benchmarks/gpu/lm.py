@@ -9,10 +9,10 @@
   selects on an H200; ``fused-loss``: the same with the head and the loss computed in chunks; ``muon``: the plugins
   that ``auto`` selects for Muon. An arm with the same plugins as an earlier one is not measured again, and one with a
   plugin that is not installed is left out.
-* Each arm is a process that is started and warmed up for two windows. A window is 100 steps, with the device
-  synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
-* The validation loss is measured after the last round, when all arms have trained on as many tokens, by the same code
-  for all.
+* Each arm is a process that is started and warmed up for 30 steps. Then 20 steps count its waits for the device, and 20
+  more record its kernels. A window is 100 steps, with the device synchronized at both ends.
+* Rounds are interleaved, A B C, C B A, if the device has memory for all arms. With 80 GiB, one arm is held at a time.
+* The validation loss is measured after an arm's last round, by the same code for all.
 * MFU: tokens/s times nanoGPT's count of operations for a token, over the product of two matrices that this machine
   reached (record ``ceilings``), and over NVIDIA's figure.
 """
@@ -30,13 +30,16 @@ import numpy as np
 from _blocks import SIZES, Size, generate, token_flops
 from _measure import rounds
 from _suite import (
+    HELD_ON_CPU,
     Budget,
     Records,
     chunks,
+    command_budget,
     facts,
     find_device,
     measure,
     options,
+    probe,
     record_ceilings,
     scratch,
     select_on_h200,
@@ -46,8 +49,6 @@ from _suite import (
 from fastloop.recipe import make_recipe
 from fastloop_plugins._own_plugins import own_plugins
 
-WARMUPS, PROBES = 2, 2
-"""Windows of each arm before the rounds, and after them."""
 VALIDATION = 64
 """Blocks of the validation split: 65,472 targets."""
 MUON = {"name": "Muon", "momentum": 0.95}
@@ -94,6 +95,14 @@ def leave_out(arms: dict[str, dict[str, Any]], names: list[str], records: Record
     return kept
 
 
+def arms_at_once(memory_bytes: int | None) -> int:
+    """How many arms are held at once. With less than 120 GiB, it is one: the memory of six arms together is known, and
+    that of each with its CUDA graphs is not."""
+    if memory_bytes is None:
+        return HELD_ON_CPU
+    return 6 if memory_bytes > 120 * 2**30 else 1
+
+
 def listed(plugins: Mapping[str, Any], tiny: bool) -> list[dict[str, Any]]:
     """Plugins in the form of a recipe. With ``--tiny``, the compiler compiles no kernels, which takes minutes on a
     busy CPU."""
@@ -106,22 +115,15 @@ def listed(plugins: Mapping[str, Any], tiny: bool) -> list[dict[str, Any]]:
 def run_rounds(
     specs: Mapping[str, Any], settings: argparse.Namespace, hold: int, folder: Path, records: Records, budget: Budget
 ) -> None:
-    """Run windows of all arms, round by round, and then the validation and the probes."""
+    """Run the probes and windows of all arms, round by round, and then the validation."""
+    parallel = max(2, (os.cpu_count() or 2) // 2)
     for names in chunks(specs, hold):
-        with workers(
-            {name: specs[name] for name in names}, folder, records, budget, max(2, (os.cpu_count() or 2) // 2)
-        ) as ready:
+        with workers({name: specs[name] for name in names}, folder, records, budget, parallel) as ready:
+            probe(ready, names, records, budget, kept=0.0)
             for number, name in rounds(names, settings.rounds):
-                if name in ready and budget.fits(15):
-                    measure(ready, name, "measure", records, budget, round=number)
-            for name in list(ready):
-                windows = sum(line["kind"] == "measure" and line["name"] == name for line in records.lines)
-                if budget.fits(10):
-                    measure(ready, name, "validate", records, budget, windows=WARMUPS + windows)
-            for command in ("syncs", "profile"):
-                for name in list(ready):
-                    if budget.fits(20):
-                        measure(ready, name, command, records, budget)
+                measure(ready, name, "measure", records, budget, round=number)
+            for name in names:
+                measure(ready, name, "validate", records, budget)
 
 
 def main() -> None:
@@ -132,21 +134,22 @@ def main() -> None:
         parser.add_argument("--arms", nargs="+", choices=list(found), default=list(found))
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
         parser.add_argument(
-            "--hold", type=int, help="workers that are held at once (default: 6 with 120 GiB on a GPU, else 3)"
+            "--hold", type=int, help="arms that are held at once (default: all with 120 GiB on a GPU, else one)"
         )
 
     settings = options(__doc__, prepare)
-    budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-lm.jsonl"), find_device()
+    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-lm.jsonl")
+    device = find_device()
     settings.rounds = settings.rounds or (1 if settings.tiny else 3)
     name = "tiny" if settings.tiny else "gpt2"
     size, machine = SIZES[name], facts(device)
-    hold = settings.hold or (6 if machine.get("memory_bytes", 0) > 120 * 2**30 else 3)
+    hold = settings.hold or arms_at_once(machine.get("memory_bytes"))
     work = {"batch": size.batch, "length": size.length, "token_flops": token_flops(size)}
     records.add("facts", **machine, tiny=settings.tiny, steps=size.steps, model=name, **work)
     arms = leave_out(make_arms(size), settings.arms, records)
     with scratch() as folder:
         record_ceilings(records, device, 0.2 if settings.tiny else 1.5)
-        tokens, windows = folder / "tokens.npz", WARMUPS + settings.rounds + PROBES
+        tokens, windows = folder / "tokens.npz", settings.rounds + 1  # one for the warm-up and the probes
         splits = {"train": windows * size.steps * size.batch, "validation": VALIDATION}
         np.savez(tokens, **{split: generate(blocks, size, seed) for seed, (split, blocks) in enumerate(splits.items())})
         specs = {}
@@ -159,7 +162,7 @@ def main() -> None:
                 "plugins": listed(given.get("plugins", {}), settings.tiny),
             }
             spec |= {"compile_backend": "aot_eager"} if settings.tiny else {}
-            specs[arm] = (spec, {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled-{arm}")}, WARMUPS)
+            specs[arm] = (spec, {"TORCHINDUCTOR_CACHE_DIR": str(folder / f"compiled-{arm}")}, 1)
         run_rounds(specs, settings, hold, folder, records, budget)
 
     from report import show_lm

@@ -6,7 +6,7 @@
   lists the arms; all read one file. fastloop is the recipe ``distilbert_imdb_gpu``, or another variant of command 2.
 * Each arm is a process that is started and warmed up once, for two epochs where it compiles. Windows are whole epochs,
   with the device synchronized at both ends. Rounds are interleaved, A B C, C B A; ratios are formed inside a round.
-* A further window counts the synchronizations of 20 steps, and another records their kernels. Neither is timed.
+* Before the rounds, 20 steps count the waits for the device, and 20 more record the kernels. Neither is timed.
 * Compile seconds are those of the warm-up: cold with an empty folder of compiled code; warm in a second process, with
   the same folder.
 * TFLOP/s count operations on real tokens only, padding left out, over seconds.
@@ -30,18 +30,23 @@ from _suite import (
     Budget,
     Records,
     chunks,
+    command_budget,
     facts,
     find_device,
+    held_at_once,
     measure,
     options,
+    probe,
     read_reviews,
     record_ceilings,
     scratch,
     workers,
 )
-from ablation import BATCH, VARIANTS, shrunk
+from ablation import BATCH, HELD, VARIANTS, WORKER_BYTES, shrunk
 
 COMPILED = ("hf-trainer-compile", "fastloop")
+AGAIN_SECONDS = 60.0
+"""Seconds of a second start of the compiled arms."""
 OVERHEAD_SECONDS = 150.0
 """Seconds reserved for the cost of a step."""
 
@@ -88,21 +93,23 @@ def main() -> None:
         parser.add_argument("--rounds", type=int, help="interleaved rounds (default 3)")
         parser.add_argument("--steps", type=int, help="steps of 12 a window (default 192)")
         parser.add_argument(
-            "--hold", type=int, help="workers that are held at once (default: all on a GPU, 4 on a CPU)"
+            "--hold", type=int, help="workers that are held at once (default: by the memory of the GPU; 4 on a CPU)"
         )
         parser.add_argument(
             "--overhead", action=argparse.BooleanOptionalAction, default=True, help="the cost of a step too"
         )
 
     settings = options(__doc__, prepare)
-    budget, records, device = Budget(settings.seconds), Records(settings.results / "gpu-peers.jsonl"), find_device()
-    cuda = device == "cuda"
-    repeats, hold = settings.rounds or (1 if settings.tiny else 3), settings.hold or (99 if cuda else 4)
+    budget, records = command_budget(settings.seconds), Records(settings.results / "gpu-peers.jsonl")
+    device = find_device()
+    cuda, machine = device == "cuda", facts(device)
+    repeats = settings.rounds or (1 if settings.tiny else 3)
+    hold = settings.hold or held_at_once(machine.get("memory_bytes"), WORKER_BYTES, HELD)
     steps, model = settings.steps or (4 if settings.tiny else 192), "tiny" if settings.tiny else "distilbert"
     variant = shrunk(VARIANTS[settings.variant]) if settings.tiny else VARIANTS[settings.variant]
     listed = [{name: dict(given)} for name, given in variant.plugins.items()]
     records.add(
-        "facts", **facts(device), tiny=settings.tiny, steps=steps, model=model, variant=settings.variant, plugins=listed
+        "facts", **machine, tiny=settings.tiny, steps=steps, model=model, variant=settings.variant, plugins=listed
     )
     missing = [arm for arm in settings.arms if importlib.util.find_spec(NEEDS.get(arm, "torch")) is None]
     for arm in missing:
@@ -137,15 +144,14 @@ def main() -> None:
             with workers(
                 {arm: start(arm) for arm in names}, folder, records, budget, len(names) if cuda else 2
             ) as ready:
+                probe(ready, sorted(names, key=lambda arm: arm != "fastloop"), records, budget, kept)
                 for number, arm in rounds(names, repeats):
-                    if arm in ready and budget.fits(15):
-                        measure(ready, arm, "measure", records, budget, round=number)
-                for command in ("syncs", "profile"):
-                    for arm in list(ready):
-                        if budget.fits(kept + 20):
-                            measure(ready, arm, command, records, budget)
+                    measure(ready, arm, "measure", records, budget, round=number)
         again = [arm for arm in arms if arm in COMPILED]
-        if budget.fits(kept + 60):
+        if not budget.fits(kept + AGAIN_SECONDS):
+            for arm in again:
+                records.skip(f"{arm}, started again", kept + AGAIN_SECONDS, budget)
+        elif again:
             (folder / "again").mkdir()
             with workers(
                 {arm: start(arm) for arm in again}, folder / "again", records, budget, len(names) if cuda else 2
@@ -153,6 +159,8 @@ def main() -> None:
                 pass
         if settings.overhead and budget.fits(30):
             step_cost(device, settings.tiny, records, budget, folder)
+        elif settings.overhead:
+            records.skip("overhead", 30, budget)
 
     from report import show_peers
 

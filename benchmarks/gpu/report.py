@@ -3,6 +3,9 @@
     python3 benchmarks/gpu/report.py [FOLDER]        # of gpu-*.jsonl; default: benchmarks/results
 
 Writes nothing if there are no records, or none from a GPU.
+
+A file holds one run after the other. The page shows the newest run, together with earlier ones of the same sources on
+the same device.
 """
 
 from __future__ import annotations
@@ -22,14 +25,41 @@ Lines = Sequence[dict[str, Any]]
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a file, without a last line that is incomplete."""
-    found = []
-    for line in file.read_text().splitlines() if file.exists() else ():
+    """The records of a file, without incomplete lines, which killed commands left."""
+    if not file.exists():
+        return []
+    records = []
+    for line in file.read_text().splitlines():
         try:
-            found.append(json.loads(line))
+            records.append(json.loads(line))
         except json.JSONDecodeError:
-            break
-    return found
+            continue
+    return records
+
+
+def split_runs(lines: Lines) -> list[list[dict[str, Any]]]:
+    """The records of each run. A run begins with its ``facts``."""
+    runs: list[list[dict[str, Any]]] = []
+    for line in lines:
+        if line["kind"] == "facts":
+            runs.append([])
+        if runs:
+            runs[-1].append({**line, "run": len(runs) - 1})
+    return runs
+
+
+def newest_runs(runs: Sequence[Lines]) -> list[dict[str, Any]]:
+    """The records of the newest run on a GPU, after those of earlier runs of the same sources on the same device."""
+    kept: list[dict[str, Any]] = []
+    newest: dict[str, Any] | None = None
+    for run in reversed(runs):
+        fact = run[0]
+        if "device" not in fact or fact.get("tiny"):
+            continue
+        newest = newest or fact
+        if all(fact.get(key) == newest.get(key) for key in ("device", "sources", "steps")):
+            kept = [*run, *kept]
+    return kept
 
 
 def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
@@ -44,7 +74,8 @@ def of_kind(lines: Lines, kind: str) -> dict[str, list[dict[str, Any]]]:
 def compare(windows: dict[str, list[dict[str, Any]]], ours: str, theirs: str) -> str:
     """The ratio of two speeds, from the rounds that have both."""
     by_round = [
-        {line["round"]: line["samples_per_second"] for line in windows.get(name, ())} for name in (ours, theirs)
+        {(line.get("run", 0), line["round"]): line["samples_per_second"] for line in windows.get(name, ())}
+        for name in (ours, theirs)
     ]
     both = sorted(by_round[0].keys() & by_round[1].keys())
     if ours == theirs or not both:
@@ -87,13 +118,20 @@ def show_ceilings(lines: Lines) -> str:
 
 
 def failures(lines: Lines) -> str:
-    """Errors, and parts that were skipped."""
+    """Errors, runs that their budget cut, and parts that were skipped and not measured by a later run."""
     shown = [
         f"* failed: `{line['name']}` ({line['during']}): `{line['error'].splitlines()[-1][:200]}`"
         for line in lines
         if line["kind"] == "error"
     ]
-    shown += [f"* left out: `{line['name']}`: {line['why']}" for line in lines if line["kind"] == "skipped"]
+    last = {line["name"]: line["run"] for line in lines if line["kind"] in ("measure", "job", "file") and "run" in line}
+    for line in lines:
+        if line["kind"] not in ("cut", "skipped"):
+            continue
+        if last.get(line["name"], -1) > line.get("run", 0):
+            continue
+        label = "cut by its budget" if line["kind"] == "cut" else "left out"
+        shown.append(f"* {label}: `{line['name']}`: {line['why']}")
     shown += [
         f"* dropped after the first round: `{line['name']}`: {line['ratio']:.2f} of `{line['over']}`"
         for line in lines
@@ -124,10 +162,15 @@ def show_ablation(lines: Lines) -> str:
             ]
         )
     head = ["variant", "over", "samples/s", "TFLOP/s", "x baseline", "x over", "peak MiB", "compile s"]
-    jobs = [show_job(name, line) for name, (line,) in of_kind(lines, "job").items()]
+    jobs = show_jobs(lines)
     return "\n\n".join(
         filter(None, [table(head, rows, 2), "\n".join(jobs), show_ceilings(lines), show_probes(lines), failures(lines)])
     )
+
+
+def show_jobs(lines: Lines) -> list[str]:
+    """A line for each complete training."""
+    return [show_job(line["name"], line) for line in lines if line["kind"] == "job"]
 
 
 def show_job(name: str, line: dict[str, Any]) -> str:
@@ -139,7 +182,8 @@ def show_job(name: str, line: dict[str, Any]) -> str:
         ("evaluation", "evaluate"),
     ]
     spans = ", ".join(f"{shown} {line[f'{span}_seconds']:.1f}" for shown, span in parts)
-    what = f"`{name}` (`{line['variant']}`, cache: {line['cache']})"
+    seed = f", seed {line['seed']}" if "seed" in line else ""
+    what = f"`{name}` (`{line['variant']}`, cache: {line['cache']}{seed})"
     return (
         f"* {what}: **{line['wall_seconds']:.1f} s** from start to end: {spans}; accuracy "
         f"{line['validation']['accuracy']:.3f}."
@@ -147,24 +191,26 @@ def show_job(name: str, line: dict[str, Any]) -> str:
 
 
 def show_probes(lines: Lines) -> str:
-    """The section of synchronizations and kernels."""
-    syncs, profiles = of_kind(lines, "syncs"), of_kind(lines, "profile")
+    """The section of synchronizations and kernels. What was not measured is blank."""
+    probes: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        if line["kind"] in ("syncs", "profile"):
+            probes.setdefault(line["name"], {}).update(line)
     rows = []
-    for name in dict.fromkeys((*syncs, *profiles)):
-        (sync,), (profile,) = syncs.get(name, [{}]), profiles.get(name, [{}])
-        count = sync.get("syncs_per_step")
+    for name, probe in probes.items():
+        attention = [f"`{kernel[:70]}`" for kernel in list(probe.get("attention") or ())[:2]]
+        syncs, kernels, busy = (probe.get(key) for key in ("syncs_per_step", "kernels_per_step", "busy"))
         rows.append(
             [
                 f"`{name}`",
-                "; ".join(f"`{kernel[:70]}`" for kernel in list(profile.get("attention", ()))[:2]),
-                "" if count is None else f"{count:.2f}",
-                f"{profile.get('kernels_per_step', 0):.0f}",
-                f"{profile.get('busy', 0):.0%}",
+                "; ".join(attention),
+                "" if syncs is None else f"{syncs:.2f}",
+                "" if kernels is None else f"{kernels:.0f}",
+                "" if busy is None else f"{busy:.0%}",
             ]
         )
-    return (
-        table(["", "attention kernel", "host syncs a step", "kernels a step", "device busy"], rows, 2) if rows else ""
-    )
+    head = ["", "attention kernel", "host syncs a step", "kernels a step", "device busy"]
+    return table(head, rows, 2) if rows else ""
 
 
 def show_peers(lines: Lines) -> str:
@@ -216,12 +262,10 @@ def show_peers(lines: Lines) -> str:
 def show_text_job(lines: Lines) -> str:
     """The section of command 3."""
     texts = next((line for line in lines if line["kind"] == "texts"), None)
-    shown = [show_job(name, line) for name, (line,) in of_kind(lines, "job").items()]
-    shown += [
-        f"  * plugins of `{name}`: {', '.join(f'`{plugin}`' for plugin in line['plugins'])}; {len(line['warnings'])} "
-        "warnings."
-        for name, (line,) in of_kind(lines, "job").items()
-    ][:1]
+    shown = show_jobs(lines)
+    for line in [line for line in lines if line["kind"] == "job"][:1]:
+        plugins = ", ".join(f"`{plugin}`" for plugin in line["plugins"])
+        shown.append(f"  * plugins of `{line['name']}`: {plugins}; {len(line['warnings'])} warnings.")
     if texts is not None:
         shown.append(
             f"* texts: {', '.join(f'{split} {count:,} reviews' for split, count in texts['reviews'].items())}."
@@ -238,8 +282,8 @@ def show_lm(lines: Lines) -> str:
     for name, found in windows.items():
         speed = statistics.median(line["computed"] / line["seconds"] for line in found)
         peaks = [ceilings.get(key) for key in ("product_flops", "nominal_flops")]
-        (validation,) = validations.get(name, [None])
-        trained = 0 if validation is None else validation["windows"] * fact["steps"] * fact["batch"] * fact["length"]
+        validation = validations.get(name, [None])[-1]
+        trained = 0 if validation is None else validation["trained_steps"] * fact["batch"] * fact["length"]
         rows.append(
             [
                 f"`{name}`",
@@ -268,7 +312,7 @@ def show_lm(lines: Lines) -> str:
 
 def show_tests(lines: Lines) -> str:
     """The section of commands 1 and 6."""
-    tests = [line for line in lines if line["kind"] == "test"]
+    tests = list({line["name"]: line for line in lines if line["kind"] == "test"}.values())  # the last outcome of each
     counts = Counter(line["outcome"] for line in tests)
     shown = [f"Tests: {', '.join(f'{count} {outcome}' for outcome, count in counts.items()) or 'none'}."]
     for line in tests:
@@ -282,22 +326,21 @@ def show_tests(lines: Lines) -> str:
 
 def section(folder: Path) -> str | None:
     """The text of the section; None without records of a GPU."""
-    names = ("ablation", "job", "lm", "peers", "tests", "plugin-tests")
-    parts = {name: read(folder / f"gpu-{name}.jsonl") for name in names}
-    facts = {name: next((line for line in lines if line["kind"] == "facts"), {}) for name, lines in parts.items()}
     shown = []
-    for name, title, show in (
-        ("ablation", "Ablation", show_ablation),
-        ("job", "The published job from texts", show_text_job),
-        ("lm", "A language model", show_lm),
-        ("peers", "Peers", show_peers),
-        ("tests", "Tests that need a GPU", show_tests),
-        ("plugin-tests", "Tests of the plugins", show_tests),
+    for file, command, title, show in (
+        ("ablation", "ablation", "Ablation", show_ablation),
+        ("job", "job", "The published job from texts", show_text_job),
+        ("lm", "lm", "A language model", show_lm),
+        ("peers", "peers", "Peers", show_peers),
+        ("tests", "tests", "Tests that need a GPU", show_tests),
+        ("tests", "plugin-tests", "Tests of the plugins", show_tests),
     ):
-        fact = facts[name]
-        if "device" not in fact or fact.get("tiny"):
+        runs = split_runs(read(folder / f"gpu-{file}.jsonl"))
+        lines = newest_runs([run for run in runs if run[0].get("command", file) == command])
+        if not lines:
             continue
-        windows = of_kind(parts[name], "measure")
+        fact = [line for line in lines if line["kind"] == "facts"][-1]
+        windows = of_kind(lines, "measure")
         repeats = max(map(len, windows.values()), default=0)
         machine = (
             f"{show_machine(fact)} Driver {fact['driver']}, CUDA {fact['cuda']}, cuDNN {fact['cudnn']}; "
@@ -306,9 +349,9 @@ def section(folder: Path) -> str | None:
         counts = f" {repeats} rounds of {fact['steps']} steps. {caution(repeats)}" if repeats else ""
         shown += [
             f"### {title} on {fact['device']}",
-            show(parts[name]),
-            f"{machine}{counts}",
-            f"Raw figures: `benchmarks/results/gpu-{name}.jsonl`.",
+            show(lines),
+            f"{machine}{counts}".strip(),
+            f"Raw figures: `benchmarks/results/gpu-{file}.jsonl`.",
         ]
     return "\n\n".join(shown) or None
 

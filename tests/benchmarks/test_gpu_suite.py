@@ -73,7 +73,16 @@ def test_the_ablation_measures_variants_and_the_whole_job(tmp_path: Path) -> Non
     assert jobs["job-cold"]["steps"] == 3 * 96 / 12
     assert 0 <= jobs["job-cold"]["validation"]["accuracy"] <= 1
     assert jobs["job-cold"]["wall_seconds"] > jobs["job-cold"]["train_seconds"]
-    assert next(line for line in lines if line["kind"] == "profile")["attention"]
+    probes = [line for line in lines if line["kind"] in ("syncs", "profile")]
+    assert [(line["name"], line["kind"]) for line in probes] == [
+        ("bucketing", "syncs"),
+        ("bucketing", "profile"),
+        ("baseline", "syncs"),
+        ("baseline", "profile"),
+    ]
+    assert probes[1]["attention"]
+    first = next(index for index, line in enumerate(lines) if line["kind"] == "measure")
+    assert lines.index(probes[-1]) < first, "probes come before the rounds"
     assert json.loads(gzip.decompress((tmp_path / "gpu-trace.json.gz").read_bytes()))["traceEvents"]
     assert [line["name"] for line in lines if line["kind"] == "ceilings"] == ["cpu"]
 
@@ -96,7 +105,7 @@ def test_the_language_arms_train_on_as_many_tokens(tmp_path: Path) -> None:
     assert windows.keys() == {"plain", "auto"}
     assert {line["computed"] for line in windows.values()} == {4 * 4 * 32}
     losses = {line["name"]: line for line in lines if line["kind"] == "validate"}
-    assert {line["windows"] for line in losses.values()} == {3}
+    assert {line["trained_steps"] for line in losses.values()} == {4 * 4}, "warm-up, two probes and a round"
     assert losses["plain"]["validation_loss"] == pytest.approx(losses["auto"]["validation_loss"], abs=0.05)
     assert losses["plain"]["validation_loss"] < 6.2  # ln 512 is 6.24
     (ceilings,) = (line for line in lines if line["kind"] == "ceilings")
@@ -164,6 +173,86 @@ def test_a_worker_that_fails_is_recorded_and_the_others_continue(tmp_path: Path)
     assert "no plugin 'fused-optimiser' is installed" in errors["fused-optimiser"]["error"]
     assert errors["fused-optimizer"]["during"] == "measure"
     assert [line["round"] for line in lines if line["kind"] == "measure"] == [0]
+
+
+def test_the_next_command_follows_a_probe_in_the_same_window() -> None:
+    import torch
+    from _windows import PROBED, SKIPPED, Windows
+
+    commands = iter(["syncs", "profile", "measure"])
+    replies: list[dict[str, Any]] = []
+    windows = Windows("cpu", lambda: next(commands), replies.append)
+    model = torch.nn.Linear(1, 1)
+    steps = 2 * (SKIPPED + PROBED) + 5
+    for _ in range(2):
+        windows.begin()
+        for _ in range(steps):
+            windows.batch({"input_ids": torch.zeros(3, 7)})
+            windows.step(model(torch.zeros(1)))
+        windows.end(model)
+    assert [reply["command"] for reply in replies] == ["syncs", "profile", "measure"]
+    assert [reply["steps"] for reply in replies] == [PROBED, PROBED, steps]
+    assert replies[1]["kernels_per_step"] > 0
+    assert replies[2]["samples"] == 3 * steps
+    assert windows.trained_steps == 2 * steps
+
+
+def test_a_window_that_does_not_fit_the_budget_is_skipped(tmp_path: Path) -> None:
+    import _suite
+
+    class Ready:
+        window_seconds = 9.0
+
+    records = _suite.Records(tmp_path / "records.jsonl")
+    budget = _suite.Budget(100, used=80)
+    ready: dict[str, Any] = {"baseline": Ready()}
+    _suite.probe(ready, ["baseline"], records, budget, kept=15)
+    _suite.measure(ready, "baseline", "measure", records, budget, kept=15, round=1)
+    assert [(line["kind"], line["name"], line["command"]) for line in records.lines] == [
+        ("skipped", "baseline", "syncs"),
+        ("skipped", "baseline", "profile"),
+        ("skipped", "baseline", "measure"),
+    ]
+
+
+def test_a_run_appends_to_the_records_of_earlier_runs(tmp_path: Path) -> None:
+    import _suite
+    import report
+
+    path = tmp_path / "gpu-lm.jsonl"
+    path.write_text('{"kind": "facts"}\n{"kind": "measure", "na')  # killed while it wrote
+    records = _suite.Records(path)
+    records.add("facts")
+    records.add("measure", name="plain")
+    assert [line["kind"] for line in records.lines] == ["facts", "measure"]
+    assert [[line["kind"] for line in run] for run in report.split_runs(report.read(path))] == [
+        ["facts"],
+        ["facts", "measure"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "expected", "arms"), [(None, 4, 4), (140, 8, 6), (80, 8, 1), (24, 2, 1), (8, 1, 1)]
+)
+def test_as_many_workers_are_held_as_the_device_has_memory_for(gibibytes: int | None, expected: int, arms: int) -> None:
+    import _suite
+    import ablation
+    import lm
+
+    memory = None if gibibytes is None else gibibytes * 2**30
+    assert _suite.held_at_once(memory, ablation.WORKER_BYTES, ablation.HELD) == expected
+    assert lm.arms_at_once(memory) == arms
+
+
+def test_a_worker_that_the_budget_cuts_has_not_failed(tmp_path: Path) -> None:
+    import _suite
+
+    log = tmp_path / "worker.log"
+    log.write_text("Traceback")
+    records = _suite.Records(tmp_path / "records.jsonl")
+    for error, used in ((_suite.Late("no reply"), 99), (_suite.Late("no reply"), 10), (_suite.Failure("died"), 99)):
+        records.failure("baseline", "measure", error, log, _suite.Budget(100, used=used))
+    assert [line["kind"] for line in records.lines] == ["cut", "error", "error"]
 
 
 def test_nothing_starts_that_does_not_fit_the_budget(tmp_path: Path) -> None:
@@ -329,6 +418,9 @@ def test_kernels_are_summed_by_name_and_overlaps_counted_once() -> None:
     assert found["busy"] == pytest.approx(0.7)
     assert found["attention"] == {"cudnn_generated_fort_native_sdpa_sm90_flash_fprop": 0.2}
     assert found["kernels"]["gemm"] == pytest.approx(0.2)
+    without = summarize_kernels(events[3:], steps=2, seconds=1e-3, category="kernel")
+    assert without["kernels_per_step"] is None
+    assert without["busy"] is None
 
 
 def test_each_wait_for_the_device_is_counted_at_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,6 +504,45 @@ def test_the_section_has_ratios_formed_inside_rounds(tmp_path: Path) -> None:
     assert "failed: `graphs` (warm-up): `out of memory`" in shown
 
 
+@pytest.mark.parametrize(
+    ("profile", "shown"),
+    [
+        ({}, "| `bf16` |  | 0.15 |  |  |"),
+        ({"attention": {}, "kernels_per_step": None, "busy": None}, "| `bf16` |  | 0.15 |  |  |"),
+        (
+            {"attention": {"fmha": 1.0}, "kernels_per_step": 300.0, "busy": 0.5},
+            "| `bf16` | `fmha` | 0.15 | 300 | 50% |",
+        ),
+    ],
+)
+def test_a_probe_that_was_not_measured_is_blank(profile: dict[str, Any], shown: str) -> None:
+    import report
+
+    lines = [{"kind": "syncs", "name": "bf16", "syncs_per_step": 0.15}]
+    if profile:
+        lines.append({"kind": "profile", "name": "bf16", **profile})
+    assert shown in report.show_probes(lines).splitlines()
+
+
+def test_the_section_has_the_newest_run_and_earlier_ones_of_the_same_sources(tmp_path: Path) -> None:
+    import report
+
+    def run(speed: float, **facts: Any) -> list[dict[str, Any]]:
+        shared = {"kind": "facts", "tiny": False, "steps": 4, **GPU, **facts}
+        warm = {"kind": "warmup", "name": "baseline", "compile_seconds": 0.0}
+        return [shared, warm, window("baseline", 0, speed), {"kind": "skipped", "name": "bf16", "why": "no time"}]
+
+    later = [{"kind": "warmup", "name": "bf16", "compile_seconds": 0.0}, window("bf16", 0, 40.0)]
+    runs = [run(1.0, sources="old"), run(10.0), run(20.0) + later, run(7.0, tiny=True)]
+    lines = [line for run in runs for line in run]
+    (tmp_path / "gpu-ablation.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    shown = report.section(tmp_path)
+    assert shown is not None
+    assert "| `baseline` |  | 15 |" in shown
+    assert "| `bf16` | `baseline` | 40 | 3.0 | 2.00 (2.00 to 2.00) |" in shown
+    assert shown.count("left out: `bf16`") == 1, "the newest run skips it before it measures it"
+
+
 def test_the_section_has_the_share_of_the_peak(tmp_path: Path) -> None:
     import report
 
@@ -425,7 +556,7 @@ def test_the_section_has_the_share_of_the_peak(tmp_path: Path) -> None:
         for name, seconds in speeds.items()
         for number in range(2)
     ]
-    losses = [{"kind": "validate", "name": "auto", "windows": 5, "validation_loss": 3.25}]
+    losses = [{"kind": "validate", "name": "auto", "trained_steps": 10, "validation_loss": 3.25}]
     (tmp_path / "gpu-lm.jsonl").write_text("\n".join(map(json.dumps, [facts, ceilings, *warm, *windows, *losses])))
     shown = report.section(tmp_path)
     assert shown is not None

@@ -1,4 +1,5 @@
-"""A pytest plugin that appends each test's outcome to the file in FASTLOOP_TEST_RECORDS, as soon as it is known.
+"""A pytest plugin that appends each test's outcome to the file in FASTLOOP_TEST_RECORDS, as soon as it is known. It
+runs the part of the tests in FASTLOOP_TEST_PART.
 
 A GPU machine may lack packages that fastloop or its tests need, such as datasets with pyarrow. A test that fails for
 this reason is recorded as skipped.
@@ -20,6 +21,13 @@ def missing_package(failure: str) -> str | None:
     """The package that is not installed, if a failure names one."""
     found = re.findall(r"No module named '(\w+)", failure)
     return next((name for name in found if importlib.util.find_spec(name) is None), None)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of the part in FASTLOOP_TEST_PART, such as 2/3."""
+    number, total = map(int, os.environ.get("FASTLOOP_TEST_PART", "1/1").split("/"))
+    items[:] = items[number - 1 :: total]
 
 
 @pytest.hookimpl

@@ -1,9 +1,4 @@
-"""Shared by the commands: the time budget, records that are written immediately, and workers that measure on request.
-
-A worker is a process that trains one arm (``worker.py``). It is started and warmed up once. Each window is then
-requested separately, so that rounds interleave without a new start. If a worker fails or does not respond in time, this
-is recorded, and the others continue.
-"""
+"""Shared by the commands: the time budget, records that are written immediately, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -11,15 +6,13 @@ import argparse
 import hashlib
 import json
 import os
-import selectors
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,14 +29,8 @@ DATA = FOLDER / "data"
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "lightning", "tokenizers", "numpy", "fastloop-train")
 TINY_LENGTH = 64
 """Tokens of the longest review with ``--tiny``."""
-START_SECONDS = 300.0
-"""Seconds that a worker may take to start, build its arm and warm up."""
-WINDOW_SECONDS = 120.0
-"""Seconds that a window may take."""
-EXTRA_SECONDS = {"profile": 5.0, "validate": 5.0}
-"""Seconds of a command beside its window: writing a trace of 20 steps, and evaluating without a window."""
-HELD_ON_CPU = 4
-"""Workers that are held at once on a CPU."""
+ENDING_SECONDS = 3.0
+"""Seconds that a process has to end after SIGTERM."""
 LOG_BYTES = 2**23
 """Bytes of ``gpu-failures.log`` from which nothing is appended: the machine returns files of 16 MiB at most."""
 NOMINAL = {"H200": (989e12, 4.8e12), "H100 80GB HBM3": (989e12, 3.35e12)}
@@ -119,9 +106,9 @@ class Records:
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
-    def skip(self, name: str, needed: float, budget: Budget, **fields: Any) -> None:
+    def skip(self, name: str, part: str, needed: float, budget: Budget, **fields: Any) -> None:
         """Record that a part is skipped, because the budget has fewer seconds left than are needed."""
-        why = f"about {needed:.0f} s are needed, {max(budget.left(), 0):.0f} are left"
+        why = f"{part}: about {needed:.0f} s are needed, {max(budget.left(), 0):.0f} are left"
         self.add("skipped", why, name=name, why=why, **fields)
 
     def failure(self, name: str, during: str, error: Failure, log: Path, budget: Budget) -> None:
@@ -157,205 +144,6 @@ class Records:
                 file.write(
                     f"== {self.path.stem}: {name} ({during})\n".encode() + log.read_bytes()[-LOG_BYTES // 16 :] + b"\n"
                 )
-
-
-class Worker:
-    """A process of ``worker.py``.
-
-    Args:
-        spec: The work; see ``worker.py``.
-        environment: Further environment variables.
-    """
-
-    def __init__(self, name: str, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
-        self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
-        self.window_seconds = 0.0  # of its last window
-        self.folder.mkdir(parents=True)
-        self.started = time.monotonic()
-        read, write = os.pipe()
-        command = [
-            sys.executable,
-            str(FOLDER / "worker.py"),
-            "--reply",
-            str(write),
-            json.dumps({**spec, "folder": str(self.folder)}),
-        ]
-        paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **paths, **environment},
-                pass_fds=[write],
-                start_new_session=True,
-                bufsize=0,
-            )
-        os.close(write)
-        self.replies, self.unread = read, b""
-
-    def ask(self, command: str, timeout: float) -> dict[str, Any]:
-        """Send a command, and wait for the reply.
-
-        Raises:
-            Failure: The worker ended, or did not reply within ``timeout`` seconds.
-        """
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(f"{command}\n".encode())
-        except BrokenPipeError:
-            raise Failure(f"ended before {command!r}\n{self.output()}") from None
-        end = time.monotonic() + timeout
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.replies, selectors.EVENT_READ)
-            while b"\n" not in self.unread:
-                if selector.select(timeout=0.5):
-                    part = os.read(self.replies, 1 << 16)
-                    self.unread += part
-                elif self.process.poll() is not None:
-                    part = b""
-                else:
-                    part = b"waiting"
-                if not part:
-                    raise Failure(f"{self.output()}\nended in {command!r} with {self.process.wait()}")
-                if time.monotonic() > end:
-                    raise Late(f"{self.output()}\nno reply to {command!r} within {timeout:.0f} s")
-        line, _, self.unread = self.unread.partition(b"\n")
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def output(self) -> str:
-        """The last lines of its output."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-25:])
-
-    def stop(self) -> None:
-        """End the process and all its children."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-
-
-@contextmanager
-def workers(
-    specs: Mapping[str, tuple[Mapping[str, Any], Mapping[str, str], int]],
-    folder: Path,
-    records: Records,
-    budget: Budget,
-    parallel: int,
-) -> Iterator[dict[str, Worker]]:
-    """Start workers and warm them up, a few at a time; returns them by name. Failed ones are recorded and omitted. All
-    are ended at exit.
-
-    Args:
-        specs: Name -> the worker's specification, its environment, and its number of warm-up epochs.
-        parallel: How many start at once.
-    """
-    found: dict[str, Worker] = {}
-    started: list[Worker] = []
-
-    def start(name: str) -> None:
-        spec, environment, warmups = specs[name]
-        if not budget.fits(30):
-            records.skip(name, 30, budget)
-            return
-        worker = Worker(name, spec, folder, environment)
-        started.append(worker)
-        try:
-            replies = [worker.ask("warmup", min(START_SECONDS, budget.left())) for _ in range(warmups)]
-        except Failure as error:
-            records.failure(name, "warm-up", error, worker.log, budget)
-            worker.stop()
-            return
-        worker.window_seconds = replies[-1]["seconds"]
-        seconds, compiling = time.monotonic() - worker.started, sum(reply["compile_seconds"] for reply in replies)
-        note = f"{seconds:.0f} s, of which compilation {compiling:.0f}"
-        records.add(
-            "warmup", note, name=name, seconds=seconds, compile_seconds=compiling, plugins=replies[0]["plugins"]
-        )
-        found[name] = worker
-
-    pool = ThreadPoolExecutor(parallel)
-    try:
-        list(pool.map(start, sorted(specs, key=lambda name: -specs[name][2])))  # the slowest first
-        yield {name: found[name] for name in specs if name in found}
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in started:
-            worker.stop()
-
-
-def measure(
-    workers: dict[str, Worker],
-    name: str,
-    command: str,
-    records: Records,
-    budget: Budget,
-    kept: float = 0.0,
-    **fields: Any,
-) -> None:
-    """Request one window from a worker and record it. It is skipped if it does not fit the budget, and a worker that
-    fails is ended and removed.
-
-    Args:
-        kept: Seconds of the budget that are reserved for later parts.
-    """
-    if name not in workers:
-        return
-    worker = workers[name]
-    needed = worker.window_seconds + EXTRA_SECONDS.get(command, 1.0)
-    if not budget.fits(needed + kept):
-        records.skip(name, needed + kept, budget, command=command, **fields)
-        return
-    try:
-        reply = worker.ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
-    except Failure as error:
-        records.failure(name, command, error, worker.log, budget)
-        workers.pop(name).stop()
-        return
-    if command == "measure":
-        worker.window_seconds = reply["seconds"]
-    reply.pop("plugins", None)
-    records.add(command, describe(command, reply), name=name, **fields, **reply)
-
-
-def describe(command: str, reply: Mapping[str, Any]) -> str:
-    """A window in a few words."""
-    if command == "measure":
-        note = f"{reply['samples_per_second']:.1f} samples/s"
-        if reply["compile_seconds"]:
-            note += f", compiled {reply['compile_seconds']:.1f} s"
-        return note
-    if command == "syncs":
-        return f"{reply.get('syncs_per_step')} a step"
-    if command == "profile":
-        if reply.get("busy") is None:
-            return "no kernels were recorded"
-        attention = ", ".join(name[:60] for name in reply["attention"])
-        return f"{reply['kernels_per_step']:.0f} kernels a step, busy {reply['busy']:.0%}, attention: {attention}"
-    return f"loss {reply['validation_loss']:.4f}"
-
-
-def probe(workers: dict[str, Worker], names: Iterable[str], records: Records, budget: Budget, kept: float) -> None:
-    """Count the waits for the device and record the kernels of workers, before they are timed."""
-    for name in names:
-        for command in ("syncs", "profile"):
-            measure(workers, name, command, records, budget, kept)
-
-
-def held_at_once(memory_bytes: int | None, worker_bytes: float, at_most: int) -> int:
-    """How many workers are held at once: as many as the memory of the device has room for, one at least.
-
-    Args:
-        memory_bytes: Memory of the device; None without one.
-        worker_bytes: Memory that a worker needs.
-        at_most: The number on a device that has room for more.
-    """
-    if memory_bytes is None:
-        return min(at_most, HELD_ON_CPU)
-    return max(1, min(at_most, int(memory_bytes / worker_bytes)))
 
 
 def measure_ceilings(device: str, seconds: float) -> dict[str, Any]:
@@ -430,13 +218,6 @@ def read_reviews(count: int, tiny: bool) -> tuple[dict[str, Reviews], int]:
     return {"train": generate(count, 0), "validation": generate(count // 7, 1)}, MAX_LENGTH
 
 
-def chunks(names: Iterable[str], size: int) -> Iterator[list[str]]:
-    """The names, ``size`` at a time."""
-    listed = list(names)
-    for first in range(0, len(listed), size):
-        yield listed[first : first + size]
-
-
 def facts(device: str) -> dict[str, Any]:
     """Facts about the machine: its GPU and driver, versions, and a hash of the library's sources (git may be
     missing)."""
@@ -488,9 +269,49 @@ def options(
     )
     prepare(parser)
     found = parser.parse_args()
-    usual = ROOT / "build" / "gpu-tiny" if found.tiny else ROOT / "benchmarks" / "results"
-    found.results = found.results or Path(os.environ.get("OUT") or usual)
+    found.results = found.results or results_folder(found.tiny)
     return found
+
+
+def results_folder(tiny: bool) -> Path:
+    """The folder of the records, unless ``--results`` names one."""
+    usual = ROOT / "build" / "gpu-tiny" if tiny else ROOT / "benchmarks" / "results"
+    return Path(os.environ.get("OUT") or usual)
+
+
+def run_limited(
+    command: Sequence[str], log: Path | None, timeout: float, environment: Mapping[str, str], cwd: Path | None = None
+) -> int | None:
+    """Run a process with its children in a group of its own.
+
+    Args:
+        log: File that its output replaces; None: it writes to the output of this process.
+        timeout: Seconds after which the group is ended: by SIGTERM, and by SIGKILL three seconds later.
+
+    Returns:
+        The exit status. None if it was ended.
+    """
+    with (log or Path(os.devnull)).open("wb") as file:
+        output = None if log is None else file
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env={**os.environ, **environment},
+            stdout=output,
+            stderr=None if log is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            return process.wait(max(timeout, 0.1))
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(ENDING_SECONDS)
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its children, and itself if this process is interrupted
+            process.wait()
 
 
 @contextmanager

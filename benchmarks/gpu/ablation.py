@@ -40,19 +40,21 @@ from _suite import (
     Budget,
     Failure,
     Records,
-    Worker,
-    chunks,
     command_budget,
     facts,
     find_device,
-    held_at_once,
-    measure,
     options,
-    probe,
     read_reviews,
     record_ceilings,
     scratch,
     select_on_h200,
+)
+from _workers import (
+    Worker,
+    chunks,
+    held_at_once,
+    measure,
+    probe,
     workers,
 )
 
@@ -196,7 +198,7 @@ def job(
 ) -> bool:
     """Train and evaluate in a fresh process, from its start to its end; returns whether that worked."""
     if not budget.fits(expected):
-        records.skip(name, expected, budget)
+        records.skip(name, "job", expected, budget)
         return False
     started = time.monotonic()
     worker = Worker(name, given, folder, {"TORCHINDUCTOR_CACHE_DIR": str(compiled)})

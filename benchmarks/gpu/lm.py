@@ -30,19 +30,21 @@ import numpy as np
 from _blocks import SIZES, Size, generate, token_flops
 from _measure import rounds
 from _suite import (
-    HELD_ON_CPU,
     Budget,
     Records,
-    chunks,
     command_budget,
     facts,
     find_device,
-    measure,
     options,
-    probe,
     record_ceilings,
     scratch,
     select_on_h200,
+)
+from _workers import (
+    HELD_ON_CPU,
+    chunks,
+    measure,
+    probe,
     workers,
 )
 

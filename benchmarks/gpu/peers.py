@@ -29,17 +29,19 @@ from _reviews import save, spread
 from _suite import (
     Budget,
     Records,
-    chunks,
     command_budget,
     facts,
     find_device,
-    held_at_once,
-    measure,
     options,
-    probe,
     read_reviews,
     record_ceilings,
     scratch,
+)
+from _workers import (
+    chunks,
+    held_at_once,
+    measure,
+    probe,
     workers,
 )
 from ablation import BATCH, HELD, VARIANTS, WORKER_BYTES, shrunk
@@ -150,7 +152,7 @@ def main() -> None:
         again = [arm for arm in arms if arm in COMPILED]
         if not budget.fits(kept + AGAIN_SECONDS):
             for arm in again:
-                records.skip(f"{arm}, started again", kept + AGAIN_SECONDS, budget)
+                records.skip(arm, "second start", kept + AGAIN_SECONDS, budget)
         elif again:
             (folder / "again").mkdir()
             with workers(
@@ -160,7 +162,7 @@ def main() -> None:
         if settings.overhead and budget.fits(30):
             step_cost(device, settings.tiny, records, budget, folder)
         elif settings.overhead:
-            records.skip("overhead", 30, budget)
+            records.skip("overhead", "cost of a step", 30, budget)
 
     from report import show_peers
 

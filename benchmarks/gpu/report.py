@@ -191,7 +191,7 @@ def show_job(name: str, line: dict[str, Any]) -> str:
 
 
 def show_probes(lines: Lines) -> str:
-    """The section of synchronizations and kernels. What was not measured is blank."""
+    """The section of synchronizations and kernels. A figure that was not measured is blank."""
     probes: dict[str, dict[str, Any]] = {}
     for line in lines:
         if line["kind"] in ("syncs", "profile"):

@@ -8,56 +8,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import forked
 import pytest
+from gpu_suite import BENCHMARKS, read, run
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-GPU = {
-    "device": "NVIDIA H100",
-    "driver": "580",
-    "cuda": "13.0",
-    "cudnn": 91900,
-    "sources": "abc",
-    "cpu": "x",
-    "cores": 16,
-    "versions": {},
-}
-
-
-@pytest.fixture(autouse=True)
-def _own_modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The suite's modules can be imported; ``peers`` and others are not those of another test."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "gpu"))
-    yield
-    for name in set(sys.modules) - before:
-        if str(BENCHMARKS) in str(getattr(sys.modules[name], "__file__", "")):
-            del sys.modules[name]
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def run(name: str, results: Path, *options: str) -> list[dict[str, Any]]:
-    """Run a command of the suite; its records."""
-    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
-    done = forked.run(
-        str(BENCHMARKS / "gpu" / f"{name}.py"),
-        "--tiny",
-        "--results",
-        str(results),
-        *options,
-        env=environment,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return read(results / f"gpu-{name}.jsonl")
+pytestmark = pytest.mark.usefixtures("suite_modules")
 
 
 @pytest.mark.slow
@@ -115,12 +73,59 @@ def test_the_language_arms_train_on_as_many_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_job_reads_texts_by_the_command_line(tmp_path: Path) -> None:
-    lines = run("job", tmp_path, "--caches", "cold", "cached")
+    lines = run("job", tmp_path, "--caches", "cold", "--seeds", "1", "--work", str(tmp_path / "work"))
     jobs = {line["name"]: line for line in lines if line["kind"] == "job"}
-    assert jobs.keys() == {"cold", "cached"}
-    assert jobs["cold"]["steps"] == jobs["cached"]["steps"] == 3 * 96 / 12
+    assert jobs.keys() == {"cold", "seed-1"}
+    assert jobs["cold"]["steps"] == jobs["seed-1"]["steps"] == 3 * 96 / 12
+    assert [(line["seed"], line["cache"]) for line in jobs.values()] == [(123, "cold"), (1, "cached")]
     assert "auto" not in jobs["cold"]["plugins"]
     assert jobs["cold"]["wall_seconds"] > jobs["cold"]["startup_seconds"] + jobs["cold"]["train_seconds"]
+
+
+def write_run(folder: Path, steps: int, wait: bool) -> list[str]:
+    """The command of a run that logs steps, and then waits or ends without a summary."""
+    code = "import json, pathlib, sys, time\n"
+    code += f"folder = pathlib.Path({str(folder)!r})\nfolder.mkdir()\n"
+    code += "rows = [json.dumps({'step': step}) for step in range(1, " + str(steps + 1) + ")]\n"
+    code += "(folder / 'metrics.jsonl').write_text('\\n'.join(rows) + '\\n{\"st')\n"
+    code += "time.sleep(60)" if wait else "sys.exit('no space left')"
+    return [sys.executable, "-c", code]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_job_that_the_budget_cuts_is_no_error(wait: bool, tmp_path: Path) -> None:
+    import _suite
+    import job
+
+    records = _suite.Records(tmp_path / "records.jsonl")
+    budget = _suite.Budget(100, used=100 - 2 - _suite.ENDING_SECONDS - (2 if wait else 30))
+    job.run_job("cold", write_run(tmp_path / "cold", 7, wait), tmp_path / "cold", tmp_path, records, budget)
+    (line,) = records.lines
+    if wait:
+        assert (line["kind"], line["name"], line["steps"]) == ("cut", "cold", 7)
+        assert budget.left() > 0, "it ends in time"
+    else:
+        assert line["kind"] == "error"
+        assert "no space left" in line["error"]
+
+
+def test_the_tests_of_a_long_file_are_divided_among_processes(tmp_path: Path) -> None:
+    import _suite
+
+    file = tmp_path / "test_five.py"
+    file.write_text("".join(f"def test_{name}(): pass\n" for name in "abcde"))
+    names = []
+    for part in ("1/3", "2/3", "3/3"):
+        outcomes = tmp_path / f"{part[0]}.jsonl"
+        environment = {
+            "FASTLOOP_TEST_RECORDS": str(outcomes),
+            "FASTLOOP_TEST_PART": part,
+            "PYTHONPATH": str(BENCHMARKS / "gpu"),
+        }
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "_report_tests", "-p", "no:cacheprovider", str(file)]
+        assert _suite.run_limited(command, tmp_path / "log", 60, environment, cwd=tmp_path) == 0
+        names.append([line["name"][-1] for line in read(outcomes)])
+    assert names == [["a", "d"], ["b", "e"], ["c"]]
 
 
 @pytest.mark.slow
@@ -145,7 +150,9 @@ def test_the_packed_folder_runs_without_a_checkout_and_each_test_is_a_record(tmp
         command, env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    tests = [line for line in read(results / "gpu-plugin-tests.jsonl") if line["kind"] == "test"]
+    facts, *lines = read(results / "gpu-tests.jsonl")
+    assert facts["command"] == "plugin-tests"
+    tests = [line for line in lines if line["kind"] == "test"]
     outcomes = {line["name"].rpartition("::")[2]: line["outcome"] for line in tests}
     assert "passed" in outcomes.values()
     assert "failed" not in outcomes.values()
@@ -155,6 +162,7 @@ def test_the_packed_folder_runs_without_a_checkout_and_each_test_is_a_record(tmp
 def test_a_worker_that_fails_is_recorded_and_the_others_continue(tmp_path: Path) -> None:
     import _reviews
     import _suite
+    import _workers
 
     reviews = tmp_path / "reviews.npz"
     _reviews.save(reviews, train=_reviews.generate(24, 0, 64))
@@ -162,11 +170,11 @@ def test_a_worker_that_fails_is_recorded_and_the_others_continue(tmp_path: Path)
     specs = {name: ({**common, "plugins": [{name: {}}]}, {}, 1) for name in ("fused-optimizer", "fused-optimiser")}
     records = _suite.Records(tmp_path / "records.jsonl")
     budget = _suite.Budget(300)
-    with _suite.workers(specs, tmp_path, records, budget, parallel=2) as ready:
+    with _workers.workers(specs, tmp_path, records, budget, parallel=2) as ready:
         assert list(ready) == ["fused-optimizer"]
-        _suite.measure(ready, "fused-optimizer", "measure", records, budget, round=0)
+        _workers.measure(ready, "fused-optimizer", "measure", records, budget, round=0)
         ready["fused-optimizer"].process.kill()
-        _suite.measure(ready, "fused-optimizer", "measure", records, budget, round=1)
+        _workers.measure(ready, "fused-optimizer", "measure", records, budget, round=1)
         assert not ready
     lines = read(tmp_path / "records.jsonl")
     errors = {line["name"]: line for line in lines if line["kind"] == "error"}
@@ -199,6 +207,7 @@ def test_the_next_command_follows_a_probe_in_the_same_window() -> None:
 
 def test_a_window_that_does_not_fit_the_budget_is_skipped(tmp_path: Path) -> None:
     import _suite
+    import _workers
 
     class Ready:
         window_seconds = 9.0
@@ -206,42 +215,13 @@ def test_a_window_that_does_not_fit_the_budget_is_skipped(tmp_path: Path) -> Non
     records = _suite.Records(tmp_path / "records.jsonl")
     budget = _suite.Budget(100, used=80)
     ready: dict[str, Any] = {"baseline": Ready()}
-    _suite.probe(ready, ["baseline"], records, budget, kept=15)
-    _suite.measure(ready, "baseline", "measure", records, budget, kept=15, round=1)
+    _workers.probe(ready, ["baseline"], records, budget, kept=15)
+    _workers.measure(ready, "baseline", "measure", records, budget, kept=15, round=1)
     assert [(line["kind"], line["name"], line["command"]) for line in records.lines] == [
         ("skipped", "baseline", "syncs"),
         ("skipped", "baseline", "profile"),
         ("skipped", "baseline", "measure"),
     ]
-
-
-def test_a_run_appends_to_the_records_of_earlier_runs(tmp_path: Path) -> None:
-    import _suite
-    import report
-
-    path = tmp_path / "gpu-lm.jsonl"
-    path.write_text('{"kind": "facts"}\n{"kind": "measure", "na')  # killed while it wrote
-    records = _suite.Records(path)
-    records.add("facts")
-    records.add("measure", name="plain")
-    assert [line["kind"] for line in records.lines] == ["facts", "measure"]
-    assert [[line["kind"] for line in run] for run in report.split_runs(report.read(path))] == [
-        ["facts"],
-        ["facts", "measure"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("gibibytes", "expected", "arms"), [(None, 4, 4), (140, 8, 6), (80, 8, 1), (24, 2, 1), (8, 1, 1)]
-)
-def test_as_many_workers_are_held_as_the_device_has_memory_for(gibibytes: int | None, expected: int, arms: int) -> None:
-    import _suite
-    import ablation
-    import lm
-
-    memory = None if gibibytes is None else gibibytes * 2**30
-    assert _suite.held_at_once(memory, ablation.WORKER_BYTES, ablation.HELD) == expected
-    assert lm.arms_at_once(memory) == arms
 
 
 def test_a_worker_that_the_budget_cuts_has_not_failed(tmp_path: Path) -> None:
@@ -257,9 +237,10 @@ def test_a_worker_that_the_budget_cuts_has_not_failed(tmp_path: Path) -> None:
 
 def test_nothing_starts_that_does_not_fit_the_budget(tmp_path: Path) -> None:
     import _suite
+    import _workers
 
     records = _suite.Records(tmp_path / "records.jsonl")
-    with _suite.workers({"one": ({}, {}, 1)}, tmp_path, records, _suite.Budget(10), parallel=1) as ready:
+    with _workers.workers({"one": ({}, {}, 1)}, tmp_path, records, _suite.Budget(10), parallel=1) as ready:
         assert not ready
     assert [line["kind"] for line in read(tmp_path / "records.jsonl")] == ["skipped"]
 
@@ -467,111 +448,6 @@ def test_the_checkout_is_found_as_an_installed_package(tmp_path: Path) -> None:
     assert {(point.group, point.name, point.value) for point in found.entry_points} == {
         (point.group, point.name, point.value) for point in ours.entry_points
     }
-
-
-def window(name: str, number: int, speed: float, **more: Any) -> dict[str, Any]:
-    common = {
-        "kind": "measure",
-        "name": name,
-        "round": number,
-        "samples_per_second": speed,
-        "seconds": 2.0,
-        "flops": 6e12,
-        "compile_seconds": 0.0,
-    }
-    return common | {"peak_bytes": 2**30, "computed": 200, "tokens": 150, "losses": [0.5]} | more
-
-
-def test_the_section_has_ratios_formed_inside_rounds(tmp_path: Path) -> None:
-    import report
-
-    warm = [{"kind": "warmup", "name": name, "compile_seconds": 9.0} for name in ("baseline", "bf16")]
-    speeds = [("baseline", 10.0, 20.0, 10.0), ("bf16", 30.0, 40.0, 30.0)]  # ratios 3, 2, 3; of the medians 3
-    windows = [window(name, number, speed) for name, *row in speeds for number, speed in enumerate(row)]
-    facts = {"kind": "facts", "tiny": False, "steps": 4, **GPU}
-    lines = [
-        facts,
-        *warm,
-        *windows,
-        {"kind": "error", "name": "graphs", "during": "warm-up", "error": "a\nout of memory"},
-    ]
-    text = "\n".join(map(json.dumps, lines)) + '\n{"kind": "measure", "na'  # killed while it wrote
-    (tmp_path / "gpu-ablation.jsonl").write_text(text)
-    shown = report.section(tmp_path)
-    assert shown is not None
-    assert "### Ablation on NVIDIA H100" in shown
-    assert "| `bf16` | `baseline` | 30 | 3.0 | 3.00 (2.00 to 3.00) | 3.00 (2.00 to 3.00) | 1024 | 9 |" in shown
-    assert "failed: `graphs` (warm-up): `out of memory`" in shown
-
-
-@pytest.mark.parametrize(
-    ("profile", "shown"),
-    [
-        ({}, "| `bf16` |  | 0.15 |  |  |"),
-        ({"attention": {}, "kernels_per_step": None, "busy": None}, "| `bf16` |  | 0.15 |  |  |"),
-        (
-            {"attention": {"fmha": 1.0}, "kernels_per_step": 300.0, "busy": 0.5},
-            "| `bf16` | `fmha` | 0.15 | 300 | 50% |",
-        ),
-    ],
-)
-def test_a_probe_that_was_not_measured_is_blank(profile: dict[str, Any], shown: str) -> None:
-    import report
-
-    lines = [{"kind": "syncs", "name": "bf16", "syncs_per_step": 0.15}]
-    if profile:
-        lines.append({"kind": "profile", "name": "bf16", **profile})
-    assert shown in report.show_probes(lines).splitlines()
-
-
-def test_the_section_has_the_newest_run_and_earlier_ones_of_the_same_sources(tmp_path: Path) -> None:
-    import report
-
-    def run(speed: float, **facts: Any) -> list[dict[str, Any]]:
-        shared = {"kind": "facts", "tiny": False, "steps": 4, **GPU, **facts}
-        warm = {"kind": "warmup", "name": "baseline", "compile_seconds": 0.0}
-        return [shared, warm, window("baseline", 0, speed), {"kind": "skipped", "name": "bf16", "why": "no time"}]
-
-    later = [{"kind": "warmup", "name": "bf16", "compile_seconds": 0.0}, window("bf16", 0, 40.0)]
-    runs = [run(1.0, sources="old"), run(10.0), run(20.0) + later, run(7.0, tiny=True)]
-    lines = [line for run in runs for line in run]
-    (tmp_path / "gpu-ablation.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    shown = report.section(tmp_path)
-    assert shown is not None
-    assert "| `baseline` |  | 15 |" in shown
-    assert "| `bf16` | `baseline` | 40 | 3.0 | 2.00 (2.00 to 2.00) |" in shown
-    assert shown.count("left out: `bf16`") == 1, "the newest run skips it before it measures it"
-
-
-def test_the_section_has_the_share_of_the_peak(tmp_path: Path) -> None:
-    import report
-
-    facts = {"kind": "facts", "tiny": False, "steps": 2, "batch": 4, "length": 32, "token_flops": 1e9, **GPU}
-    ceilings = {"kind": "ceilings", "name": "cuda", "rows": 8192, "product_flops": 8e14, "product_flops_best": 9e14}
-    ceilings |= {"copy_bytes": 4e12, "copy_bytes_best": 4.1e12, "nominal_flops": 1e15, "nominal_bytes": 4.8e12}
-    warm = [{"kind": "warmup", "name": name, "compile_seconds": 9.0} for name in ("plain", "auto")]
-    speeds = {"plain": 2.0, "auto": 1.0}  # seconds of 400,000 tokens
-    windows = [
-        window(name, number, 1 / seconds, computed=400_000, seconds=seconds)
-        for name, seconds in speeds.items()
-        for number in range(2)
-    ]
-    losses = [{"kind": "validate", "name": "auto", "trained_steps": 10, "validation_loss": 3.25}]
-    (tmp_path / "gpu-lm.jsonl").write_text("\n".join(map(json.dumps, [facts, ceilings, *warm, *windows, *losses])))
-    shown = report.section(tmp_path)
-    assert shown is not None
-    assert "| `auto` | 400,000 | 2.00 (2.00 to 2.00) | 50.0% | 40.0% | 1024 | 9 | 3.250 | 0.00 |" in shown
-    assert "8192 x 8192 matrices in bf16 800 TFLOP/s (best window 900)" in shown
-    assert "NVIDIA's figures: 1000 TFLOP/s and 4800 GB/s" in shown
-
-
-@pytest.mark.parametrize("facts", [None, {"cpu": "x"}, GPU | {"tiny": True}])
-def test_without_records_of_a_gpu_there_is_no_section(facts: dict[str, Any] | None, tmp_path: Path) -> None:
-    import report
-
-    if facts is not None:
-        (tmp_path / "gpu-ablation.jsonl").write_text(json.dumps({"kind": "facts", **facts}) + "\n")
-    assert report.section(tmp_path) is None
 
 
 @pytest.mark.slow

@@ -1,0 +1,76 @@
+"""The plan of the GPU suite: its seconds, what it skips, and the workers that a device has memory for."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import forked
+import pytest
+from gpu_suite import BENCHMARKS, read, run
+
+pytestmark = pytest.mark.usefixtures("suite_modules")
+
+
+def test_the_plan_fits_its_calls() -> None:
+    import plan
+
+    seconds = {part.name: part.seconds for part in plan.PLAN}
+    assert list(seconds) == ["ablation", "lm", "job", "tests", "plugin-tests", "peers", "seeds"]
+    assert plan.SETUP_SECONDS + sum(list(seconds.values())[:4]) <= plan.CALL_SECONDS <= 600
+    assert all(part.least <= part.seconds for part in plan.PLAN)
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "arms"), [(None, "plain graphs muon"), (140, "plain graphs muon"), (79, "plain graphs")]
+)
+def test_the_plan_leaves_out_what_80_gib_have_no_time_for(gibibytes: int | None, arms: str) -> None:
+    import plan
+
+    memory = None if gibibytes is None else gibibytes * 2**30
+    options = {part.name: plan.options_of(part, memory) for part in plan.PLAN}
+    assert options["lm"] == ("--arms", *arms.split(), "--rounds", "2")
+    assert (options["peers"] is None) == (gibibytes == 79)
+    assert options["ablation"] is not None
+
+
+@pytest.mark.parametrize(("seconds", "started"), [(23, ["tests"]), (3, [])])
+def test_the_plan_skips_what_does_not_fit_and_ends_in_time(seconds: int, started: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    options = ["--tiny", "--start", "tests", "--seconds", str(seconds + 4), "--used", "4", "--results", str(tmp_path)]
+    begin = time.monotonic()
+    done = forked.run(str(BENCHMARKS / "gpu" / "plan.py"), *options, env=environment, timeout=60)
+    assert time.monotonic() - begin < seconds + 5
+    assert done.returncode == 0, done.stdout + done.stderr
+    skipped = [
+        line["name"]
+        for path in sorted(tmp_path.glob("*.jsonl"))
+        for line in read(path)
+        if line["kind"] == "skipped" and line["name"] in ("tests", "plugin-tests", "peers", "seeds")
+    ]
+    assert sorted(skipped + started) == ["peers", "plugin-tests", "seeds", "tests"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ablation", "lm", "job", "peers"])
+def test_a_part_of_the_plan_without_time_records_what_it_skips(name: str, tmp_path: Path) -> None:
+    import plan
+
+    (part,) = (part for part in plan.PLAN if part.name == name)
+    lines = run(part.script, tmp_path, *part.options, "--seconds", "5")
+    kinds = {line["kind"] for line in lines}
+    assert {"facts", "skipped"} <= kinds <= {"facts", "ceilings", "texts", "skipped"}
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "expected", "arms"), [(None, 4, 4), (140, 8, 6), (80, 8, 1), (24, 2, 1), (8, 1, 1)]
+)
+def test_as_many_workers_are_held_as_the_device_has_memory_for(gibibytes: int | None, expected: int, arms: int) -> None:
+    import _workers
+    import ablation
+    import lm
+
+    memory = None if gibibytes is None else gibibytes * 2**30
+    assert _workers.held_at_once(memory, ablation.WORKER_BYTES, ablation.HELD) == expected
+    assert lm.arms_at_once(memory) == arms

@@ -5,7 +5,8 @@
 
 The arguments are those of ``python``. Environment, current folder, import path and streams are the command's own, and
 so is everything that it loads of fastloop's commands and plugins. Processes that it starts with ``python -m fastloop``
-or ``python FILE.py`` are forked from it, unless it is another launcher. Use a real
+or ``python FILE.py`` are forked from it, unless it is another launcher. Where an accelerator is available, all of them
+start anew. Use a real
 ``subprocess`` where the start of the process matters: variables that the loader or an allocator reads, imports, or hash
 seeds.
 """
@@ -153,12 +154,15 @@ def _start(
     server: str,
 ) -> None:
     """Become the command, in a process of the fork server."""
+    import torch
+
     PATH[:] = path
     use_server(server)
     multiprocessing.set_start_method(None, force=True)  # the command's own processes start in the platform's way
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    if arguments[0] != "-m" or arguments[1].startswith("fastloop"):  # not for launchers with threads
+    has_threads = arguments[0] == "-m" and not arguments[1].startswith("fastloop")  # another launcher
+    if not has_threads and not torch.accelerator.is_available():  # a forked process cannot use an accelerator
         subprocess.Popen = ForkedPopen  # type: ignore[misc]
     _python(arguments, environment, folder)
 

@@ -23,6 +23,11 @@ class ScriptedScore(Plugin):
         return {**metrics, "score": next(self.values)}
 
 
+def weights_on_host(run) -> dict[str, torch.Tensor]:
+    """Copies of the weights on the CPU, where those of ``TinyResult`` and of files are."""
+    return {name: weight.detach().cpu().clone() for name, weight in run.model.state_dict().items()}
+
+
 class WeightRecorder(Plugin):
     """Records the weights after every step, and those in place during an evaluation."""
 
@@ -36,9 +41,9 @@ class WeightRecorder(Plugin):
 
     @hookimpl
     def after_step(self, run) -> None:
-        self.steps.append({name: weight.clone() for name, weight in run.model.state_dict().items()})
+        self.steps.append(weights_on_host(run))
 
     @hookimpl(wrapper=True)
     def evaluate(self, run):
-        self.evaluated.append({name: weight.clone() for name, weight in run.model.state_dict().items()})
+        self.evaluated.append(weights_on_host(run))
         return (yield)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from killed_runs import exit_code
 from recording_plugins import ScriptedScore, WeightRecorder
 from safetensors.torch import load_file
 from torch import nn
@@ -21,6 +23,37 @@ from fastloop.testing import tiny_data, tiny_model
 
 def best(**options):
     return {"checkpoint-best": {"monitor": "score", **options}}
+
+
+class DiesInAStep(Plugin):
+    """SIGKILL to its own process before step 21."""
+
+    name = "dies-in-a-step"
+
+    @hookimpl
+    def before_step(self, run) -> None:
+        if run.state.step == 20:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DiesSoonAfterACheckpoint(Plugin):
+    """SIGKILL to its own process at any place, some seconds after the first checkpoint for resume."""
+
+    name = "dies-soon-after-a-checkpoint"
+
+    def __init__(self, delay: float) -> None:
+        super().__init__()
+        self.delay = delay
+
+    @hookimpl
+    def before_fit(self, run) -> None:
+        threading.Thread(target=self.watch, args=[run.folder], daemon=True).start()
+
+    def watch(self, folder: Path) -> None:
+        while not list(folder.glob("checkpoints/step-*")):
+            time.sleep(0.005)
+        time.sleep(self.delay)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -96,20 +129,10 @@ def test_with_ema_the_averages_that_were_evaluated_are_kept_and_exported(tiny_ru
 def test_a_run_resumed_after_a_newer_best_ends_with_the_same_best(tiny_run):
     """Killed between the evaluation that found a new best and the next save: the older best must still be there."""
 
-    class Dies(Plugin):
-        name = "dies"
-
-        @hookimpl
-        def before_step(self, run) -> None:
-            if run.state.step == 20:
-                os.kill(os.getpid(), signal.SIGKILL)
-
     scores = (0.5, 0.9, 0.7)
     whole = tiny_run([best(), ScriptedScore(*scores)], epochs=3)
-    child = os.fork()
-    if child == 0:
-        tiny_run([best(), ScriptedScore(*scores), Dies()], epochs=3, output="run", save_every=13)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    plugins = [best(), ScriptedScore(*scores), DiesInAStep()]
+    assert exit_code(plugins, epochs=3, output="run", save_every=13) == -signal.SIGKILL
     known = json.loads(Path("run/checkpoints/step-00000013/state.json").read_text())["state"]["best"]
     assert checkpoint.verify(Path("run") / known["path"]) is None
     resumed = tiny_run([best(), ScriptedScore(*scores[1:])], epochs=3, output="run", save_every=13, resume=True)
@@ -131,32 +154,16 @@ def test_a_run_that_stopped_between_evaluations_resumes_with_the_best_of_its_che
 
 
 @pytest.mark.slow
-def test_killed_while_saving_the_best_before_it_is_whole(tiny_run):
+def test_killed_while_saving_the_best_before_it_is_whole():
     """SIGKILL at many moments of a run that saves a better best all the time: the newest named best is always whole."""
-    found = 0
+    scores = [index / 1000 for index in range(1000)]
     for delay in range(12):
         output = Path(f"run{delay}")
-        child = os.fork()
-        if child == 0:
-            scores = (index / 1000 for index in range(1000))
-            tiny_run(
-                [best(), ScriptedScore(*scores)],
-                epochs=100,
-                output=output,
-                evaluate_every=1,
-                save_every=1,
-                model=nn.Linear(8, 3),
-            )
-        deadline = time.monotonic() + 120
-        while not list(output.glob("checkpoints/step-*")) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(0.003 * delay)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        plugins = [best(), ScriptedScore(*scores), DiesSoonAfterACheckpoint(0.003 * delay)]
+        code = exit_code(plugins, model=nn.Linear(8, 3), epochs=100, output=output, evaluate_every=1, save_every=1)
+        assert code == -signal.SIGKILL
         state = checkpoint.read(checkpoint.find_newest(output)[0])[1]
         assert checkpoint.verify(output / state["state"]["best"]["path"]) is None
-        found += 1
-    assert found == 12
 
 
 def test_unknown_metric_error_lists_available_metrics(tiny_run):

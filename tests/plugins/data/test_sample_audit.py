@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from killed_runs import exit_code
 from torch.utils.data import IterableDataset, get_worker_info
 
 from fastloop import Plugin, hookimpl
@@ -133,9 +134,7 @@ def test_audit_of_resumed_epoch_is_complete(tiny_run, data, workers):
 
 
 def test_what_a_killed_run_recorded_after_its_checkpoint_is_dropped(tiny_run):
-    if (child := os.fork()) == 0:
-        tiny_run([SampleAudit(), Dies()], output="run", save_every=4)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert exit_code([SampleAudit(), Dies()], output="run", save_every=4) == -signal.SIGKILL
     assert [line["step"] for line in lines(Path("run"))] == list(range(15))
     with Path("run/sample-audit/rank-0.jsonl").open("a") as file:
         file.write('{"step":15,"epo')  # as a machine that goes down leaves it

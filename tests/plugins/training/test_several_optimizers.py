@@ -202,7 +202,7 @@ def test_a_checkpoint_of_other_optimizers_is_refused(tiny_run, tmp_path):
 
 
 class Fp16(Plugin):
-    """fp16 as `amp` has it on CUDA, with the CPU's GradScaler."""
+    """fp16 as `amp` has it on CUDA, on any device."""
 
     name = "fp16"
 
@@ -216,11 +216,11 @@ class Fp16(Plugin):
     def before_prepare(self, run) -> None:
         run.accelerator.state._mixed_precision = "fp16"  # so that Accelerate unscales before it clips
         run.accelerator.native_amp = True
-        run.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=self.scale)
+        run.accelerator.scaler = torch.amp.GradScaler(run.device.type, init_scale=self.scale)
 
     @hookimpl(wrapper=True)
-    def compute_loss(self):
-        with torch.autocast("cpu", torch.float16):
+    def compute_loss(self, run):
+        with torch.autocast(run.device.type, torch.float16):
             return (yield)
 
     @hookimpl

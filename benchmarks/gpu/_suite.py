@@ -66,9 +66,13 @@ class Budget:
         """Whether this number of seconds is left."""
         return self.left() > seconds
 
-    def over(self) -> bool:
-        """Whether it has ended, or ends within three seconds: a part that is not done by now was cut by it."""
-        return not self.fits(3.0)
+    def over(self, kept: float = 0.0) -> bool:
+        """Whether it has ended, or ends within three seconds: a part that is not done by now was cut by it.
+
+        Args:
+            kept: Seconds at its end that the part could not use.
+        """
+        return not self.fits(kept + 3.0)
 
 
 def command_budget(seconds: float) -> Budget:
@@ -111,10 +115,14 @@ class Records:
         why = f"{part}: about {needed:.0f} s are needed, {max(budget.left(), 0):.0f} are left"
         self.add("skipped", why, name=name, why=why, **fields)
 
-    def failure(self, name: str, during: str, error: Failure, log: Path, budget: Budget) -> None:
+    def failure(self, name: str, during: str, error: Failure, log: Path, budget: Budget, kept: float = 0.0) -> None:
         """Record a failure of a worker. If the budget ended before the worker replied, it was cut, and did not
-        fail."""
-        if isinstance(error, Late) and budget.over():
+        fail.
+
+        Args:
+            kept: Seconds at the end of the budget that the worker could not use.
+        """
+        if isinstance(error, Late) and budget.over(kept):
             self.cut(name, during, budget)
         else:
             self.error(name, during, error, log)

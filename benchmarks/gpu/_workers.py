@@ -21,9 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from _suite import FOLDER, Budget, Failure, Late, Records
+from _windows import PROBES
 
 START_SECONDS = 300.0
 """Seconds that a worker may take to start, build its arm and warm up."""
+LEAST_SECONDS = 30.0
+"""Seconds that must be left for a worker to start."""
+MEASURED_SHARE = 0.3
+"""Share of the budget that is left to the measurements when workers warm up: a slow one does not cost the others
+theirs."""
 WINDOW_SECONDS = 120.0
 """Seconds that a window may take."""
 EXTRA_SECONDS = {"profile": 5.0, "validate": 5.0}
@@ -38,11 +44,22 @@ class Worker:
     Args:
         spec: The work; see ``worker.py``.
         environment: Further environment variables.
+        warmups: Number of warm-up epochs.
     """
 
-    def __init__(self, name: str, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str]) -> None:
-        self.name, self.folder, self.log = name, folder / name, folder / f"{name}.log"
+    def __init__(
+        self, name: str, spec: Mapping[str, Any], folder: Path, environment: Mapping[str, str], warmups: int = 1
+    ) -> None:
+        self.name, self.spec, self.environment, self.warmups = name, spec, environment, warmups
+        self.parent, self.starts = folder, 0
         self.window_seconds = 0.0  # of its last window
+        self.start()
+
+    def start(self) -> None:
+        """Start the process, in an empty folder."""
+        self.starts += 1
+        name = self.name if self.starts == 1 else f"{self.name}-{self.starts}"
+        self.folder, self.log = self.parent / name, self.parent / f"{name}.log"
         self.folder.mkdir(parents=True)
         self.started = time.monotonic()
         read, write = os.pipe()
@@ -51,7 +68,7 @@ class Worker:
             str(FOLDER / "worker.py"),
             "--reply",
             str(write),
-            json.dumps({**spec, "folder": str(self.folder)}),
+            json.dumps({**self.spec, "folder": str(self.folder)}),
         ]
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))}
         with self.log.open("wb") as log:
@@ -60,13 +77,34 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **paths, **environment},
+                env={**os.environ, **paths, **self.environment},
                 pass_fds=[write],
                 start_new_session=True,
                 bufsize=0,
             )
         os.close(write)
         self.replies, self.unread = read, b""
+
+    def warm_up(self, records: Records, budget: Budget, kept: float) -> bool:
+        """Wait until it is warm, and record that or its failure.
+
+        Args:
+            kept: Seconds of the budget that are left to the measurements. A worker that is not warm by then is ended.
+        """
+        limit = min(START_SECONDS, budget.left() - kept)
+        try:
+            replies = [self.ask("warmup", limit) for _ in range(self.warmups)]
+        except Failure as error:
+            records.failure(self.name, "warm-up", error, self.log, budget, kept)
+            self.stop()
+            return False
+        self.window_seconds = replies[-1]["seconds"]
+        seconds = time.monotonic() - self.started
+        compiling = sum(reply["compile_seconds"] for reply in replies)
+        note = f"{seconds:.0f} s, of which compilation {compiling:.0f}"
+        plugins = replies[0]["plugins"]
+        records.add("warmup", note, name=self.name, seconds=seconds, compile_seconds=compiling, plugins=plugins)
+        return True
 
     def ask(self, command: str, timeout: float) -> dict[str, Any]:
         """Send a command, and wait for the reply.
@@ -128,27 +166,17 @@ def workers(
     """
     found: dict[str, Worker] = {}
     started: list[Worker] = []
+    kept = MEASURED_SHARE * budget.left()
 
     def start(name: str) -> None:
         spec, environment, warmups = specs[name]
-        if not budget.fits(30):
-            records.skip(name, "start", 30, budget)
+        if not budget.fits(LEAST_SECONDS):
+            records.skip(name, "start", LEAST_SECONDS, budget)
             return
-        worker = Worker(name, spec, folder, environment)
+        worker = Worker(name, spec, folder, environment, warmups)
         started.append(worker)
-        try:
-            replies = [worker.ask("warmup", min(START_SECONDS, budget.left())) for _ in range(warmups)]
-        except Failure as error:
-            records.failure(name, "warm-up", error, worker.log, budget)
-            worker.stop()
-            return
-        worker.window_seconds = replies[-1]["seconds"]
-        seconds, compiling = time.monotonic() - worker.started, sum(reply["compile_seconds"] for reply in replies)
-        note = f"{seconds:.0f} s, of which compilation {compiling:.0f}"
-        records.add(
-            "warmup", note, name=name, seconds=seconds, compile_seconds=compiling, plugins=replies[0]["plugins"]
-        )
-        found[name] = worker
+        if worker.warm_up(records, budget, kept):
+            found[name] = worker
 
     pool = ThreadPoolExecutor(parallel)
     try:
@@ -169,8 +197,8 @@ def measure(
     kept: float = 0.0,
     **fields: Any,
 ) -> None:
-    """Request one window from a worker and record it. It is skipped if it does not fit the budget, and a worker that
-    fails is ended and removed.
+    """Request one window from a worker and record it. It is skipped if it does not fit the budget. A worker that fails
+    is ended and removed, but one that fails in a probe is started again, so that it can be timed.
 
     Args:
         kept: Seconds of the budget that are reserved for later parts.
@@ -186,7 +214,12 @@ def measure(
         reply = worker.ask(command, min(WINDOW_SECONDS, max(budget.left(), 1.0)))
     except Failure as error:
         records.failure(name, command, error, worker.log, budget)
-        workers.pop(name).stop()
+        worker.stop()
+        if command in PROBES and budget.fits(kept + LEAST_SECONDS):
+            worker.start()
+            if worker.warm_up(records, budget, kept):
+                return
+        workers.pop(name)
         return
     if command == "measure":
         worker.window_seconds = reply["seconds"]

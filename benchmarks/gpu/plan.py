@@ -3,9 +3,10 @@
     bash benchmarks/gpu/all.sh plan --seconds 580
     bash benchmarks/gpu/all.sh plan --seconds 190 --start plugin-tests
 
-The plan ends within ``--seconds``. Each command gets its own seconds, or those that are left if they are fewer. With
-fewer than it needs for a result, it is recorded as ``skipped``, and a later command may still fit. ``--start`` names
-the part that a second call begins with. On less than 120 GiB of memory, parts are shorter or left out.
+The plan ends within ``--seconds``. Each command gets its own seconds and those that earlier ones did not use, or those
+that are left if they are fewer. With fewer than it needs for a result, it is recorded as ``skipped``, and a later
+command may still fit. ``--start`` names the part that a second call begins with. On less than 120 GiB of memory, parts
+are shorter or left out.
 """
 
 from __future__ import annotations
@@ -136,9 +137,18 @@ def skip(part: Part, why: str, results: Path) -> None:
     records.add("skipped", why, name=part.name, why=why)
 
 
-def run_part(part: Part, given: tuple[str, ...], tiny: bool, results: Path, budget: Budget) -> bool:
-    """Run a part within its seconds and those of the budget; returns whether it worked, or was cut."""
-    seconds = min(part.seconds, budget.left())
+def seconds_of(part: Part, planned_end: float, budget: Budget) -> float:
+    """Seconds of a part: its own, or until its end in the plan if that is later, within the budget.
+
+    Args:
+        planned_end: Seconds from the start of the plan at which the part ends, if each part takes its own seconds.
+    """
+    passed = budget.seconds - budget.left()
+    return min(max(part.seconds, planned_end - passed), budget.left())
+
+
+def run_part(part: Part, given: tuple[str, ...], seconds: float, tiny: bool, results: Path, budget: Budget) -> bool:
+    """Run a part within its seconds; returns whether it worked, or was cut."""
     command = [sys.executable, str(FOLDER / f"{part.script}.py"), *given, "--results", str(results)]
     command += ["--seconds", f"{seconds - REPORT_SECONDS - ENDING_SECONDS:.0f}", *(["--tiny"] if tiny else [])]
     print(f"== {part.name}: {seconds:.0f} s of {budget.left():.0f} s that are left", flush=True)
@@ -165,8 +175,9 @@ def main() -> None:
     whole = sum(part.seconds for part in parts) + SETUP_SECONDS
     budget = Budget(settings.seconds or (whole if settings.tiny else CALL_SECONDS), used=settings.used)
     memory = gpu_memory()
-    worked = True
+    worked, planned_end = True, SETUP_SECONDS
     for part in parts:
+        planned_end += part.seconds
         given = options_of(part, memory)
         if given is None:
             skip(part, "the GPU has less than 120 GiB of memory", settings.results)
@@ -174,7 +185,8 @@ def main() -> None:
             why = f"at least {part.least:.0f} s are needed, {max(budget.left(), 0):.0f} are left"
             skip(part, why, settings.results)
         else:
-            worked = run_part(part, given, settings.tiny, settings.results, budget) and worked
+            seconds = seconds_of(part, planned_end, budget)
+            worked = run_part(part, given, seconds, settings.tiny, settings.results, budget) and worked
     print(f"\n{settings.results}: {budget.seconds - budget.left():.0f} s", flush=True)
     sys.exit(not worked)
 

@@ -23,6 +23,20 @@ def test_the_plan_fits_its_calls() -> None:
 
 
 @pytest.mark.parametrize(
+    ("passed", "expected"),
+    [(142, 150), (100, 192), (400, 150), (500, 80)],
+    ids=["in time", "earlier parts were shorter", "they were longer", "little is left"],
+)
+def test_a_part_gets_the_seconds_that_earlier_ones_did_not_use(passed: float, expected: float) -> None:
+    import _suite
+    import plan
+
+    budget = _suite.Budget(580, used=passed)
+    seconds = plan.seconds_of(plan.PLAN[1], plan.SETUP_SECONDS + 130 + 150, budget)
+    assert seconds == pytest.approx(expected, abs=0.5)
+
+
+@pytest.mark.parametrize(
     ("gibibytes", "arms"), [(None, "plain graphs muon"), (140, "plain graphs muon"), (79, "plain graphs")]
 )
 def test_the_plan_leaves_out_what_80_gib_have_no_time_for(gibibytes: int | None, arms: str) -> None:
@@ -35,7 +49,7 @@ def test_the_plan_leaves_out_what_80_gib_have_no_time_for(gibibytes: int | None,
     assert options["ablation"] is not None
 
 
-@pytest.mark.parametrize(("seconds", "started"), [(23, ["tests"]), (3, [])])
+@pytest.mark.parametrize(("seconds", "started"), [pytest.param(23, ["tests"], marks=pytest.mark.slow), (3, [])])
 def test_the_plan_skips_what_does_not_fit_and_ends_in_time(seconds: int, started: list[str], tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
     options = ["--tiny", "--start", "tests", "--seconds", str(seconds + 4), "--used", "4", "--results", str(tmp_path)]

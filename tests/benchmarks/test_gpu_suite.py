@@ -172,11 +172,15 @@ def test_a_worker_that_fails_is_recorded_and_the_others_continue(tmp_path: Path)
     budget = _suite.Budget(300)
     with _workers.workers(specs, tmp_path, records, budget, parallel=2) as ready:
         assert list(ready) == ["fused-optimizer"]
+        ready["fused-optimizer"].process.kill()
+        _workers.probe(ready, ["fused-optimizer"], records, budget, kept=0.0)
         _workers.measure(ready, "fused-optimizer", "measure", records, budget, round=0)
         ready["fused-optimizer"].process.kill()
         _workers.measure(ready, "fused-optimizer", "measure", records, budget, round=1)
         assert not ready
     lines = read(tmp_path / "records.jsonl")
+    kinds = [line["kind"] for line in lines if line["name"] == "fused-optimizer"]
+    assert kinds == ["warmup", "error", "warmup", "profile", "measure", "error"], "after a probe it is started again"
     errors = {line["name"]: line for line in lines if line["kind"] == "error"}
     assert "no plugin 'fused-optimiser' is installed" in errors["fused-optimiser"]["error"]
     assert errors["fused-optimizer"]["during"] == "measure"
@@ -243,6 +247,24 @@ def test_nothing_starts_that_does_not_fit_the_budget(tmp_path: Path) -> None:
     with _workers.workers({"one": ({}, {}, 1)}, tmp_path, records, _suite.Budget(10), parallel=1) as ready:
         assert not ready
     assert [line["kind"] for line in read(tmp_path / "records.jsonl")] == ["skipped"]
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_not_warm_in_time_leaves_time_to_measure_the_others(tmp_path: Path) -> None:
+    import _reviews
+    import _suite
+    import _workers
+
+    reviews = tmp_path / "reviews.npz"
+    _reviews.save(reviews, train=_reviews.generate(24, 0, 64))
+    given = {"arm": "fastloop", "reviews": str(reviews), "model": "tiny", "device": "cpu", "max_length": 64}
+    records = _suite.Records(tmp_path / "records.jsonl")
+    budget = _suite.Budget(40)
+    specs = {"quick": (given, {}, 1), "slow": (given, {}, 10**6)}
+    with _workers.workers(specs, tmp_path, records, budget, parallel=2) as ready:
+        assert list(ready) == ["quick"]
+        assert budget.left() > 0.2 * budget.seconds
+    assert {line["name"]: line["kind"] for line in records.lines} == {"quick": "warmup", "slow": "cut"}
 
 
 def test_the_ends_of_logs_are_kept_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

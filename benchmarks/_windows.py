@@ -255,11 +255,13 @@ class Windows:
                 self.pending = command
 
     def _reply_to_probe(self, probe: Probe) -> None:
-        """Reply with the result of a probe, which is empty after fewer steps than it skips."""
+        """Reply with the result of a probe, which is empty if the window has no more steps than it skips."""
         result: dict[str, Any] = {"command": self.command, "seconds": time.perf_counter() - self.started}
+        probed = len(self.losses) - SKIPPED
         if self.probing:
             probe.stop()
-            probed = len(self.losses) - SKIPPED
+            self.probing = False
+        if probed > 0:
             result |= {"steps": probed, **probe.found(probed)}
         self.command = None
         self.report(result)

@@ -91,9 +91,11 @@ class Worker:
         Args:
             kept: Seconds of the budget that are left to the measurements. A worker that is not warm by then is ended.
         """
-        limit = min(START_SECONDS, budget.left() - kept)
+        end = time.monotonic() + min(START_SECONDS, budget.left() - kept)
+        replies = []
         try:
-            replies = [self.ask("warmup", limit) for _ in range(self.warmups)]
+            for _ in range(self.warmups):
+                replies.append(self.ask("warmup", end - time.monotonic()))
         except Failure as error:
             records.failure(self.name, "warm-up", error, self.log, budget, kept)
             self.stop()

@@ -209,44 +209,18 @@ def test_the_next_command_follows_a_probe_in_the_same_window() -> None:
     assert windows.trained_steps == 2 * steps
 
 
-def test_a_window_that_does_not_fit_the_budget_is_skipped(tmp_path: Path) -> None:
-    import _suite
-    import _workers
+@pytest.mark.parametrize("steps", [0, 1, 2, 3])
+def test_a_window_that_is_shorter_than_a_probe_has_an_empty_result_or_a_part(steps: int) -> None:
+    import torch
+    from _windows import SKIPPED, Windows
 
-    class Ready:
-        window_seconds = 9.0
-
-    records = _suite.Records(tmp_path / "records.jsonl")
-    budget = _suite.Budget(100, used=80)
-    ready: dict[str, Any] = {"baseline": Ready()}
-    _workers.probe(ready, ["baseline"], records, budget, kept=15)
-    _workers.measure(ready, "baseline", "measure", records, budget, kept=15, round=1)
-    assert [(line["kind"], line["name"], line["command"]) for line in records.lines] == [
-        ("skipped", "baseline", "syncs"),
-        ("skipped", "baseline", "profile"),
-        ("skipped", "baseline", "measure"),
-    ]
-
-
-def test_a_worker_that_the_budget_cuts_has_not_failed(tmp_path: Path) -> None:
-    import _suite
-
-    log = tmp_path / "worker.log"
-    log.write_text("Traceback")
-    records = _suite.Records(tmp_path / "records.jsonl")
-    for error, used in ((_suite.Late("no reply"), 99), (_suite.Late("no reply"), 10), (_suite.Failure("died"), 99)):
-        records.failure("baseline", "measure", error, log, _suite.Budget(100, used=used))
-    assert [line["kind"] for line in records.lines] == ["cut", "error", "error"]
-
-
-def test_nothing_starts_that_does_not_fit_the_budget(tmp_path: Path) -> None:
-    import _suite
-    import _workers
-
-    records = _suite.Records(tmp_path / "records.jsonl")
-    with _workers.workers({"one": ({}, {}, 1)}, tmp_path, records, _suite.Budget(10), parallel=1) as ready:
-        assert not ready
-    assert [line["kind"] for line in read(tmp_path / "records.jsonl")] == ["skipped"]
+    replies: list[dict[str, Any]] = []
+    windows = Windows("cpu", lambda: "profile", replies.append)
+    windows.begin()
+    for _ in range(steps):
+        windows.step(torch.zeros(1).exp())
+    windows.end(torch.nn.Linear(1, 1))
+    assert [reply.get("steps", 0) for reply in replies] == [max(0, steps - SKIPPED)]
 
 
 @pytest.mark.slow

@@ -170,11 +170,11 @@ def test_a_trained_bias_of_attention_is_added_and_gets_gradients(kind, drops):
 
 
 def test_a_model_trains_resumes_to_the_bit_and_evaluates_as_without(tiny_run, tmp_path):
-    whole, plain = tiny_run([FastDropout()]), tiny_run([])
+    whole, plain = tiny_run([FastDropout()], device="cpu"), tiny_run([], device="cpu")
     assert whole.losses != plain.losses
     assert whole.losses[-1] == pytest.approx(plain.losses[-1], abs=0.5)
-    tiny_run([FastDropout()], max_steps=9, save_every=9, output=tmp_path / "cut")
-    rest = tiny_run([FastDropout()], output=tmp_path / "cut", resume=True)
+    tiny_run([FastDropout()], device="cpu", max_steps=9, save_every=9, output=tmp_path / "cut")
+    rest = tiny_run([FastDropout()], device="cpu", output=tmp_path / "cut", resume=True)
     assert rest.losses == whole.losses[9:]
     assert all(torch.equal(rest.weights[name], whole.weights[name]) for name in whole.weights)
 
@@ -195,12 +195,13 @@ def test_attention_draws_the_same_masks_without_gradients():
 def test_without_dropout_it_changes_nothing(tiny_run):
     from fastloop.testing import tiny_model
 
-    ours, plain = (tiny_run(plugins, model=tiny_model(dropout=0.0)) for plugins in ([FastDropout()], []))
+    ours = tiny_run([FastDropout()], device="cpu", model=tiny_model(dropout=0.0))
+    plain = tiny_run([], device="cpu", model=tiny_model(dropout=0.0))
     assert ours.losses == plain.losses
 
 
 def test_fast_dropout_logs_model_without_dropout(tiny_run, caplog):
-    tiny_run([FastDropout()], model=nn.Linear(8, 3), epochs=1)
+    tiny_run([FastDropout()], device="cpu", model=nn.Linear(8, 3), epochs=1)
     assert "Linear has no dropout" in caplog.text
 
 

@@ -136,7 +136,7 @@ def test_evaluation_computes_nothing_twice(pair):
     assert [block.forwards for block in ours.model.blocks] == [block.forwards + steps for block in plain.model.blocks]
     block = ours.model.blocks[0].eval()
     before = block.forwards
-    block(torch.randn(2, 8)).sum().backward()
+    block(torch.randn(2, 8).to(ours.model.head.weight.device)).sum().backward()
     assert block.forwards == before + 1, "nor does a block in eval mode"
 
 
@@ -215,7 +215,7 @@ def test_a_copy_of_the_model_computes_with_its_own_weights(tiny_run):
     nn.init.zeros_(twin.head.weight)
     for weight in twin.blocks.parameters():
         nn.init.zeros_(weight)
-    inputs = torch.randn(4, 8)
+    inputs = torch.randn(4, 8).to(twin.head.weight.device)
     assert torch.equal(twin(inputs), twin.head(inputs))
     assert twin.blocks[0].forwards == model.blocks[0].forwards + 1
 

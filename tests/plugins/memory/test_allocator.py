@@ -74,21 +74,22 @@ def test_pages_are_kept_from_step_to_step_and_numbers_are_the_same():
 
 
 def test_a_run_goes_on_with_it(tiny_run, tmp_path):
-    whole = tiny_run([Allocator()])
-    tiny_run([Allocator()], max_steps=9, save_every=9, output=tmp_path / "cut")
-    assert tiny_run([Allocator()], output=tmp_path / "cut", resume=True).losses == whole.losses[9:]
+    whole = tiny_run([Allocator()], device="cpu")
+    tiny_run([Allocator()], device="cpu", max_steps=9, save_every=9, output=tmp_path / "cut")
+    rest = tiny_run([Allocator()], device="cpu", output=tmp_path / "cut", resume=True)
+    assert rest.losses == whole.losses[9:]
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the allocator is glibc's on Linux only")
 def test_allocator_in_python_logs_required_environment(tiny_run, caplog, monkeypatch):
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    tiny_run([Allocator(allocator="glibc")], epochs=1)
+    tiny_run([Allocator(allocator="glibc")], device="cpu", epochs=1)
     assert "since Python was started without: GLIBC_TUNABLES=glibc.malloc.mmap_max=0:" in caplog.text
 
 
 def test_allocator_logs_other_system_allocator(tiny_run, caplog, monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    tiny_run([Allocator()], epochs=1)
+    tiny_run([Allocator()], device="cpu", epochs=1)
     assert "this system's allocator is not glibc's" in caplog.text
 
 

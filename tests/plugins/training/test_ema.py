@@ -70,7 +70,7 @@ def test_training_weights_are_restored_after_failed_evaluation(tiny_run):
     weights, model = WeightRecorder(), tiny_model()
     with pytest.raises(Exception, match="on purpose"):
         tiny_run([{"ema": {"decay": 0.9}}, weights, Fails()], model=model)
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in weights.steps[-1].items())
+    assert all(torch.equal(model.state_dict()[name].cpu(), tensor) for name, tensor in weights.steps[-1].items())
 
 
 class Narrow(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
@@ -16,10 +16,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-def compile_in_place(module: nn.Module, plugin: Compile) -> None:
+METRICS = 4096
+"""Compilations of which torch keeps the metrics during a run. Its default of 64 is too few: each recording of a CUDA
+graph counts as one, and pushes out the compilations before it."""
+
+
+def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool) -> None:
     """Compile a module's forward with a plugin's options. Its callers and the names of its weights stay the same.
 
     If compilation fails, ``plugin.failure`` holds the reason, and every module that the plugin compiles runs eagerly.
+
+    Args:
+        any_shape: Compile for any size of the module's inputs from the first call on, where torch would first build a
+            graph for the sizes of the first batch, and a second one for any.
     """
     import torch
     from torch._dynamo.exc import TorchDynamoException
@@ -37,6 +46,8 @@ def compile_in_place(module: nn.Module, plugin: Compile) -> None:
     def compiled_or_eager(*args: Any, **kwargs: Any) -> Any:
         if plugin.failure is not None:
             return eager(*args, **kwargs)
+        if any_shape:
+            mark_dynamic((*args, *kwargs.values()))
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:  # errors of the model itself have other types and propagate
@@ -49,6 +60,19 @@ def compile_in_place(module: nn.Module, plugin: Compile) -> None:
             return eager(*args, **kwargs)
 
     module._compiled_call_impl = compiled_or_eager
+
+
+def mark_dynamic(inputs: Iterable[Any]) -> None:
+    """Let the compiler treat every size of these tensors as a variable. It makes a constant of a size that the model
+    compares with a constant, such as the features of a weight.
+
+    A mark is part of a graph's guards, so tensors of all batches need it.
+    """
+    import torch
+
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            torch._dynamo.maybe_mark_dynamic(value, tuple(range(value.dim())))
 
 
 def seconds() -> float:

@@ -3,8 +3,8 @@
     plugins:
       - compile: {mode: default}
 
-Lengths are padded to ``data.pad_to_multiple_of``, by default 64. A model that cannot be compiled runs eagerly, with one
-warning.
+Lengths are padded to ``data.pad_to_multiple_of``, by default 64. If lengths vary, one graph trains with all of them,
+and one evaluates. A model that cannot be compiled runs eagerly, with one warning.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with
 few shapes: ``data.padding: max_length``, and whole batches. ``.item()`` in the forward breaks a graph, unless
@@ -32,9 +32,9 @@ from fastloop import (
 )
 from fastloop_plugins._cache import private_cache
 from fastloop_plugins._task_traits import recipe_traits
-from fastloop_plugins.data._shapes import MULTIPLE
+from fastloop_plugins.data._shapes import MULTIPLE, SHAPES
 from fastloop_plugins.kernels._blocks import transformer_blocks
-from fastloop_plugins.kernels._compiling import compile_in_place, counts, seconds
+from fastloop_plugins.kernels._compiling import METRICS, compile_in_place, counts, seconds
 
 if TYPE_CHECKING:
     from torch import nn
@@ -49,6 +49,11 @@ logger = logging.getLogger("fastloop")
 FUSED, SECONDS_A_CALL = 0.5, 0.02
 """For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation
 in a step."""
+
+
+SHAPES_TO_RECORD = 2 * SHAPES
+"""Shapes of a graph for which torch records CUDA graphs without a warning: the widths of whole and of short batches.
+Its own limit is 8."""
 
 
 class Compile(Plugin):
@@ -69,7 +74,12 @@ class Compile(Plugin):
             Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
             option("Mode of torch.compile."),
         ] = "default"
-        dynamic: Annotated[bool | None, option("Kernels for any shape; null: from the second shape on.")] = None
+        dynamic: Annotated[
+            bool | None,
+            option(
+                "Kernels for any shape; null: from the first batch on if lengths vary, else from the second shape on."
+            ),
+        ] = None
         fullgraph: Annotated[bool, option("Refuse a model whose graph breaks.")] = False
         regional: Annotated[bool, option("Compile the repeated blocks only: far less to compile, nearly as fast.")] = (
             False
@@ -142,12 +152,15 @@ class Compile(Plugin):
         torch._dynamo.reset()  # earlier runs in this process must not count towards the limit
         utils.counters.clear()
         utils.clear_compilation_metrics()
+        utils.set_compilation_metrics_limit(METRICS)
+        self.settings.callback(utils.set_compilation_metrics_limit, utils.DEFAULT_COMPILATION_METRICS_LIMIT)
         set_here, limit = self.settings.enter_context, self.config.recompile_limit
         set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.config.capture_scalars))
         set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
         # report failures in the forward, where they are caught
         set_here(functorch.patch(force_non_lazy_backward_lowering=True))
         set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
+        set_here(torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": SHAPES_TO_RECORD}))
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets this variable itself
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
         if self.config.cache:
@@ -160,8 +173,10 @@ class Compile(Plugin):
                 self.config.mode,
             )
         self.before = seconds()
+        # a block takes tensors whose last size is constant, and compiles fast
+        any_shape = self.config.dynamic is None and not self.config.regional and "padded" in recipe_traits(run.recipe)
         for module in self._targets(run.unwrap_model()):  # inside the strategy's wrapper, which cannot be compiled
-            compile_in_place(module, self)
+            compile_in_place(module, self, any_shape)
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:

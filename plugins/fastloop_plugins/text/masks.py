@@ -36,7 +36,7 @@ class KnownMask:
     Attributes:
         padded: Whether the batch has padding. Compiled code ignores it, since it would need a graph for each value.
         width: Tokens of a row of the batch. The mask of a model that pads rows further itself, such as Longformer, is
-            longer.
+            longer. Compiled code ignores it, too: it makes each batch's mask anyway.
     """
 
     def __init__(self, make: Callable[..., Any], never: bool) -> None:
@@ -46,9 +46,11 @@ class KnownMask:
         """The mask in the form that the attention implementation takes; None if it needs none."""
         import torch
 
-        if attention_mask is not None and attention_mask.shape[-1] > self.width:
+        compiling = torch.compiler.is_compiling()
+        # checked in eager mode alone: a compiler would guard on the width, and build a graph for each
+        if not compiling and attention_mask is not None and attention_mask.shape[-1] > self.width:
             return self.make(*args, attention_mask=attention_mask, **kwargs)
-        if self.never or not (torch.compiler.is_compiling() or self.padded):
+        if self.never or not (compiling or self.padded):
             attention_mask = None
         elif attention_mask is not None:
             kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}

@@ -19,6 +19,7 @@ from fastloop import PluginError
 from fastloop_plugins.data import _varlen
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data._shapes import SHAPES, cheap_multiple, multiple_for
+from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
 from fastloop_plugins.kernels.compile import Compile
@@ -165,7 +166,28 @@ def test_compiled_for_any_shape_it_computes_the_same(config):
     compiling.write_summary(summary)
     compiling.teardown()
     assert summary["compile"]["graph_breaks"] == 0
-    assert summary["compile"]["graphs"] <= 3
+    assert summary["compile"]["graphs"] <= 3  # blocks of a language model have one length, unless a plugin cuts them
+
+
+VARYING = {"packed": [ClsLastLayer, Packing], "similar lengths": [LengthBucketing], "padded": []}
+"""Plugins whose batches have several shapes."""
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute:UserWarning")
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("plugins", VARYING.values(), ids=VARYING)
+def test_a_run_compiles_one_graph_to_train_and_one_to_evaluate(plugins):
+    """40 texts in batches of 12, and of 4 at the end of an epoch."""
+    compiling = Compile(backend="eager", fullgraph=True, on_failure="error", cache=False)
+    others = [plugin() for plugin in plugins]
+    compiled = made(ENCODERS["one layer"], *others, compiling, multiple=8, batch_size=12, epochs=2)
+    shapes = {batch.inputs["input_ids"].shape for batch in compiled.train_loader.batches()}
+    counts = execute(compiled)["compile"]
+    assert len(shapes) > 1
+    assert counts["graphs"] == 2
+    assert counts["recompilations"] == 1
+    assert counts["recompile_reasons"] == ["GLOBAL_STATE changed: grad_mode "]
 
 
 class NoHostReads(TorchDispatchMode):

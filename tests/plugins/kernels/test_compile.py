@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from fastloop import PluginError, Trainer, hookimpl
+from fastloop import Plugin, PluginError, Trainer, hookimpl
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_plugins.kernels.compile import Compile
 
@@ -225,6 +225,31 @@ def test_lengths_that_vary_do_not_recompile_for_ever(tiny_run):
 def test_it_asks_tasks_to_pad_to_a_multiple(tiny_run):
     assert tiny_run([eager()], epochs=1).trainer.run.settings.pad_to_multiple_of == 64
     assert tiny_run([eager()], epochs=1, pad_to_multiple_of=8).trainer.run.settings.pad_to_multiple_of == 8
+
+
+class RecordsManyGraphs(Plugin):
+    """Reports to torch what a recording of a CUDA graph reports, 70 times in the second epoch."""
+
+    name = "records-many-graphs"
+
+    @hookimpl
+    def after_step(self, run):
+        from torch._dynamo.utils import dynamo_timed, get_runtime_metrics_context
+
+        for _ in range(70 if run.state.step == 7 else 0):
+            with dynamo_timed("CUDAGraphNode.record", dynamo_compile_column_us="runtime_cudagraphify_time_us"):
+                pass
+            get_runtime_metrics_context().finish()
+
+
+@pytest.mark.slow
+def test_recompilations_are_counted_however_many_cuda_graphs_are_recorded_later(tiny_run):
+    """67 samples in batches of 16 and of 3: the last step compiles again, and so does the evaluation."""
+    few = tiny_run([eager(backend="eager")], epochs=2, batch_size=16).summary["compile"]
+    many = tiny_run([eager(backend="eager"), RecordsManyGraphs()], epochs=2, batch_size=16).summary["compile"]
+    assert few["graphs"] == few["recompilations"] + 1 > 2
+    assert many["recompilations"] == few["recompilations"]
+    assert many["recompile_reasons"] == few["recompile_reasons"]
 
 
 # -- CUDA graphs -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fastloop_plugins.kernels._compiling import mark_dynamic
 from fastloop_plugins.text.masks import forward
 
 SMALL = {
@@ -198,6 +199,28 @@ def test_a_compiled_model_has_one_graph_for_batches_with_and_without_padding():
             ids, mask = batch(LENGTHS[lengths])
             expected = net(input_ids=ids, attention_mask=mask).logits
             inputs = {"input_ids": ids} | ({"attention_mask": mask} if lengths == "padded" else {})
+            torch.testing.assert_close(forward(compiled, inputs).logits, expected)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "mistral, sliding window"])
+def test_a_compiled_model_has_one_graph_for_batches_of_all_widths(name):
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    net = model(name, "sdpa")
+    compiled = torch.compile(net, backend=counter)
+    ids, mask = batch(LENGTHS["padded"])
+    with torch.no_grad():
+        for width in (12, 10, 8):
+            inputs = {"input_ids": ids[:, :width].clone(), "attention_mask": mask[:, :width].clone()}
+            if "mistral" in name:
+                inputs["use_cache"] = False
+            expected = net(**inputs).logits
+            mark_dynamic(inputs.values())
             torch.testing.assert_close(forward(compiled, inputs).logits, expected)
     assert counter.frame_count == 1
     torch._dynamo.reset()

@@ -37,12 +37,15 @@ class Strategy(Plugin):
             the first step.
         shares_buffers: Whether the forward of the prepared model first gives every process the buffers of process 0,
             such as that of torch's DistributedDataParallel. Otherwise the core broadcasts those that training changes.
+        gathers_weights: Whether each forward pass gathers sharded weights, into memory that differs from step to step.
+            `compile` then records no CUDA graphs.
     """
 
     name = "accelerate"
     slot = "strategy"
     sets_precision: ClassVar[bool] = False
     shares_buffers: ClassVar[bool] = False
+    gathers_weights: ClassVar[bool] = False
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """Wrap the model for training. Returns the model and the optimizer that the loop uses.

@@ -86,6 +86,12 @@ def test_cuda_graphs_are_recorded_for_blocks_and_packed_rows(data, mode):
     assert recipe.plugins["compile"].get("mode") == mode
 
 
+@pytest.mark.parametrize(("strategy", "gathers"), [("ddp", False), ("fsdp", True), ("deepspeed", True)])
+def test_no_cuda_graphs_where_weights_are_gathered(strategy, gathers):
+    chosen = select(dataclasses.replace(H100, processes=2), "auto", strategy)
+    assert chosen["compile"] == ({} if gathers else {"mode": "reduce-overhead"})
+
+
 @pytest.mark.parametrize(
     ("plugins", "data", "workers"),
     [

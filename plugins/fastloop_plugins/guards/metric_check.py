@@ -84,7 +84,7 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
         logger.warning("a batch of %s does not fit into memory: its metrics were not tried", split)
         return None
     finally:
-        if run.world_size > 1:
+        if torch.distributed.is_initialized():  # also with one process, which fsdp shards over, too
             reshard(run.model)
 
 

@@ -21,7 +21,7 @@ METRICS = 4096
 graph counts as one, and pushes out the compilations before it."""
 
 
-def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool) -> None:
+def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool, hooks_outside: bool) -> None:
     """Compile a module's forward with a plugin's options. Its callers and the names of its weights stay the same.
 
     If compilation fails, ``plugin.failure`` holds the reason, and every module that the plugin compiles runs eagerly.
@@ -29,18 +29,20 @@ def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool) -> Non
     Args:
         any_shape: Compile for any size of the module's inputs from the first call on, where torch would first build a
             graph for the sizes of the first batch, and a second one for any.
+        hooks_outside: Leave out the hooks of the module itself, such as those that gather its weights: they run before
+            and after the compiled code. Otherwise, they are part of it.
     """
     import torch
     from torch._dynamo.exc import TorchDynamoException
 
-    eager: Callable[..., Any] = module._call_impl
+    eager: Callable[..., Any] = module.forward if hooks_outside else module._call_impl
     config = plugin.config
 
     def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no frame of its own, such as _call_impl
         return eager(*args, **kwargs)
 
     compiled: Callable[..., Any] = torch.compile(
-        call, backend=config.backend, mode=config.mode, dynamic=config.dynamic, fullgraph=config.fullgraph
+        call, backend=config.backend, mode=plugin.mode, dynamic=config.dynamic, fullgraph=config.fullgraph
     )
 
     def compiled_or_eager(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +61,10 @@ def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool) -> Non
             logger.warning("compile: %s cannot be compiled and runs eagerly: %s", type(module).__name__, plugin.failure)
             return eager(*args, **kwargs)
 
-    module._compiled_call_impl = compiled_or_eager
+    if hooks_outside:
+        module.forward = compiled_or_eager
+    else:
+        module._compiled_call_impl = compiled_or_eager
 
 
 def mark_dynamic(inputs: Iterable[Any]) -> None:

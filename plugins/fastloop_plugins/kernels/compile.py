@@ -6,16 +6,18 @@
 Lengths are padded to ``data.pad_to_multiple_of``, by default 64. If lengths vary, one graph trains with all of them,
 and one evaluates. A model that cannot be compiled runs eagerly, with one warning.
 
+Under `fsdp`, each sharded block is compiled by itself, and its weights are gathered outside of the compiled code.
+
 ``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with
-few shapes: ``data.padding: max_length``, and whole batches. ``.item()`` in the forward breaks a graph, unless
-``capture_scalars`` is set.
+few shapes: ``data.padding: max_length``, and whole batches. Under `fsdp` and `deepspeed` none is recorded: gathered
+weights move in memory. ``.item()`` in the forward breaks a graph, unless ``capture_scalars`` is set.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -31,6 +33,7 @@ from fastloop import (
     option,
 )
 from fastloop_plugins._cache import private_cache
+from fastloop_plugins._listed_strategy import gathers_weights
 from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE, SHAPES
 from fastloop_plugins.kernels._blocks import transformer_blocks
@@ -49,8 +52,8 @@ logger = logging.getLogger("fastloop")
 FUSED, SECONDS_A_CALL = 0.5, 0.02
 """For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation
 in a step."""
-
-
+WITHOUT_GRAPHS = {"reduce-overhead": "default", "max-autotune": "max-autotune-no-cudagraphs"}
+"""The modes that record CUDA graphs -> the same mode without them."""
 SHAPES_TO_RECORD = 2 * SHAPES
 """Shapes of a graph for which torch records CUDA graphs without a warning: the widths of whole and of short batches.
 Its own limit is 8."""
@@ -95,9 +98,12 @@ class Compile(Plugin):
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
-        """For training on CUDA. With few shapes, it records CUDA graphs. Most predictions take less than compiling."""
+        """For training on CUDA. With few shapes, it records CUDA graphs, unless weights are gathered. Most predictions
+        take less than compiling."""
         if machine.device != "cuda" or recipe.inference is not None:
             return None
+        if gathers_weights(recipe):
+            return Recommendation(why="fused kernels; no CUDA graphs, since weights are gathered anew in each step")
         grouped = any(recipe.plugins.get(name, False) is not False for name in ("length-bucketing", "packing"))
         if grouped or "fixed-length" in recipe_traits(recipe):
             return Recommendation(
@@ -131,6 +137,7 @@ class Compile(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.failure: str | None = None
+        self.mode: str = self.config.mode  # without CUDA graphs where none can be recorded
         self.while_evaluating, self.records = 0.0, False
         self.settings = ExitStack()  # torch's settings, patched for the duration of the run
 
@@ -165,18 +172,32 @@ class Compile(Plugin):
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
         if self.config.cache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("compiled")))
-        wanted = self.config.mode in ("reduce-overhead", "max-autotune")
-        self.records = wanted and self.config.backend == "inductor" and run.device.type == "cuda"
-        if wanted and not self.records:
+        self.mode = self.config.mode
+        self.records = False
+        wanted = self.config.mode in WITHOUT_GRAPHS
+        if wanted and run.strategy.gathers_weights:
+            self.mode = WITHOUT_GRAPHS[self.config.mode]
+            logger.warning(
+                "compile: mode %s: CUDA graphs need weights that stay in place, and %s gathers them anew in each step: "
+                "none is recorded",
+                self.config.mode,
+                run.strategy.name,
+            )
+        elif wanted and (self.config.backend != "inductor" or run.device.type != "cuda"):
             logger.warning(
                 "compile: mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded",
                 self.config.mode,
             )
+        elif wanted:
+            self.records = True
         self.before = seconds()
+        model = run.unwrap_model()  # inside the strategy's wrapper, which cannot be compiled
+        shards = sharded_modules(model)
+        targets = shards or self._targets(model)
         # a block takes tensors whose last size is constant, and compiles fast
-        any_shape = self.config.dynamic is None and not self.config.regional and "padded" in recipe_traits(run.recipe)
-        for module in self._targets(run.unwrap_model()):  # inside the strategy's wrapper, which cannot be compiled
-            compile_in_place(module, self, any_shape)
+        any_shape = self.config.dynamic is None and targets == [model] and "padded" in recipe_traits(run.recipe)
+        for module in targets:
+            compile_in_place(module, self, any_shape, hooks_outside=bool(shards))
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
@@ -230,11 +251,30 @@ class Compile(Plugin):
     def teardown(self) -> None:
         self.settings.close()
 
-    def _targets(self, model: nn.Module) -> Iterator[nn.Module]:
+    def _targets(self, model: nn.Module) -> list[nn.Module]:
         """The modules to compile: the model, or its repeated blocks."""
-        blocks = transformer_blocks(model) if self.config.regional else []
-        if self.config.regional and not blocks:
+        if not self.config.regional:
+            return [model]
+        blocks = transformer_blocks(model)
+        if not blocks:
             logger.warning(
                 "compile: regional: %s has no list of repeated blocks: the full model is compiled", type(model).__name__
             )
-        yield from blocks or [model]
+        return blocks or [model]
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    """The modules that torch's ``fully_shard`` shards, to compile one by one. A module that contains another one is
+    left out: gathering the weights of the inner one would break its graph."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    shards: set[nn.Module] = {module for module in model.modules() if isinstance(module, FSDPModule)}
+    innermost = []
+    for module in model.modules():
+        if module in shards and shards.intersection(module.modules()) == {module}:
+            innermost.append(module)
+    return innermost

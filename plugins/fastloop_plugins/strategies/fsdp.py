@@ -49,6 +49,7 @@ class FSDP(DividingStrategy):
 
     name = "fsdp"
     division = "plugins.fsdp.tensor"
+    gathers_weights = True
     numerics = "reassociated"
     runs_after = ("lora", "activation-checkpointing")
     requirements = (When(lambda config: config.cpu_offload, Device("cuda", "xpu")),)
@@ -167,6 +168,7 @@ class FSDP(DividingStrategy):
             "shard_placement_fn": lambda weight: Shard(shard_dim(weight.shape, shards)),
         }
         blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
+        blocks = [block for block in blocks if block is not model]  # it is sharded anyway
         if not blocks:
             logger.warning(
                 "fsdp: %s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__

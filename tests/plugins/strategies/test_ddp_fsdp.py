@@ -191,6 +191,14 @@ def test_options_and_other_plugins_change_no_numbers(results, name, plain):
     same(results[name], results[plain], 1e-6)
 
 
+@pytest.mark.parametrize("name", ["fsdp 2 compiled", "fsdp regional"])
+def test_sharded_blocks_are_compiled_without_a_graph_break(results, name):
+    counts = results[name]["compile"]
+    assert counts["failure"] is None
+    assert counts["graphs"] > 0
+    assert counts["graph_breaks"] == 0
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp"])
 def test_the_gradient_norm_is_that_of_one_process_and_is_logged_without_clipping(results, folder, name):
     same(results[f"{name} 2 unclipped"], results["plain unclipped"], 1e-6)

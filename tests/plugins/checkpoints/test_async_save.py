@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from emulated_device import DeviceTensor, compute
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastloop_plugins.checkpoints.async_save import HostCopies, snapshot
+from fastloop import checkpoint
+from fastloop_plugins.checkpoints.async_save import AsyncSave, HostCopies, snapshot
 
 WEIGHT = torch.arange(12.0).reshape(3, 4)
 MODEL = {"weight": WEIGHT, "tied": WEIGHT, "transposed": WEIGHT.T, "half": WEIGHT.bfloat16()}
@@ -76,3 +79,25 @@ def test_the_host_does_not_wait_for_the_device(saves):
         DeviceTensor(WEIGHT).to("cpu", copy=True)
         assert len(counted.waits) == 1, "the mode sees a copy that waits"
     assert_copied(copies)
+
+
+def test_a_checkpoint_that_does_not_fit_into_memory_twice_is_written_before_training_continues(tiny_run, monkeypatch):
+    free = SimpleNamespace(available=1000)
+    monkeypatch.setattr("fastloop_plugins.checkpoints.async_save.psutil.virtual_memory", lambda: free)
+    plugin = AsyncSave()
+    result = tiny_run([plugin], epochs=2)
+    assert plugin.is_too_large
+    assert not plugin.copies.buffers
+    saved, _ = checkpoint.read(max((result.trainer.run.folder / "checkpoints").iterdir()))
+    assert all(torch.equal(saved[name], result.weights[name]) for name in result.weights)
+
+
+def test_copies_that_reuse_memory_need_no_more(monkeypatch):
+    buffers = HostCopies()
+    snapshot(MODEL, STATE, buffers)
+    monkeypatch.setattr(
+        "fastloop_plugins.checkpoints.async_save.psutil.virtual_memory", lambda: SimpleNamespace(available=0)
+    )
+    assert_copied(snapshot(MODEL, STATE, buffers)[0])
+    with pytest.raises(MemoryError):
+        snapshot(MODEL, STATE, HostCopies())

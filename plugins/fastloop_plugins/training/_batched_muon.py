@@ -53,8 +53,8 @@ def update_weights(
     else:  # on a CPU, _foreach_mul_ rounds the factor to bf16 first: 0.997 becomes 0.996
         torch._foreach_add_(weights, weights, alpha=-lr * group["weight_decay"])
     for places in stack_places(updates):
-        stack = torch.stack([updates[place] for place in places]).bfloat16()
-        stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        stack = stack_in_bf16([updates[place] for place in places])
+        stack = orthogonalize_(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         chosen = [weights[place] for place in places]
         scale = adjust_scale(group["adjust_lr_fn"], *chosen[0].shape)
         torch._foreach_add_(chosen, stack.to(chosen[0].dtype).unbind(), alpha=-lr * scale)
@@ -71,20 +71,32 @@ def stack_places(matrices: list[Tensor]) -> Iterator[list[int]]:
             yield places[first : first + size]
 
 
-def orthogonalize(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+def stack_in_bf16(matrices: list[Tensor]) -> Tensor:
+    """A new tensor of matrices of one shape, in bf16: (matrices, rows, columns)."""
+    stack = torch.empty((len(matrices), *matrices[0].shape), dtype=torch.bfloat16, device=matrices[0].device)
+    torch._foreach_copy_(stack.unbind(), matrices)  # rounds while it copies
+    return stack
+
+
+def orthogonalize_(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """Newton-Schulz iteration in bf16 on each matrix, of (matrices, rows, columns), as ``torch.optim.Muon`` computes it
-    on one.
+    on one. It computes in the memory of the stack, and in three tensors that all iterations share.
 
     Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
     a, b, c = coefficients
     is_tall = stack.size(1) > stack.size(2)
     stack = stack.mT if is_tall else stack
-    stack = stack / torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=eps)
+    stack.div_(torch.linalg.vector_norm(stack, dim=(1, 2), keepdim=True).clamp(min=eps))
+    count, rows, _ = stack.shape
+    gram = stack.new_empty(count, rows, rows)
+    polynomial = torch.empty_like(gram)
+    result = torch.empty_like(stack)
     for _ in range(steps):
-        gram = torch.bmm(stack, stack.mT)
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        stack = torch.baddbmm(stack, polynomial, stack, beta=a)
+        torch.bmm(stack, stack.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(stack, polynomial, stack, beta=a, out=result)
+        stack, result = result, stack
     return stack.mT if is_tall else stack
 
 

@@ -82,5 +82,11 @@ class MuonOptimizer(Plugin):
             raise RecipeError(
                 f"{run.recipe.where}: train.optimizer: Muon was called with {arguments}: {error}."
             ) from error
-        shared = {name: arguments[name] for name in ("lr", "weight_decay")}
-        return {"muon": muon} | ({"adamw": optim.AdamW(rest, **shared)} if rest else {})
+        optimizers: dict[str, Optimizer] = {"muon": muon}
+        if rest:
+            # one kernel instead of a dozen: embeddings are a third of GPT-2
+            fused = run.device.type in ("cpu", "cuda")
+            optimizers["adamw"] = optim.AdamW(
+                rest, lr=arguments["lr"], weight_decay=arguments["weight_decay"], fused=fused
+            )
+        return optimizers

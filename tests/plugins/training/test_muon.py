@@ -13,7 +13,7 @@ from training_runs import execute
 
 from fastloop import RecipeError
 from fastloop_plugins.training import _batched_muon
-from fastloop_plugins.training._batched_muon import BatchedMuon
+from fastloop_plugins.training._batched_muon import BatchedMuon, orthogonalize_, stack_in_bf16
 
 
 def both(model, adamw=(), **arguments):
@@ -22,7 +22,8 @@ def both(model, adamw=(), **arguments):
     matrices = [weight for name, weight in named.items() if weight.ndim == 2 and name not in adamw]
     rest = [weight for name, weight in named.items() if weight.ndim != 2 or name in adamw]
     shared = {"lr": LR, "weight_decay": 0.1}
-    return [Muon(matrices, adjust_lr_fn="match_rms_adamw", **shared, **arguments), AdamW(rest, **shared)]
+    muon = Muon(matrices, adjust_lr_fn="match_rms_adamw", **shared, **arguments)
+    return [muon, AdamW(rest, **shared, fused=True)]
 
 
 def test_it_equals_two_optimizers_in_a_plain_loop():
@@ -104,6 +105,44 @@ def test_batches_equal_torchs_muon_within_rounding(options, dtype, monkeypatch):
         torch.testing.assert_close(one, other, **close)
     states = [[state["momentum_buffer"] for state in optimizer.state.values()] for optimizer in optimizers]
     assert all(torch.equal(one, other) for one, other in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(12, 64), (64, 12), (16, 16)], ids=["wide", "tall", "square"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_stack_is_orthogonalized_as_torch_does_each_matrix(shape, dtype):
+    from torch.optim._muon import _zeropower_via_newtonschulz as of_torch
+
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+    before = [matrix.clone() for matrix in matrices]
+    arguments = (3.4445, -4.775, 2.0315), 5, 1e-7
+    stack = orthogonalize_(stack_in_bf16(matrices), *arguments)
+    assert (stack.shape, stack.dtype) == ((3, *shape), torch.bfloat16)
+    for ours, matrix, copy in zip(stack, matrices, before, strict=True):
+        assert torch.equal(matrix, copy), "gradients and momenta stay"
+        torch.testing.assert_close(ours, of_torch(copy, *arguments), rtol=2**-6, atol=2**-7)
+
+
+class LargeResults(TorchDispatchMode):
+    """Keeps the results of operations that have at least a number of elements, so that no memory is used twice."""
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.tensors = least, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() >= self.least:
+            self.tensors.append(result)
+        return result
+
+
+def test_iterations_share_their_memory():
+    stack = torch.randn(4, 16, 64).bfloat16()
+    with LargeResults(4 * 16 * 16) as results:
+        orthogonalize_(stack, (3.4445, -4.775, 2.0315), 5, 1e-7)
+    assert len(results.tensors) > 15
+    assert len({tensor.untyped_storage().data_ptr() for tensor in [stack, *results.tensors]}) == 4
 
 
 def test_torchs_muon_reads_the_state_and_writes_it():

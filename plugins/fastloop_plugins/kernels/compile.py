@@ -6,7 +6,7 @@
 Lengths are padded to ``data.pad_to_multiple_of``, by default 64. If lengths vary, one graph trains with all of them,
 and one evaluates. A model that cannot be compiled runs eagerly, with one warning.
 
-Under `fsdp`, each sharded block is compiled by itself, and its weights are gathered outside of the compiled code.
+Under `fsdp`, each sharded block is compiled alone, and its weights are gathered outside of the compiled code.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with
 few shapes: ``data.padding: max_length``, and whole batches. Under `fsdp` and `deepspeed` none is recorded: gathered

@@ -191,7 +191,7 @@ def test_a_map_names_or_numbers_classes(write_file):
 
 def test_a_map_names_labels_of_several_kinds():
     assert names(csv_file(["0", "1", "3+"]), label_map={"3+": 2}) == ["0", "1", "2"]
-    assert names(jsonl_file([True, False]), label_map={True: "yes", False: "no"}) == ["yes", "no"]
+    assert names(jsonl_file([True, False]), label_map={"true": "yes", "false": "no"}) == ["yes", "no"]
 
 
 # -- rows without a label ----------------------------------------------------------------------------------------------
@@ -351,13 +351,12 @@ def test_rows_without_a_label_are_counted_and_the_proposed_line_leaves_them_out(
 
 
 @pytest.mark.parametrize("kind", UNLABELLED)
-@pytest.mark.parametrize("key", ["", None])
-def test_the_empty_key_of_label_map_leaves_out_rows_without_a_label(key, kind, caplog):
+def test_the_empty_key_of_label_map_leaves_out_rows_without_a_label(kind, caplog):
     caplog.set_level(logging.INFO, "fastloop")
-    found = named_rows(text_data(jsonl_file(UNLABELLED[kind]), label_map={key: None}))
+    found = named_rows(text_data(jsonl_file(UNLABELLED[kind]), label_map={"": None}))
     assert [text for text, _ in found] == ["film 0", "film 2", "film 4"]
     assert "2 of 5 rows are left out by their label (data.label_map)" in caplog.text
-    assert "label_map: the label '' never occurs" in refusal(jsonl_file(["neg", "pos"]), label_map={key: None})
+    assert "label_map: the label '' never occurs" in refusal(jsonl_file(["neg", "pos"]), label_map={"": None})
 
 
 def test_rows_without_a_number_or_a_switch_propose_the_same_line():

@@ -720,7 +720,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "parts of commands that the code builds": (
         "cli/launch.py --nproc",
         "profile/suggestions.py plugins.{}.{}=",
-        "recipe/recipe.py plugins.{}=",
         "sweep/command.py plugins.folds.of=",
         "trials/runs.py plugins.folds.number=",
         "trials/runs.py plugins.remote-output.folder=",

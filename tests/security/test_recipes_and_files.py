@@ -623,7 +623,7 @@ class FileTracker(GeneralTracker):
     def log(self, values: Any, step: Any = None, **options: Any) -> None:
         self.received.append(values)
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int = 0) -> None:
         Path("run/tracker.json").write_text(json.dumps(self.received))
 
 

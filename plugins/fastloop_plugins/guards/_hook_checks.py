@@ -348,5 +348,7 @@ def _wrong_item(result: Any, expected: Any) -> str:
         if get_origin(part) in (dict, Mapping) and isinstance(result, Mapping):
             key = _find_wrong_item(result, *get_args(part))
             if key is not None:
-                return f" with {key!r}: {result[key]!r:.60}"
+                value = result[key]
+                is_plain = value is None or isinstance(value, str | int | float)
+                return f" with {key!r}: {value!r:.60}" if is_plain else f" with {key!r}: a {type(value).__name__}"
     return ""

@@ -59,7 +59,7 @@ class TensorBoard(Plugin):
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         if self.writer is not None:
             reason = f": {summary['reason']}" if summary["reason"] else ""
-            self.writer.add_text("status", f"{summary['status']}{reason}", run.state.step)
+            self.writer.add_text("status", secrets.hide(f"{summary['status']}{reason}"), run.state.step)
 
     @hookimpl
     def teardown(self) -> None:

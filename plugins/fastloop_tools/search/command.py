@@ -127,11 +127,11 @@ def search(
         record.runs = read_runs(study)
         record.write()
 
-    for axis in axes:
-        typer.echo(secrets.hide(axis.describe()))
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
     with storage_errors(url), signals.on_signals(signals.stop_now):
-        write()
+        write()  # an error of the study comes before the first line
+        for axis in axes:
+            typer.echo(secrets.hide(axis.describe()))
         Worker(study, axes, numbers, trials, shared, write).work()
         write()
         rows = collect(study)

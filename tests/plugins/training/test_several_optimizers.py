@@ -380,7 +380,7 @@ class ScheduleWithoutDict(Plugin):
 
 WRONG = {
     Empty: "build_optimizer returned an empty dict. Return an optimizer, or a dict of name -> optimizer",
-    NoOptimizer: "build_optimizer returned a dict with 'all': Sequential. Expected a torch.optim.Optimizer",
+    NoOptimizer: "build_optimizer returned a dict with 'all': a Sequential, expected Optimizer",
     Shared: r"build_optimizer returned 'a' and 'b', which both hold a parameter of shape \(16, 8\). Give it to one",
     NoGradient: "no parameter of the optimizer 'sgd' has a gradient. Call run.accumulate_gradients before each",
     OtherName: "run.optimizer has no optimizer 'adma'. Did you mean 'adam'.*build_optimizer returned: adam, sgd",

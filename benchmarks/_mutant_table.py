@@ -145,8 +145,8 @@ LOSSES = [
     Mutant(
         "padding takes part in attention",
         f"{PLUGINS}/text/masks.py",
-        "if self.never or not (torch.compiler.is_compiling() or self.padded):",
-        "if self.never or not torch.compiler.is_compiling():",
+        "if self.never or not (compiling or self.padded):",
+        "if self.never or not compiling:",
     ),
 ]
 

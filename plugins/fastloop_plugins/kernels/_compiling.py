@@ -88,7 +88,7 @@ def seconds() -> float:
 
 
 def counts(records: bool) -> dict[str, Any]:
-    """Count graphs, recompilations and graph breaks since torch's counters were cleared.
+    """Count graphs, recompilations, graph breaks and uses of inductor's cache since torch's counters were cleared.
 
     Args:
         records: Whether CUDA graphs were to be recorded.
@@ -105,5 +105,8 @@ def counts(records: bool) -> dict[str, Any]:
         "recompile_reasons": sorted(set(reasons)),
         "graph_breaks": sum(breaks.values()),
         "graph_break_reasons": sorted(breaks),
+        # inductor compiles forward and backward of a graph apart
+        "cache_hits": utils.counters["inductor"]["fxgraph_cache_hit"],
+        "cache_misses": utils.counters["inductor"]["fxgraph_cache_miss"],
         "cuda_graphs_skipped": utils.counters["inductor"]["cudagraph_skips"] if records else None,
     }

@@ -6,6 +6,10 @@
 Lengths are padded to ``data.pad_to_multiple_of``, by default 64. If lengths vary, one graph trains with all of them,
 and one evaluates. A model that cannot be compiled runs eagerly, with one warning.
 
+Compiled code stays in ``~/.cache/fastloop/compiled``, or in the folder that ``TORCHINDUCTOR_CACHE_DIR`` names. A second
+machine of the same kind starts warm with a copy of that folder. It holds code, so copy only your own. ``compile`` in
+summary.json counts ``cache_hits`` and ``cache_misses``.
+
 Under `fsdp`, each sharded block is compiled alone, and its weights are gathered outside of the compiled code.
 
 ``mode: reduce-overhead`` and ``max-autotune`` record one CUDA graph for each shape, which speeds up small models with

@@ -4,7 +4,12 @@ Most tests use cheap backends of torch, because they test the plugin's own work 
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -323,3 +328,40 @@ def test_cuda_graphs_train_the_same_and_what_they_return_can_be_kept(tmp_path, m
     assert losses["reduce-overhead"][1] == pytest.approx(losses[None][1], rel=1e-4)
     assert summary["compile"]["failure"] is None
     assert summary["compile"]["cuda_graphs_skipped"] == 0
+
+
+CACHED = """
+import json, sys, torch
+from torch import nn
+from fastloop import Trainer
+
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 3))
+data = [(torch.randn(8), torch.tensor(i % 3)) for i in range(16)]
+quiet = [{"log": False}, {"progress": False}]
+trainer = Trainer(net, data, loss=nn.functional.cross_entropy, plugins=["compile", *quiet], epochs=1, batch_size=8,
+                  output="run", device="cpu")
+print(json.dumps(trainer.fit()["compile"]))
+"""
+
+
+@pytest.mark.slow
+def test_a_copy_of_the_cache_lets_another_machine_start_warm(tmp_path, monkeypatch):
+    """In fresh processes: torch reads the variable when it is imported."""
+    monkeypatch.chdir(tmp_path)
+
+    def train(cache):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / cache), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", CACHED], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    cold = train("first")
+    assert (cold["cache_hits"], cold["cache_misses"] > 0) == (0, True)
+    shutil.copytree("first", "second")
+    shutil.rmtree("first")
+    shutil.rmtree("run")
+    warm = train("second")
+    assert (warm["cache_hits"], warm["cache_misses"]) == (cold["cache_misses"], 0)

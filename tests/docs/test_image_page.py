@@ -35,7 +35,7 @@ def test_commands_of_the_page_train_evaluate_and_predict(cli: Any) -> None:
     AutoModelForImageClassification.from_config(config).save_pretrained(name)
     settings = {
         "crop_pct": 0.875,
-        "image_processor_type": "ConvNextFeatureExtractor",
+        "feature_extractor_type": "ConvNextFeatureExtractor",
         "resample": 3,
         "size": {"shortest_edge": 224},
     }

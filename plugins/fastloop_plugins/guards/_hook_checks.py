@@ -132,6 +132,7 @@ class HookChecks:
         self.last_step = 0
         self._counting: RemovableHandle | None = None
         self.has_loss: dict[str, bool] = {}  # plugin -> whether its compute_loss returned one
+        self.has_logged: set[str] = set()  # plugins whose log_scalars was checked outside of the first steps
         self.read_only = ReadOnlyChecks(run)
         self._restore = replace(run.plugins, self._replace)
 
@@ -171,6 +172,8 @@ class HookChecks:
                 with self._keeping_train_mode(where, hook, arguments):
                     return check(function(*arguments))
             if hook in STEP_HOOKS and not self._is_in_first_steps():
+                return function(*arguments)
+            if hook == "log_scalars" and self._was_log_checked(plugin):
                 return function(*arguments)
             if hook == "after_evaluate":  # each plugin gets its own copy of the metrics
                 arguments = tuple(dict(value) if isinstance(value, dict) else value for value in arguments)
@@ -230,6 +233,16 @@ class HookChecks:
         if self._counting is not None and self.run.state.step >= self.last_step:
             self.close()
         return self._counting is not None
+
+    def _was_log_checked(self, plugin: Plugin) -> bool:
+        """Whether a call of the plugin's ``log_scalars`` needs no check: it is called at each log point, of which the
+        first one may come after the first steps."""
+        if self._is_in_first_steps():
+            return False
+        if plugin.name in self.has_logged:
+            return True
+        self.has_logged.add(plugin.name)
+        return False
 
     def _count_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
         trained = set(map(id, self.run.model.parameters()))

@@ -58,7 +58,8 @@ def test_memory_files_and_folders_stay_flat_over_many_steps(tiny_run, tmp_path, 
     half = LOOKS // 2
     growth = median(watch.memory[half + half // 2 :]) - median(watch.memory[half // 2 : half])
     assert growth < 4 * 2**20, watch.memory
-    assert max(watch.files[2:]) <= min(watch.files[2:]) + 1, watch.files  # one may be open at a look: a checkpoint's
+    # one may be open at a look: a checkpoint's; the collector may close some that an earlier run left
+    assert max(watch.files[half:]) <= max(watch.files[2:half]) + 1, watch.files
     assert max(watch.threads[2:]) <= min(watch.threads[2:]) + 1, watch.threads
     assert max(watch.folders) <= 2 + 1 + 1, watch.folders  # two to resume from, the best, and one under way
     names = sorted(path.name for path in (tmp_path / "soak" / "checkpoints").iterdir())

@@ -39,6 +39,7 @@ from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
 from fastloop_plugins.text.chat.model import ChatModel, CompletionModel, DecoderModel, DecoderOptions
 from fastloop_plugins.text.forbidden_targets import CHECKED, warn_about_forbidden
 from fastloop_plugins.text.generation import (
+    SHARED_SETTINGS,
     GenerationOptions,
     check_generation,
     check_token_ids,
@@ -61,16 +62,6 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.tokens import Split
 
 logger = logging.getLogger("fastloop")
-
-OWN_SETTINGS = {
-    "max_new_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "do_sample": "temperature",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-}
-"""Setting of ``generate`` -> the option of the task that sets it."""
 
 
 class CausalLM(TextTask):
@@ -117,7 +108,9 @@ class CausalLM(TextTask):
             self.data.templates = model.templates
         else:
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
-        self.settings = check_generation(self.config.generation, OWN_SETTINGS, 1, recipe.where, f"plugins.{self.name}")
+        self.settings = check_generation(
+            self.config.generation, SHARED_SETTINGS, 1, recipe.where, f"plugins.{self.name}"
+        )
         self._messages = MessagesOnce()
         self._checked: dict[str, MaskedSequences] = {}
         self.adds_metrics = type(self).adds_metrics
@@ -162,7 +155,7 @@ class CausalLM(TextTask):
                 problem = "no row of the {split} split has a token with a loss among its first {size} (data.max_length)"
             raise RecipeError(f"{self.data.where}: {problem.format(split=split, size=size)}.")
         if self.data.masked:
-            name = f"{split}, first rows" if self.data.stream is not None and split == "train" else split
+            name = self.data.name_part(split)
             self._checked[name] = dataset
             dataset.warn(name, size)
 
@@ -252,7 +245,7 @@ class CausalLM(TextTask):
         config = generation_config(model, self.settings)
         config.max_length = config.max_new_tokens = None  # `predict` has its own
         answers = {name: find_answers(dataset, CHECKED) for name, dataset in self._checked.items()}
-        warn_about_forbidden(config, answers, tokenizer, f"plugins.{self.name}", OWN_SETTINGS)
+        warn_about_forbidden(config, answers, tokenizer, f"plugins.{self.name}", SHARED_SETTINGS)
         self._checked.clear()
 
     @hookimpl

@@ -41,6 +41,7 @@ from fastloop_plugins.tasks._pairs import (
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.forbidden_targets import CHECKED, Target, warn_about_forbidden
 from fastloop_plugins.text.generation import (
+    SHARED_SETTINGS,
     GenerationOptions,
     check_generation,
     check_token_ids,
@@ -66,15 +67,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
-OWN_SETTINGS = {
-    "max_new_tokens": "max_new_tokens",
-    "max_length": "max_new_tokens",
-    "num_beams": "num_beams",
-    "do_sample": "temperature",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-}
+OWN_SETTINGS = SHARED_SETTINGS | {"num_beams": "num_beams"}
 """Setting of ``generate`` -> the option of the task that sets it."""
 
 
@@ -157,7 +150,7 @@ class Seq2Seq(TextTask):
 
     def check_dataset(self, split: str, dataset: PairSequences) -> None:
         """Log how many inputs are cut, and keep the targets for the checks that follow."""
-        name = f"{split}, first rows" if self.data.stream is not None and split == "train" else split
+        name = self.data.name_part(split)
         self._checked[name] = dataset
         if cut := dataset.cut[0]:
             message = describe_cut(name, cut, len(dataset), "inputs", self.data.options.max_length)

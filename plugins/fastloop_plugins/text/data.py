@@ -276,6 +276,11 @@ class TextData(StreamedData):
         self.ranks = rows["train"].ranks if self.inference is None else None
         return rows
 
+    def name_part(self, split: str) -> str:
+        """The rows of a split that are in memory, for messages: of a stream, only the first ones are."""
+        is_part = self.stream is not None and split == "train"
+        return f"{split}, first rows" if is_part else split
+
     def text_columns(self) -> dict[str, str]:
         """Column of texts -> the option that names it."""
         return dict.fromkeys(self.columns, self.text_key)

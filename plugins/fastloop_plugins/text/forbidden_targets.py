@@ -189,10 +189,13 @@ def warn_about_forbidden(
     for name, rule in RULES.items():
         shares, example = [], ""
         for split, checked in targets.items():
-            if those := by_split[split].get(name):
-                share = len(those) / len(checked)
-                shares.append(f"{len(those)} of {len(checked)} targets of {split} ({share:.1%})")
-                example = example or tokenizer.decode(list(those[0].tokens), skip_special_tokens=True)
+            impossible = by_split[split].get(name)
+            if not impossible:
+                continue
+            share = len(impossible) / len(checked)
+            shares.append(f"{len(impossible)} of {len(checked)} targets of {split} ({share:.1%})")
+            if not example:
+                example = tokenizer.decode(list(impossible[0].tokens), skip_special_tokens=True)
         if not shares:
             continue
         if len(example) > SHOWN:

@@ -33,6 +33,16 @@ OUTPUT_SETTINGS = (
 )  # fmt: skip
 """Settings by which ``generate`` returns more than one row of ids for each input."""
 
+SHARED_SETTINGS = {
+    "max_new_tokens": "max_new_tokens",
+    "max_length": "max_new_tokens",
+    "do_sample": "temperature",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+}
+"""Setting of ``generate`` -> the option that sets it in each task that generates texts."""
+
 
 @dataclass(kw_only=True)
 class GenerationSettings:

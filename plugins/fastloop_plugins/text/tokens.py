@@ -137,7 +137,7 @@ def read(
             keys[name] = _cache.digest(chain([str(ENCODING), known, how], _content(texts, encoder is None)))
             flat = _cache.kept(folder, keys[name], encoded, facts)
         if facts.get("cut"):
-            of = f"{name}, first rows" if data.stream is not None and name == "train" else name
+            of = data.name_part(name)
             data.messages.append(
                 (logging.WARNING, describe_cut(of, facts["cut"], len(texts), "texts", data.options.max_length))
             )

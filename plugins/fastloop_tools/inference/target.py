@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import mimetypes
 from collections.abc import Iterable, Sequence
@@ -96,11 +95,10 @@ def default_split(target: str, arguments: Sequence[str]) -> str:
     """
     if any("=" not in argument or argument.startswith("data") for argument in arguments):
         return "test"
-    try:
-        summary = json.loads((Path(target) / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "test"
-    if not isinstance(summary, dict) or summary.get("test") or not summary.get("validation"):
+    from fastloop_tools.trials.runs import read_summary
+
+    summary = read_summary(Path(target))
+    if summary.get("test") or not summary.get("validation"):
         return "test"
     log.info("%s: the run had no test split, so validation is evaluated (--split NAME: another one)", target)
     return "validation"

@@ -118,7 +118,10 @@ def test_texts_that_fit_a_query_are_no_negatives_of_it(case):
     lists = draw(Pairs(texts), names, 10**6, seed=0)
     for row, (query, *own) in enumerate(texts):
         right = {other for text, other, *_ in texts if text == query} | {query}
-        others = [text for place, (_, *more) in enumerate(texts) if place != row for text in more if text not in right]
+        others = []
+        for place, (_, *more) in enumerate(texts):
+            if place != row:
+                others += [text for text in more if text not in right]
         sample = lists[row]
         documents = [int(ids[0]) for key, ids in sample.items() if key.startswith("document")]
         assert documents[0] == own[0]

@@ -27,8 +27,8 @@ import torch
 
 from fastloop.cli import main
 from fastloop.cli.messages import Messages
+from fastloop.plugins.declarations import warn_once
 from fastloop.runtime import platform_support
-from fastloop_plugins.guards._plugin_checks import warn_once
 
 MEMORY_FOR_FILES = 4 << 30
 """Bytes: several times as much as all files of the quick tests."""

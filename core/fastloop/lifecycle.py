@@ -23,10 +23,10 @@ from fastloop.data import Loaders
 from fastloop.data.loaders import micro_batches
 from fastloop.distributed.accelerator import build_accelerator, restore_shared_state
 from fastloop.distributed.buffers import SharedBuffers
+from fastloop.distributed.groups import take_every
 from fastloop.distributed.signals import Stopped
 from fastloop.distributed.skipped_steps import SkippedSteps
 from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
-from fastloop.plugins.installed import part
 from fastloop.plugins.manager import PluginSet, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
@@ -211,7 +211,7 @@ def _build_accelerator(run: Run) -> None:
     device = run.accelerator.device
     run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
     run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
-    sharing = part("process-groups").take_every(run.processes, run.settings.processes_per_batch)
+    sharing = take_every(run.processes, run.settings.processes_per_batch)
     run.loaders = Loaders(run.recipe, run.settings, sharing, *micro_batches(run.recipe, sharing.world_size))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from fastloop.plugins.declarations import warn_once
 from fastloop.plugins.installed import installed, is_own, name_and_version
-from fastloop_plugins.guards._plugin_checks import warn_once
 
 
 def own_plugins() -> list[str]:

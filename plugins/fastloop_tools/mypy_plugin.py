@@ -35,8 +35,9 @@ from mypy.types import Type
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError
+from fastloop.plugins.declarations import CLOSE
+from fastloop.plugins.hook_checks import check_argument, unknown_hook
 from fastloop.plugins.installed import load
-from fastloop_plugins.guards._plugin_checks import CLOSE, check_argument, unknown_hook
 
 BASE, MARK = "fastloop.plugins.plugin.Plugin", "fastloop.plugins.plugin.hookimpl"
 CALLERS = "fastloop.plugins.call.HookCallers."

@@ -12,18 +12,18 @@ import pytest
 from torch import nn
 
 from fastloop import Output, Plugin, PluginError, RecipeError, hookimpl, hookspecs
+from fastloop.plugins.declarations import (
+    REFERENCES,
+    check_exclusive_hooks,
+    exclusive_hooks,
+    nearest,
+)
+from fastloop.plugins.hook_checks import check_hooks
 from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop_plugins._own_plugins import own_plugins
-from fastloop_plugins.guards._plugin_checks import (
-    REFERENCES,
-    check_exclusive_hooks,
-    check_hooks,
-    exclusive_hooks,
-    nearest,
-)
 
 QUIET = [
     {"log": False},

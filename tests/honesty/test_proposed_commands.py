@@ -587,18 +587,18 @@ CASES: dict[str, Case] = {
         ("recipe/recipe.py --with",), module("plugins.ema.decay=0.9"), (r"Add it with (--with ema)",)
     ),
     "a required plugin": Case(
-        ("guards/_plugin_checks.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
+        ("plugins/declarations.py --with",), module("--with", "./plugin.py:Needs"), (r"Add it: (--with ema)",)
     ),
     "an empty slot": Case(
-        ("guards/_plugin_checks.py fastloop plugins",),
+        ("plugins/declarations.py fastloop plugins",),
         module("--with", "./plugin.py:Shards"),
         (r"`(fastloop plugins)` shows who fills it",),
     ),
     "two plugins in a slot": Case(
-        ("guards/_plugin_checks.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)
+        ("plugins/declarations.py --without",), module("--with", "ddp,fsdp"), (r"or (--without ddp)",)
     ),
     "the other of two plugins": Case(
-        ("guards/_plugin_checks.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)
+        ("plugins/declarations.py --without",), module("--with", "ddp,fsdp"), (r"Keep one: (--without fsdp)",)
     ),
     "a package that is not installed": Case(
         ("plugins/resolve.py --without",),
@@ -611,12 +611,12 @@ CASES: dict[str, Case] = {
         (r"Leave it out: (--without cls-last-layer)",),
     ),
     "a circle": Case(
-        ("guards/_plugin_checks.py --without",),
+        ("plugins/declarations.py --without",),
         module("--with", "./plugin.py:One,./plugin.py:Two"),
         (r"or a plugin: (--without \w+)",),
     ),
     "two plugins in a hook": Case(
-        ("guards/_plugin_checks.py --without",),
+        ("plugins/declarations.py --without",),
         module("--with", "./plugin.py:First,./plugin.py:Second"),
         (r"Keep one: (--without \w+)",),
     ),

@@ -18,12 +18,12 @@ from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, Usa
 from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
 from fastloop.lifecycle import build
+from fastloop.plugins.hook_replacement import replace
 from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet, own_implementations
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.testing import tiny_data, tiny_model
-from fastloop_plugins._hook_replacement import replace
 from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text
 

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugins.installed import entry_points, installed, is_own, name_and_version, own_entry_points
+from fastloop.plugins.installed import entry_points, installed, is_own, name_and_version, own_entry_points, unsupported
 
 GROUP = "fastloop.commands"
 OPTIONS = "fastloop.options"
@@ -132,9 +132,8 @@ def load(name: str, point: EntryPoint) -> Any:
     origin = f"{point.value} of {' '.join(name_and_version(point.dist))}" if point.dist else point.value
     label = f"command {name!r} ({origin})"
     if not is_own(point) and point not in own().values():
-        from fastloop.plugins.installed import part
-
-        if problem := part("plugin-checks").unsupported(point):
+        problem = unsupported(point)
+        if problem:
             raise UsageError(f"{label} {problem}")
     try:
         function = point.load()

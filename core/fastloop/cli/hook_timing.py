@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from fastloop.plugins.installed import part
+from fastloop.plugins.hook_replacement import enclose
 from fastloop.plugins.plugin import Plugin
 
 
@@ -55,8 +55,7 @@ class HookTimer:
             calls.count += 1
             return function(*arguments)
 
-        wrapped: Callable[..., Any] = part("hook-replacement").enclose(count, wrapper, lambda: self._measure(calls))
-        return wrapped
+        return enclose(count, wrapper, lambda: self._measure(calls))
 
     @contextmanager
     def _measure(self, calls: HookCalls) -> Iterator[None]:

@@ -48,10 +48,10 @@ def plan(
         resolution.hooks.check_recipe(recipe=loaded, plugins=resolution)
         settings = resolution.configure(loaded)
     from fastloop.data.loaders import micro_batches
-    from fastloop.plugins.installed import part
+    from fastloop.distributed.groups import check_groups, count_sharing
 
-    part("plugin-checks").check_groups(loaded, settings, world_size)
-    sharing = part("process-groups").sharing(world_size, settings.processes_per_batch)
+    check_groups(loaded, settings, world_size)
+    sharing = count_sharing(world_size, settings.processes_per_batch)
     device_batch, micro_steps = micro_batches(loaded, sharing)
     machine = this_machine(loaded.train.device)
     values = vars(settings) | {

@@ -13,7 +13,7 @@ from fastloop.cli import launch
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import signals
 from fastloop.metric_modes import direction
-from fastloop.plugins.installed import part
+from fastloop.plugins.hook_replacement import replace
 from fastloop.recipe import secrets
 
 if TYPE_CHECKING:
@@ -106,12 +106,12 @@ def train(
                 quick_checks.run_overfit(resolved, overfit) if overfit else quick_checks.run_fast_dev_run(resolved)
             )
         if trace_hooks:
-            part("hook-replacement").replace(resolved.plugins, timer)
+            replace(resolved.plugins, timer)
         with start_run(resolved, resume=launch.resume_from(resume, Path(loaded.output))) as run:
             from fastloop.lifecycle import execute  # only here: it imports torch, and errors of the recipe come before
 
             if trace_hooks and run.plugins is not resolved.plugins:  # some of the selected plugins were left out
-                part("hook-replacement").replace(run.plugins, timer)
+                replace(run.plugins, timer)
             summary = execute(run)
         if run.is_main:
             if trace_hooks:

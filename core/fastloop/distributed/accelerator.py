@@ -5,10 +5,11 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from fastloop.distributed.groups import check_groups
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.ranks import world_size
+from fastloop.distributed.rendezvous import store_arguments
 from fastloop.errors import PluginError
-from fastloop.plugins.installed import part
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop.settings import Settings
@@ -40,14 +41,14 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             "layers in before_prepare."
         )
     processes = world_size() if recipe.inference is None else 1
-    part("plugin-checks").check_groups(recipe, settings, processes)
+    check_groups(recipe, settings, processes)
     device = this_machine(recipe.train.device).device
     if AcceleratorState._shared_state:  # of an earlier run of this process
         other_device = world_size() == 1 and PartialState().device.type != device
         if other_device or AcceleratorState().mixed_precision != settings.mixed_precision:
             AcceleratorState._reset_state(reset_partial_state=other_device)
     timeout = None if settings.process_timeout is None else timedelta(seconds=settings.process_timeout)
-    store = part("process-store").arguments() if world_size() > 1 else {}
+    store = store_arguments() if world_size() > 1 else {}
     connection = settings.init_handler.to_kwargs() if settings.init_handler else {}
     # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
     PartialState(cpu=device == "cpu", **connection, **({"timeout": timeout} if timeout else {}), **store)

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cache, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,6 @@ installed plugin is not active until a recipe names it."""
 
 IMPLEMENTATIONS = "fastloop.implementations"
 """Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
-
-PARTS = "fastloop.parts"
-"""Entry-point group of fastloop's modules that the core calls by name, because they build on it."""
 
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
@@ -69,7 +66,8 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     point = find_entry_point(reference, where)
     source = f"{point.value} of {' '.join(name_and_version(point.dist)) if point.dist else '?'}"
     label = f"{where}: plugin {reference!r} ({source})"
-    if problem := part("plugin-checks").unsupported(point):
+    problem = unsupported(point)
+    if problem:
         raise PluginError(f"{label} {problem}")
     try:
         loaded = point.load()
@@ -108,6 +106,38 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
     )
 
 
+def unsupported(point: importlib.metadata.EntryPoint) -> str:
+    """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
+    # These take long to import, and most runs do not need them.
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.utils import canonicalize_name
+
+    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
+        if "fastloop" not in text.lower():  # parsing takes long
+            continue
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        name = canonicalize_name(requirement.name)
+        if name not in (DISTRIBUTION, "fastloop") or (
+            requirement.marker and not requirement.marker.evaluate({"extra": ""})
+        ):
+            continue
+        if name != DISTRIBUTION:
+            return (
+                f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require "
+                f"{DISTRIBUTION!r} instead."
+            )
+        ours = importlib.metadata.version(DISTRIBUTION)
+        if not requirement.specifier.contains(ours, prereleases=True):
+            both = f"pip install -U {distribution_name(point)} '{DISTRIBUTION}{requirement.specifier}'"
+            return (
+                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
+            )
+    return ""
+
+
 def check_class(cls: Any, label: str) -> type[Plugin]:
     """Check that a loaded object is a plugin whose options can be checked.
 
@@ -129,13 +159,6 @@ def check_class(cls: Any, label: str) -> type[Plugin]:
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
     return own_entry_points(DEFAULTS)
-
-
-@cache
-def part(name: str) -> Any:
-    """A module of fastloop's that builds on the core: ``plugin-checks`` for declarations and hooks, ``streams`` for
-    iterable datasets, ``process-store`` for several processes, ``hook-replacement`` to time hooks."""
-    return own_entry_points(PARTS)[name].load()
 
 
 def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:

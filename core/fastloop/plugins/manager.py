@@ -22,7 +22,8 @@ from fastloop import hookspecs
 from fastloop.distributed.signals import Stopped
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.plugins.call import HookCallers, make_caller
-from fastloop.plugins.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points, part
+from fastloop.plugins.hook_checks import check_hooks
+from fastloop.plugins.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points
 from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
@@ -56,7 +57,7 @@ class Hooks(pluggy.PluginManager):
         self.known = {name: (*spec.argnames, *spec.kwargnames) for name, spec in specs.items()}
         self.first = {name for name, spec in specs.items() if spec.opts["firstresult"]}
         for plugin in reversed(plugins):  # pluggy calls the last registered first
-            part("plugin-checks").check_hooks(plugin, self.known, self.first)
+            check_hooks(plugin, self.known, self.first)
             try:
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from fastloop.distributed.ranks import world_size
 from fastloop.errors import FastloopError, PluginError, did_you_mean
-from fastloop.plugins.installed import check_class, defaults, installed, load, part
+from fastloop.plugins import declarations
+from fastloop.plugins.installed import check_class, defaults, installed, load
 from fastloop.plugins.manager import PluginSet, origin
+from fastloop.plugins.order import order
 from fastloop.plugins.plugin import Plugin, listed_at
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
@@ -148,7 +150,7 @@ def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
 
 def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     """Make the plugins of an expanded recipe, add the defaults, check them together, and order them."""
-    checks, names = part("plugin-checks"), {point.name for point in installed().values()}
+    names = {point.name for point in installed().values()}
     left_out = [name for name, options in recipe.plugins.items() if options is False]
     for name in left_out:
         if name not in names and name not in recipe.references:
@@ -163,7 +165,7 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     filled = {plugin.slot: plugin.name for plugin in plugins}
     for cls in [point.load() for name, point in defaults().items() if name not in left_out]:
         if same := next((plugin for plugin in plugins if plugin.name == cls.name), None):
-            checks.check_replacement(recipe, same, cls)
+            declarations.check_replacement(recipe, same, cls)
         elif cls.name in filled:
             reasons[filled[cls.name]] += f"; replaces {cls.name!r}"
         elif not (cls.slot and cls.slot in filled) and _takes_part(cls, recipe) and (reason := cls.auto_enable(recipe)):
@@ -171,10 +173,10 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
             filled[cls.slot] = cls.name
             reasons[cls.name] = f"on by default: {reason}"
     if recipe.inference is None:
-        checks.check_strategy(recipe, plugins, world_size())
-    checks.check_together(plugins, names, recipe.where)
+        declarations.check_strategy(recipe, plugins, world_size())
+    declarations.check_together(plugins, names, recipe.where)
     ordered = order(plugins, reasons)
-    checks.check_exclusive_hooks(ordered, reasons, recipe.where)
+    declarations.check_exclusive_hooks(ordered, reasons, recipe.where)
     return ResolvedRecipe(recipe, PluginSet(ordered, reasons))
 
 
@@ -182,37 +184,3 @@ def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:
     """Whether a plugin of the recipe is in the run. Without training, only the task and plugins that declare
     ``for_inference`` are."""
     return recipe.inference is None or cls.slot == "task" or cls.for_inference
-
-
-# -- call order --------------------------------------------------------------------------------------------------------
-
-
-def refers(references: Collection[str], plugin: Plugin) -> bool:
-    """Whether one of a declaration's references, by name or by ``slot:NAME``, is to a plugin."""
-    return plugin.name in references or f"slot:{plugin.slot}" in references
-
-
-def predecessors(plugins: Sequence[Plugin]) -> dict[str, set[str]]:
-    """Plugin name -> names of the plugins that must be before it."""
-    return {
-        plugin.name: {
-            other.name
-            for other in plugins
-            if other is not plugin and (refers(plugin.runs_after, other) or refers(other.runs_before, plugin))
-        }
-        for plugin in plugins
-    }
-
-
-def order(plugins: list[Plugin], reasons: dict[str, str]) -> list[Plugin]:
-    """Recipe order with the fewest moves for ``runs_after`` and ``runs_before``: the next plugin is always the earliest
-    whose predecessors are in order."""
-    before, rest, ordered = predecessors(plugins), list(plugins), list[Plugin]()
-    while rest:
-        plugin = next(plugin for plugin in rest if not before[plugin.name] & {other.name for other in rest})
-        rest.remove(plugin)
-        awaited = [other for other in ordered if other.name in before[plugin.name]]
-        if awaited and plugins.index(awaited[-1]) > plugins.index(plugin):
-            reasons[plugin.name] += f"; moved after {awaited[-1].name!r}"
-        ordered.append(plugin)
-    return ordered

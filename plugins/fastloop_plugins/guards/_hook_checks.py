@@ -31,8 +31,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fastloop import hookimpl, hookspecs
 from fastloop.errors import PluginError
+from fastloop.plugins.hook_replacement import replace
 from fastloop.state import Batch, Output
-from fastloop_plugins._hook_replacement import replace
 from fastloop_plugins.guards._read_only_checks import ReadOnlyChecks
 
 if TYPE_CHECKING:

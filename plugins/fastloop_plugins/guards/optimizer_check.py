@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Strategy, hookimpl
-from fastloop_plugins._hook_replacement import replace
+from fastloop.plugins.hook_replacement import replace
 from fastloop_plugins.guards._parameters import LISTED, by_module, missing_parameters, orphaned_parameters
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from fastloop import Plugin
+from fastloop.plugins.hook_replacement import enclose, replace
 from fastloop.plugins.manager import PluginSet
 from fastloop.runtime.regions import region
-from fastloop_plugins._hook_replacement import enclose, replace
 
 
 @contextmanager

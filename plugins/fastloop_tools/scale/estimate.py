@@ -130,15 +130,15 @@ def estimate(
     from torch.utils._pytree import tree_leaves
 
     from fastloop.data.loaders import micro_batches
-    from fastloop.plugins.installed import part
+    from fastloop.distributed.groups import check_groups, count_sharing
     from fastloop.plugins.resolve import resolve
 
     resolved, processes = resolve(recipe, any_machine=True), nproc * nnodes
     recipe, plugins = resolved.recipe, resolved.plugins
     plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
     settings = plugins.configure(recipe)
-    part("plugin-checks").check_groups(recipe, settings, processes)
-    sharing = part("process-groups").sharing(processes, settings.processes_per_batch)
+    check_groups(recipe, settings, processes)
+    sharing = count_sharing(processes, settings.processes_per_batch)
     group = processes // sharing  # processes of the recipe's run that train on the same samples
     micro_batch_size, micro_steps = micro_batches(recipe, sharing)
     listed = {name: dict(options) for name, options in recipe.plugins.items() if isinstance(options, dict)}

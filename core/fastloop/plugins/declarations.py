@@ -1,32 +1,28 @@
-"""Check plugins' declarations when a recipe is resolved, and their hooks when a run registers them.
-
-The core finds this module by its entry point: every run has it, and no recipe names it. Does not import torch.
-"""
+"""Check the declarations of a run's plugins when a recipe is resolved. Does not import torch."""
 
 from __future__ import annotations
 
 import difflib
 import functools
 import graphlib
-import importlib.metadata
 import inspect
 import itertools
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
 
 from fastloop import hookspecs
 from fastloop.errors import PluginError, did_you_mean
 from fastloop.metric_modes import MetricMode
-from fastloop.plugins.installed import DISTRIBUTION, distribution_name, is_own, load
+from fastloop.plugins.hook_checks import implementations
+from fastloop.plugins.installed import load
 from fastloop.plugins.manager import origin
+from fastloop.plugins.order import predecessors, refers
 from fastloop.plugins.plugin import Numerics, Plugin
-from fastloop.plugins.resolve import predecessors, refers
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
-from fastloop.settings import Settings
-from fastloop.strategy import METHODS, Strategy
+from fastloop.strategy import Strategy
 
 log = logging.getLogger("fastloop")
 
@@ -44,27 +40,6 @@ _DECLARED: dict[str, Any] = {
 _LIKE: dict[type, Any] = {tuple: Collection, dict: (tuple, list, set, Mapping), type(None): (str, type, ModuleType)}
 """Type of a declaration's default -> types of the values that an author may have meant for it; for other declarations:
 the type itself."""
-
-
-def exclusive_hooks() -> list[str]:
-    """The core's *first* hooks that only one plugin of a run may implement."""
-    return [
-        name
-        for name, spec in vars(hookspecs).items()
-        if getattr(spec, "fastloop_spec", {}).get("firstresult") and name not in hookspecs.SHARED_FIRST_HOOKS
-    ]
-
-
-def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
-    """``(hook, method, marks of @hookimpl)`` for each hook that a plugin implements."""
-    for attribute in dir(type(plugin)):
-        method = getattr(plugin, attribute)
-        marks = getattr(method, "fastloop_impl", None)
-        if marks is not None:
-            yield marks["specname"] or attribute, method, marks
-
-
-# -- plugins of a run --------------------------------------------------------------------------------------------------
 
 
 def check_together(plugins: Sequence[Plugin], installed: Collection[str], where: str) -> None:
@@ -124,21 +99,6 @@ def check_strategy(recipe: Recipe, plugins: Iterable[Plugin], processes: int) ->
         raise PluginError(
             f"{recipe.where}: started with {processes} processes, and the recipe leaves out the plugin that joins "
             "them: none fills the slot 'strategy'. List one: `fastloop plugins` shows the plugins of each slot."
-        )
-
-
-def check_groups(recipe: Recipe, settings: Settings, processes: int) -> None:
-    """Check that the processes of a run form whole groups of ``settings.processes_per_batch``.
-
-    Raises:
-        PluginError: They do not.
-    """
-    size = settings.processes_per_batch
-    if 0 < size < processes and processes % size:
-        raise PluginError(
-            f"{recipe.where}: plugin {settings.writers['processes_per_batch']!r} needs groups of {size} "
-            f"processes, and {processes} are not a multiple of {size}. Start "
-            f"{processes // size * size} or {(processes // size + 1) * size}."
         )
 
 
@@ -286,6 +246,18 @@ def note_once(message: str) -> None:
     log.info("%s", message)
 
 
+# -- *first* hooks -----------------------------------------------------------------------------------------------------
+
+
+def exclusive_hooks() -> list[str]:
+    """The core's *first* hooks that only one plugin of a run may implement."""
+    return [
+        name
+        for name, spec in vars(hookspecs).items()
+        if getattr(spec, "fastloop_spec", {}).get("firstresult") and name not in hookspecs.SHARED_FIRST_HOOKS
+    ]
+
+
 def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], where: str) -> None:
     """Check that no two plugins implement one *first* hook: only one would be called.
 
@@ -314,143 +286,3 @@ def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], wh
         for plugin in [plugin for name, plugin, is_fallback in every if rivals and name == hook and is_fallback]:
             if plugin.name in reasons:
                 reasons[plugin.name] += f"; leaves {hook} to {rivals[0].name!r}"
-
-
-def unsupported(point: importlib.metadata.EntryPoint) -> str:
-    """Why an installed package does not support this fastloop, by its Requires-Dist; empty if it does."""
-    # These take long to import, and most runs do not need them.
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.utils import canonicalize_name
-
-    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
-        if "fastloop" not in text.lower():  # parsing takes long
-            continue
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            continue
-        name = canonicalize_name(requirement.name)
-        if name not in (DISTRIBUTION, "fastloop") or (
-            requirement.marker and not requirement.marker.evaluate({"extra": ""})
-        ):
-            continue
-        if name != DISTRIBUTION:
-            return (
-                f"requires the distribution {text!r}, which is another project. Let its pyproject.toml require "
-                f"{DISTRIBUTION!r} instead."
-            )
-        ours = importlib.metadata.version(DISTRIBUTION)
-        if not requirement.specifier.contains(ours, prereleases=True):
-            both = f"pip install -U {distribution_name(point)} '{DISTRIBUTION}{requirement.specifier}'"
-            return (
-                f"is made for fastloop {requirement.specifier}, and this is {ours}. Install versions that fit: {both}"
-            )
-    return ""
-
-
-# -- one plugin --------------------------------------------------------------------------------------------------------
-
-
-def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Collection[str]) -> None:
-    """Check that every hook of a plugin exists, takes valid arguments and is marked with ``@hookimpl``.
-
-    Args:
-        known: Hook -> its arguments, for every hook of the run.
-        first: Names of the *first* hooks.
-
-    Raises:
-        PluginError: A hook is wrong; the message states how to fix it.
-    """
-    if plugin.read_only and plugin.numerics != "bitwise":
-        raise PluginError(
-            f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}."
-        )
-    _check_unmarked(plugin, known)
-    marked = list(implementations(plugin))
-    for hook, method, marks in marked:
-        where, wrapper = f"plugin {plugin.name!r}: {hook}", marks["wrapper"]
-        if hook not in known:
-            if marks["optionalhook"]:
-                continue
-            raise PluginError(f"plugin {plugin.name!r}: {unknown_hook(hook, known)}")
-        changes_run = hook in hookspecs.CHANGING_HOOKS or hook in first
-        is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
-        remedy = "but the plugin is declared read_only. Remove one of the two."
-        problems = {
-            "is marked hookwrapper=True, an older form. Mark it wrapper=True.": marks["hookwrapper"],
-            "is an `async def`, and nothing would await it. Make it a `def`.": is_async,
-            "cannot be a wrapper: it is called on each plugin separately.": (
-                wrapper and hook in hookspecs.UNWRAPPABLE_HOOKS
-            ),
-            f"changes the run, {remedy}": plugin.read_only and changes_run,
-            f"is a wrapper, {remedy}": plugin.read_only and wrapper,
-        }
-        if problem := next(filter(problems.get, problems), None):
-            raise PluginError(f"{where} {problem}")
-        _check_self(where, method, known[hook])
-        for parameter in inspect.signature(method).parameters.values():
-            check_argument(where, known[hook], parameter)
-    implemented = [hook for hook, _, marks in marked if not marks["wrapper"]]
-    for hook in plugin.fallback_hooks:
-        if hook not in implemented or (hook in known and hook not in first):
-            raise PluginError(
-                f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin "
-                f"implements.{did_you_mean(hook, [name for name in implemented if name in first])}"
-            )
-
-
-def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
-    """Refuse a method that has a hook's name but no ``@hookimpl``: pluggy would never call it."""
-    for hook in known:
-        method = getattr(type(plugin), hook, None)
-        if not inspect.isroutine(method) or hasattr(method, "fastloop_impl"):
-            continue
-        code = getattr(inspect.unwrap(method), "__code__", None)
-        place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
-        raise PluginError(
-            f"plugin {plugin.name!r}: the method {hook}{place} has the name of a hook but no @hookimpl, so it would "
-            "never be called. "
-            f"Mark it with @hookimpl, or rename it: _{hook}."
-        )
-
-
-def _check_self(where: str, method: Any, known: Sequence[str]) -> None:
-    """Refuse a method without ``self``: Python would pass the plugin as the hook's first argument."""
-    if not inspect.ismethod(method):
-        return  # a static method, or an object that is called
-    first = next(iter(inspect.signature(method.__func__).parameters), None)
-    if first is None or first in known:
-        gets = "no argument" if first is None else f"the plugin as {first!r}"
-        raise PluginError(f"{where} has no argument 'self', so it would get {gets}. Add 'self' as the first argument.")
-
-
-def unknown_hook(hook: str, known: Collection[str]) -> str:
-    """The message for an implementation of a hook that does not exist."""
-    if hook in METHODS:
-        return f"there is no hook {hook!r}. It is a method of fastloop.Strategy: subclass it, and leave out @hookimpl."
-    hint = did_you_mean(hook, known) or (
-        " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be "
-        "missing."
-    )
-    return f"there is no hook {hook!r}.{hint}"
-
-
-def check_argument(where: str, known: Sequence[str], parameter: inspect.Parameter) -> None:
-    """Check that a hook's implementation takes an argument as the hook passes it.
-
-    Args:
-        where: The hook, for messages.
-        known: The hook's arguments.
-
-    Raises:
-        PluginError: It is none of these arguments, or cannot be passed by position.
-    """
-    name, has_default = parameter.name, parameter.default is not parameter.empty
-    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (has_default and name not in known):
-        return
-    if name not in known:
-        raise PluginError(f"{where} gets no argument {name!r}.{did_you_mean(name, known)}")
-    if has_default or parameter.kind is parameter.KEYWORD_ONLY:
-        raise PluginError(
-            f"{where}: the argument {name!r} must be positional and without a default, else it is not passed."
-        )

@@ -8,13 +8,13 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore
 
-from fastloop_plugins.strategies import _process_store
+from fastloop.distributed.rendezvous import store_arguments
 
 
 def join(port: int) -> tuple[int, int]:
     """Connect this process as one of torchrun; returns its rank and the sum of all ranks."""
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.distributed.init_process_group("gloo", **_process_store.arguments(), timeout=timedelta(seconds=60))
+    torch.distributed.init_process_group("gloo", **store_arguments(), timeout=timedelta(seconds=60))
     rank = torch.distributed.get_rank()
     total = torch.tensor(rank)
     torch.distributed.all_reduce(total)
@@ -34,4 +34,4 @@ def test_own_store_is_only_for_torchrun_and_one_machine(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: rank 0 makes a new store each time
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
-    assert _process_store.arguments() == {}
+    assert store_arguments() == {}

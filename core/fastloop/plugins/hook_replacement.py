@@ -1,7 +1,4 @@
-"""Replaces the implementations of hooks in a run, to check, time or show them.
-
-The core finds this module by its entry point, for `fastloop train --trace-hooks`.
-"""
+"""Replace the implementations of hooks in a run, to check, time or show them."""
 
 from __future__ import annotations
 
@@ -11,8 +8,8 @@ from collections.abc import Callable, Collection, Generator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from fastloop import Plugin
 from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.plugin import Plugin
 
 Replacement = Callable[[Plugin, str, Callable[..., Any], bool], Callable[..., Any]]
 

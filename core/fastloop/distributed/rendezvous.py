@@ -1,7 +1,4 @@
-"""The store in which the processes of a run meet.
-
-The core finds this module by its entry point: every run of several processes has it, and no recipe names it.
-"""
+"""The store in which the processes of a run meet."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 from fastloop.distributed.ranks import LOOPBACK, rank, world_size
 
 
-def arguments() -> dict[str, Any]:
+def store_arguments() -> dict[str, Any]:
     """Arguments of ``PartialState``: a store on the loopback address for one machine, and a part of torchrun's store.
 
     Torch binds the store to all addresses, and anyone who reaches it can write to it. The processes of one machine do
@@ -23,14 +20,16 @@ def arguments() -> dict[str, Any]:
     the earlier processes, and a process that reads them waits for processes that have ended. Torchrun's count of
     restarts does not identify a start: each machine has its own, and a machine that joins or leaves changes none.
     """
-    has_agent, host = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True", os.environ.get("MASTER_ADDR", "")
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    host = os.environ.get("MASTER_ADDR", "")
     if not (has_agent or host == LOOPBACK):
         return {}
     from torch.distributed import PrefixStore, TCPStore, default_pg_timeout, is_initialized  # type: ignore[attr-defined]
 
     if is_initialized():  # by an earlier run of this process
         return {}
-    port, serves = int(os.environ.get("MASTER_PORT") or 29500), not has_agent and rank() == 0
+    port = int(os.environ.get("MASTER_PORT") or 29500)
+    serves = not has_agent and rank() == 0
     fd = socket.create_server((host, port)).detach() if serves else None
     store = TCPStore(
         host, port, is_master=serves, wait_for_workers=False, timeout=default_pg_timeout, master_listen_fd=fd
@@ -49,13 +48,16 @@ def _name_start(store: Any) -> str:
     store, too: nobody reads the answers to them. So rank 0 answers until every process has confirmed, or until the
     store's timeout: then the connection of the processes fails.
     """
-    mine, others = os.urandom(16).hex(), [f"fastloop/{other}" for other in range(1, world_size())]
+    own_key = os.urandom(16).hex()
     if rank():
-        store.set(f"fastloop/{rank()}", mine)
-        store.add(name := store.get(f"fastloop/{mine}").decode(), 1)
-        return str(name)
+        store.set(f"fastloop/{rank()}", own_key)
+        start_name: str = store.get(f"fastloop/{own_key}").decode()  # waits for the answer
+        store.add(start_name, 1)
+        return start_name
+    others = [f"fastloop/{other}" for other in range(1, world_size())]
     deadline = monotonic() + store.timeout.total_seconds()
-    while store.add(mine, 0) < len(others) and monotonic() < deadline:
-        store.multi_set([f"fastloop/{key.decode()}" for key in store.multi_get(others)], [mine] * len(others))
+    while store.add(own_key, 0) < len(others) and monotonic() < deadline:
+        answers = [f"fastloop/{key.decode()}" for key in store.multi_get(others)]
+        store.multi_set(answers, [own_key] * len(others))
         sleep(0.1)
-    return mine
+    return own_key

@@ -1,0 +1,129 @@
+"""Check the hooks that a plugin implements, when a run registers them: names, arguments and marks.
+
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from fastloop import hookspecs
+from fastloop.errors import PluginError, did_you_mean
+from fastloop.plugins.plugin import Plugin
+from fastloop.strategy import METHODS
+
+
+def implementations(plugin: Plugin) -> Iterator[tuple[str, Any, Mapping[str, Any]]]:
+    """``(hook, method, marks of @hookimpl)`` for each hook that a plugin implements."""
+    for attribute in dir(type(plugin)):
+        method = getattr(plugin, attribute)
+        marks = getattr(method, "fastloop_impl", None)
+        if marks is not None:
+            yield marks["specname"] or attribute, method, marks
+
+
+def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Collection[str]) -> None:
+    """Check that every hook of a plugin exists, takes valid arguments and is marked with ``@hookimpl``.
+
+    Args:
+        known: Hook -> its arguments, for every hook of the run.
+        first: Names of the *first* hooks.
+
+    Raises:
+        PluginError: A hook is wrong; the message states how to fix it.
+    """
+    if plugin.read_only and plugin.numerics != "bitwise":
+        raise PluginError(
+            f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}."
+        )
+    _check_unmarked(plugin, known)
+    marked = list(implementations(plugin))
+    for hook, method, marks in marked:
+        where = f"plugin {plugin.name!r}: {hook}"
+        wrapper = marks["wrapper"]
+        if hook not in known:
+            if marks["optionalhook"]:
+                continue
+            raise PluginError(f"plugin {plugin.name!r}: {unknown_hook(hook, known)}")
+        changes_run = hook in hookspecs.CHANGING_HOOKS or hook in first
+        is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
+        cannot_wrap = wrapper and hook in hookspecs.UNWRAPPABLE_HOOKS
+        remedy = "but the plugin is declared read_only. Remove one of the two."
+        problems = [
+            (marks["hookwrapper"], "is marked hookwrapper=True, an older form. Mark it wrapper=True."),
+            (is_async, "is an `async def`, and nothing would await it. Make it a `def`."),
+            (cannot_wrap, "cannot be a wrapper: it is called on each plugin separately."),
+            (plugin.read_only and changes_run, f"changes the run, {remedy}"),
+            (plugin.read_only and wrapper, f"is a wrapper, {remedy}"),
+        ]
+        for is_wrong, message in problems:
+            if is_wrong:
+                raise PluginError(f"{where} {message}")
+        _check_self(where, method, known[hook])
+        for parameter in inspect.signature(method).parameters.values():
+            check_argument(where, known[hook], parameter)
+    implemented = [hook for hook, _, marks in marked if not marks["wrapper"]]
+    for hook in plugin.fallback_hooks:
+        if hook not in implemented or (hook in known and hook not in first):
+            raise PluginError(
+                f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin "
+                f"implements.{did_you_mean(hook, [name for name in implemented if name in first])}"
+            )
+
+
+def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
+    """Refuse a method that has a hook's name but no ``@hookimpl``: pluggy would never call it."""
+    for hook in known:
+        method = getattr(type(plugin), hook, None)
+        if not inspect.isroutine(method) or hasattr(method, "fastloop_impl"):
+            continue
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+        raise PluginError(
+            f"plugin {plugin.name!r}: the method {hook}{place} has the name of a hook but no @hookimpl, so it would "
+            f"never be called. Mark it with @hookimpl, or rename it: _{hook}."
+        )
+
+
+def _check_self(where: str, method: Any, known: Sequence[str]) -> None:
+    """Refuse a method without ``self``: Python would pass the plugin as the hook's first argument."""
+    if not inspect.ismethod(method):
+        return  # a static method, or an object that is called
+    first = next(iter(inspect.signature(method.__func__).parameters), None)
+    if first is None or first in known:
+        gets = "no argument" if first is None else f"the plugin as {first!r}"
+        raise PluginError(f"{where} has no argument 'self', so it would get {gets}. Add 'self' as the first argument.")
+
+
+def unknown_hook(hook: str, known: Collection[str]) -> str:
+    """The message for an implementation of a hook that does not exist."""
+    if hook in METHODS:
+        return f"there is no hook {hook!r}. It is a method of fastloop.Strategy: subclass it, and leave out @hookimpl."
+    hint = did_you_mean(hook, known) or (
+        " A hook of another plugin exists only if that plugin is in the run; mark it optionalhook=True if it may be "
+        "missing."
+    )
+    return f"there is no hook {hook!r}.{hint}"
+
+
+def check_argument(where: str, known: Sequence[str], parameter: inspect.Parameter) -> None:
+    """Check that a hook's implementation takes an argument as the hook passes it.
+
+    Args:
+        where: The hook, for messages.
+        known: The hook's arguments.
+
+    Raises:
+        PluginError: It is none of these arguments, or cannot be passed by position.
+    """
+    name, has_default = parameter.name, parameter.default is not parameter.empty
+    if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (has_default and name not in known):
+        return
+    if name not in known:
+        raise PluginError(f"{where} gets no argument {name!r}.{did_you_mean(name, known)}")
+    if has_default or parameter.kind is parameter.KEYWORD_ONLY:
+        raise PluginError(
+            f"{where}: the argument {name!r} must be positional and without a default, else it is not passed."
+        )

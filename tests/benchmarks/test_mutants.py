@@ -35,6 +35,16 @@ def test_a_mutant_fits_the_code(mutant: Mutant) -> None:
     ast.parse(insert_reach(code, [(0, mutant)]))
 
 
+def test_mutants_use_no_undefined_name(tmp_path: Path) -> None:
+    """Such a mutant raises a NameError, and every test that reaches it notices that instead of its meaning."""
+    for number, mutant in enumerate(MUTANTS):
+        code = (ROOT / mutant.path).read_text()
+        (tmp_path / f"mutant_{number}.py").write_text(mutant.apply(code))
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--quiet", "--select", "F821", "."]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_names_of_mutants_are_unique() -> None:
     names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names)

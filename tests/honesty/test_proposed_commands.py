@@ -791,7 +791,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "importing/command.py fastloop train",
         "checkpoints/remote_output.py --resume",  # test_remote_output.py
         "export/source.py --checkpoint",  # test_export.py
-        "lr_find/command.py train.lr=",  # test_lr_find.py
         "new/command.py fastloop train",  # tests/packages
         "scale/estimate.py train.optimizer=",  # test_scale.py
         "scale/change.py plugins.{}.{}=",  # test_scale_advice.py
@@ -836,7 +835,7 @@ def test_a_proposal_works(name: str, cli: Any, monkeypatch: pytest.MonkeyPatch) 
 
 # -- the sources -------------------------------------------------------------------------------------------------------
 
-COMMANDS = "bench|evaluate|export|import|lr-find|new|plan|plugins|predict|profile|report|schema|search|sweep|train|tune"
+COMMANDS = "bench|evaluate|export|import|new|plan|plugins|predict|profile|report|schema|search|sweep|train|tune"
 PROPOSAL = re.compile(
     r"(?:data|train|model|plugins)(?:\.(?:[a-z_-]+|\{\}))+=|(?<![\w-])--(?:with|without|resume|split|checkpoint|nproc)\b"
     rf"|fastloop (?:{COMMANDS})\b|(?<=[ `(])output="

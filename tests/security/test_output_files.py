@@ -15,8 +15,6 @@ from fastloop.runtime import files
 # every option of a command that names a file to write, without work that would come before the check
 OPTIONS = {
     "evaluate": ("evaluate", "run", "--json"),
-    "lr-find": ("lr-find", "quickstart", "--json"),
-    "lr-find, chart": ("lr-find", "quickstart", "--svg"),
     "plan": ("plan", "quickstart", "--json"),
     "plan --untrusted": ("plan", "quickstart", "--untrusted", "--json"),
     "predict": ("predict", "run", "a text", "--out"),

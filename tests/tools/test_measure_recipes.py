@@ -17,7 +17,6 @@ SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1", "--profile-steps", "
 COMMANDS = {
     "train": ("train", "recipe.yaml"),
     "profile": ("profile", "recipe.yaml", *SHORT),
-    "lr-find": ("lr-find", "recipe.yaml", "--steps", "10"),
 }
 
 
@@ -26,7 +25,7 @@ def _recipe() -> None:
     write_recipe(plugins=[RECIPE["plugins"][0], {"remote-output": {"url": "far"}}, "ema"], output="run")
 
 
-@pytest.mark.parametrize("command", ["train", "lr-find", pytest.param("profile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("command", ["train", pytest.param("profile", marks=pytest.mark.slow)])
 def test_only_a_run_that_is_kept_is_uploaded(cli, command):
     assert cli(*COMMANDS[command])[0] == 0
     assert Path("far").exists() == (command == "train")

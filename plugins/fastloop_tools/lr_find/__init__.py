@@ -1,1 +1,0 @@
-"""``fastloop lr-find``: suggest a learning rate by a range test."""

@@ -35,7 +35,7 @@ HELP_NEEDS_NONE = (
     ),
     "fastloop_plugins",
     *(f"fastloop.{name}" for name in ("hookspecs", "estimates", "options", "recipe", "settings", "strategy")),
-    *(f"fastloop.cli.{name}" for name in ("completion", "launch", "messages", "plan", "plugins", "train")),
+    *(f"fastloop.cli.{name}" for name in ("launch", "messages", "plan", "plugins", "train")),
     *(f"fastloop_tools.{name}" for name in ("bench.command", "importing.keys", "new.command", "report.charts")),
 )
 FIRST_STEP_NEEDS_NONE = ("datasets", "deepspeed", "pandas", "peft", "scipy.signal", "sklearn", "tensorboard")

@@ -19,20 +19,11 @@ app = typer.Typer(
     name="fastloop",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     # Rich reads "[default: ...]" in a help text as markup, and its panels leave little room for the text
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def install_completion(requested: bool) -> None:
-    """Write the completion of the user's shell, and exit."""
-    if requested:
-        from fastloop.cli import completion
-
-        completion.install()
 
 
 def show_version(requested: bool) -> None:
@@ -48,15 +39,6 @@ def show_version(requested: bool) -> None:
 def options(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
-    ] = False,
-    install_completion: Annotated[
-        bool,
-        typer.Option(
-            "--install-completion",
-            callback=install_completion,
-            is_eager=True,
-            help="Write the completion of commands, options and names for your shell (bash, zsh, fish).",
-        ),
     ] = False,
 ) -> None:
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""

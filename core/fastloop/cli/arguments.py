@@ -7,17 +7,47 @@ from typing import Annotated, Any
 
 import typer
 
+
+def _recipe_names(incomplete: str) -> list[str]:
+    """The shipped recipes that begin with ``incomplete``, for the completion of a shell. If there is none, it offers
+    files."""
+    from fastloop.recipe import shipped_recipes
+
+    return [name for name in shipped_recipes() if name.startswith(incomplete)]
+
+
+def _plugin_names(incomplete: str) -> list[str]:
+    """Continuations of a list of installed plugins such as ``amp,em``, for the completion of a shell."""
+    from fastloop.plugins.installed import installed
+
+    complete, comma, last = incomplete.rpartition(",")
+    return [complete + comma + name for name in installed() if name.startswith(last)]
+
+
 RecipeName = Annotated[
-    str, typer.Argument(metavar="RECIPE", help="A recipe file, or the name of a shipped one (`fastloop recipes`).")
+    str,
+    typer.Argument(
+        metavar="RECIPE",
+        help="A recipe file, or the name of a shipped one (`fastloop recipes`).",
+        autocompletion=_recipe_names,
+    ),
 ]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="KEY=VALUE", help="Overrides, such as train.lr=1e-4 or plugins.amp.dtype=fp16."),
 ]
-With = Annotated[list[str] | None, typer.Option("--with", metavar="A,B", help="Plugins to add. May be repeated.")]
+With = Annotated[
+    list[str] | None,
+    typer.Option("--with", metavar="A,B", help="Plugins to add. May be repeated.", autocompletion=_plugin_names),
+]
 Without = Annotated[
     list[str] | None,
-    typer.Option("--without", metavar="A,B", help="Plugins to leave out, default ones included. May be repeated."),
+    typer.Option(
+        "--without",
+        metavar="A,B",
+        help="Plugins to leave out, default ones included. May be repeated.",
+        autocompletion=_plugin_names,
+    ),
 ]
 
 

@@ -741,7 +741,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "streaming/dataset.py data.label_type=",
         "text/data.py data.label_type=",
         "testing/conformance.py fastloop plan",
-        "testing/documents.py fastloop new",
         "new/job.py fastloop new",
     ),
     "tests/tools/test_inference_selection.py tries it": ("inference/target.py --without",),

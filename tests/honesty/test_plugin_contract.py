@@ -121,7 +121,7 @@ def test_attributes_of_a_plugin_of_its_own_are_accepted():
 
 
 def test_our_own_plugins_and_the_examples_declare_what_a_plugin_declares(monkeypatch):
-    required = {"freeze": {"match": "*"}, "remote-output": {"url": "uploads"}, "loss-watchdog": {"threshold": 9.0}}
+    required = {"freeze": {"match": "*"}, "remote-output": {"url": "uploads"}}
     plugins = [load(name)(**required.get(name, {})) for name in own_plugins()]
     for code in sorted(ROOT.glob("examples/*/src")):
         monkeypatch.syspath_prepend(code)

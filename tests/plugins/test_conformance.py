@@ -94,7 +94,6 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "fused-loss": {"task": LANGUAGE, "options": {"chunk_tokens": 16}},
     "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
-    "loss-watchdog": {"options": {"threshold": 100.0}},
     "liger": {"task": LANGUAGE, "device": "auto"},
     "lora": {"task": TEXTS},
     "matmul-precision": {"device": "auto"},

@@ -1,4 +1,4 @@
-"""Detects losses and gradients that are NaN or infinite, and stops the run, skips the step, or rolls back.
+"""Detects losses and gradients that are NaN or infinite, or a loss that stays high, and stops, skips or rolls back.
 
     plugins:
       - nan-guard: {action: rollback, limit: 3}
@@ -10,6 +10,10 @@ a failure: loss scaling skips the step.
 On a CPU, each step is checked before its weights change; on other devices, every ``every`` steps, at the end of an
 epoch and before each checkpoint. There, ``skip`` costs a wait of the host at each step, unless Adam, AdamW or SGD is
 fused.
+
+``max_loss: 8.0`` also ends a run that has diverged or never learns. At each log point (``train.log_every`` steps), the
+loss of that step is compared. After ``max_loss_patience`` log points in a row above it, the run stops as with early
+stopping: it is saved, evaluated and exported. With ``max_loss_action: error``, it fails instead.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastloop import CheckpointError, Plugin, PluginError, hookimpl, option
+from fastloop import CheckpointError, FastloopError, Plugin, PluginError, hookimpl, option
 from fastloop_plugins.guards._numbers import MIN_WINDOW, NotFinite, Spikes, discard_step, loss_and_norm, read, write
 
 if TYPE_CHECKING:
@@ -35,7 +39,7 @@ class NanGuard(Plugin):
 
     name = "nan-guard"
     numerics = "bitwise"
-    description = "stops, skips or rolls back at NaN and infinite losses and gradients"
+    description = "stops, skips or rolls back at NaN and infinite losses and gradients, stops at a high loss"
 
     @dataclass(kw_only=True)
     class Config:
@@ -50,6 +54,9 @@ class NanGuard(Plugin):
             8.0
         )
         window: Annotated[int, option("Steps that the median is computed over.", ge=MIN_WINDOW)] = 100
+        max_loss: Annotated[float | None, option("The loss above which a log point counts as high.")] = None
+        max_loss_patience: Annotated[int, option("High log points in a row before the run ends.", ge=1)] = 3
+        max_loss_action: Annotated[Literal["stop", "error"], option("Whether such a run stops or fails.")] = "stop"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -57,6 +64,7 @@ class NanGuard(Plugin):
         self.pending: list[tuple[int, list[int], Tensor]] = []
         self.spikes = Spikes(self.config.window, self.config.spike)
         self.counts = {"not_finite": 0, "acted": 0, "overflows": 0, "spikes": 0}
+        self.high_log_points = 0  # in a row, up to the newest
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -100,10 +108,12 @@ class NanGuard(Plugin):
             self.check_pending(run)
 
     @hookimpl
-    def after_step(self, run: Run) -> None:
+    def after_step(self, run: Run, loss: Tensor) -> None:
         self.counts["overflows"] += run.step_was_skipped()
         if run.schedule.should_stop():
             self.check_pending(run)
+        if self.config.max_loss is not None and run.state.step % run.recipe.train.log_every == 0:
+            self.check_high_loss(run, loss.item(), self.config.max_loss)  # the same loss on all processes
 
     @hookimpl
     def after_epoch(self, run: Run) -> None:
@@ -112,16 +122,21 @@ class NanGuard(Plugin):
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
         self.check_pending(run)  # before anything is written
-        return {"losses": list(self.spikes.losses), "counts": self.counts}
+        return {
+            "losses": list(self.spikes.losses),
+            "counts": self.counts,
+            "high_log_points": self.high_log_points,
+        }
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
         from fastloop.checkpoint.form import check_form
 
-        check_form(state, {"losses": [0.0], "counts": self.counts})
+        check_form(state, {"losses": [0.0], "counts": self.counts, "high_log_points": 0})
         self.spikes.losses.clear()  # after a rollback: losses of steps that are repeated
         self.spikes.losses.extend(state["losses"])
         self.counts = dict(state["counts"])
+        self.high_log_points = state["high_log_points"]
 
     def check_pending(self, run: Run) -> None:
         """Read the numbers of the pending steps, and act on them. Every process has the same numbers, so all act alike.
@@ -146,6 +161,23 @@ class NanGuard(Plugin):
                 raise NotFinite(message + self.limit_reached(), place)
             self.counts["acted"] += 1
             logger.warning("%s fastloop skips it.", message)
+
+    def check_high_loss(self, run: Run, loss: float, max_loss: float) -> None:
+        """Count a log point with a high loss, and end the run after ``max_loss_patience`` of them in a row.
+
+        Raises:
+            FastloopError: The run ends, and ``max_loss_action`` is ``error``.
+        """
+        if loss <= max_loss:
+            self.high_log_points = 0
+            return
+        self.high_log_points += 1  # NaN and infinity count, too
+        if self.high_log_points < self.config.max_loss_patience:
+            return
+        reason = f"the loss is {loss:.6g}, and above {max_loss:g} at {self.high_log_points} log points in a row"
+        if self.config.max_loss_action == "error":
+            raise FastloopError(f"{run.recipe.where}: plugins.nan-guard.max_loss: step {run.state.step}: {reason}.")
+        run.state.request_stop(f"nan-guard: {reason}")
 
     def limit_reached(self) -> str:
         """The end of the error message of a run that may skip or roll back."""

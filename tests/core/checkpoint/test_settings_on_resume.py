@@ -68,7 +68,6 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     "folds": {"number": (0, 1), "of": (3, 4)},
     "freeze": {"match": ("embed.*", "blocks.*")},
     "fused-optimizer": {"implementation": ("fused", "foreach")},
-    "loss-watchdog": {"threshold": (5.0, 6.0), "patience": (3, 4), "action": ("stop", "error")},
     "lr-scheduler": {
         "schedule": ("linear", "cosine"),
         "warmup": (0, 1),
@@ -86,6 +85,9 @@ OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
         "every": (10, 11),
         "spike": (8.0, 9.0),
         "window": (100, 50),
+        "max_loss": (None, 50.0),
+        "max_loss_patience": (3, 4),
+        "max_loss_action": ("stop", "error"),
     },
     "progress": {"every": (1.0, 2.0), "refresh": (1.0, 2.0)},
     "profile": {
@@ -317,11 +319,11 @@ def test_other_frozen_layers_are_refused_by_name(before, now):
 
 def test_an_added_and_a_removed_plugin_that_changes_training_are_reported(logged):
     usual = {"loss": nn.functional.cross_entropy, "batch_size": 8, "output": "run"}
-    Trainer(tiny_model(), tiny_data(), epochs=1, plugins=[{"loss-watchdog": {"threshold": 9.0}}], **usual).fit()
+    Trainer(tiny_model(), tiny_data(), epochs=1, plugins=["skip-unreadable"], **usual).fit()
     logged.clear()
     Trainer(tiny_model(), tiny_data(), epochs=2, plugins=["ema"], resume=True, **usual).fit()
     warnings = [record.getMessage() for record in logged.records if record.levelno == logging.WARNING]
-    assert [("ema" in line, "loss-watchdog" in line) for line in warnings] == [(True, False), (False, True)]
+    assert [("ema" in line, "skip-unreadable" in line) for line in warnings] == [(True, False), (False, True)]
 
 
 def test_a_checkpoint_of_an_early_version_without_a_record_resumes():

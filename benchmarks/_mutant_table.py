@@ -321,7 +321,7 @@ RESUME = [
     ),
     Mutant(
         "a fixed setting may change at a resume",
-        f"{PLUGINS}/guards/_resume_check.py",
+        f"{CORE}/checks/resume.py",
         "if key in FIXED and not differs_in_code:",
         "if key not in (*FIXED, *FREE):",
     ),

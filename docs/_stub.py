@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop import hookspecs
-from fastloop.plugins.manager import own_implementations
+from fastloop.implementations import MODULES
 
 STUB = Path(hookspecs.__file__).with_name("hook_types.pyi")
 WIDTH = 120
@@ -34,9 +34,7 @@ def specs() -> dict[str, Any]:
 def is_implemented(name: str) -> bool:
     """Whether fastloop itself implements a hook, beside its plugins."""
     functions = [
-        (key, getattr(value, "fastloop_impl", None))
-        for module in own_implementations()
-        for key, value in vars(module).items()
+        (key, getattr(value, "fastloop_impl", None)) for module in MODULES for key, value in vars(module).items()
     ]
     return any(marks and not marks["wrapper"] and (marks["specname"] or key) == name for key, marks in functions)
 

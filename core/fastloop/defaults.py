@@ -1,7 +1,4 @@
-"""The core's implementations of *first* hooks, beside those of a step in ``loop``.
-
-The entry points of the group ``fastloop.implementations`` name further modules, such as that of ``train.optimizer``.
-"""
+"""The core's implementations of *first* hooks that need no file of their own; ``implementations`` lists the others."""
 
 from __future__ import annotations
 

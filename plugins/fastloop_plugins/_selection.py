@@ -27,11 +27,11 @@ from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import ResolvedRecipe, resolve
+from fastloop.probing import remember
 from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import hardware
 from fastloop.runtime.hardware import Machine
-from fastloop_plugins._probe import remember
 from fastloop_plugins.auto import recommend_beside
 
 log = logging.getLogger("fastloop")

@@ -15,13 +15,13 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from fastloop import Output, Plugin, PluginCrash, PluginError, hookimpl
+from fastloop.checks.hook_results import STEP_HOOKS, STEPS
 from fastloop.plugins.declarations import check_declarations
 from fastloop.plugins.installed import load
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop_plugins._own_plugins import own_plugins
-from fastloop_plugins.guards._hook_checks import STEP_HOOKS, STEPS
 
 ROOT = Path(__file__).parents[2]
 QUIET = [

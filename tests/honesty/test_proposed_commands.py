@@ -638,7 +638,7 @@ CASES: dict[str, Case] = {
     ),
     # -- runs
     "other data": Case(
-        ("guards/_resume_check.py train.on_data_change=",),
+        ("checks/resume.py train.on_data_change=",),
         then(
             stopped(text(plugins=["./plugin.py:Stops"])),
             "train",
@@ -752,8 +752,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "data/_watched_loader.py --resume",
         "scale/command.py --nproc",
         "strategies/_launcher.py --nproc",
-        "strategies/_launcher_check.py --nproc",
-        "strategies/_launcher_check.py fastloop train",
+        "checks/launcher.py --nproc",
+        "checks/launcher.py fastloop train",
         "strategies/ddp.py --without",
         "strategies/_launcher.py fastloop train",
         "strategies/deepspeed.py --nproc",

@@ -20,7 +20,7 @@ from fastloop.cli.hook_timing import HookTimer
 from fastloop.lifecycle import build
 from fastloop.plugins.hook_replacement import replace
 from fastloop.plugins.installed import load
-from fastloop.plugins.manager import PluginSet, own_implementations
+from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.testing import tiny_data, tiny_model
@@ -157,27 +157,6 @@ def test_messages_name_a_plugin_as_the_recipe_does():
         make_recipe({"plugins": ["hot.pack:warmth", "warm-pack:warmth"]})
     with pytest.raises(PluginError, match="no plugin 'cold-pack:warmth' is installed"):
         load("cold-pack:warmth")
-
-
-def test_a_package_cannot_add_implementations_to_every_run(install, tiny_run):
-    install("rogue", "raise SystemExit", group="fastloop.implementations", rogue="rogue")
-    assert [module.__name__ for module in own_implementations()] == [
-        "fastloop.loop",
-        "fastloop.defaults",
-        "fastloop_plugins.guards._batch_norm",
-        "fastloop_plugins.checkpoints._export",
-        "fastloop_tools.inference.weights",
-        "fastloop_plugins.guards._hook_checks",
-        "fastloop_plugins.strategies._launcher_check",
-        "fastloop_plugins.training._named_optimizer",
-        "fastloop_plugins.guards._new_weights",
-        "fastloop_plugins.guards._resume_check",
-        "fastloop_plugins.guards._sample_orders",
-        "fastloop_plugins.data._sampler_order",
-        "fastloop_plugins.training._several_optimizers",
-    ]
-    assert tiny_run(epochs=1).summary["steps"] == 9
-    assert "rogue" not in sys.modules
 
 
 def test_a_package_that_takes_a_name_of_ours_leaves_what_is_on_by_default_alone(install, caplog):

@@ -29,9 +29,6 @@ DEFAULTS = "fastloop.defaults"
 """Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an
 installed plugin is not active until a recipe names it."""
 
-IMPLEMENTATIONS = "fastloop.implementations"
-"""Entry-point group of fastloop's modules that implement hooks for every run, as ``fastloop.defaults`` does."""
-
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of every installed plugin, from package metadata; imports nothing.

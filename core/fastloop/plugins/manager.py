@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from types import ModuleType
 from typing import Any
 
 import pluggy
@@ -23,7 +22,7 @@ from fastloop.distributed.signals import Stopped
 from fastloop.errors import FastloopError, PluginCrash, PluginError, UsageError, UserCodeError
 from fastloop.plugins.call import HookCallers, make_caller
 from fastloop.plugins.hook_checks import check_hooks
-from fastloop.plugins.installed import GROUP, IMPLEMENTATIONS, entry_points, own_entry_points
+from fastloop.plugins.installed import GROUP, entry_points
 from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Recipe, importing
 from fastloop.runtime.tracebacks import user_line
@@ -66,7 +65,9 @@ class Hooks(pluggy.PluginManager):
     def register_core(self) -> None:
         """Register fastloop's own implementations. This imports torch, so it is done only before hooks of a run are
         called."""
-        for module in own_implementations():
+        from fastloop.implementations import MODULES  # builds on this module
+
+        for module in MODULES:
             self.register(module, module.__name__)
 
     # -- declarations --------------------------------------------------------------------------------------------------
@@ -134,18 +135,6 @@ class Hooks(pluggy.PluginManager):
 
 def do_nothing(*arguments: Any) -> None:
     """The implementation of a hook whose plugin is disabled."""
-
-
-def own_implementations() -> list[ModuleType]:
-    """fastloop's modules of hook implementations, which are part of every run.
-
-    They are imported by name: two are above this module, and the others belong to no part of the core.
-    """
-    points = own_entry_points(IMPLEMENTATIONS).values()
-    return [
-        importlib.import_module(name)
-        for name in ("fastloop.loop", "fastloop.defaults", *(point.value for point in points))
-    ]
 
 
 def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:

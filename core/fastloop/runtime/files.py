@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Callable
@@ -92,6 +93,18 @@ def read_again(read: Callable[[], Any]) -> Any:
         return read()
     except RuntimeError as error:
         raise OSError(error) from None
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file cannot be read, or holds another value.
+
+    For files of which a command only shows or suggests something. Whoever needs the file reports why it is damaged.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def sync_folder(folder: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fastloop import Batch, PluginError
-from fastloop_plugins._probe import probing
+from fastloop.probing import probing
 from fastloop_plugins.text.masks import compute as forward
 from fastloop_plugins.text.masks import split
 from fastloop_plugins.text.padding_check import results

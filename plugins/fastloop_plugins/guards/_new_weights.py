@@ -1,14 +1,10 @@
-"""Warns of weights that keep random values: the pretrained model lacks them, and nothing trains them.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
-"""
+"""Warns of weights that keep random values: the pretrained model lacks them, and nothing trains them."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from fastloop import hookimpl
 from fastloop_plugins.training._patterns import parameters_by_name
 
 if TYPE_CHECKING:
@@ -20,8 +16,7 @@ LISTED = 8
 """Names in the warning at most."""
 
 
-@hookimpl(trylast=True)
-def check_run(run: Run) -> None:
+def report_frozen(run: Run) -> None:
     """Log the names of the weights of ``run.new_weights`` that a plugin has frozen."""
     parameters = parameters_by_name(run.unwrap_model())
     frozen = []

@@ -18,8 +18,6 @@ from fastloop import Plugin, UsageError, hookimpl
 from fastloop.errors import MetricError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from fastloop import Run
     from fastloop.data import Loader
     from fastloop.recipe import Recipe
@@ -69,7 +67,7 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
     import torch
 
     from fastloop.evaluation_results import evaluating
-    from fastloop_plugins._probe import probing
+    from fastloop.probing import probing, reshard
     from fastloop_plugins.guards._metric_problems import find_problem
 
     try:
@@ -86,12 +84,3 @@ def try_batch(run: Run, split: str, loader: Loader) -> str | None:
     finally:
         if torch.distributed.is_initialized():  # also with one process, which fsdp shards over, too
             reshard(run.model)
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP gathered for a forward pass, because no backward pass will free them."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()

@@ -64,8 +64,10 @@ class OptimizerCheck(Plugin):
 
     @hookimpl(tryfirst=True)
     def check_run(self, run: Run) -> None:
+        from fastloop_plugins.guards._new_weights import report_frozen
         from fastloop_plugins.guards._updates import UpdateCheck
 
+        report_frozen(run)
         self.compare(run, "after_prepare", run.model, run.optimizer)
         self.built.clear()
         self.updates = UpdateCheck(run.model, run.unwrap_model(), run.optimizer, run.device, self.accepted)

@@ -98,7 +98,7 @@ class ClsLastLayer(Plugin):
     @staticmethod
     def logits(model: nn.Module, probe: dict[str, Any]) -> Tensor:
         """The model's logits for the probe, without dropout."""
-        from fastloop_plugins._probe import probing
+        from fastloop.probing import probing
 
         with probing(model):
             logits: Tensor = model(**probe).logits

@@ -99,7 +99,7 @@ class FusedLoss(Plugin):
         """The model's loss of a few tokens, without dropout. One of them is ignored."""
         import torch
 
-        from fastloop_plugins._probe import probing
+        from fastloop.probing import probing
 
         generator = torch.Generator().manual_seed(0)
         tokens = min(100, model.vocabulary or model.config.get_text_config().vocab_size)

@@ -54,7 +54,7 @@ def has_fused_kernel(recipe: Recipe) -> bool:
     torch.optim."""
     if ":" not in recipe.train.optimizer_name:
         return recipe.train.optimizer_name in FUSED
-    from fastloop_plugins.training._named_optimizer import optimizer_function
+    from fastloop.optimizers.named import optimizer_function
 
     return "fused" in inspect.signature(optimizer_function(recipe)).parameters
 
@@ -107,7 +107,7 @@ class FusedOptimizer(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop_plugins.training._named_optimizer import optimizer_function
+        from fastloop.optimizers.named import optimizer_function
 
         wanted, name = self.config.implementation, recipe.train.optimizer_name
         cls = optimizer_function(recipe)

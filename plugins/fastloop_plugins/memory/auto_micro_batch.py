@@ -124,9 +124,9 @@ class AutoMicroBatch(Plugin):
         logger.warning("auto-micro-batch: %s", message)
         self.apply_sizes(run, self.sizes)
         if not split:
-            from fastloop_plugins.guards import _batch_norm  # imports torch
+            from fastloop.checks import batch_norm  # imports torch
 
-            _batch_norm.check_run(run)
+            batch_norm.check_run(run)
         return True
 
     def apply_sizes(self, run: Run, sizes: dict[str, list[int]]) -> None:

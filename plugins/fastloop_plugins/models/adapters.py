@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
+from fastloop.checkpoint.model_card import BASE_CONFIG
 from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:
@@ -27,8 +28,6 @@ logger = logging.getLogger("fastloop")
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The file of peft that marks a folder as an adapter."""
-BASE_CONFIG = "base_config.json"
-"""In an adapter that fastloop exported: the configuration of the base model, with the classes of the task."""
 
 
 @dataclass(frozen=True)

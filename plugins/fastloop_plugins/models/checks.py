@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError
-from fastloop_plugins._probe import probing
+from fastloop.probing import probing
 from fastloop_plugins.models.hub import first_line, quiet
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from transformers.trainer_utils import SchedulerType
 from fastloop import RecipeError
 from fastloop.errors import did_you_mean
 from fastloop.metric_modes import metric_modes, unknown_mode
-from fastloop_plugins._references import import_object
+from fastloop.recipe.references import import_object
 
 if TYPE_CHECKING:
     from fastloop import Run

@@ -155,7 +155,7 @@ class Amp(Plugin):
     @hookimpl(wrapper=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         """Explain an error of the model in eval mode, in which it may compute otherwise than in training."""
-        from fastloop_plugins._probe import probing
+        from fastloop.probing import probing
 
         try:
             return (yield)

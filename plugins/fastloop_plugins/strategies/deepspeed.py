@@ -91,10 +91,10 @@ class DeepSpeed(Strategy):
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch
 
+        from fastloop.optimizers.several import Optimizers
         from fastloop_plugins.strategies._deepspeed_gradients import Reduction, exclude_hooks, order_modules
         from fastloop_plugins.strategies._deepspeed_state import LossScale, Sharded, Stepper, cast_around, imported
         from fastloop_plugins.strategies._sharded_parameters import refuse_scalars
-        from fastloop_plugins.training._optimizers import Optimizers
 
         if isinstance(optimizer, Optimizers):
             names = ", ".join(map(repr, optimizer.members))

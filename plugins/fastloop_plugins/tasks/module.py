@@ -104,7 +104,7 @@ class Module(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop_plugins._references import check_reference
+        from fastloop.recipe.references import check_reference
 
         self.recipe, self.where = recipe, recipe.where
         self.code: dict[str, Any] = {
@@ -132,7 +132,7 @@ class Module(Plugin):
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
-        from fastloop_plugins._references import import_object
+        from fastloop.recipe.references import import_object
 
         self.found = {key: import_object(reference, self.recipe, key) for key, reference in self.named.items()}
         for key, found in self.found.items():

@@ -21,8 +21,8 @@ import numpy as np
 from fastloop import RecipeError
 from fastloop.errors import DataError
 from fastloop.options import parse
+from fastloop.recipe.references import check_reference, import_object
 from fastloop_plugins._cache import digest
-from fastloop_plugins._references import check_reference, import_object
 from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.rows.column import Column, in_blocks
 from fastloop_plugins.rows.drop import Condition, Drop

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
+from fastloop.checks.batch_norm import batch_norms
 from fastloop.evaluation_results import evaluating
-from fastloop_plugins.guards._batch_norm import batch_norms
 
 if TYPE_CHECKING:
     from fastloop import Run

@@ -38,7 +38,7 @@ def find_schedule(name: str, arguments: Mapping[str, Any], recipe: Recipe) -> Ca
     from torch.optim import lr_scheduler
     from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-    from fastloop_plugins._references import import_object
+    from fastloop.recipe.references import import_object
 
     where = f"{recipe.where}: plugins.lr-scheduler"
     if name in BY_METRIC:

@@ -53,8 +53,8 @@ class MuonOptimizer(Plugin):
         from torch import nn, optim
         from torch.distributed.tensor import DTensor
 
+        from fastloop.optimizers.named import optimizer_keywords
         from fastloop_plugins.training._batched_muon import BatchedMuon
-        from fastloop_plugins.training._named_optimizer import optimizer_keywords
         from fastloop_plugins.training._patterns import matching, parameters_by_name
 
         if run.recipe.train.optimizer_name != "Muon":

@@ -149,7 +149,12 @@ def open_inference(
         )
     if names := [name for name in resolved.plugins.names() if name in resolved.recipe.selected]:
         log.info("auto: selects %s (--without auto: none)", ", ".join(names))
-    return start_run(resolved, extra)
+    inference = recipe.inference
+    if inference is None or inference.model is None:
+        return start_run(resolved, extra)
+    from fastloop_tools.inference.weights import ExportedWeights  # imports torch
+
+    return start_run(resolved, [*extra, ExportedWeights(inference.model)])
 
 
 def select(recipe: Recipe) -> ResolvedRecipe:

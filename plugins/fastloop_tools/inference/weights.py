@@ -1,7 +1,4 @@
-"""Loads the exported weights into the model of a run without training.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
-"""
+"""Loads the weights of an exported model into the model of a run without training."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from safetensors.torch import load_model as load_tensors
 
-from fastloop import hookimpl
+from fastloop import Plugin, hookimpl
 from fastloop.errors import RecipeError
 from fastloop_plugins.models.adapters import is_adapter, merge_adapter
 
@@ -23,17 +20,26 @@ if TYPE_CHECKING:
     from fastloop import Run
 
 
-@hookimpl(wrapper=True, tryfirst=True)
-def build_model(run: Run) -> Generator[None, nn.Module | None, nn.Module | None]:
-    """Load the weights of ``Inference.model``, if the run has one.
+class ExportedWeights(Plugin):
+    """Loads the weights of an exported model into the model that the task has built."""
 
-    Raises:
-        RecipeError: See ``load_model``.
-    """
-    model, inference = (yield), run.recipe.inference
-    if model is not None and inference is not None and inference.model is not None:
-        load_model(model, inference.model, run.recipe.where)
-    return model
+    name = "exported-weights"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+
+    @hookimpl(wrapper=True, tryfirst=True)
+    def build_model(self, run: Run) -> Generator[None, nn.Module | None, nn.Module | None]:
+        """Load them.
+
+        Raises:
+            RecipeError: See ``load_model``.
+        """
+        model = yield
+        if model is not None:
+            load_model(model, self.folder, run.recipe.where)
+        return model
 
 
 def load_model(model: nn.Module, folder: Path, where: str) -> None:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fastloop import Run, UsageError
-from fastloop_plugins.guards._hook_checks import REMEDIES
+from fastloop.checks.hook_results import REMEDIES
 
 if TYPE_CHECKING:
     from fastloop.recipe import Train

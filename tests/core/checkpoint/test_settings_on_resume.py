@@ -22,10 +22,10 @@ from training_runs import execute
 
 from fastloop import CheckpointError, Plugin, Trainer, checkpoint, hookimpl
 from fastloop.checkpoint.build_record import plain
+from fastloop.checks.resume import FIXED, FREE
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.recipe import Train
 from fastloop.testing import tiny_data, tiny_model
-from fastloop_plugins.guards._resume_check import FIXED, FREE
 
 BASE = {"max_steps": 2, "epochs": 2, "save_every": 2, "evaluate_every": None, "log_every": 1}
 

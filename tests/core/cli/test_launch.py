@@ -17,10 +17,10 @@ import yaml
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from fastloop.checks.launcher import check_recipe
 from fastloop.cli import app, launch
 from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import make_recipe
-from fastloop_plugins.strategies._launcher_check import check_recipe
 
 CODE = """
 import os, signal, time

@@ -22,13 +22,13 @@ from training_runs import execute
 
 from fastloop import Batch, Plugin, Settings, hookimpl
 from fastloop.data import Loader
+from fastloop.data.sampler_order import SamplerOrder
 from fastloop.errors import DataError
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import ResolvedRecipe
 from fastloop.run import Run
 from fastloop.testing import tiny_data
 from fastloop_plugins.data._read_ahead import AHEAD, ReadAheadLoader
-from fastloop_plugins.data._sampler_order import SamplerOrder
 from fastloop_plugins.data.device_prefetch import DevicePrefetch
 from fastloop_plugins.data.folds import Folds
 from fastloop_plugins.data.length_bucketing import LengthBucketing

@@ -14,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastloop import PluginError
 from fastloop.distributed.processes import Processes
+from fastloop.optimizers.several import Optimizers
 from fastloop_plugins.strategies._sharded_parameters import try_step
 from fastloop_plugins.strategies.fsdp import FSDP
-from fastloop_plugins.training._optimizers import Optimizers
 
 REFUSED = ("Adafactor", "Rprop")
 STEPPED = ("AdamW", "SGD", "Adam", "Adamax", "ASGD", "Adadelta", "Adagrad", "NAdam", "RAdam", "RMSprop")

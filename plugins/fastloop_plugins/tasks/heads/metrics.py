@@ -64,7 +64,7 @@ def find_metrics(options: Mapping[str, Mapping[str, Any]], recipe: Recipe, key: 
     import torchmetrics
     from torchmetrics import classification, regression
 
-    from fastloop_plugins._references import import_object
+    from fastloop.recipe.references import import_object
 
     known = {name: getattr(home, name) for home in (torchmetrics, classification, regression) for name in home.__all__}
     found: dict[str, type[Metric]] = {}

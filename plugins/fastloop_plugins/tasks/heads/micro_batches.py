@@ -39,7 +39,7 @@ def warn_of_other_means(run: Run, batches: list[Batch], task: ComputesLoss) -> N
     import torch
     from torch.distributed.tensor import DTensor
 
-    from fastloop_plugins._probe import probing
+    from fastloop.probing import probing
 
     batch = batches[0]
     implementations = run.plugins.manager.hook.compute_loss.get_hookimpls()

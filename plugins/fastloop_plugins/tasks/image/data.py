@@ -181,7 +181,7 @@ class ImageData:
     """
 
     def __init__(self, recipe: Recipe) -> None:
-        from fastloop_plugins._references import check_reference
+        from fastloop.recipe.references import check_reference
 
         self.recipe, self.where, self.inference = recipe, f"{recipe.where}: data", recipe.inference
         self.options = parse(Data, recipe.data, self.where)
@@ -257,7 +257,7 @@ class ImageData:
     def _root(self) -> Path:
         if self.options.module is None:
             return self.recipe.find(str(self.options.images))
-        from fastloop_plugins._references import import_object
+        from fastloop.recipe.references import import_object
 
         function, arguments = (
             import_object(self.options.module, self.recipe, "data.module"),

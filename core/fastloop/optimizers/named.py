@@ -1,7 +1,4 @@
-"""Builds the optimizer that ``train.optimizer`` names, unless a plugin builds one.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
-"""
+"""Builds the optimizer that ``train.optimizer`` names, unless a plugin builds one."""
 
 from __future__ import annotations
 
@@ -11,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastloop import RecipeError, hookimpl
-from fastloop.errors import did_you_mean
-from fastloop_plugins._references import import_object
+from fastloop.errors import RecipeError, did_you_mean
+from fastloop.plugins.plugin import hookimpl
+from fastloop.recipe.references import import_object
 
 if TYPE_CHECKING:
-    from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop.run import Run
 
 
 def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:

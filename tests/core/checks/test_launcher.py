@@ -10,9 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from fastloop import PluginError
+from fastloop.checks.launcher import STRATEGIES
 from fastloop.cli import app
 from fastloop_plugins.precision.amp import Amp
-from fastloop_plugins.strategies._launcher_check import STRATEGIES
 
 RECIPE = {
     "model": {"module": "code.py:Net"},

@@ -1,7 +1,4 @@
-"""Checks that the launcher's processes and the settings of ``accelerate launch`` agree with the recipe.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
-"""
+"""Checks that the launcher's processes and the settings of ``accelerate launch`` agree with the recipe."""
 
 from __future__ import annotations
 
@@ -9,8 +6,9 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
-from fastloop import PluginError, hookimpl
 from fastloop.distributed.ranks import world_size
+from fastloop.errors import PluginError
+from fastloop.plugins.plugin import hookimpl
 
 if TYPE_CHECKING:
     from fastloop.plugins.manager import PluginSet

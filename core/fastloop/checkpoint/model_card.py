@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fastloop import __version__
-from fastloop_plugins.models.adapters import BASE_CONFIG
-from fastloop_plugins.models.hub import read_config
+from fastloop.runtime.files import read_json_object
 
+BASE_CONFIG = "base_config.json"
+"""In an adapter that fastloop exported: the configuration of the base model, with the classes of the task."""
 MARK = "tags: [fastloop]"
 """A line of every card. A README without it is a user's own, and stays."""
 AUTO_CLASSES = {
@@ -30,7 +31,7 @@ print(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_t
 
 
 @dataclass(kw_only=True)
-class Card:
+class ModelCard:
     """The content of a card.
 
     Attributes:
@@ -77,7 +78,7 @@ class Card:
                 place,
                 "model = SentenceTransformer(folder)",
             ]
-        config = read_config(folder / "config.json")
+        config = read_json_object(folder / "config.json")
         if not config.get("model_type"):
             return "pytorch", [
                 "from safetensors.torch import load_file",
@@ -100,7 +101,7 @@ class Card:
         return "transformers", [f"from transformers import {', '.join(sorted(names))}", "", *lines]
 
     def _adapter_code(self, folder: Path, place: str) -> list[str]:
-        base = read_config(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
+        base = read_json_object(folder / "adapter_config.json").get("base_model_name_or_path") or self.base
         if self.architecture is None or base is None:
             return [
                 "from peft import PeftModel",
@@ -145,7 +146,7 @@ def find_auto_class(architecture: str) -> str:
 def has_chat_template(folder: Path) -> bool:
     """Whether an exported tokenizer renders conversations."""
     return (folder / "chat_template.jinja").is_file() or bool(
-        read_config(folder / "tokenizer_config.json").get("chat_template")
+        read_json_object(folder / "tokenizer_config.json").get("chat_template")
     )
 
 

@@ -20,7 +20,8 @@ from fastloop.errors import PluginError
 from fastloop.runtime.random_states import random_states
 
 if TYPE_CHECKING:
-    from fastloop import Plugin, Run
+    from fastloop.plugins.plugin import Plugin
+    from fastloop.run import Run
 
 log = logging.getLogger("fastloop")
 

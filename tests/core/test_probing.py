@@ -14,8 +14,8 @@ from text_helpers import make_run, rows
 from torch import Tensor, nn
 
 from fastloop import Plugin
+from fastloop.probing import probing
 from fastloop.runtime.random_states import cpu_random_states
-from fastloop_plugins._probe import probing
 from fastloop_plugins.guards.metric_check import MetricCheck
 from fastloop_plugins.tasks import _pairs as _seq2seq_model
 from fastloop_plugins.text import model as _text_model

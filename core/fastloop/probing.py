@@ -62,6 +62,15 @@ def remember(model: nn.Module) -> list[Callable[[], None]]:
     return found
 
 
+def reshard(model: nn.Module) -> None:
+    """Free the weights that FSDP gathered for a forward pass, because no backward pass will free them."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def _put_back_values(tensor: Any, values: Any) -> None:
     import torch
 

@@ -4,8 +4,6 @@ Each implementation is replaced by one that compares the result with the hook's 
 without a result must leave the counters, the batches and the optimizer alone, no hook may leave the model in eval mode,
 and a read-only plugin must change no number that training depends on. The hooks of a step are restored after ``STEPS``
 steps, so later steps cost nothing. ``train_step`` is checked in every step.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
 
 # ruff: noqa: F401  # the return types in hookspecs name what is imported here
@@ -29,14 +27,14 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler
 from torch.utils.hooks import RemovableHandle
 
-from fastloop import hookimpl, hookspecs
+from fastloop import hookspecs
+from fastloop.checks.read_only import ReadOnlyChecks
 from fastloop.errors import PluginError
 from fastloop.plugins.hook_replacement import replace
+from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.state import Batch, Output
-from fastloop_plugins.guards._read_only_checks import ReadOnlyChecks
 
 if TYPE_CHECKING:
-    from fastloop import Plugin
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.run import Run

@@ -1,7 +1,4 @@
-"""Export the trained model for use outside fastloop.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
-"""
+"""Export the trained model for use outside fastloop."""
 
 from __future__ import annotations
 
@@ -10,8 +7,9 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import hookimpl
+from fastloop.checkpoint import model_card
 from fastloop.checkpoint.store import save_tensors
+from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import files
 
 if TYPE_CHECKING:
@@ -29,10 +27,8 @@ def export_model(run: Run, folder: Path) -> Path:
 @hookimpl(wrapper=True, tryfirst=True, specname="export_model")
 def write_card(run: Run, folder: Path) -> Generator[None, Path, Path]:
     """Write the README of the exported model, unless a user has written one. It replaces the empty form of PEFT."""
-    from fastloop_plugins.checkpoints import _card
-
     readme = folder / "README.md"
-    stays = readme.exists() and not _card.is_own(readme)
+    stays = readme.exists() and not model_card.is_own(readme)
     path = yield
     if stays or not run.is_main or not folder.is_dir():
         return path
@@ -42,7 +38,7 @@ def write_card(run: Run, folder: Path) -> Generator[None, Path, Path]:
     classifies = type(model).__name__.endswith("Classification")
     labels = (getattr(config, "id2label", None) or {}) if classifies else {}
     name = run.recipe.model.get("name")
-    card = _card.Card(
+    card = model_card.ModelCard(
         title=run.folder.name,
         name=str(folder),
         base=None if name is None else str(name),

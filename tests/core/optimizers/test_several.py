@@ -12,9 +12,9 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 from fastloop import CheckpointError, Plugin, PluginError, hookimpl
+from fastloop.optimizers.several import Optimizers, ScaledOptimizers
 from fastloop.testing import VECTORS, tiny_data, tiny_model, train
 from fastloop.testing.runs import STOPS_AT, DisableDropout, InterruptAtStep
-from fastloop_plugins.training._optimizers import Optimizers, ScaledOptimizers
 
 SCHEDULE = {"lr-scheduler": {"schedule": "cosine", "warmup": 4}}
 TOO_LARGE = 2.0**24

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from fastloop.errors import PluginError, did_you_mean
-from fastloop_plugins.training._optimizers import Optimizers
+from fastloop.optimizers.several import Optimizers
 
 
 class Schedulers:

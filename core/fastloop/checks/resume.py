@@ -2,8 +2,6 @@
 
 Each setting is fixed or free. A run cannot change a fixed setting, because the checkpoint's weights, or the states that
 are loaded with them, depend on it. It can change a free one, and a line of the log names both values.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fastloop import hookimpl
 from fastloop.checkpoint import unpack
 from fastloop.checkpoint.build_record import (
     OPTIMIZER_CODE,
@@ -28,11 +25,12 @@ from fastloop.checkpoint.build_record import (
 )
 from fastloop.checkpoint.resume import refuse_errors
 from fastloop.errors import CheckpointError
+from fastloop.plugins.plugin import hookimpl
 from fastloop.recipe import Train, secrets
 from fastloop.runtime.files import read_again
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop.run import Run
 
 logger = logging.getLogger("fastloop")
 

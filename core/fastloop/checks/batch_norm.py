@@ -1,7 +1,4 @@
-"""Warns of batch norm over a part of a step's samples, and refuses it over one sample.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
-"""
+"""Warns of batch norm over a part of a step's samples, and refuses it over one sample."""
 
 from __future__ import annotations
 
@@ -12,11 +9,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from fastloop import RecipeError, hookimpl
 from fastloop.data.sampler import MicroBatchIds
+from fastloop.errors import RecipeError
+from fastloop.plugins.plugin import hookimpl
+from fastloop.probing import probing, reshard
+from fastloop.runtime.random_states import preserve_random_states
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop.run import Run
 
 logger = logging.getLogger("fastloop")
 
@@ -93,10 +93,6 @@ def _fails_on_one_sample(run: Run, norms: list[BatchNorm]) -> bool:
     """Try the loss of one sample with batch norm in train mode. The model and the random states stay as they were.
 
     Other errors are left to the run, which reports them where they belong."""
-    from fastloop.runtime.random_states import preserve_random_states
-    from fastloop_plugins._probe import probing
-    from fastloop_plugins.guards.metric_check import reshard
-
     sampler, loader = run.train_loader.sampler, run.train_loader.loader
     assert sampler is not None
     reader: Any = loader.dataset

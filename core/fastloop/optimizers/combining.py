@@ -1,19 +1,16 @@
-"""Makes one optimizer of the dict that ``build_optimizer`` returns, and one scheduler of that of ``build_scheduler``.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
-"""
+"""Makes one optimizer of the dict that ``build_optimizer`` returns, and one scheduler of a dict of schedulers."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import hookimpl
-from fastloop_plugins.training._optimizers import Optimizers
-from fastloop_plugins.training._schedulers import Schedulers
+from fastloop.optimizers.schedulers import Schedulers
+from fastloop.optimizers.several import Optimizers
+from fastloop.plugins.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop.run import Run
 
 
 @hookimpl(wrapper=True, tryfirst=True)  # around the wrappers of plugins, which change the members of a dict

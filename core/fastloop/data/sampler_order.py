@@ -1,8 +1,6 @@
 """The order of a sampler from ``build_sampler`` as a function of seed and epoch.
 
 A run can resume in it on any number of processes.
-
-Part of every run, like the core's own implementations of hooks; no recipe names it.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
 
-from fastloop import hookimpl
 from fastloop.data.streams import IsolatedRandomState
 from fastloop.errors import DataError, UsageError
+from fastloop.plugins.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop.run import Run
 
 CONTAINERS = (list, tuple, dict, set, str, range, Tensor, np.ndarray)
 """Types of a sampler's state, which is copied with it. Other attributes with a length and items are datasets, which are

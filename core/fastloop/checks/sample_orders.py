@@ -1,6 +1,6 @@
 """Checks that every process draws the samples in the same order, for samplers and arrangements of users and plugins.
 
-Part of every run, like the core's own implementations of hooks; no recipe names it. One process or fastloop's default
+One process or fastloop's default
 order needs no check.
 """
 
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastloop import UsageError, hookimpl
+from fastloop.errors import UsageError
+from fastloop.plugins.plugin import hookimpl
 
 if TYPE_CHECKING:
-    from fastloop import Run
+    from fastloop.run import Run
 
 
 @hookimpl(trylast=True)

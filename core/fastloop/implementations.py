@@ -1,0 +1,26 @@
+"""fastloop's own implementations of hooks, which are part of every run. No package can add to them."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from fastloop import defaults, loop
+from fastloop.checkpoint import export
+from fastloop.checks import batch_norm, hook_results, launcher, resume, sample_orders
+from fastloop.data import sampler_order
+from fastloop.optimizers import combining, named
+
+MODULES: tuple[ModuleType, ...] = (
+    loop,
+    defaults,
+    batch_norm,
+    export,
+    hook_results,
+    launcher,
+    named,
+    resume,
+    sample_orders,
+    sampler_order,
+    combining,
+)
+"""In the order in which a run registers them: pluggy calls the last one first, among those with equal marks."""

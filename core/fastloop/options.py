@@ -1,38 +1,81 @@
-"""Options: a dataclass describes them, pydantic validates them, and errors name the option and the expected value.
+"""Options: ``option`` declares one, pydantic validates them, and errors name the option and the expected value.
 
     @dataclass(kw_only=True)
-    class Config:
-        num_workers: Annotated[int | Literal["auto"], option("Worker processes.", ge=0)] = "auto"
+    class Data:
+        max_length: int | None = option("Longest text in tokens; null: no limit.", default=None, ge=1)
 
-Recipes, Python arguments, `fastloop plugins NAME`, `fastloop schema` and the docs use the same dataclass.
+The sections of a recipe are such dataclasses. A plugin declares its options in the same way on its class, and
+``plugins.declared_options`` makes a dataclass of them. Recipes, Python arguments, `fastloop plugins NAME`, `fastloop
+schema` and the docs use the same dataclass.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack, overload
 
 from fastloop.errors import PluginError, RecipeError, did_you_mean
 
 if TYPE_CHECKING:  # pydantic is imported where it is used: `fastloop --help` needs none of it
     from pydantic import TypeAdapter, ValidationError
-    from pydantic.fields import FieldInfo
 
 T = TypeVar("T")
 
 
-def option(help: str, **bounds: Any) -> FieldInfo:
-    """Metadata for an annotated option: a help text, and pydantic's bounds (``ge``, ``gt``, ``le``, ...).
+class Bounds(TypedDict, total=False):
+    """Limits of an option's values, by pydantic's names. Use them for options of one type or null. In a union, use a
+    bounded type: ``PositiveInt | Literal["auto"]``."""
 
-    Use bounds for options of one type or null. In a union, use a bounded type: ``PositiveInt | Literal["auto"]``.
+    ge: float
+    gt: float
+    le: float
+    lt: float
+    min_length: int
+    max_length: int
+
+
+@overload
+def option(help: str, *, key: str = "", **bounds: Unpack[Bounds]) -> Any: ...
+
+
+@overload
+def option(help: str, *, default: T, key: str = "", **bounds: Unpack[Bounds]) -> T: ...
+
+
+@overload
+def option(help: str, *, default_factory: Callable[[], T], key: str = "", **bounds: Unpack[Bounds]) -> T: ...
+
+
+def option(
+    help: str,
+    *,
+    default: Any = dataclasses.MISSING,
+    default_factory: Any = dataclasses.MISSING,
+    key: str = "",
+    **bounds: Unpack[Bounds],
+) -> Any:
+    """Declare an option of a plugin, or of a dataclass of options: ``degrees: float = option("How warm.", default=20.0,
+    ge=0)``. Without a default it is required.
+
+    Args:
+        help: Its description, for users.
+        default: Its value if a recipe does not set it.
+        default_factory: Makes the default, if that is a list or dict.
+        key: Its key in recipes, if the attribute of the plugin must have another name.
+        bounds: ``ge``, ``gt``, ``le``, ``lt``, ``min_length``, ``max_length``.
+
+    Raises:
+        TypeError: ``bounds`` has another name.
     """
-    from pydantic import Field
-
-    info: FieldInfo = Field(description=help, **bounds)
-    return info
+    if unknown := bounds.keys() - Bounds.__annotations__.keys():
+        raise TypeError(f"option() has no argument {min(unknown)!r}. Bounds are {', '.join(Bounds.__annotations__)}.")
+    metadata = {"description": help, "key": key, **bounds}
+    if default_factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=default_factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @cache
@@ -41,7 +84,10 @@ def adapter(cls: Any) -> TypeAdapter[Any]:
     unknown keys."""
     from pydantic import ConfigDict, TypeAdapter
 
-    typing.get_type_hints(cls)  # raises NameError, which pydantic postpones until the adapter is used
+    hints = typing.get_type_hints(cls, include_extras=True)  # raises NameError, which pydantic would postpone
+    for name, hint in hints.items():
+        if any(isinstance(mark, dataclasses.Field) for mark in getattr(hint, "__metadata__", ())):
+            raise TypeError(f"declare {name!r} as `{name}: TYPE = option(...)`, without Annotated")
     cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     return TypeAdapter(cls)
 
@@ -104,7 +150,8 @@ def _explain(cls: type, error: ValidationError, where: str) -> Iterator[str]:
 
 
 def _expected(cls: type, name: str) -> str:
-    kind, help = describe_type(typing.get_type_hints(cls, include_extras=True)[name])
+    kind = type_name(typing.get_type_hints(cls, include_extras=True)[name])
+    (help,) = [help_text(field) for field in dataclasses.fields(cls) if field.name == name]
     return f"Expected {kind}: {help}" if help else f"Expected {kind}."
 
 
@@ -112,20 +159,21 @@ def _format(value: Any) -> str:
     return f"{value!r:.300} ({type(value).__name__})"
 
 
-def describe_type(hint: Any) -> tuple[str, str]:
-    """The type of an option as users read it, such as ``int | null``, and its help text."""
-    marks = getattr(hint, "__metadata__", ())
-    return _type_name(hint), next((mark.description or "" for mark in marks if hasattr(mark, "description")), "")
+def help_text(field: dataclasses.Field[Any]) -> str:
+    """The description of an option, for users; empty for a field that ``option`` did not make."""
+    description: str = field.metadata.get("description", "")
+    return description
 
 
-def _type_name(hint: Any) -> str:
+def type_name(hint: Any) -> str:
+    """The type of an option as users read it, such as ``int | null``."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return _type_name(args[0])
+        return type_name(args[0])
     if origin is typing.Literal:
         return " | ".join(str(value) for value in args)
     if hint is type(None):
         return "null"
     if origin in (list, dict, tuple):
-        return f"{origin.__name__}[{', '.join(_type_name(arg) for arg in args)}]"
-    return " | ".join(map(_type_name, args)) if args else getattr(hint, "__name__", str(hint))
+        return f"{origin.__name__}[{', '.join(type_name(arg) for arg in args)}]"
+    return " | ".join(map(type_name, args)) if args else getattr(hint, "__name__", str(hint))

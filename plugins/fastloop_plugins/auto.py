@@ -19,7 +19,7 @@ import dataclasses
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
 from fastloop.plugins.plugin import Numerics
@@ -47,8 +47,8 @@ class Auto(Plugin):
     class Config:
         """Options."""
 
-        numerics: Annotated[Numerics, option("The largest effect on the numbers that a selected plugin may have.")] = (
-            "reduced-precision"
+        numerics: Numerics = option(
+            "The largest effect on the numbers that a selected plugin may have.", default="reduced-precision"
         )
 
     def __init__(self, **options: Any) -> None:

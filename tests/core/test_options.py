@@ -7,18 +7,18 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from fastloop import RecipeError, option
+from fastloop import PluginError, RecipeError, option
 from fastloop.cli.option_table import describe
-from fastloop.options import parse
+from fastloop.options import check_options, parse
 
 
 @dataclass(kw_only=True)
 class Heater:
-    size: Annotated[int, option("How large.", ge=1, le=9)]
-    rate: Annotated[float, option("How fast.", gt=0)] = 0.5
-    workers: Annotated[int | Literal["auto"], option("How many.", ge=0)] = "auto"
+    size: int = option("How large.", ge=1, le=9)
+    rate: float = option("How fast.", default=0.5, gt=0)
+    workers: int | Literal["auto"] = option("How many.", default="auto", ge=0)
     dtype: Literal["bf16", "fp16"] = "bf16"
-    limit: Annotated[int | None, option("At most.", ge=1)] = None
+    limit: int | None = option("At most.", default=None, ge=1)
     quiet: bool = False
     names: list[str] = field(default_factory=list)
     shares: dict[str, float] = field(default_factory=dict)
@@ -134,3 +134,19 @@ def test_options_describe_themselves():
         "shares": ("dict[str, float]", "{}", ""),
     }
     assert list(rows) == ["size", "rate", "workers", "dtype", "limit", "quiet", "names", "shares"]
+
+
+def test_bound_that_does_not_exist_is_refused():
+    with pytest.raises(TypeError, match=r"'min'"):
+        option("How many.", default=1, min=0)
+
+
+def test_metadata_of_annotated_is_refused():
+    """Pydantic would ignore its bounds and its help."""
+
+    @dataclass(kw_only=True)
+    class Old:
+        size: Annotated[int, option("How large.", ge=1)] = 1
+
+    with pytest.raises(PluginError, match=r"size: TYPE = option"):
+        check_options(Old, "it")

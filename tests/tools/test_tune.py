@@ -54,7 +54,6 @@ def data(sleep=0.0, rank=None):
 PLUGINS = """
 import time
 from dataclasses import dataclass
-from typing import Annotated
 from fastloop import Plugin, SpeedupEstimate, hookimpl, option
 
 class Brake(Plugin):
@@ -75,7 +74,7 @@ class Claims(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        on: Annotated[bool, option("Take effect.")] = False
+        on: bool = option("Take effect.", default=False)
 
     @classmethod
     def estimate_speedup(cls, seen, recipe):

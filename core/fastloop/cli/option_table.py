@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 
-from fastloop.options import describe_type
+from fastloop.options import help_text, type_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,5 @@ def describe(cls: type) -> list[OptionInfo]:
             default = str(field.default_factory())
         else:
             default = "(required)"
-        kind, help = describe_type(hints[field.name])
-        rows.append(OptionInfo(field.name, kind, default, help))
+        rows.append(OptionInfo(field.name, type_name(hints[field.name]), default, help_text(field)))
     return rows

@@ -6,7 +6,7 @@
 
         @dataclass(kw_only=True)
         class Config:
-            degrees: Annotated[float, option("How warm.", ge=0)] = 20.0
+            degrees: float = option("How warm.", default=20.0, ge=0)
 
         @hookimpl
         def before_fit(self, run): ...
@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import pluggy
 
@@ -131,10 +131,9 @@ class When:
 class Observer:
     """The additional option of read-only plugins (``read_only``)."""
 
-    on_error: Annotated[
-        Literal["raise", "disable"],
-        option("If the plugin fails: fail the run, or disable the plugin and record it in the summary."),
-    ] = "raise"
+    on_error: Literal["raise", "disable"] = option(
+        "If the plugin fails: fail the run, or disable the plugin and record it in the summary.", default="raise"
+    )
 
 
 class HasConfig(Protocol[ConfigT]):

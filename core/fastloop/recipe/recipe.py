@@ -37,7 +37,9 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
+
+from pydantic import PositiveInt
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
@@ -60,65 +62,55 @@ DEFAULT_EPOCHS = 3
 class Train:
     """The ``train`` section."""
 
-    epochs: Annotated[
-        int | None, option("Passes over the training data; null: 3, or as many as max_steps needs.", ge=1)
-    ] = None
-    batch_size: Annotated[int, option("Samples per optimizer step, over all processes.", ge=1)] = 32
-    micro_batch_size: Annotated[
-        int | None, option("Samples per micro-batch of one process; null: batch_size / world size.", ge=1)
-    ] = None
-    drop_last: Annotated[
-        bool, option("Drop the samples at an epoch's end that do not fill a batch, such as a single one.")
-    ] = False
-    eval_batch_size: Annotated[
-        int | None, option("Samples per evaluation batch of one process; null: as in training.", ge=1)
-    ] = None
-    lr: Annotated[float, option("Peak learning rate.", gt=0)] = 5e-5
-    optimizer: Annotated[
-        str | dict[str, Any],
-        option(
-            "A class of torch.optim, package.module:name or file.py:name. With arguments: {name: SGD, momentum: 0.9}."
-        ),
-    ] = "AdamW"
-    weight_decay: Annotated[float, option("Weight decay of the optimizer.", ge=0)] = 0.0
-    decay_biases_and_norms: Annotated[
-        bool, option("Whether weight decay also applies to biases and to weights of norms.")
-    ] = True
-    layer_lr_decay: Annotated[
-        float | None, option("Multiplies lr once for each layer below the output layer.", gt=0, le=1)
-    ] = None
-    parameter_groups: Annotated[
-        list[dict[str, Any]] | None,
-        option("Other arguments for some parameters, by name: [{match: 'head.*', lr: 1.0e-3}]."),
-    ] = None
-    seed: Annotated[int, option("Seeds initial weights, sample order and dropout.", ge=0, lt=2**32)] = 123
-    max_steps: Annotated[int | None, option("Optimizer steps of the run; null: all steps of the epochs.", ge=1)] = None
-    max_grad_norm: Annotated[
-        float | None, option("Clip the gradients' total 2-norm to this; null: no clipping.", gt=0)
-    ] = None
-    log_every: Annotated[int, option("Steps between two log points.", ge=1)] = 10
-    evaluate_every: Annotated[
-        Literal["epoch"] | Annotated[int, option("Steps.", ge=1)] | None,
-        option("'epoch', a number of steps, or null: only at the end."),
-    ] = "epoch"
-    save_every: Annotated[
-        Literal["epoch"] | Annotated[int, option("Steps.", ge=1)] | None,
-        option("When to save a checkpoint: 'epoch', a number of steps, or null: only on request (Ctrl-C)."),
-    ] = "epoch"
-    keep_checkpoints: Annotated[int, option("Newest checkpoints kept.", ge=1)] = 1
-    on_save_error: Annotated[
-        Literal["continue", "stop"],
-        option(
-            "If a checkpoint cannot be written (full disk, quota): log the error and keep training, or end the run."
-        ),
-    ] = "continue"
-    on_data_change: Annotated[
-        Literal["stop", "warn"],
-        option("If the data differs from the checkpoint's on --resume: stop, or warn and continue."),
-    ] = "stop"
-    device: Annotated[Literal["auto", "cpu"], option("'auto': the accelerator, if there is one, else the CPU.")] = (
-        "auto"
+    epochs: int | None = option(
+        "Passes over the training data; null: 3, or as many as max_steps needs.", default=None, ge=1
     )
+    batch_size: int = option("Samples per optimizer step, over all processes.", default=32, ge=1)
+    micro_batch_size: int | None = option(
+        "Samples per micro-batch of one process; null: batch_size / world size.", default=None, ge=1
+    )
+    drop_last: bool = option(
+        "Drop the samples at an epoch's end that do not fill a batch, such as a single one.", default=False
+    )
+    eval_batch_size: int | None = option(
+        "Samples per evaluation batch of one process; null: as in training.", default=None, ge=1
+    )
+    lr: float = option("Peak learning rate.", default=5e-5, gt=0)
+    optimizer: str | dict[str, Any] = option(
+        "A class of torch.optim, package.module:name or file.py:name. With arguments: {name: SGD, momentum: 0.9}.",
+        default="AdamW",
+    )
+    weight_decay: float = option("Weight decay of the optimizer.", default=0.0, ge=0)
+    decay_biases_and_norms: bool = option(
+        "Whether weight decay also applies to biases and to weights of norms.", default=True
+    )
+    layer_lr_decay: float | None = option(
+        "Multiplies lr once for each layer below the output layer.", default=None, gt=0, le=1
+    )
+    parameter_groups: list[dict[str, Any]] | None = option(
+        "Other arguments for some parameters, by name: [{match: 'head.*', lr: 1.0e-3}].", default=None
+    )
+    seed: int = option("Seeds initial weights, sample order and dropout.", default=123, ge=0, lt=2**32)
+    max_steps: int | None = option("Optimizer steps of the run; null: all steps of the epochs.", default=None, ge=1)
+    max_grad_norm: float | None = option(
+        "Clip the gradients' total 2-norm to this; null: no clipping.", default=None, gt=0
+    )
+    log_every: int = option("Steps between two log points.", default=10, ge=1)
+    evaluate_every: Literal["epoch"] | PositiveInt | None = option(
+        "'epoch', a number of steps, or null: only at the end.", default="epoch"
+    )
+    save_every: Literal["epoch"] | PositiveInt | None = option(
+        "When to save a checkpoint: 'epoch', a number of steps, or null: only on request (Ctrl-C).", default="epoch"
+    )
+    keep_checkpoints: int = option("Newest checkpoints kept.", default=1, ge=1)
+    on_save_error: Literal["continue", "stop"] = option(
+        "If a checkpoint cannot be written (full disk, quota): log the error and keep training, or end the run.",
+        default="continue",
+    )
+    on_data_change: Literal["stop", "warn"] = option(
+        "If the data differs from the checkpoint's on --resume: stop, or warn and continue.", default="stop"
+    )
+    device: Literal["auto", "cpu"] = option("'auto': the accelerator, if there is one, else the CPU.", default="auto")
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:

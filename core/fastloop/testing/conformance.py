@@ -130,7 +130,7 @@ class Conformance:
                 self.broken(
                     f"to document its option {row.name!r}",
                     "no help",
-                    'Annotate it: Annotated[..., option("What it does.")]',
+                    'Declare it by option("What it does.", ...)',
                 )
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             try:

@@ -16,7 +16,7 @@ import logging
 import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, UsageError, hookimpl, option
 from fastloop.errors import SaveError
@@ -57,11 +57,11 @@ class CheckpointBest(Plugin):
     class Config:
         """Options."""
 
-        monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
-        mode: Annotated[
-            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: as the metric declares.")
-        ] = "auto"
-        keep_checkpoints: Annotated[int, option("Best checkpoints kept.", ge=1)] = 1
+        monitor: str = option("Metric of the evaluation.", default="loss")
+        mode: Literal["auto", "min", "max"] = option(
+            "Whether smaller or larger is better; auto: as the metric declares.", default="auto"
+        )
+        keep_checkpoints: int = option("Best checkpoints kept.", default=1, ge=1)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Package, Plugin, PluginError, UsageError, When, hookimpl, option
 from fastloop.errors import SaveError
@@ -45,12 +45,12 @@ class RemoteOutput(Plugin):
     class Config:
         """Options."""
 
-        url: Annotated[str, option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)]
-        folder: Annotated[
-            str | None, option("Name of the run's folder there; null: the name of the output folder.", min_length=1)
-        ] = None
-        every: Annotated[float, option("Seconds between two searches for files to upload.", gt=0)] = 10.0
-        retries: Annotated[int, option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", ge=0)] = 4
+        url: str = option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)
+        folder: str | None = option(
+            "Name of the run's folder there; null: the name of the output folder.", default=None, min_length=1
+        )
+        every: float = option("Seconds between two searches for files to upload.", default=10.0, gt=0)
+        retries: int = option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", default=4, ge=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

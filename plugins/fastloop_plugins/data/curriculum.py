@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, option
 
@@ -43,9 +43,9 @@ class Curriculum(Plugin):
     class Config:
         """Options."""
 
-        by: Annotated[str, option("Attribute of the dataset, or key of each sample, with a number.")] = "lengths"
-        column: Annotated[str | None, option("Column of the rows of a text task, instead of by.")] = None
-        descending: Annotated[bool, option("Begin with the largest value.")] = False
+        by: str = option("Attribute of the dataset, or key of each sample, with a number.", default="lengths")
+        column: str | None = option("Column of the rows of a text task, instead of by.", default=None)
+        descending: bool = option("Begin with the largest value.", default=False)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import NonNegativeInt
 
@@ -40,17 +40,17 @@ class DataLoaderWorkers(Plugin):
     class Config:
         """Options."""
 
-        num_workers: Annotated[
-            NonNegativeInt | Literal["auto"], option("Worker processes for each training process.")
-        ] = "auto"
-        persistent_workers: Annotated[bool, option("Keep the workers between epochs.")] = True
-        prefetch_factor: Annotated[int, option("Batches that each worker reads ahead.", ge=1)] = 2
-        timeout: Annotated[
-            float, option("Seconds to wait for a batch before the run ends with an error; 0: no limit.", ge=0)
-        ] = 600.0
-        multiprocessing_context: Annotated[
-            Literal["fork", "spawn", "forkserver"] | None, option("How workers start; null: the platform's default.")
-        ] = None
+        num_workers: NonNegativeInt | Literal["auto"] = option(
+            "Worker processes for each training process.", default="auto"
+        )
+        persistent_workers: bool = option("Keep the workers between epochs.", default=True)
+        prefetch_factor: int = option("Batches that each worker reads ahead.", default=2, ge=1)
+        timeout: float = option(
+            "Seconds to wait for a batch before the run ends with an error; 0: no limit.", default=600.0, ge=0
+        )
+        multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
+            "How workers start; null: the platform's default.", default=None
+        )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

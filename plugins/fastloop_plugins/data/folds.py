@@ -17,7 +17,7 @@ import hashlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, option
 
@@ -45,8 +45,8 @@ class Folds(Plugin):
     class Config:
         """Options."""
 
-        number: Annotated[int, option("The fold to validate on, from 0.", ge=0)] = 0
-        of: Annotated[int, option("Number of folds.", ge=2)] = 5
+        number: int = option("The fold to validate on, from 0.", default=0, ge=0)
+        of: int = option("Number of folds.", default=5, ge=2)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

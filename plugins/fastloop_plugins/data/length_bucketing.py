@@ -14,7 +14,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import hardware
@@ -45,12 +45,12 @@ class LengthBucketing(Plugin):
     class Config:
         """Options."""
 
-        window: Annotated[
-            int, option("Batches among whose samples lengths are matched: more is less padding and less chance.", ge=2)
-        ] = 100
-        max_tokens: Annotated[
-            int | None, option("Tokens of a device's batch at most, padding included; null: no limit.", ge=1)
-        ] = None
+        window: int = option(
+            "Batches among whose samples lengths are matched: more is less padding and less chance.", default=100, ge=2
+        )
+        max_tokens: int | None = option(
+            "Tokens of a device's batch at most, padding included; null: no limit.", default=None, ge=1
+        )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:

@@ -17,7 +17,7 @@ import shutil
 from collections import Counter
 from dataclasses import dataclass
 from operator import length_hint
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import IO, TYPE_CHECKING, Any, Literal
 
 from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
 from fastloop.runtime.files import check_links, no_follow
@@ -46,8 +46,8 @@ class SampleAudit(Plugin):
     class Config:
         """Options."""
 
-        on_violation: Annotated[Literal["error", "warn"], option("What to do if samples are missing or repeated.")] = (
-            "error"
+        on_violation: Literal["error", "warn"] = option(
+            "What to do if samples are missing or repeated.", default="error"
         )
 
     def __init__(self, **options: Any) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
 from fastloop.errors import DataError
@@ -36,7 +36,7 @@ class SkipUnreadable(Plugin):
     class Config:
         """Options."""
 
-        limit: Annotated[int, option("Samples to skip before the run ends with an error.", ge=0)] = 100
+        limit: int = option("Samples to skip before the run ends with an error.", default=100, ge=0)
 
     @hookimpl
     def configure(self) -> dict[str, Any]:

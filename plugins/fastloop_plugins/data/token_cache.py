@@ -14,7 +14,7 @@ import logging
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
 from fastloop_plugins._task_traits import recipe_traits
@@ -39,7 +39,7 @@ class TokenCache(Plugin):
     class Config:
         """Options."""
 
-        folder: Annotated[str, option("Folder of token ids; auto: in the user's cache.")] = "auto"
+        folder: str = option("Folder of token ids; auto: in the user's cache.", default="auto")
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import CheckpointError, FastloopError, Plugin, PluginError, hookimpl, option
 from fastloop_plugins.guards._numbers import MIN_WINDOW, NotFinite, Spikes, discard_step, loss_and_norm, read, write
@@ -45,18 +45,16 @@ class NanGuard(Plugin):
     class Config:
         """Options."""
 
-        action: Annotated[
-            Literal["stop", "skip", "rollback"], option("What to do if a loss or gradient is not finite.")
-        ] = "stop"
-        limit: Annotated[int, option("How many times to skip or roll back before the run ends.", ge=1)] = 5
-        every: Annotated[int, option("Steps between two checks, on devices other than a CPU.", ge=1)] = 10
-        spike: Annotated[float, option("Standard deviations above the median from which a loss is a spike.", gt=0)] = (
-            8.0
+        action: Literal["stop", "skip", "rollback"] = option(
+            "What to do if a loss or gradient is not finite.", default="stop"
         )
-        window: Annotated[int, option("Steps that the median is computed over.", ge=MIN_WINDOW)] = 100
-        max_loss: Annotated[float | None, option("The loss above which a log point counts as high.")] = None
-        max_loss_patience: Annotated[int, option("High log points in a row before the run ends.", ge=1)] = 3
-        max_loss_action: Annotated[Literal["stop", "error"], option("Whether such a run stops or fails.")] = "stop"
+        limit: int = option("How many times to skip or roll back before the run ends.", default=5, ge=1)
+        every: int = option("Steps between two checks, on devices other than a CPU.", default=10, ge=1)
+        spike: float = option("Standard deviations above the median from which a loss is a spike.", default=8.0, gt=0)
+        window: int = option("Steps that the median is computed over.", default=100, ge=MIN_WINDOW)
+        max_loss: float | None = option("The loss above which a log point counts as high.", default=None)
+        max_loss_patience: int = option("High log points in a row before the run ends.", default=3, ge=1)
+        max_loss_action: Literal["stop", "error"] = option("Whether such a run stops or fails.", default="stop")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
 from fastloop.runtime.files import no_follow
@@ -41,7 +41,7 @@ class Watchdog(Plugin):
     class Config:
         """Options."""
 
-        timeout: Annotated[float, option("Seconds without progress before the run ends.", gt=0)] = 600.0
+        timeout: float = option("Seconds without progress before the run ends.", default=600.0, gt=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
 from fastloop_plugins._models import transformers_model
@@ -49,10 +49,9 @@ class Attention(Plugin):
     class Config:
         """Options."""
 
-        implementation: Annotated[
-            Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "blocked"],
-            option("The kernel; auto: by device and precision."),
-        ] = "auto"
+        implementation: Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "blocked"] = option(
+            "The kernel; auto: by device and precision.", default="auto"
+        )
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -24,7 +24,7 @@ import os
 from collections.abc import Generator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import (
     Batch,
@@ -76,28 +76,23 @@ class Compile(Plugin):
     class Config:
         """Options."""
 
-        backend: Annotated[str, option("A backend of torch.compile (`fastloop doctor` lists them).")] = "inductor"
-        mode: Annotated[
-            Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
-            option("Mode of torch.compile."),
-        ] = "default"
-        dynamic: Annotated[
-            bool | None,
-            option(
-                "Kernels for any shape; null: from the first batch on if lengths vary, else from the second shape on."
-            ),
-        ] = None
-        fullgraph: Annotated[bool, option("Refuse a model whose graph breaks.")] = False
-        regional: Annotated[bool, option("Compile the repeated blocks only: far less to compile, nearly as fast.")] = (
-            False
+        backend: str = option("A backend of torch.compile (`fastloop doctor` lists them).", default="inductor")
+        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
+            "Mode of torch.compile.", default="default"
         )
-        capture_scalars: Annotated[
-            bool, option("Keep numbers that a model reads off tensors (`.item()`) in the graph.")
-        ] = False
-        recompile_limit: Annotated[int, option("Graphs of one function before it runs eagerly.", ge=1)] = 16
-        cache: Annotated[bool, option("Keep compiled code in the user's cache folder for later runs.")] = True
-        on_failure: Annotated[Literal["eager", "error"], option("What to do with a model that cannot be compiled.")] = (
-            "eager"
+        dynamic: bool | None = option(
+            "Kernels for any shape; null: from the first batch on if lengths vary, else from the second shape on.",
+            default=None,
+        )
+        fullgraph: bool = option("Refuse a model whose graph breaks.", default=False)
+        regional: bool = option("Compile the repeated blocks only: far less to compile, nearly as fast.", default=False)
+        capture_scalars: bool = option(
+            "Keep numbers that a model reads off tensors (`.item()`) in the graph.", default=False
+        )
+        recompile_limit: int = option("Graphs of one function before it runs eagerly.", default=16, ge=1)
+        cache: bool = option("Keep compiled code in the user's cache folder for later runs.", default=True)
+        on_failure: Literal["eager", "error"] = option(
+            "What to do with a model that cannot be compiled.", default="eager"
         )
 
     @classmethod

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 from fastloop_plugins._task_traits import require_trait
@@ -49,9 +49,9 @@ class FusedLoss(Plugin):
     class Config:
         """Options."""
 
-        chunk_tokens: Annotated[
-            int, option("Tokens whose logits exist at a time; liger-kernel has its own number.", ge=1)
-        ] = 1024
+        chunk_tokens: int = option(
+            "Tokens whose logits exist at a time; liger-kernel has its own number.", default=1024, ge=1
+        )
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import (
     Device,
@@ -75,10 +75,9 @@ class FusedOptimizer(Plugin):
     class Config:
         """Options."""
 
-        implementation: Annotated[
-            Literal["fused", "foreach", "8bit"],
-            option("One fused kernel, one call for each operation, or moments in 8 bits."),
-        ] = "fused"
+        implementation: Literal["fused", "foreach", "8bit"] = option(
+            "One fused kernel, one call for each operation, or moments in 8 bits.", default="fused"
+        )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
@@ -43,10 +43,10 @@ class ActivationCheckpointing(Plugin):
     class Config:
         """Options."""
 
-        blocks: Annotated[
-            list[str] | None, option("Classes of the modules to recompute; null: the repeated blocks.")
-        ] = None
-        every: Annotated[int, option("Recompute only every n-th block.", ge=1)] = 1
+        blocks: list[str] | None = option(
+            "Classes of the modules to recompute; null: the repeated blocks.", default=None
+        )
+        every: int = option("Recompute only every n-th block.", default=1, ge=1)
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:

@@ -17,7 +17,7 @@ import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
 
@@ -56,10 +56,9 @@ class Allocator(Plugin):
     class Config:
         """Options."""
 
-        allocator: Annotated[
-            Literal["auto", "glibc", "tcmalloc", "jemalloc"],
-            option("Allocator of CPU memory; auto: tcmalloc if installed, else glibc."),
-        ] = "auto"
+        allocator: Literal["auto", "glibc", "tcmalloc", "jemalloc"] = option(
+            "Allocator of CPU memory; auto: tcmalloc if installed, else glibc.", default="auto"
+        )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import FastloopError, Plugin, UsageError, hookimpl, option
 from fastloop.recipe import secrets
@@ -42,10 +42,8 @@ class AutoMicroBatch(Plugin):
     class Config:
         """Options."""
 
-        snapshot: Annotated[bool, option("Write a report of the memory when it runs out.")] = True
-        limit_gib: Annotated[float | None, option("CPU: limit of a process's data, in GiB; null: no limit.", gt=0)] = (
-            None
-        )
+        snapshot: bool = option("Write a report of the memory when it runs out.", default=True)
+        limit_gib: float | None = option("CPU: limit of a process's data, in GiB; null: no limit.", default=None, gt=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

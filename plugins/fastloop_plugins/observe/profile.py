@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
 from fastloop.runtime.files import write
@@ -42,13 +42,13 @@ class Profile(Plugin):
     class Config:
         """Options."""
 
-        wait: Annotated[int, option("Steps to skip first.", ge=0)] = 5
-        warmup: Annotated[int, option("Profiled steps to discard: the first ones are slower.", ge=1)] = 2
-        active: Annotated[int, option("Steps to record.", ge=1)] = 5
-        repeat: Annotated[int, option("Number of such cycles; 0: until the end.", ge=0)] = 1
-        memory: Annotated[bool, option("Record allocations too.")] = False
-        shapes: Annotated[bool, option("Record the shapes of operations' inputs too.")] = False
-        stacks: Annotated[bool, option("Record the Python stack of operations too.")] = False
+        wait: int = option("Steps to skip first.", default=5, ge=0)
+        warmup: int = option("Profiled steps to discard: the first ones are slower.", default=2, ge=1)
+        active: int = option("Steps to record.", default=5, ge=1)
+        repeat: int = option("Number of such cycles; 0: until the end.", default=1, ge=0)
+        memory: bool = option("Record allocations too.", default=False)
+        shapes: bool = option("Record the shapes of operations' inputs too.", default=False)
+        stacks: bool = option("Record the Python stack of operations too.", default=False)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:

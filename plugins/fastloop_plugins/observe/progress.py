@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
 
@@ -35,8 +35,8 @@ class Progress(Plugin):
     class Config:
         """Options."""
 
-        every: Annotated[float, option("Seconds between two plain lines, without a terminal or notebook.", gt=0)] = 10.0
-        refresh: Annotated[float, option("Seconds between two updates of the bar.", gt=0)] = 0.25
+        every: float = option("Seconds between two plain lines, without a terminal or notebook.", default=10.0, gt=0)
+        refresh: float = option("Seconds between two updates of the bar.", default=0.25, gt=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -18,8 +18,8 @@ import importlib.util
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 from fastloop.errors import did_you_mean
@@ -101,8 +101,8 @@ class Trackers(Plugin):
     class Config:
         """Options."""
 
-        trackers: Annotated[list[str], option(f"Trackers: {', '.join(RULES)}.")] = field(default_factory=list)
-        project: Annotated[str, option("Project or experiment that the run belongs to.", min_length=1)] = "fastloop"
+        trackers: list[str] = option(f"Trackers: {', '.join(RULES)}.", default_factory=list)
+        project: str = option("Project or experiment that the run belongs to.", default="fastloop", min_length=1)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

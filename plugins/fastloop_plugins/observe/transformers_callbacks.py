@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 
@@ -51,12 +51,12 @@ class TransformersCallbacks(Plugin):
     class Config:
         """Options."""
 
-        callbacks: Annotated[
-            list[str | dict[str, dict[str, Any]]],
-            option("package.module:Class or file.py:Class; with arguments: {package.module:Class: {...}}."),
-        ] = field(default_factory=list)
-        arguments: Annotated[dict[str, Any], option("Further fields of TrainingArguments for callbacks to read.")] = (
-            field(default_factory=dict)
+        callbacks: list[str | dict[str, dict[str, Any]]] = option(
+            "package.module:Class or file.py:Class; with arguments: {package.module:Class: {...}}.",
+            default_factory=list,
+        )
+        arguments: dict[str, Any] = option(
+            "Further fields of TrainingArguments for callbacks to read.", default_factory=dict
         )
 
     events: TrainerEvents

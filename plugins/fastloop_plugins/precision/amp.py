@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import (
     Dtype,
@@ -64,9 +64,9 @@ class Amp(Plugin):
     class Config:
         """Options."""
 
-        dtype: Annotated[Literal["auto", "bf16", "fp16"], option("Dtype of the forward pass.")] = "auto"
-        init_scale: Annotated[float, option("fp16: the first factor that the loss is scaled with.", gt=0)] = 65536.0
-        growth_interval: Annotated[int, option("fp16: steps without overflow before the factor doubles.", ge=1)] = 2000
+        dtype: Literal["auto", "bf16", "fp16"] = option("Dtype of the forward pass.", default="auto")
+        init_scale: float = option("fp16: the first factor that the loss is scaled with.", default=65536.0, gt=0)
+        growth_interval: int = option("fp16: steps without overflow before the factor doubles.", default=2000, ge=1)
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -9,7 +9,7 @@ For CUDA devices with TF32 units (compute capability 8.0 and later). With ``amp`
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fastloop import Device, Plugin, SpeedupEstimate, hookimpl, option
 
@@ -31,10 +31,10 @@ class MatmulPrecision(Plugin):
     class Config:
         """Options."""
 
-        precision: Annotated[
-            Literal["high", "medium"], option("high: TF32, or three bf16 products; medium: one bf16 product.")
-        ] = "high"
-        convolutions: Annotated[bool, option("TF32 in cuDNN's convolutions too.")] = True
+        precision: Literal["high", "medium"] = option(
+            "high: TF32, or three bf16 products; medium: one bf16 product.", default="high"
+        )
+        convolutions: bool = option("TF32 in cuDNN's convolutions too.", default=True)
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fastloop import Device, Dtype, Package, Plugin, hookimpl, option
 
@@ -41,15 +41,18 @@ class TorchaoFp8(Plugin):
     class Config:
         """Options."""
 
-        recipe: Annotated[Literal["tensorwise", "rowwise"], option("One scale for each tensor, or for each row.")] = (
-            "tensorwise"
+        recipe: Literal["tensorwise", "rowwise"] = option(
+            "One scale for each tensor, or for each row.", default="tensorwise"
         )
-        min_features: Annotated[int, option("Layers with fewer inputs or outputs are not converted.", ge=16)] = 1024
-        skip: Annotated[tuple[str, ...], option("Names of layers that are not converted.")] = (
-            "lm_head",
-            "classifier",
-            "score",
-            "head",
+        min_features: int = option("Layers with fewer inputs or outputs are not converted.", default=1024, ge=16)
+        skip: tuple[str, ...] = option(
+            "Names of layers that are not converted.",
+            default=(
+                "lm_head",
+                "classifier",
+                "score",
+                "head",
+            ),
         )
 
     @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Any
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
@@ -19,18 +19,18 @@ Scalar = str | int | float | bool
 class Condition:
     """An entry of ``data.drop``: a column, and one condition."""
 
-    column: Annotated[str, option("The column to look at. It need not be one that the task reads.")]
-    equals: Annotated[Scalar | list[Scalar] | None, option("Drop rows with this value, or one of these.")] = None
-    shorter_than: Annotated[
-        int | None, option("Drop rows with fewer characters, or items of a list; a missing value has 0.", ge=1)
-    ] = None
-    longer_than: Annotated[int | None, option("Drop rows with more characters, or items of a list.", ge=0)] = None
-    empty: Annotated[
-        bool, option("Drop rows without a value: null, NaN, a text of spaces only, or a list without items.")
-    ] = False
-    first_role: Annotated[
-        str | list[str] | None, option("Drop conversations whose first message has this role, or one of these.")
-    ] = None
+    column: str = option("The column to look at. It need not be one that the task reads.")
+    equals: Scalar | list[Scalar] | None = option("Drop rows with this value, or one of these.", default=None)
+    shorter_than: int | None = option(
+        "Drop rows with fewer characters, or items of a list; a missing value has 0.", default=None, ge=1
+    )
+    longer_than: int | None = option("Drop rows with more characters, or items of a list.", default=None, ge=0)
+    empty: bool = option(
+        "Drop rows without a value: null, NaN, a text of spaces only, or a list without items.", default=False
+    )
+    first_role: str | list[str] | None = option(
+        "Drop conversations whose first message has this role, or one of these.", default=None
+    )
 
     def __post_init__(self) -> None:
         keys = ("equals", "shorter_than", "longer_than", "empty", "first_role")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from fastloop import option
 
@@ -13,35 +13,30 @@ from fastloop import option
 class Read:
     """``data.read``: options for reading files whose names and first bytes do not determine them."""
 
-    delimiter: Annotated[str | None, option("Character between cells of .csv and .tsv files; tab for a tab.")] = None
-    columns: Annotated[
-        list[str] | None, option("Names of the columns of .csv and .tsv files without a header line.")
-    ] = None
-    encoding: Annotated[str | None, option("Encoding of text files without a byte-order mark; null: utf-8.")] = None
-    quoting: Annotated[
-        Literal["double", "none"] | None,
-        option(
-            "double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error "
-            "if in doubt."
-        ),
-    ] = None
-    compression: Annotated[
-        Literal["gzip", "bz2", "zstd", "none"] | None, option("null: by suffix and first bytes.")
-    ] = None
-    blank_lines: Annotated[bool, option("Read each .txt file as one text, with its blank lines and line ends.")] = False
-    max_row_mib: Annotated[
-        int,
-        option(
-            "MiB of a row at most: a line, the lines of a quoted cell, an element, a paragraph, or a file in a .tar.",
-            ge=1,
-        ),
-    ] = 16
-    max_expansion: Annotated[
-        int,
-        option(
-            "Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.", ge=1
-        ),
-    ] = 50
+    delimiter: str | None = option("Character between cells of .csv and .tsv files; tab for a tab.", default=None)
+    columns: list[str] | None = option(
+        "Names of the columns of .csv and .tsv files without a header line.", default=None
+    )
+    encoding: str | None = option("Encoding of text files without a byte-order mark; null: utf-8.", default=None)
+    quoting: Literal["double", "none"] | None = option(
+        "double: quoted cells may span lines, with doubled quotes; none: quotes are text; null: double, an error "
+        "if in doubt.",
+        default=None,
+    )
+    compression: Literal["gzip", "bz2", "zstd", "none"] | None = option(
+        "null: by suffix and first bytes.", default=None
+    )
+    blank_lines: bool = option("Read each .txt file as one text, with its blank lines and line ends.", default=False)
+    max_row_mib: int = option(
+        "MiB of a row at most: a line, the lines of a quoted cell, an element, a paragraph, or a file in a .tar.",
+        default=16,
+        ge=1,
+    )
+    max_expansion: int = option(
+        "Times its size that a compressed or Parquet file may expand to; one row of max_row_mib always may.",
+        default=50,
+        ge=1,
+    )
 
     def __post_init__(self) -> None:
         if self.delimiter in ("tab", "\\t"):

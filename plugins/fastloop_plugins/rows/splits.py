@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -26,18 +26,18 @@ DRAW = 0
 class Splits:
     """``data.splits``."""
 
-    train: Annotated[str, option("the source's name of the split to train on")] = "train"
-    validation: Annotated[str | None, option("the source's name of the split to evaluate on")] = "validation"
-    test: Annotated[str | None, option("the source's name of the split to test on")] = "test"
+    train: str = option("the source's name of the split to train on", default="train")
+    validation: str | None = option("the source's name of the split to evaluate on", default="validation")
+    test: str | None = option("the source's name of the split to test on", default="test")
 
 
 @dataclass(kw_only=True)
 class Limit:
     """``data.limit``."""
 
-    train: Annotated[int | None, option("samples", ge=1)] = None
-    validation: Annotated[int | None, option("samples", ge=1)] = None
-    test: Annotated[int | None, option("samples", ge=1)] = None
+    train: int | None = option("samples", default=None, ge=1)
+    validation: int | None = option("samples", default=None, ge=1)
+    test: int | None = option("samples", default=None, ge=1)
 
 
 @dataclass

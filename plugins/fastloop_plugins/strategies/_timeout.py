@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 
-from fastloop import option
 from fastloop_plugins._time import parse_time
 
-Timeout = Annotated[
-    float | str | None,
-    option("Longest wait for another process, in seconds or such as 10m; null: torch's 10 or 30 minutes."),
-]
+TIMEOUT = "Longest wait for another process, in seconds or such as 10m; null: torch's 10 or 30 minutes."
 
 
 def read_timeout(plugin: Any) -> dict[str, Any]:

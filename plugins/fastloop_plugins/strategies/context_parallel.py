@@ -19,7 +19,7 @@ import logging
 from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 from fastloop_plugins._task_traits import require_trait
@@ -62,7 +62,7 @@ class ContextParallel(Plugin):
     class Config:
         """Options."""
 
-        size: Annotated[int | None, option("Consecutive processes that share a sequence; null: all.", ge=2)] = None
+        size: int | None = option("Consecutive processes that share a sequence; null: all.", default=None, ge=2)
 
     @classmethod
     def divide_sequences(cls, model: nn.Module, size: int) -> ContextShare:

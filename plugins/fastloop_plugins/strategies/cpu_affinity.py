@@ -15,7 +15,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl, option
 from fastloop.runtime import platform_support
@@ -49,16 +49,14 @@ class CpuAffinity(Plugin):
     class Config:
         """Options."""
 
-        count: Annotated[int | None, option("Threads of a process; null: one for each of its cores.", ge=1)] = None
-        pin: Annotated[bool, option("Pin each process to its own cores (Linux).")] = True
-        wait: Annotated[
-            Literal["auto", "passive", "active"] | None,
-            option(
-                "Waiting threads sleep (passive) or spin (active); auto: sleep if other programs are busy; null: as "
-                "OpenMP chooses."
-            ),
-        ] = "auto"
-        denormals: Annotated[bool, option("Compute with numbers below 1e-38 instead of flushing them to zero.")] = False
+        count: int | None = option("Threads of a process; null: one for each of its cores.", default=None, ge=1)
+        pin: bool = option("Pin each process to its own cores (Linux).", default=True)
+        wait: Literal["auto", "passive", "active"] | None = option(
+            "Waiting threads sleep (passive) or spin (active); auto: sleep if other programs are busy; null: as "
+            "OpenMP chooses.",
+            default="auto",
+        )
+        denormals: bool = option("Compute with numbers below 1e-38 instead of flushing them to zero.", default=False)
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -21,11 +21,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, PluginError, Recommendation, Strategy, When, hookimpl, option
 from fastloop.distributed.ranks import world_size
-from fastloop_plugins.strategies._timeout import Timeout, read_timeout
+from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,23 +53,23 @@ class DDP(Strategy):
     class Config:
         """Options."""
 
-        gradient_as_bucket_view: Annotated[
-            bool, option("Store gradients in the all-reduce buckets: saves one copy of them.")
-        ] = True
-        bucket_cap_mb: Annotated[
-            int, option("MiB of gradients in one all-reduce, which overlaps with backward.", ge=1)
-        ] = 25
-        find_unused_parameters: Annotated[
-            bool, option("For a model whose forward does not use all weights in each step.")
-        ] = False
-        static_graph: Annotated[
-            bool, option("Every step uses the same weights in the same order, so torch can plan ahead.")
-        ] = False
-        sync_batch_norm: Annotated[bool, option("Compute batch norm over the samples of all processes (CUDA).")] = False
-        compress: Annotated[
-            Literal["bf16", "fp16"] | None, option("All-reduce gradients in this dtype: half the bytes.")
-        ] = None
-        timeout: Timeout = None
+        gradient_as_bucket_view: bool = option(
+            "Store gradients in the all-reduce buckets: saves one copy of them.", default=True
+        )
+        bucket_cap_mb: int = option(
+            "MiB of gradients in one all-reduce, which overlaps with backward.", default=25, ge=1
+        )
+        find_unused_parameters: bool = option(
+            "For a model whose forward does not use all weights in each step.", default=False
+        )
+        static_graph: bool = option(
+            "Every step uses the same weights in the same order, so torch can plan ahead.", default=False
+        )
+        sync_batch_norm: bool = option("Compute batch norm over the samples of all processes (CUDA).", default=False)
+        compress: Literal["bf16", "fp16"] | None = option(
+            "All-reduce gradients in this dtype: half the bytes.", default=None
+        )
+        timeout: float | str | None = option(TIMEOUT, default=None)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -22,11 +22,11 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Package, PluginError, Strategy, hookimpl, option
 from fastloop_plugins.strategies._deepspeed_config import Configuration
-from fastloop_plugins.strategies._timeout import Timeout, read_timeout
+from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -52,22 +52,22 @@ class DeepSpeed(Strategy):
     class Config:
         """Options."""
 
-        stage: Annotated[Literal[0, 1, 2, 3] | None, option("ZeRO stage; null: the JSON's, else 2.")] = None
-        offload_optimizer: Annotated[
-            bool | None,
-            option("Keep the optimizer state in the host's memory and step there (stages 1 to 3); null: as the JSON."),
-        ] = None
-        offload_parameters: Annotated[
-            bool | None, option("Keep the weights in the host's memory (stage 3); null: as the JSON.")
-        ] = None
-        overlap_comm: Annotated[
-            bool | None, option("Overlap the reduction of gradients with backward; null: DeepSpeed's default.")
-        ] = None
-        bucket_size: Annotated[
-            int | None, option("Gradient elements reduced at once; null: DeepSpeed's default.", ge=1)
-        ] = None
-        config: Annotated[str | None, option("A JSON file of DeepSpeed's own options.")] = None
-        timeout: Timeout = None
+        stage: Literal[0, 1, 2, 3] | None = option("ZeRO stage; null: the JSON's, else 2.", default=None)
+        offload_optimizer: bool | None = option(
+            "Keep the optimizer state in the host's memory and step there (stages 1 to 3); null: as the JSON.",
+            default=None,
+        )
+        offload_parameters: bool | None = option(
+            "Keep the weights in the host's memory (stage 3); null: as the JSON.", default=None
+        )
+        overlap_comm: bool | None = option(
+            "Overlap the reduction of gradients with backward; null: DeepSpeed's default.", default=None
+        )
+        bucket_size: int | None = option(
+            "Gradient elements reduced at once; null: DeepSpeed's default.", default=None, ge=1
+        )
+        config: str | None = option("A JSON file of DeepSpeed's own options.", default=None)
+        timeout: float | str | None = option(TIMEOUT, default=None)
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:

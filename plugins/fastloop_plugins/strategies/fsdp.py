@@ -22,7 +22,7 @@ import logging
 from collections.abc import Generator, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, PluginError, When, hookimpl, option
 from fastloop_plugins.kernels._blocks import transformer_blocks
@@ -31,7 +31,7 @@ from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
 from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
-from fastloop_plugins.strategies._timeout import Timeout, read_timeout
+from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -59,31 +59,28 @@ class FSDP(DividingStrategy):
     class Config:
         """Options."""
 
-        blocks: Annotated[
-            list[str] | None, option("Classes of modules to shard one by one; null: the repeated blocks.")
-        ] = None
-        reshard_after_forward: Annotated[
-            bool, option("Free a block's gathered weights between forward and backward.")
-        ] = True
-        shard_within: Annotated[int | None, option("Processes that share one copy of the model; null: all.", ge=2)] = (
-            None
+        blocks: list[str] | None = option(
+            "Classes of modules to shard one by one; null: the repeated blocks.", default=None
         )
-        tensor: Annotated[
-            int | None, option("Consecutive processes that divide each layer (tensor-parallel); null: none.", ge=2)
-        ] = None
-        param_dtype: Annotated[
-            Literal["fp32", "bf16"] | None,
-            option("Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32."),
-        ] = None
-        reduce_dtype: Annotated[Literal["fp32", "bf16"], option("Dtype of the gradient reduction.")] = "fp32"
-        hold_gradients: Annotated[
-            bool, option("Reduce gradients only in the last micro-step; keeps full gradients until then.")
-        ] = False
-        cpu_offload: Annotated[bool, option("Keep the shards in the host's memory, and step there.")] = False
-        meta_device: Annotated[
-            bool, option("Only the main process builds the model; the others receive their shards from it.")
-        ] = False
-        timeout: Timeout = None
+        reshard_after_forward: bool = option(
+            "Free a block's gathered weights between forward and backward.", default=True
+        )
+        shard_within: int | None = option("Processes that share one copy of the model; null: all.", default=None, ge=2)
+        tensor: int | None = option(
+            "Consecutive processes that divide each layer (tensor-parallel); null: none.", default=None, ge=2
+        )
+        param_dtype: Literal["fp32", "bf16"] | None = option(
+            "Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32.", default=None
+        )
+        reduce_dtype: Literal["fp32", "bf16"] = option("Dtype of the gradient reduction.", default="fp32")
+        hold_gradients: bool = option(
+            "Reduce gradients only in the last micro-step; keeps full gradients until then.", default=False
+        )
+        cpu_offload: bool = option("Keep the shards in the host's memory, and step there.", default=False)
+        meta_device: bool = option(
+            "Only the main process builds the model; the others receive their shards from it.", default=False
+        )
+        timeout: float | str | None = option(TIMEOUT, default=None)
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import hookimpl
+from fastloop import hookimpl, option
 from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
-from fastloop_plugins.strategies._timeout import Timeout, read_timeout
+from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +47,7 @@ class TensorParallel(DividingStrategy):
     class Config:
         """Options."""
 
-        timeout: Timeout = None
+        timeout: float | str | None = option(TIMEOUT, default=None)
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -42,9 +42,9 @@ GENERATED = ("exact_match", "bleu", "chrf")
 class PairData(Data):
     """The ``data`` section of ``seq2seq``."""
 
-    target: Annotated[str | None, option("The column of targets: the texts to generate.")] = None
-    prefix: Annotated[str, option('Text to put before each input, such as "summarize: ".')] = ""
-    max_target_length: Annotated[int, option("Tokens of a target at most, with its end token.", ge=2)] = 128
+    target: str | None = option("The column of targets: the texts to generate.", default=None)
+    prefix: str = option('Text to put before each input, such as "summarize: ".', default="")
+    max_target_length: int = option("Tokens of a target at most, with its end token.", default=128, ge=2)
 
 
 class PairTextData(ColumnData):

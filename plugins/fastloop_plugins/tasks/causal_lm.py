@@ -29,7 +29,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.models.checks import check_causal
@@ -88,7 +88,7 @@ class CausalLM(TextTask):
     class Config(SamplingOptions, GenerationOptions):
         """Options of `fastloop predict`. The exported model has ``generation``, too."""
 
-        max_new_tokens: Annotated[int, option("Tokens to generate for each text at most.", ge=1)] = 64
+        max_new_tokens: int = option("Tokens to generate for each text at most.", default=64, ge=1)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Package, Plugin, RecipeError, hookimpl, option
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
@@ -65,10 +65,9 @@ class ImageClassification(Plugin):
     class Config(ClassifierOptions):
         """Options."""
 
-        threshold: Annotated[
-            float | None,
-            option("Predict class 1 of two if its probability is above this; null: the likelier.", gt=0, lt=1),
-        ] = None
+        threshold: float | None = option(
+            "Predict class 1 of two if its probability is above this; null: the likelier.", default=None, gt=0, lt=1
+        )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -16,8 +16,8 @@ A loss with arguments is a mapping: ``{name: cross_entropy, label_smoothing: 0.1
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
 class Code:
     """The keys of both sections."""
 
-    module: Annotated[str, option("file.py:name or package.module:name.")]
-    arguments: Annotated[dict[str, Any], option("Its keyword arguments.")] = field(default_factory=dict)
+    module: str = option("file.py:name or package.module:name.")
+    arguments: dict[str, Any] = option("Its keyword arguments.", default_factory=dict)
 
 
 @dataclass(kw_only=True)
 class Model(Code):
     """The ``model`` section."""
 
-    weights: Annotated[str | None, option(HELP)] = None
-    weights_strict: Annotated[bool, option(STRICT_HELP)] = False
+    weights: str | None = option(HELP, default=None)
+    weights_strict: bool = option(STRICT_HELP, default=False)
 
 
 @dataclass(kw_only=True)
 class Data(Code):
     """The ``data`` section."""
 
-    pad_to_multiple_of: Annotated[
-        int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)
-    ] = None
+    pad_to_multiple_of: int | None = option(
+        "Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", default=None, ge=1
+    )
 
 
 class Module(Plugin):
@@ -72,18 +72,15 @@ class Module(Plugin):
     class Config:
         """Options."""
 
-        loss: Annotated[
-            str | dict[str, Any] | None,
-            option(
-                "focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model "
-                "returns .loss."
-            ),
-        ] = None
-        collate: Annotated[str | None, option("file.py:name of a collator; null: stack tensors.")] = None
-        metrics: Annotated[
-            dict[str, dict[str, Any]],
-            option("Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}."),
-        ] = field(default_factory=dict)
+        loss: str | dict[str, Any] | None = option(
+            "focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model "
+            "returns .loss.",
+            default=None,
+        )
+        collate: str | None = option("file.py:name of a collator; null: stack tensors.", default=None)
+        metrics: dict[str, dict[str, Any]] = option(
+            "Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.", default_factory=dict
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, PluginError, hookimpl, option
 from fastloop_plugins.models.checks import check_target_loss
@@ -102,13 +102,13 @@ class Seq2Seq(TextTask):
     class Config(SamplingOptions, GenerationOptions):
         """Options of evaluation and of `fastloop predict`."""
 
-        generate: Annotated[bool, option("In evaluation, also generate the texts, for exact_match, bleu and chrf.")] = (
-            False
+        generate: bool = option(
+            "In evaluation, also generate the texts, for exact_match, bleu and chrf.", default=False
         )
-        max_new_tokens: Annotated[
-            int | None, option("Tokens to generate for each text at most; null: data.max_target_length.", ge=1)
-        ] = None
-        num_beams: Annotated[int, option("Candidates that beam search keeps; 1: no beam search.", ge=1)] = 1
+        max_new_tokens: int | None = option(
+            "Tokens to generate for each text at most; null: data.max_target_length.", default=None, ge=1
+        )
+        num_beams: int = option("Candidates that beam search keeps; 1: no beam search.", default=1, ge=1)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, SpeedupEstimate, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, check_trains, shortest
@@ -74,15 +74,13 @@ class TextClassification(TextTask):
     class Config(ClassifierOptions):
         """Options."""
 
-        threshold: Annotated[
-            float | None,
-            option(
-                "Predict class 1 of two, or each of any number, if its probability is above this; null: the "
-                "likelier, or 0.5.",
-                gt=0,
-                lt=1,
-            ),
-        ] = None
+        threshold: float | None = option(
+            "Predict class 1 of two, or each of any number, if its probability is above this; null: the "
+            "likelier, or 0.5.",
+            default=None,
+            gt=0,
+            lt=1,
+        )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.models.checks import check_alone, check_classifies, shortest
@@ -81,16 +81,14 @@ class TokenClassification(TextTask):
     class Config(ClassifierOptions):
         """Options."""
 
-        scheme: Annotated[
-            Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None,
-            option(
-                "How tags describe entities, as in seqeval's strict mode; IOB2 is also called BIO, IOBES BIOES. null: "
-                "as in its default mode and in CoNLL's evaluation script."
-            ),
-        ] = None
-        label_tokens: Annotated[
-            Literal["first", "all"], option("The tokens of a word that have its tag as their target.")
-        ] = "first"
+        scheme: Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None = option(
+            "How tags describe entities, as in seqeval's strict mode; IOB2 is also called BIO, IOBES BIOES. null: "
+            "as in its default mode and in CoNLL's evaluation script.",
+            default=None,
+        )
+        label_tokens: Literal["first", "all"] = option(
+            "The tokens of a word that have its tag as their target.", default="first"
+        )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

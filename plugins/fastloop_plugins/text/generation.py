@@ -9,7 +9,7 @@ import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
@@ -48,48 +48,45 @@ SHARED_SETTINGS = {
 class GenerationSettings:
     """``plugins.<task>.generation``: settings of ``generate`` that replace those of the model."""
 
-    min_length: Annotated[
-        int | None,
-        option("Tokens at least: of a target with its start and end token, or of a prompt with its answer.", ge=0),
-    ] = None
-    min_new_tokens: Annotated[int | None, option("Tokens to generate at least, before the end token.", ge=0)] = None
-    no_repeat_ngram_size: Annotated[int | None, option("Generate no sequence of this many tokens twice.", ge=0)] = None
-    encoder_no_repeat_ngram_size: Annotated[
-        int | None, option("Generate no sequence of this many tokens that the input has.", ge=0)
-    ] = None
-    repetition_penalty: Annotated[
-        float | None, option("Makes tokens that are there already less probable; 1: does not.", gt=0)
-    ] = None
-    length_penalty: Annotated[
-        float | None, option("Exponent of the length by which beam search divides a score; above 0: longer texts.")
-    ] = None
-    early_stopping: Annotated[
-        bool | Literal["never"] | None, option("Whether beam search stops once there are num_beams finished texts.")
-    ] = None
-    forced_bos_token_id: Annotated[
-        int | None, option("The first token of each text, such as the language of mBART.", ge=0)
-    ] = None
-    forced_eos_token_id: Annotated[
-        int | list[int] | None, option("The last token of a text that reaches the maximum length.")
-    ] = None
-    suppress_tokens: Annotated[list[int] | None, option("Tokens that are never generated.")] = None
-    begin_suppress_tokens: Annotated[list[int] | None, option("Tokens that are not generated first.")] = None
-    bad_words_ids: Annotated[list[list[int]] | None, option("Sequences of tokens that are never generated.")] = None
-    remove_invalid_values: Annotated[bool | None, option("Replace NaN and infinity in the logits.")] = None
-    num_beams: Annotated[int | None, option("Candidates that beam search keeps; 1: no beam search.", ge=1)] = None
+    min_length: int | None = option(
+        "Tokens at least: of a target with its start and end token, or of a prompt with its answer.", default=None, ge=0
+    )
+    min_new_tokens: int | None = option("Tokens to generate at least, before the end token.", default=None, ge=0)
+    no_repeat_ngram_size: int | None = option("Generate no sequence of this many tokens twice.", default=None, ge=0)
+    encoder_no_repeat_ngram_size: int | None = option(
+        "Generate no sequence of this many tokens that the input has.", default=None, ge=0
+    )
+    repetition_penalty: float | None = option(
+        "Makes tokens that are there already less probable; 1: does not.", default=None, gt=0
+    )
+    length_penalty: float | None = option(
+        "Exponent of the length by which beam search divides a score; above 0: longer texts.", default=None
+    )
+    early_stopping: bool | Literal["never"] | None = option(
+        "Whether beam search stops once there are num_beams finished texts.", default=None
+    )
+    forced_bos_token_id: int | None = option(
+        "The first token of each text, such as the language of mBART.", default=None, ge=0
+    )
+    forced_eos_token_id: int | list[int] | None = option(
+        "The last token of a text that reaches the maximum length.", default=None
+    )
+    suppress_tokens: list[int] | None = option("Tokens that are never generated.", default=None)
+    begin_suppress_tokens: list[int] | None = option("Tokens that are not generated first.", default=None)
+    bad_words_ids: list[list[int]] | None = option("Sequences of tokens that are never generated.", default=None)
+    remove_invalid_values: bool | None = option("Replace NaN and infinity in the logits.", default=None)
+    num_beams: int | None = option("Candidates that beam search keeps; 1: no beam search.", default=None, ge=1)
 
 
 @dataclass(kw_only=True)
 class GenerationOptions:
     """Options of tasks that generate texts."""
 
-    generation: Annotated[
-        dict[str, Any] | None,
-        option(
-            "Settings of transformers' generate instead of those in the model's generation_config.json, such as "
-            "{min_length: 0, no_repeat_ngram_size: 3}; null unsets one."
-        ),
-    ] = None
+    generation: dict[str, Any] | None = option(
+        "Settings of transformers' generate instead of those in the model's generation_config.json, such as "
+        "{min_length: 0, no_repeat_ngram_size: 3}; null unsets one.",
+        default=None,
+    )
 
 
 def check_generation(

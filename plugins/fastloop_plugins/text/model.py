@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
@@ -55,28 +55,27 @@ LAYERS = 10_000
 class Model:
     """The ``model`` section."""
 
-    name: Annotated[str | None, option("Pretrained model: hub id or local folder.")] = None
-    config: Annotated[
-        dict[str, Any] | None, option("Instead of name, to train from scratch: model_type and its options.")
-    ] = None
-    tokenizer: Annotated[
-        str | dict[str, Any] | None,
-        option("Hub id or local folder; from scratch: {kind: word|bpe|char|byte}, made from the training texts."),
-    ] = None
-    tokens: Annotated[list[str] | None, option("Tokens to add to the tokenizer. Predictions show them.")] = None
-    special_tokens: Annotated[
-        list[str] | None, option("Tokens to add that predictions leave out, such as one that ends a message.")
-    ] = None
-    resize_embeddings: Annotated[
-        bool, option("Add rows to a pretrained model whose tokenizer has more tokens; model.tokens adds its own.")
-    ] = False
-    attn_implementation: Annotated[
-        str | None, option("Transformers' attention: sdpa, eager, ...; null: its default.")
-    ] = None
-    trust_remote_code: Annotated[bool, option("Run Python code that ships with the model.")] = False
-    revision: Annotated[str | None, option("Branch, tag or commit of the model on the hub.")] = None
-    weights: Annotated[str | None, option(HELP)] = None
-    weights_strict: Annotated[bool, option(STRICT_HELP)] = False
+    name: str | None = option("Pretrained model: hub id or local folder.", default=None)
+    config: dict[str, Any] | None = option(
+        "Instead of name, to train from scratch: model_type and its options.", default=None
+    )
+    tokenizer: str | dict[str, Any] | None = option(
+        "Hub id or local folder; from scratch: {kind: word|bpe|char|byte}, made from the training texts.", default=None
+    )
+    tokens: list[str] | None = option("Tokens to add to the tokenizer. Predictions show them.", default=None)
+    special_tokens: list[str] | None = option(
+        "Tokens to add that predictions leave out, such as one that ends a message.", default=None
+    )
+    resize_embeddings: bool = option(
+        "Add rows to a pretrained model whose tokenizer has more tokens; model.tokens adds its own.", default=False
+    )
+    attn_implementation: str | None = option(
+        "Transformers' attention: sdpa, eager, ...; null: its default.", default=None
+    )
+    trust_remote_code: bool = option("Run Python code that ships with the model.", default=False)
+    revision: str | None = option("Branch, tag or commit of the model on the hub.", default=None)
+    weights: str | None = option(HELP, default=None)
+    weights_strict: bool = option(STRICT_HELP, default=False)
 
 
 class TextModel:

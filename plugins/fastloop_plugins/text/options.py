@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import option
 from fastloop_plugins.rows.paths import FORMATS
@@ -18,77 +18,71 @@ if TYPE_CHECKING:
 class Data(StreamingOptions):
     """The ``data`` section."""
 
-    name: Annotated[str | None, option("Dataset: hub id or local folder.")] = None
-    subset: Annotated[str | None, option("Configuration of the dataset, if it has several.")] = None
-    revision: Annotated[str | None, option("Branch, tag or commit of the dataset on the hub.")] = None
-    files: Annotated[
-        dict[str, Any] | None, option(f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).")
-    ] = None
-    sources: Annotated[
-        list[dict[str, Any]] | None,
-        option("Instead of files.train: sources with columns of other names, {files, text, label, weight} each."),
-    ] = None
-    module: Annotated[
-        str | None, option("Function that returns {split: rows}: package.module:name or file.py:name.")
-    ] = None
-    arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
-    splits: Annotated[
-        dict[str, Any] | None, option("What the source calls the splits train, evaluate and test; null: leave out.")
-    ] = None
-    text: Annotated[
-        str | list[str], option("The column of texts; two: pairs of texts, more: joined with the separator token.")
-    ] = "text"
-    label: Annotated[
-        str | list[str] | None,
-        option("The column of labels: text, or whole numbers from 0; or 0/1 columns, one a class."),
-    ] = None
-    label_type: Annotated[
-        Literal["class", "classes", "number"] | None,
-        option(
-            "One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: "
-            "as label shows."
-        ),
-    ] = None
-    label_offset: Annotated[
-        int, option("The number that the first class has, where labels are numbers: 1 if they count from 1.", ge=0)
-    ] = 0
-    label_map: Annotated[
-        dict[Any, int | str | None] | None,
-        option("Label as in the data -> name or number of its class, or null: leave out its rows; others stay."),
-    ] = None
-    drop: Annotated[
-        list[dict[str, Any]] | None,
-        option("Rows to leave out of every split: {column: NAME}, with equals, shorter_than or longer_than in it."),
-    ] = None
-    deduplicate: Annotated[
-        bool, option("Leave out rows of train whose texts an earlier row has; the first stays, with its label.")
-    ] = False
-    read: Annotated[
-        dict[str, Any] | None,
-        option("How files are read: delimiter, columns, encoding, quoting, compression, blank_lines."),
-    ] = None
-    max_length: Annotated[int, option("Tokens of a sample at most.", ge=2)] = 512
-    padding: Annotated[
-        Literal["longest", "max_length"], option("Pad to the longest of the batch, or always to max_length.")
-    ] = "longest"
-    pad_to_multiple_of: Annotated[
-        int | None, option("Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", ge=1)
-    ] = None
-    limit: Annotated[
-        dict[str, Any] | None, option("Split -> how many samples to keep, drawn at random, always the same.")
-    ] = None
-    validation_fraction: Annotated[
-        float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)
-    ] = 0.1
+    name: str | None = option("Dataset: hub id or local folder.", default=None)
+    subset: str | None = option("Configuration of the dataset, if it has several.", default=None)
+    revision: str | None = option("Branch, tag or commit of the dataset on the hub.", default=None)
+    files: dict[str, Any] | None = option(
+        f"Split -> path, list of paths or pattern ({' '.join(FORMATS)}).", default=None
+    )
+    sources: list[dict[str, Any]] | None = option(
+        "Instead of files.train: sources with columns of other names, {files, text, label, weight} each.", default=None
+    )
+    module: str | None = option(
+        "Function that returns {split: rows}: package.module:name or file.py:name.", default=None
+    )
+    arguments: dict[str, Any] | None = option("Arguments of that function.", default=None)
+    splits: dict[str, Any] | None = option(
+        "What the source calls the splits train, evaluate and test; null: leave out.", default=None
+    )
+    text: str | list[str] = option(
+        "The column of texts; two: pairs of texts, more: joined with the separator token.", default="text"
+    )
+    label: str | list[str] | None = option(
+        "The column of labels: text, or whole numbers from 0; or 0/1 columns, one a class.", default=None
+    )
+    label_type: Literal["class", "classes", "number"] | None = option(
+        "One class a row, any number of classes (lists of names, or 0/1 columns), or a number (regression); null: "
+        "as label shows.",
+        default=None,
+    )
+    label_offset: int = option(
+        "The number that the first class has, where labels are numbers: 1 if they count from 1.", default=0, ge=0
+    )
+    label_map: dict[Any, int | str | None] | None = option(
+        "Label as in the data -> name or number of its class, or null: leave out its rows; others stay.", default=None
+    )
+    drop: list[dict[str, Any]] | None = option(
+        "Rows to leave out of every split: {column: NAME}, with equals, shorter_than or longer_than in it.",
+        default=None,
+    )
+    deduplicate: bool = option(
+        "Leave out rows of train whose texts an earlier row has; the first stays, with its label.", default=False
+    )
+    read: dict[str, Any] | None = option(
+        "How files are read: delimiter, columns, encoding, quoting, compression, blank_lines.", default=None
+    )
+    max_length: int = option("Tokens of a sample at most.", default=512, ge=2)
+    padding: Literal["longest", "max_length"] = option(
+        "Pad to the longest of the batch, or always to max_length.", default="longest"
+    )
+    pad_to_multiple_of: int | None = option(
+        "Pad lengths to a multiple of this; null: as plugins choose, 1: do not.", default=None, ge=1
+    )
+    limit: dict[str, Any] | None = option(
+        "Split -> how many samples to keep, drawn at random, always the same.", default=None
+    )
+    validation_fraction: float = option(
+        "Share of train to evaluate on where there is no validation split.", default=0.1, ge=0, lt=1
+    )
 
 
 @dataclass(kw_only=True)
 class Files:
     """``data.files``."""
 
-    train: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
-    validation: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
-    test: Annotated[str | list[str] | None, option("a path, a list of paths or a pattern")] = None
+    train: str | list[str] | None = option("a path, a list of paths or a pattern", default=None)
+    validation: str | list[str] | None = option("a path, a list of paths or a pattern", default=None)
+    test: str | list[str] | None = option("a path, a list of paths or a pattern", default=None)
 
 
 def text_traits(recipe: Recipe) -> set[Trait]:
@@ -124,13 +118,13 @@ def language_traits(recipe: Recipe) -> set[Trait]:
 class SamplingOptions:
     """Options of `fastloop predict` for tasks that generate texts."""
 
-    temperature: Annotated[
-        float, option("Divides the logits before drawing a token; 0: take the most probable token.", ge=0)
-    ] = 0.0
-    top_k: Annotated[int | None, option("Draw only from this many tokens, the most probable ones.", ge=1)] = None
-    top_p: Annotated[
-        float | None, option("Draw only from the fewest tokens with this total probability.", gt=0, le=1)
-    ] = None
+    temperature: float = option(
+        "Divides the logits before drawing a token; 0: take the most probable token.", default=0.0, ge=0
+    )
+    top_k: int | None = option("Draw only from this many tokens, the most probable ones.", default=None, ge=1)
+    top_p: float | None = option(
+        "Draw only from the fewest tokens with this total probability.", default=None, gt=0, le=1
+    )
 
     def sampling(self) -> dict[str, Any]:
         """Arguments of ``generate`` that draw tokens; none at temperature 0."""

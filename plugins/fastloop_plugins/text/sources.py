@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 class Source:
     """An entry of ``data.sources``."""
 
-    files: Annotated[str | list[str], option("A path, a list of paths or a pattern.")]
-    text: Annotated[str | list[str] | None, option("Its column of texts; null: that of data.text.")] = None
-    label: Annotated[str | None, option("Its column of labels; null: that of data.label.")] = None
-    weight: Annotated[
-        float | None, option("Its share of the samples, relative to the other weights; null: each row once.", gt=0)
-    ] = None
+    files: str | list[str] = option("A path, a list of paths or a pattern.")
+    text: str | list[str] | None = option("Its column of texts; null: that of data.text.", default=None)
+    label: str | None = option("Its column of labels; null: that of data.label.", default=None)
+    weight: float | None = option(
+        "Its share of the samples, relative to the other weights; null: each row once.", default=None, gt=0
+    )
 
     def __post_init__(self) -> None:
         self.where, self.paths, self.shards = "", list[Path](), list[str]()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop_plugins.models.hub import quiet
@@ -21,14 +21,12 @@ decides in the known case."""
 class TrainedTokenizer:
     """``model.tokenizer`` as a mapping: options of a tokenizer to train."""
 
-    kind: Annotated[
-        Literal["word", "bpe", "char", "byte"],
-        option(
-            "lower-cased words; byte pairs, which encode any text; the characters of the training texts; or the 256 "
-            "bytes, which encode any text"
-        ),
-    ] = "bpe"
-    vocab_size: Annotated[int, option("tokens at most, for word and bpe", ge=8)] = 8000
+    kind: Literal["word", "bpe", "char", "byte"] = option(
+        "lower-cased words; byte pairs, which encode any text; the characters of the training texts; or the 256 "
+        "bytes, which encode any text",
+        default="bpe",
+    )
+    vocab_size: int = option("tokens at most, for word and bpe", default=8000, ge=8)
 
 
 class BackendState:

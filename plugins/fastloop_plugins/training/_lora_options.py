@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from fastloop import RecipeError, option
 
@@ -18,33 +18,30 @@ CHANGES_BASE = ("olora", "pissa")
 class LoRAOptions:
     """The options of the plugin ``lora``."""
 
-    r: Annotated[int, option("Rank of the adapters.", ge=1)] = 8
-    alpha: Annotated[float, option("Adapters are scaled by alpha / r.", gt=0)] = 16.0
-    dropout: Annotated[float, option("Dropout before the adapters.", ge=0, lt=1)] = 0.0
-    target_modules: Annotated[
-        list[str] | str | None,
-        option("Names of layers, or all-linear; null: peft's default for the architecture."),
-    ] = None
-    modules_to_save: Annotated[
-        list[str] | None,
-        option("Layers trained in full; null: those that the pretrained model lacks, or a classifier's head."),
-    ] = None
-    use_rslora: Annotated[bool, option("Scale adapters by alpha / sqrt(r) instead.")] = False
-    use_dora: Annotated[bool, option("Train the magnitude of the weights, too (DoRA).")] = False
-    layers_to_transform: Annotated[
-        list[int] | int | None, option("Indices of the layers that get adapters; null: all.")
-    ] = None
-    init_lora_weights: Annotated[
-        bool | str,
-        option("Initial values: true, gaussian, orthogonal, olora, pissa or pissa_niter_N; false: no zeros."),
-    ] = True
-    adapter: Annotated[
-        str | None, option("Folder of an adapter to continue; null: that of model.name, or a new one.")
-    ] = None
-    merge: Annotated[bool, option("Export the model with the adapters merged in.")] = True
-    quantize: Annotated[
-        Literal["nf4"] | None, option("Keep frozen linear layers in 4 bits (QLoRA); null: as they are.")
-    ] = None
+    r: int = option("Rank of the adapters.", default=8, ge=1)
+    alpha: float = option("Adapters are scaled by alpha / r.", default=16.0, gt=0)
+    dropout: float = option("Dropout before the adapters.", default=0.0, ge=0, lt=1)
+    target_modules: list[str] | str | None = option(
+        "Names of layers, or all-linear; null: peft's default for the architecture.", default=None
+    )
+    modules_to_save: list[str] | None = option(
+        "Layers trained in full; null: those that the pretrained model lacks, or a classifier's head.", default=None
+    )
+    use_rslora: bool = option("Scale adapters by alpha / sqrt(r) instead.", default=False)
+    use_dora: bool = option("Train the magnitude of the weights, too (DoRA).", default=False)
+    layers_to_transform: list[int] | int | None = option(
+        "Indices of the layers that get adapters; null: all.", default=None
+    )
+    init_lora_weights: bool | str = option(
+        "Initial values: true, gaussian, orthogonal, olora, pissa or pissa_niter_N; false: no zeros.", default=True
+    )
+    adapter: str | None = option(
+        "Folder of an adapter to continue; null: that of model.name, or a new one.", default=None
+    )
+    merge: bool = option("Export the model with the adapters merged in.", default=True)
+    quantize: Literal["nf4"] | None = option(
+        "Keep frozen linear layers in 4 bits (QLoRA); null: as they are.", default=None
+    )
 
 
 def check_initial_values(config: LoRAOptions, where: str) -> None:

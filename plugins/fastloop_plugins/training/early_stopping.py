@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, hookimpl, option
 from fastloop.metric_modes import direction
@@ -33,15 +33,13 @@ class EarlyStopping(Plugin):
     class Config:
         """Options."""
 
-        monitor: Annotated[str, option("Metric of the evaluation.")] = "loss"
-        mode: Annotated[
-            Literal["auto", "min", "max"], option("Whether smaller or larger is better; auto: as the metric declares.")
-        ] = "auto"
-        patience: Annotated[int, option("Evaluations without improvement before stopping.", ge=1)] = 3
-        min_delta: Annotated[float, option("Smallest change that counts as an improvement.", ge=0)] = 0.0
-        threshold: Annotated[float | None, option("Stop as soon as the metric reaches this; null: no threshold.")] = (
-            None
+        monitor: str = option("Metric of the evaluation.", default="loss")
+        mode: Literal["auto", "min", "max"] = option(
+            "Whether smaller or larger is better; auto: as the metric declares.", default="auto"
         )
+        patience: int = option("Evaluations without improvement before stopping.", default=3, ge=1)
+        min_delta: float = option("Smallest change that counts as an improvement.", default=0.0, ge=0)
+        threshold: float | None = option("Stop as soon as the metric reaches this; null: no threshold.", default=None)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -23,7 +23,7 @@ import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 
@@ -51,14 +51,14 @@ class EMA(Plugin):
     class Config:
         """Options."""
 
-        decay: Annotated[float, option("Share of the old average that an update keeps.", gt=0, lt=1)] = 0.999
-        update_every: Annotated[int, option("Optimizer steps between updates.", ge=1)] = 1
-        warmup: Annotated[bool, option("Start with a smaller decay.")] = True
-        mean: Annotated[bool, option("Take the plain mean of the updates; decay and warmup have no effect.")] = False
-        start: Annotated[int, option("Optimizer steps before the first update.", ge=0)] = 0
-        batch_norm_batches: Annotated[
-            int, option("Micro-batches to estimate the statistics of batch norm on; 0: keep those of training.", ge=0)
-        ] = 0
+        decay: float = option("Share of the old average that an update keeps.", default=0.999, gt=0, lt=1)
+        update_every: int = option("Optimizer steps between updates.", default=1, ge=1)
+        warmup: bool = option("Start with a smaller decay.", default=True)
+        mean: bool = option("Take the plain mean of the updates; decay and warmup have no effect.", default=False)
+        start: int = option("Optimizer steps before the first update.", default=0, ge=0)
+        batch_norm_batches: int = option(
+            "Micro-batches to estimate the statistics of batch norm on; 0: keep those of training.", default=0, ge=0
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from fastloop import Plugin, RecipeError, hookimpl, option
 
@@ -37,9 +37,7 @@ class Freeze(Plugin):
     class Config:
         """Options."""
 
-        match: Annotated[
-            str | list[str], option("Pattern of parameter names, such as embeddings.*, or a list of them.")
-        ]
+        match: str | list[str] = option("Pattern of parameter names, such as embeddings.*, or a list of them.")
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:

@@ -20,8 +20,8 @@ same options. With ``CosineAnnealingLR`` or ``OneCycleLR``, it also needs the sa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
 from fastloop_plugins.training._schedules import OWN, find_schedule, make_schedule, warmup_steps
@@ -45,17 +45,17 @@ class LRSchedule(Plugin):
     class Config:
         """Options."""
 
-        schedule: Annotated[
-            str, option("linear, cosine or constant; a class of torch, a name of transformers, or file.py:name.")
-        ] = "linear"
-        warmup: Annotated[
-            int | float, option("Warm-up steps; a fraction below 1 is a share of the run's steps.", ge=0)
-        ] = 0
-        min_ratio: Annotated[
-            float, option("Final learning rate as a share of the peak: for linear and cosine.", ge=0, le=1)
-        ] = 0.0
-        arguments: Annotated[dict[str, Any], option("Keyword arguments of another schedule than the three.")] = field(
-            default_factory=dict
+        schedule: str = option(
+            "linear, cosine or constant; a class of torch, a name of transformers, or file.py:name.", default="linear"
+        )
+        warmup: int | float = option(
+            "Warm-up steps; a fraction below 1 is a share of the run's steps.", default=0, ge=0
+        )
+        min_ratio: float = option(
+            "Final learning rate as a share of the peak: for linear and cosine.", default=0.0, ge=0, le=1
+        )
+        arguments: dict[str, Any] = option(
+            "Keyword arguments of another schedule than the three.", default_factory=dict
         )
 
     @hookimpl

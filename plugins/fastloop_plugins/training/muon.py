@@ -15,8 +15,8 @@ for LLM Training", 2025.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastloop import Plugin, RecipeError, hookimpl, option
 
@@ -40,9 +40,7 @@ class MuonOptimizer(Plugin):
     class Config:
         """Options."""
 
-        adamw: Annotated[list[str], option("Patterns of 2-D weights that AdamW steps, such as head.*.")] = field(
-            default_factory=list
-        )
+        adamw: list[str] = option("Patterns of 2-D weights that AdamW steps, such as head.*.", default_factory=list)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

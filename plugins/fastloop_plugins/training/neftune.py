@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
 from fastloop_plugins._models import transformers_model
@@ -40,7 +40,7 @@ class Neftune(Plugin):
     class Config:
         """Options."""
 
-        alpha: Annotated[float, option("Scale of the noise; the paper has 5 to 15.", gt=0)] = 5.0
+        alpha: float = option("Scale of the noise; the paper has 5 to 15.", default=5.0, gt=0)
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, hookimpl, option
 from fastloop.errors import did_you_mean
@@ -44,9 +44,9 @@ log = logging.getLogger("fastloop")
 class Group:
     """The checked keys of an entry of ``train.parameter_groups``."""
 
-    match: Annotated[str | list[str], option("Pattern of parameter names, or a list of them.")]
-    lr: Annotated[float, option("Learning rate.", ge=0)] = 0.0
-    weight_decay: Annotated[float, option("Weight decay.", ge=0)] = 0.0
+    match: str | list[str] = option("Pattern of parameter names, or a list of them.")
+    lr: float = option("Learning rate.", default=0.0, ge=0)
+    weight_decay: float = option("Weight decay.", default=0.0, ge=0)
 
 
 class ParameterGroups(Plugin):

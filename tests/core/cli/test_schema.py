@@ -158,7 +158,6 @@ def test_schema_allows_third_party_options_and_sections(schema, listed):
 
 WARMTH = """
 from dataclasses import dataclass
-from typing import Annotated
 from fastloop import Plugin, option
 
 class Warmth(Plugin):
@@ -167,7 +166,7 @@ class Warmth(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        degrees: Annotated[float, option("How warm.", ge=0)] = 20.0
+        degrees: float = option("How warm.", default=20.0, ge=0)
 """
 
 

@@ -235,7 +235,7 @@ HEAD = '''"""A plugin for a test.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 
@@ -255,7 +255,7 @@ numerics = "bitwise"
 class Config:
     """Options."""
 
-    every: Annotated[int, option("Steps between two looks.", ge=1)] = 1
+    every: int = option("Steps between two looks.", default=1, ge=1)
 
 def __init__(self, **options):
     super().__init__(**options)
@@ -318,7 +318,7 @@ TAKES_ANYTHING = '''
 class Config:
     """Options."""
 
-    strength: Annotated[Any, option("How strong.")] = 1.0
+    strength: Any = option("How strong.", default=1.0)
 '''
 BY_RANK = """
 numerics = "changes-training"

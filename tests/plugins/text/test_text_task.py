@@ -245,7 +245,6 @@ def test_an_architecture_without_the_head_is_refused():
 
 SPANS = '''
 from dataclasses import dataclass
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -257,7 +256,7 @@ from fastloop_plugins.text import Data, Model, Ragged, Sequences, TextTask, comp
 
 @dataclass(kw_only=True)
 class SpanData(Data):
-    other: Annotated[str, option("The column of the text to find in data.text.")] = "other"
+    other: str = option("The column of the text to find in data.text.", default="other")
 
 
 class Marked(Sequences):
@@ -319,7 +318,6 @@ def test_a_task_may_have_rows_and_a_head_of_its_own(plugins, cli):
 
 PREFERENCES = '''
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 from fastloop import Output, hookimpl, option
@@ -328,8 +326,8 @@ from fastloop_plugins.text import Chat, ChatRenderer, Data, Model, TextTask, com
 
 @dataclass(kw_only=True)
 class PreferenceData(Data):
-    text: Annotated[str, option("The preferred conversation.")] = "chosen"
-    other: Annotated[str, option("The other one.")] = "rejected"
+    text: str = option("The preferred conversation.", default="chosen")
+    other: str = option("The other one.", default="rejected")
 
 
 class Preferences(TextTask):

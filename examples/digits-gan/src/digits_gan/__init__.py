@@ -12,7 +12,7 @@ loss.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, hookimpl, option
 
@@ -34,7 +34,7 @@ class GAN(Plugin):
     class Config:
         """Options."""
 
-        beta1: Annotated[float, option("First momentum of Adam, for both networks.", ge=0, lt=1)] = 0.5
+        beta1: float = option("First momentum of Adam, for both networks.", default=0.5, ge=0, lt=1)
 
     @hookimpl
     def build_optimizer(self, run: Run, model: nn.Module) -> dict[str, Optimizer]:

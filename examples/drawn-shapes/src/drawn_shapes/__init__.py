@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
 
@@ -41,13 +41,13 @@ class DrawnShapes(Plugin):
     class Config:
         """Options."""
 
-        size: Annotated[int, option("Height and width of an image in pixels.", ge=8)] = 16
-        count: Annotated[
-            int, option("Training images. The validation and the test split have a quarter as many each.", ge=4)
-        ] = 2000
-        classes: Annotated[int, option("Number of shapes to use.", ge=2, le=len(SHAPES))] = len(SHAPES)
-        channels: Annotated[int, option("Channels of the first convolution; the second has twice as many.", ge=1)] = 16
-        seed: Annotated[int, option("Seed of the images, independent of train.seed.", ge=0)] = 0
+        size: int = option("Height and width of an image in pixels.", default=16, ge=8)
+        count: int = option(
+            "Training images. The validation and the test split have a quarter as many each.", default=2000, ge=4
+        )
+        classes: int = option("Number of shapes to use.", default=len(SHAPES), ge=2, le=len(SHAPES))
+        channels: int = option("Channels of the first convolution; the second has twice as many.", default=16, ge=1)
+        seed: int = option("Seed of the images, independent of train.seed.", default=0, ge=0)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, hookimpl, option
 
@@ -41,9 +41,9 @@ class EnergyUse(Plugin):
     class Config:
         """Options."""
 
-        every: Annotated[
-            int, option("Steps between reads of the counters, some of which wrap around within minutes.", ge=1)
-        ] = 20
+        every: int = option(
+            "Steps between reads of the counters, some of which wrap around within minutes.", default=20, ge=1
+        )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

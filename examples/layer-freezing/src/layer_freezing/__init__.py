@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
 from fastloop.errors import did_you_mean
@@ -39,15 +39,12 @@ class LayerFreezing(Plugin):
     class Config:
         """Options."""
 
-        share: Annotated[float, option("Share of the layers that are frozen at the end.", gt=0, lt=1)] = 0.5
-        start: Annotated[float, option("Share of the run's steps after which freezing begins.", ge=0, lt=1)] = 0.2
-        until: Annotated[float, option("Share of the run's steps after which all of them are frozen.", gt=0, le=1)] = (
-            0.6
+        share: float = option("Share of the layers that are frozen at the end.", default=0.5, gt=0, lt=1)
+        start: float = option("Share of the run's steps after which freezing begins.", default=0.2, ge=0, lt=1)
+        until: float = option("Share of the run's steps after which all of them are frozen.", default=0.6, gt=0, le=1)
+        layers: str | None = option(
+            "Name of the model's ModuleList or Sequential of layers; null: the longest outermost one.", default=None
         )
-        layers: Annotated[
-            str | None,
-            option("Name of the model's ModuleList or Sequential of layers; null: the longest outermost one."),
-        ] = None
 
         def __post_init__(self) -> None:
             if self.start >= self.until:

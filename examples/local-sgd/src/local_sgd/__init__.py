@@ -8,7 +8,6 @@ Little", 2019.
 """
 
 from dataclasses import dataclass
-from typing import Annotated
 
 from fastloop import PluginError, Strategy, hookimpl, option
 
@@ -28,7 +27,7 @@ class LocalSGD(Strategy):
 
     @dataclass(kw_only=True)
     class Config:
-        every: Annotated[int, option("Optimizer steps between two averages.", ge=1)] = 8
+        every: int = option("Optimizer steps between two averages.", default=8, ge=1)
 
     def prepare(self, run, model, optimizer):
         if run.accelerator.mixed_precision == "fp16":  # an overflow would skip the step of one process

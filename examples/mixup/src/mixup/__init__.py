@@ -14,7 +14,7 @@ from collections import namedtuple
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Plugin, hookimpl, option
 
@@ -43,9 +43,9 @@ class Mixup(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        alpha: Annotated[
-            float, option("Of Beta(alpha, alpha): small values leave most samples almost unmixed.", gt=0)
-        ] = 0.2
+        alpha: float = option(
+            "Of Beta(alpha, alpha): small values leave most samples almost unmixed.", default=0.2, gt=0
+        )
 
     @hookimpl(wrapper=True)
     def build_collator(self, split: str) -> Generator[None, Any, Any]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 from fastloop import Output, hookimpl, option
 from fastloop_plugins.text import Data, Model, TextTask, compute, pool
@@ -28,7 +28,7 @@ from fastloop_plugins.text import Data, Model, TextTask, compute, pool
 class PairData(Data):
     """The ``data`` section."""
 
-    other: Annotated[str, option("The column of the texts that those of data.text are compared with.")] = "other"
+    other: str = option("The column of the texts that those of data.text are compared with.", default="other")
 
 
 class SentenceSimilarity(TextTask):
@@ -44,9 +44,9 @@ class SentenceSimilarity(TextTask):
     class Config:
         """Options."""
 
-        temperature: Annotated[
-            float, option("Divides the similarities; smaller values weigh the most similar wrong text more.", gt=0)
-        ] = 0.05
+        temperature: float = option(
+            "Divides the similarities; smaller values weigh the most similar wrong text more.", default=0.05, gt=0
+        )
 
     @hookimpl
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:

@@ -8,7 +8,6 @@ Tables: ``runs`` (id, folder) and ``scalars`` (run, step, name, value; NaN becom
 
 import sqlite3
 from dataclasses import dataclass
-from typing import Annotated
 
 from fastloop import Plugin, hookimpl, option
 
@@ -31,8 +30,8 @@ class SQLiteLog(Plugin):
 
     @dataclass(kw_only=True)
     class Config:
-        file: Annotated[str, option("Path of the database, relative to the folder that holds the run folder.")] = (
-            "runs.sqlite"
+        file: str = option(
+            "Path of the database, relative to the folder that holds the run folder.", default="runs.sqlite"
         )
 
     @hookimpl

@@ -11,8 +11,8 @@ Training", 2025.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fastloop import Plugin, PluginError, hookimpl, option
 
@@ -33,9 +33,10 @@ class Muon(Plugin):
     class Config:
         """Options."""
 
-        momentum: Annotated[float, option("Momentum of Muon.", ge=0, lt=1)] = 0.95
-        adamw: Annotated[list[str], option("Matrices whose names contain one of these keep AdamW.")] = field(
-            default_factory=lambda: ["embed", "head", "classifier"]
+        momentum: float = option("Momentum of Muon.", default=0.95, ge=0, lt=1)
+        adamw: list[str] = option(
+            "Matrices whose names contain one of these keep AdamW.",
+            default_factory=lambda: ["embed", "head", "classifier"],
         )
 
     @hookimpl

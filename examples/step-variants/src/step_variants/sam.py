@@ -11,7 +11,7 @@ time. Method: Foret et al., "Sharpness-Aware Minimization for Efficiently Improv
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from fastloop import Batch, Plugin, hookimpl, option
 
@@ -32,7 +32,7 @@ class SAM(Plugin):
     class Config:
         """Options."""
 
-        rho: Annotated[float, option("Distance of the second pass from the weights, as a 2-norm.", gt=0)] = 0.05
+        rho: float = option("Distance of the second pass from the weights, as a 2-norm.", default=0.05, gt=0)
 
     @hookimpl
     def train_step(self, run: Run, batches: list[Batch]) -> Tensor:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, hookimpl, option
 from fastloop_plugins.text import Data, TextTask
+from pydantic import PositiveInt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,62 +35,59 @@ NO_VALIDATION = (
 class PairData(Data):
     """The ``data`` section."""
 
-    other: Annotated[str, option("The column of the texts that those of data.text are compared with.")] = "other"
-    negative: Annotated[str | None, option("The column of hard negatives: texts that are not similar.")] = None
-    beir: Annotated[str | None, option("Folder in the layout of BEIR, which evaluations search, too.")] = None
+    other: str = option("The column of the texts that those of data.text are compared with.", default="other")
+    negative: str | None = option("The column of hard negatives: texts that are not similar.", default=None)
+    beir: str | None = option("Folder in the layout of BEIR, which evaluations search, too.", default=None)
 
 
 @dataclass(kw_only=True)
 class RankedData(PairData):
     """The ``data`` section of ``reranker``."""
 
-    candidates: Annotated[
-        str | None, option("File in the format of trec_eval: the documents to rank for each query of data.beir.")
-    ] = None
+    candidates: str | None = option(
+        "File in the format of trec_eval: the documents to rank for each query of data.beir.", default=None
+    )
 
 
 @dataclass(kw_only=True)
 class EmbeddingOptions:
     """Options of ``embedding``."""
 
-    loss: Annotated[
-        Literal["multiple_negatives", "cosent", "cosine", "triplet"],
-        option("The loss: the first and the last need similar texts, the others a score for each row."),
-    ] = "multiple_negatives"
-    pooling: Annotated[
-        Literal["mean", "first", "last"] | None,
-        option("Which tokens give the vector of a text; null: those of a Sentence Transformers model, or mean."),
-    ] = None
-    normalize: Annotated[
-        bool | None, option("Scale the vectors to length 1; null: as a Sentence Transformers model does, or true.")
-    ] = None
-    temperature: Annotated[float, option("multiple_negatives, cosent: divides similarities.", gt=0)] = 0.05
-    margin: Annotated[float, option("triplet: how much nearer the similar text must be.", gt=0)] = 1.0
-    query_prompt: Annotated[
-        str | None, option("Text before each text of data.text; null: the model's prompt for queries, or none.")
-    ] = None
-    document_prompt: Annotated[
-        str | None, option("Text before each text of data.other and data.negative; null: the model's, or none.")
-    ] = None
-    predict: Annotated[
-        Literal["text", "other"], option("The column that a file to predict has: data.text or data.other.")
-    ] = "text"
-    dims: Annotated[
-        list[Annotated[int, option("Numbers.", ge=1)]],
-        option("Sum the loss over the first so many numbers of vectors; empty: use all."),
-    ] = field(default_factory=list)
+    loss: Literal["multiple_negatives", "cosent", "cosine", "triplet"] = option(
+        "The loss: the first and the last need similar texts, the others a score for each row.",
+        default="multiple_negatives",
+    )
+    pooling: Literal["mean", "first", "last"] | None = option(
+        "Which tokens give the vector of a text; null: those of a Sentence Transformers model, or mean.", default=None
+    )
+    normalize: bool | None = option(
+        "Scale the vectors to length 1; null: as a Sentence Transformers model does, or true.", default=None
+    )
+    temperature: float = option("multiple_negatives, cosent: divides similarities.", default=0.05, gt=0)
+    margin: float = option("triplet: how much nearer the similar text must be.", default=1.0, gt=0)
+    query_prompt: str | None = option(
+        "Text before each text of data.text; null: the model's prompt for queries, or none.", default=None
+    )
+    document_prompt: str | None = option(
+        "Text before each text of data.other and data.negative; null: the model's, or none.", default=None
+    )
+    predict: Literal["text", "other"] = option(
+        "The column that a file to predict has: data.text or data.other.", default="text"
+    )
+    dims: list[PositiveInt] = option(
+        "Sum the loss over the first so many numbers of vectors; empty: use all.", default_factory=list
+    )
 
 
 @dataclass(kw_only=True)
 class RerankerOptions:
     """Options of ``reranker``."""
 
-    loss: Annotated[
-        Literal["multiple_negatives", "binary", "list_net"],
-        option("The loss: the first needs pairs that fit, the others a score for each pair."),
-    ] = "multiple_negatives"
-    negatives: Annotated[int, option("multiple_negatives: documents of other rows for each query.", ge=0)] = 4
-    temperature: Annotated[float, option("multiple_negatives: divides scores between 0 and 1.", gt=0)] = 0.1
+    loss: Literal["multiple_negatives", "binary", "list_net"] = option(
+        "The loss: the first needs pairs that fit, the others a score for each pair.", default="multiple_negatives"
+    )
+    negatives: int = option("multiple_negatives: documents of other rows for each query.", default=4, ge=0)
+    temperature: float = option("multiple_negatives: divides scores between 0 and 1.", default=0.1, gt=0)
 
 
 def key_of(ids: NDArray[np.int32]) -> int:

@@ -6,8 +6,8 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, UsageError, option
 from fastloop.errors import did_you_mean
@@ -30,32 +30,29 @@ NEEDS_MEAN = "fastloop needs the mean, which it weights by samples."
 class ClassifierOptions:
     """Options that all tasks with classes have."""
 
-    loss: Annotated[
-        str | dict[str, Any],
-        option(
-            "cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: "
-            "balanced}."
-        ),
-    ] = "cross_entropy"
-    metrics: Annotated[
-        dict[str, dict[str, Any]],
-        option("More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}."),
-    ] = field(default_factory=dict)
+    loss: str | dict[str, Any] = option(
+        "cross_entropy or focal, or with options: {name: cross_entropy, label_smoothing: 0.1, class_weights: "
+        "balanced}.",
+        default="cross_entropy",
+    )
+    metrics: dict[str, dict[str, Any]] = option(
+        "More metrics: name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.",
+        default_factory=dict,
+    )
 
 
 @dataclass(kw_only=True)
 class LossOptions:
     """The options of a classifier's loss."""
 
-    name: Annotated[Literal["cross_entropy", "focal"], option("The loss.")] = "cross_entropy"
-    class_weights: Annotated[
-        Literal["balanced"] | list[float] | dict[str, float] | None,
-        option("A weight for each class: a list, a mapping of the classes' names, or balanced."),
-    ] = None
-    label_smoothing: Annotated[
-        float, option("Share of the target that is spread over all classes, for cross_entropy.", ge=0, le=1)
-    ] = 0.0
-    gamma: Annotated[float, option("Exponent of focal: 0 gives cross entropy.", ge=0)] = 2.0
+    name: Literal["cross_entropy", "focal"] = option("The loss.", default="cross_entropy")
+    class_weights: Literal["balanced"] | list[float] | dict[str, float] | None = option(
+        "A weight for each class: a list, a mapping of the classes' names, or balanced.", default=None
+    )
+    label_smoothing: float = option(
+        "Share of the target that is spread over all classes, for cross_entropy.", default=0.0, ge=0, le=1
+    )
+    gamma: float = option("Exponent of focal: 0 gives cross entropy.", default=2.0, ge=0)
 
     def __post_init__(self) -> None:
         if self.name == "focal" and self.label_smoothing:

@@ -6,10 +6,10 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop.errors import did_you_mean
@@ -35,67 +35,61 @@ MAX_PIXELS = 89_478_485
 class Data:
     """The ``data`` section."""
 
-    images: Annotated[
-        str | None,
-        option(
-            "Folder with train, validation and test, each with a folder of images for each class; or only with "
-            "the latter."
-        ),
-    ] = None
-    module: Annotated[
-        str | None,
-        option("Instead of images: a function that returns the folder: package.module:name or file.py:name."),
-    ] = None
-    arguments: Annotated[dict[str, Any] | None, option("Arguments of that function.")] = None
-    splits: Annotated[
-        dict[str, Any] | None, option("Names of the splits' folders, such as {validation: val}; null: leave out.")
-    ] = None
-    validation_fraction: Annotated[
-        float, option("Share of train to evaluate on where there is no validation split.", ge=0, lt=1)
-    ] = 0.1
-    limit: Annotated[
-        dict[str, Any] | None, option("Split -> how many images to keep, drawn at random, always the same.")
-    ] = None
-    image_size: Annotated[
-        int | None, option("Height and width of the model's input in pixels; null: as pretrained, else 224.", ge=1)
-    ] = None
-    crop_fraction: Annotated[
-        float | None,
-        option(
-            "In evaluation, the share of the shorter side that is kept at the center; null: as pretrained, else 0.875.",
-            gt=0,
-            le=1,
-        ),
-    ] = None
-    interpolation: Annotated[
-        Literal["bilinear", "bicubic"] | None, option("How images are resized; null: as pretrained, else bilinear.")
-    ] = None
-    mean: Annotated[
-        list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")
-    ] = None
-    std: Annotated[
-        list[float] | None, option("Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.")
-    ] = None
-    max_pixels: Annotated[
-        int, option("Pixels of an image at most, as it is and resized: a small file may claim any size.", ge=1)
-    ] = MAX_PIXELS
-    augment: Annotated[
-        dict[str, Any] | None, option("Random changes of training images: {crop: true, scale: [0.08, 1], flip: 0.5}.")
-    ] = None
+    images: str | None = option(
+        "Folder with train, validation and test, each with a folder of images for each class; or only with the latter.",
+        default=None,
+    )
+    module: str | None = option(
+        "Instead of images: a function that returns the folder: package.module:name or file.py:name.", default=None
+    )
+    arguments: dict[str, Any] | None = option("Arguments of that function.", default=None)
+    splits: dict[str, Any] | None = option(
+        "Names of the splits' folders, such as {validation: val}; null: leave out.", default=None
+    )
+    validation_fraction: float = option(
+        "Share of train to evaluate on where there is no validation split.", default=0.1, ge=0, lt=1
+    )
+    limit: dict[str, Any] | None = option(
+        "Split -> how many images to keep, drawn at random, always the same.", default=None
+    )
+    image_size: int | None = option(
+        "Height and width of the model's input in pixels; null: as pretrained, else 224.", default=None, ge=1
+    )
+    crop_fraction: float | None = option(
+        "In evaluation, the share of the shorter side that is kept at the center; null: as pretrained, else 0.875.",
+        default=None,
+        gt=0,
+        le=1,
+    )
+    interpolation: Literal["bilinear", "bicubic"] | None = option(
+        "How images are resized; null: as pretrained, else bilinear.", default=None
+    )
+    mean: list[float] | None = option(
+        "Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.", default=None
+    )
+    std: list[float] | None = option(
+        "Of red, green and blue from 0 to 1; null: as pretrained, else ImageNet's.", default=None
+    )
+    max_pixels: int = option(
+        "Pixels of an image at most, as it is and resized: a small file may claim any size.", default=MAX_PIXELS, ge=1
+    )
+    augment: dict[str, Any] | None = option(
+        "Random changes of training images: {crop: true, scale: [0.08, 1], flip: 0.5}.", default=None
+    )
 
 
 @dataclass(kw_only=True)
 class Augment:
     """``data.augment``."""
 
-    crop: Annotated[bool, option("train on a random part of an image; false: on the same part as in evaluation")] = True
-    scale: Annotated[list[float], option("smallest and largest area of the part, as a share of the image")] = field(
-        default_factory=lambda: [0.08, 1.0]
+    crop: bool = option("train on a random part of an image; false: on the same part as in evaluation", default=True)
+    scale: list[float] = option(
+        "smallest and largest area of the part, as a share of the image", default_factory=lambda: [0.08, 1.0]
     )
-    ratio: Annotated[list[float], option("smallest and largest width of the part, divided by its height")] = field(
-        default_factory=lambda: [0.75, 1.3333]
+    ratio: list[float] = option(
+        "smallest and largest width of the part, divided by its height", default_factory=lambda: [0.75, 1.3333]
     )
-    flip: Annotated[float, option("probability of a horizontal flip", ge=0, le=1)] = 0.5
+    flip: float = option("probability of a horizontal flip", default=0.5, ge=0, le=1)
 
     def __post_init__(self) -> None:
         for key in ("scale", "ratio"):

@@ -7,7 +7,7 @@ import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
@@ -47,16 +47,16 @@ timm, also ``input``, the settings of its transform; earlier versions wrote the 
 class Model:
     """The ``model`` section."""
 
-    name: Annotated[
-        str | None, option("A model of transformers (hub id or local folder), torchvision/NAME or timm/NAME.")
-    ] = None
-    config: Annotated[
-        dict[str, Any] | None, option("Instead of name, a transformers model from scratch: model_type and its options.")
-    ] = None
-    pretrained: Annotated[bool, option("Start from the pretrained weights; false: from random ones.")] = True
-    arguments: Annotated[dict[str, Any] | None, option("Further arguments of a model of torchvision or timm.")] = None
-    weights: Annotated[str | None, option(HELP)] = None
-    weights_strict: Annotated[bool, option(STRICT_HELP)] = False
+    name: str | None = option(
+        "A model of transformers (hub id or local folder), torchvision/NAME or timm/NAME.", default=None
+    )
+    config: dict[str, Any] | None = option(
+        "Instead of name, a transformers model from scratch: model_type and its options.", default=None
+    )
+    pretrained: bool = option("Start from the pretrained weights; false: from random ones.", default=True)
+    arguments: dict[str, Any] | None = option("Further arguments of a model of torchvision or timm.", default=None)
+    weights: str | None = option(HELP, default=None)
+    weights_strict: bool = option(STRICT_HELP, default=False)
 
 
 class ImageModel:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.conll import Columns
@@ -31,20 +31,20 @@ LISTS = "a file of type .conll, .jsonl, .json or .parquet"
 class TagData(Data):
     """The ``data`` section of ``token-classification``."""
 
-    words: Annotated[
-        str | int | None,
-        option("The column of words, a list in each row; in CoNLL files a number. null: words, or in CoNLL files 0."),
-    ] = None
-    tags: Annotated[
-        str | int | None,
-        option("The column of tags, a list of names or ids in each row. null: tags, or in CoNLL files -1, the last."),
-    ] = None
-    format: Annotated[
-        Literal["conll"] | None, option("conll: .txt and .tsv files are CoNLL files, as .conll files are.")
-    ] = None
-    tag_names: Annotated[
-        list[str] | None, option("The tags in the order of their ids; null: those of train, sorted.")
-    ] = None
+    words: str | int | None = option(
+        "The column of words, a list in each row; in CoNLL files a number. null: words, or in CoNLL files 0.",
+        default=None,
+    )
+    tags: str | int | None = option(
+        "The column of tags, a list of names or ids in each row. null: tags, or in CoNLL files -1, the last.",
+        default=None,
+    )
+    format: Literal["conll"] | None = option(
+        "conll: .txt and .tsv files are CoNLL files, as .conll files are.", default=None
+    )
+    tag_names: list[str] | None = option(
+        "The tags in the order of their ids; null: those of train, sorted.", default=None
+    )
 
 
 def has_tags(recipe: Recipe) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.drop import drop_line, with_drop_line
@@ -58,32 +58,27 @@ logger = logging.getLogger("fastloop")
 class LanguageData(Data):
     """The ``data`` section of ``causal-lm``."""
 
-    messages: Annotated[
-        str | list[str] | None,
-        option(
-            "The column of conversations; or the columns of instructions, inputs and answers. Replaces text. null: as "
-            "the files show."
-        ),
-    ] = None
-    chat_template: Annotated[str | None, option("A Jinja file, or chatml; null: the template of the tokenizer.")] = None
-    train_on: Annotated[
-        Literal["assistant", "last", "all"],
-        option("The tokens of a conversation that have a loss: all answers, the last answer, or everything."),
-    ] = "assistant"
-    roles: Annotated[
-        dict[str, str] | None,
-        option("Role as in the data -> its role for the chat template, such as {bot: assistant}; others stay."),
-    ] = None
-    prompt: Annotated[
-        str | None, option("The column of prompts, which have no loss. Replaces text, and needs completion.")
-    ] = None
-    completion: Annotated[str | None, option("The column of completions. Only they have a loss.")] = None
-    blocks: Annotated[
-        bool,
-        option(
-            "With streaming: put texts end to end, and cut them into blocks of max_length tokens, as without streaming."
-        ),
-    ] = False
+    messages: str | list[str] | None = option(
+        "The column of conversations; or the columns of instructions, inputs and answers. Replaces text. null: as "
+        "the files show.",
+        default=None,
+    )
+    chat_template: str | None = option("A Jinja file, or chatml; null: the template of the tokenizer.", default=None)
+    train_on: Literal["assistant", "last", "all"] = option(
+        "The tokens of a conversation that have a loss: all answers, the last answer, or everything.",
+        default="assistant",
+    )
+    roles: dict[str, str] | None = option(
+        "Role as in the data -> its role for the chat template, such as {bot: assistant}; others stay.", default=None
+    )
+    prompt: str | None = option(
+        "The column of prompts, which have no loss. Replaces text, and needs completion.", default=None
+    )
+    completion: str | None = option("The column of completions. Only they have a loss.", default=None)
+    blocks: bool = option(
+        "With streaming: put texts end to end, and cut them into blocks of max_length tokens, as without streaming.",
+        default=False,
+    )
 
 
 class LanguageTextData(TextData):

@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError, option
 from fastloop_plugins.models.vocabulary import embeddings, resize
@@ -36,9 +36,9 @@ SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 class DecoderOptions(Model):
     """The ``model`` section of ``causal-lm``."""
 
-    pad_vocab_to: Annotated[
-        int | None, option("Pad the vocabulary to a multiple of this while training, such as 64; null: do not.", ge=1)
-    ] = None
+    pad_vocab_to: int | None = option(
+        "Pad the vocabulary to a multiple of this while training, such as 64; null: do not.", default=None, ge=1
+    )
 
 
 class DecoderModel(TextModel):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastloop import RecipeError, option
 
@@ -30,24 +30,20 @@ PLUGINS = {
 class StreamingOptions:
     """Options of the ``data`` section for training data larger than memory."""
 
-    streaming: Annotated[
-        bool,
-        option("Read the training files while training; other splits stay in memory."),
-    ] = False
-    shuffle_buffer: Annotated[
-        int,
-        option("With streaming: rows in memory to shuffle in, for each process that reads; 0: do not shuffle.", ge=0),
-    ] = 10_000
-    lanes: Annotated[
-        int,
-        option(
-            "With streaming: row groups read side by side. Half as many processes with two workers each share no row.",
-            ge=1,
-        ),
-    ] = 16
-    mix: Annotated[
-        list[float] | None, option("With streaming: the share of each entry of data.files.train in the samples.")
-    ] = None
+    streaming: bool = option("Read the training files while training; other splits stay in memory.", default=False)
+    shuffle_buffer: int = option(
+        "With streaming: rows in memory to shuffle in, for each process that reads; 0: do not shuffle.",
+        default=10_000,
+        ge=0,
+    )
+    lanes: int = option(
+        "With streaming: row groups read side by side. Half as many processes with two workers each share no row.",
+        default=16,
+        ge=1,
+    )
+    mix: list[float] | None = option(
+        "With streaming: the share of each entry of data.files.train in the samples.", default=None
+    )
 
 
 class StreamedData:

@@ -117,7 +117,7 @@ EAGER = AMP | BUCKETS | PREFETCH | OPTIMIZER | FIRST
 PACKED = AMP | {"packing": {}} | PREFETCH | OPTIMIZER | FIRST
 VARIANTS: dict[str, Variant] = {
     "baseline": Variant(padding="max_length"),
-    "tf32": Variant(plugins={"matmul-precision": {}}, padding="max_length", cuda=True),
+    "tf32": Variant(plugins={"amp": {"dtype": "fp32", "fp32_matmul": "high"}}, padding="max_length", cuda=True),
     "bf16": Variant(plugins=AMP, padding="max_length"),
     "bucketing": Variant(over="bf16", plugins=AMP | BUCKETS),
     "device-prefetch": Variant(over="bucketing", plugins=AMP | BUCKETS | PREFETCH),

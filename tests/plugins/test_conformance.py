@@ -96,7 +96,6 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
     "liger": {"task": LANGUAGE, "device": "auto"},
     "lora": {"task": TEXTS},
-    "matmul-precision": {"device": "auto"},
     "neftune": {"task": LANGUAGE},
     "packing": {"task": TEXTS},
     "trackers": {"options": {"trackers": []}},  # test_trackers.py trains with real ones

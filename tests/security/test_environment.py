@@ -35,7 +35,7 @@ def fastloop(*arguments: str, path: Path | None = None, **options: Any) -> subpr
 CLAIMS: dict[str, list[str]] = {
     "a plugin that auto selects": ["fused-optimizer"],
     "all that speed up a step": ["fused-optimizer", "compile", "fast-dropout", "attention"],
-    "auto's other defaults": ["dataloader-workers", "matmul-precision"],
+    "auto's other defaults": ["dataloader-workers", "channels-last"],
 }
 
 

@@ -6,6 +6,10 @@
 ``auto`` uses bf16 if the device supports it, else fp16. fp16 scales the loss and skips optimizer steps whose gradients
 overflow. A skipped step counts, but does not advance the learning rate schedule. For fp8, list ``torchao-fp8`` in
 addition to ``amp: {dtype: bf16}``.
+
+``amp: {dtype: fp32, fp32_matmul: high}`` stays in fp32, and multiplies matrices in TensorFloat-32: 10 bits of mantissa
+instead of 23, with the range of fp32. It needs a CUDA device with TF32 units (compute capability 8.0 and later). In
+bf16, little is left to gain from it.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import (
+    Device,
     Dtype,
     Plugin,
     PluginError,
@@ -56,7 +61,11 @@ class Amp(Plugin):
     slot = "precision"
     numerics = "reduced-precision"
     on_resume = {"init_scale": "fixed"}  # a resumed run continues with the checkpoint's factor
-    requirements = (When(wants("bf16"), Dtype("bf16")), When(wants("fp16"), Dtype("fp16")))
+    requirements = (
+        When(wants("bf16"), Dtype("bf16")),
+        When(wants("fp16"), Dtype("fp16")),
+        When(lambda config: config.fp32_matmul is not None, Device("cuda")),
+    )
     for_inference = True
     description = "forward pass in a smaller dtype"
 
@@ -64,9 +73,15 @@ class Amp(Plugin):
     class Config:
         """Options."""
 
-        dtype: Literal["auto", "bf16", "fp16"] = option("Dtype of the forward pass.", default="auto")
+        dtype: Literal["auto", "bf16", "fp16", "fp32"] = option("Dtype of the forward pass.", default="auto")
         init_scale: float = option("fp16: the first factor that the loss is scaled with.", default=65536.0, gt=0)
         growth_interval: int = option("fp16: steps without overflow before the factor doubles.", default=2000, ge=1)
+        fp32_matmul: Literal["high", "medium"] | None = option(
+            "Products of fp32 matrices, as in torch.set_float32_matmul_precision. high: TF32, or three bf16 products; "
+            "medium: one bf16 product.",
+            default=None,
+        )
+        tf32_convolutions: bool = option("With fp32_matmul: TF32 in cuDNN's convolutions, too.", default=True)
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -88,11 +103,13 @@ class Amp(Plugin):
         factor, products = profile.peaks[small] / profile.peaks["fp32"], profile.multiplying()
         arithmetic = min(products, profile.flops / profile.peaks["fp32"]) if profile.flops else products
         calls = sum(profile.counts.get(name, 0.0) for name in MULTIPLYING) if profile.device == "cpu" else 0.0
-        return SpeedupEstimate(
-            seconds=arithmetic * (1 - 1 / factor) - calls * CPU_CALL_SECONDS,
-            why=f"Matrix products in fp32 are {products / profile.seconds:.0%} of a step; {small} is {factor:.1f} "
-            "times as fast here.",
+        why = (
+            f"Matrix products in fp32 are {products / profile.seconds:.0%} of a step; {small} is {factor:.1f} times as "
+            "fast here."
         )
+        if profile.device == "cuda":
+            why += " TF32 (dtype: fp32, fp32_matmul: high) is closer to fp32."
+        return SpeedupEstimate(seconds=arithmetic * (1 - 1 / factor) - calls * CPU_CALL_SECONDS, why=why)
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -102,9 +119,11 @@ class Amp(Plugin):
                 raise
             message = f"{self.where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here."
             raise RecipeError(message) from None
-        self.dtype: str = self.config.dtype
+        self.dtype: str = "no" if self.config.dtype == "fp32" else self.config.dtype  # as in Accelerate
         self.is_applied: bool | None = None
         self.recorders: list[RemovableHandle] = []
+        self.fp32_settings: tuple[str, bool] | None = None
+        """torch's precision of fp32 products and cuDNN's flag of TF32 before the run."""
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -130,12 +149,23 @@ class Amp(Plugin):
     def after_prepare(self, run: Run) -> None:
         """If the strategy applies the precision itself, record in the first step whether layers compute in the smaller
         dtype."""
+        self.set_fp32_matmul()
         if self.dtype == "no" or not run.strategy.sets_precision:
             run.plugins.unsubscribe(self, "before_optimizer_step")
             return
         for layer in run.unwrap_model().modules():
             if any(parameter.is_floating_point() for parameter in layer.parameters(recurse=False)):
                 self.recorders.append(layer.register_forward_pre_hook(self.record))
+
+    def set_fp32_matmul(self) -> None:
+        """Change the precision of torch's fp32 products until ``teardown``, if the recipe asks for it."""
+        if self.config.fp32_matmul is None:
+            return
+        import torch
+
+        self.fp32_settings = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+        torch.set_float32_matmul_precision(self.config.fp32_matmul)
+        torch.backends.cudnn.allow_tf32 = self.config.tf32_convolutions
 
     @hookimpl(wrapper=True)
     def compute_loss(self, run: Run, model: nn.Module, batch: Any) -> Generator[None, Output, Output]:
@@ -210,3 +240,13 @@ class Amp(Plugin):
                 f"strategy {run.strategy.name!r} applied no autocast. Remove its sets_precision, so that fastloop "
                 f"applies it. Or remove {self.name}."
             )
+
+    @hookimpl
+    def teardown(self) -> None:
+        if self.fp32_settings is None:
+            return
+        import torch
+
+        matmul, convolutions = self.fp32_settings
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolutions

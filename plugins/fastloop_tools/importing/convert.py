@@ -247,6 +247,8 @@ def convert_precision(result: Conversion, given: Mapping[str, Any]) -> None:
         result.plugins["amp"] = {"dtype": "fp16"}
     elif bf16:
         result.plugins["amp"] = {"dtype": "auto" if bf16 == "auto" else "bf16"}
+    if result.take("tf32"):
+        result.plugins.setdefault("amp", {"dtype": "fp32"})["fp32_matmul"] = "high"
     if bf16 == "full":
         result.note("bf16", "full: fastloop keeps fp32 weights, and computes in bf16 (amp)")
 

@@ -113,7 +113,6 @@ PLUGINS: dict[str, tuple[str, dict[str, Any]]] = {
     "gradient_checkpointing": ("activation-checkpointing", {}),
     "packing": ("packing", {}),
     "group_by_length": ("length-bucketing", {}),
-    "tf32": ("matmul-precision", {"precision": "high"}),
     "use_liger_kernel": ("liger", {}),
     "cut_cross_entropy": ("fused-loss", {}),
     "use_tensorboard": ("tensorboard", {}),

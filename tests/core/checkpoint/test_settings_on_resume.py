@@ -40,7 +40,13 @@ TRAIN: dict[str, Any] = {
 
 OPTIONS: dict[str, dict[str, tuple[Any, Any]]] = {
     "activation-checkpointing": {"blocks": (["Sequential"], ["LayerNorm"]), "every": (1, 2)},
-    "amp": {"dtype": ("bf16", "auto"), "init_scale": (65536.0, 1024.0), "growth_interval": (2000, 5)},
+    "amp": {
+        "dtype": ("bf16", "auto"),
+        "init_scale": (65536.0, 1024.0),
+        "growth_interval": (2000, 5),
+        "fp32_matmul": (None, None),  # another value needs CUDA
+        "tf32_convolutions": (True, False),
+    },
     "auto-micro-batch": {"snapshot": (True, False), "limit_gib": (None, 500.0)},
     "checkpoint-best": {"monitor": ("loss", "accuracy"), "mode": ("min", "max"), "keep_checkpoints": (1, 2)},
     "dataloader-workers": {
@@ -116,7 +122,6 @@ ELSEWHERE = {
     "image-classification": "a task: its options are declared as those of module are",
     "length-bucketing": "needs texts",
     "lora": "needs a model with linear layers that peft knows",
-    "matmul-precision": "needs an accelerator",
     "muon-optimizer": "has one option, which moves parameters between groups",
     "neftune": "needs token ids",
     "remote-output": "needs a server",

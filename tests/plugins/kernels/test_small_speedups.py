@@ -1,4 +1,4 @@
-"""channels-last, threads and matmul-precision."""
+"""channels-last, threads and the products of fp32 matrices."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastloop.testing import tiny_data
 from fastloop_plugins import _foreign_load as foreign_load
 from fastloop_plugins._foreign_load import ForeignLoad
 from fastloop_plugins.kernels.channels_last import ChannelsLast
-from fastloop_plugins.precision.matmul_precision import MatmulPrecision
+from fastloop_plugins.precision.amp import Amp
 from fastloop_plugins.strategies.cpu_affinity import CpuAffinity
 
 
@@ -197,13 +197,17 @@ def test_waiting_threads_of_a_training_process_sleep(tmp_path):
 def test_tf32_needs_cuda(tiny_run):
     if torch.cuda.is_available():
         pytest.skip("there is CUDA")
-    with pytest.raises(PluginError, match="'matmul-precision' needs a device of type cuda"):
-        tiny_run([MatmulPrecision()])
+    with pytest.raises(PluginError, match="'amp' needs a device of type cuda"):
+        tiny_run([Amp(dtype="fp32", fp32_matmul="high")])
+
+
+def test_amp_in_fp32_changes_nothing(tiny_run):
+    assert tiny_run([Amp(dtype="fp32")]).losses == tiny_run().losses
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="TF32 needs CUDA")
 def test_tf32_is_near_fp32_and_put_back(tiny_run):
-    plain, ours = tiny_run(device="auto"), tiny_run([MatmulPrecision()], device="auto")
+    plain, ours = tiny_run(device="auto"), tiny_run([Amp(dtype="fp32", fp32_matmul="high")], device="auto")
     assert ours.losses == pytest.approx(plain.losses, rel=2e-2)
     assert torch.get_float32_matmul_precision() == "highest"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from fastloop_plugins.text import Split
+from fastloop_plugins.text import Split, add_loss
 from preference_runs import CHATS, LABELLED, PAIRS, UNPROMPTED, tokenizer
 from torch.nn.utils.rnn import pad_sequence
 
@@ -50,6 +50,8 @@ def model(seed, kind="AutoModelForCausalLM"):
             weight.copy_((torch.arange(start, start + weight.numel(), dtype=torch.float64) * 1.7).sin().view_as(weight))
             weight.mul_(0.4)
             start += weight.numel()
+    if kind == "AutoModelForCausalLM":
+        add_loss(made)
     return made.train()
 
 

@@ -83,7 +83,9 @@ def compute(
     batch = batch if isinstance(batch, Batch) else Batch(batch)
     ragged = getattr(collator.collate, "ragged", None)
     if ragged is not None and ragged(samples).reads_all:
-        return split(results(forward(model, batch.inputs)), batch.inputs)
+        # with targets, the output of a language model is a loss
+        inputs = {name: value for name, value in batch.inputs.items() if name != "targets"}
+        return split(results(forward(model, inputs)), inputs)
     outputs: list[Any] = []
     handle = found.register_forward_hook(lambda module, args, output: outputs.append(output))
     output = run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.batches import Ragged, Sequences, cache_token_ids, join_ids
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.chat.template import ChatRenderer, template_text
+    from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
     from fastloop_plugins.text.masks import compute, compute_all, pool, split
     from fastloop_plugins.text.model import Model, OtherModel
     from fastloop_plugins.text.next_token_loss import add_loss
@@ -32,11 +33,14 @@ PLACES = {
     "Sequences": "batches",
     "Split": "tokens",
     "TextTask": "task",
+    "WithPlaces": "chosen_tokens",
     "add_loss": "next_token_loss",
     "cache_token_ids": "batches",
+    "chunk_log_probabilities": "chosen_tokens",
     "compute": "masks",
     "compute_all": "masks",
     "join_ids": "batches",
+    "log_probabilities": "chosen_tokens",
     "padded_traits": "options",
     "pool": "masks",
     "split": "masks",
@@ -56,11 +60,14 @@ __all__ = [
     "Sequences",
     "Split",
     "TextTask",
+    "WithPlaces",
     "add_loss",
     "cache_token_ids",
+    "chunk_log_probabilities",
     "compute",
     "compute_all",
     "join_ids",
+    "log_probabilities",
     "padded_traits",
     "pool",
     "split",

@@ -1,14 +1,15 @@
 """The loss of a language model, as a part of its forward pass.
 
-A compiler thus builds one graph of model and loss, and ``fused-loss`` can compute head and loss without all logits. A
-task that calls ``add_loss`` in ``build_model`` declares ``next-token-loss``.
+A compiler thus builds one graph of model and loss, and the head can compute only the tokens that have a loss, or head
+and loss in chunks. A task that calls ``add_loss`` in ``build_model`` declares ``next-token-loss``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,12 +17,19 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Target that cross entropy ignores."""
 
+Reduction = Literal["mean", "none"]
+"""One loss, the mean over all targets; or the loss of each token, 0 where there is no target."""
+
 
 def add_loss(model: Any, vocabulary: int | None = None) -> None:
     """Let the forward of a causal language model take ``targets``, and return ``loss``: their mean cross entropy.
 
     Targets are (B, T) int64, the next token of each, or -100 for a token without a loss. With gradients, the output has
     no logits, unless the model's attribute ``keeps_logits`` is true.
+
+    The forward takes three more arguments. ``places``, (N,) int64, are the tokens of the batch that have a target, as
+    indices into its B * T tokens: a head that ``adapt_head`` changed computes only these, others ignore them.
+    ``reduction="none"`` returns the loss of each token, (B, T) or (N,) float32. ``temperature`` divides the logits.
 
     Args:
         vocabulary: Tokens of the vocabulary, if the head has more rows: their logits are cut off. None: no more rows.
@@ -32,7 +40,17 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
     plain = model.forward.__func__  # a function of the instance: it survives a copy of the model
 
     @wraps(plain)
-    def forward(self: nn.Module, *args: Any, targets: Tensor | None = None, **kwargs: Any) -> Any:
+    def forward(
+        self: nn.Module,
+        *args: Any,
+        targets: Tensor | None = None,
+        places: Tensor | None = None,
+        reduction: Reduction = "mean",
+        temperature: float = 1.0,
+        **kwargs: Any,
+    ) -> Any:
+        if targets is not None and uses_head(self, places):
+            return head_output(self, plain, args, kwargs, targets, places, reduction, temperature)
         output = plain(self, *args, **kwargs)
         if targets is None and vocabulary is None:
             return output
@@ -40,14 +58,19 @@ def add_loss(model: Any, vocabulary: int | None = None) -> None:
         if vocabulary is not None:
             fields["logits"] = fields["logits"][..., :vocabulary]
         if targets is not None:
-            fields["loss"] = cross_entropy(
-                fields["logits"].flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED
-            )
+            logits = fields["logits"].flatten(0, 1).float()
+            if temperature != 1:
+                logits = logits / temperature
+            loss = cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction=reduction)
+            if reduction == "none":
+                loss = loss.view_as(targets) if places is None else loss.index_select(0, places)
+            fields["loss"] = loss
             if torch.is_grad_enabled() and not self.keeps_logits:
                 del fields["logits"]  # accelerate would convert them to float32
         return type(output)(**fields)
 
     model.forward, model.keeps_logits = MethodType(forward, model), False
+    model.has_adapted_head = model.computes_in_head = False
     model.vocabulary = vocabulary  # by which ``with_loss`` finds the model
 
 
@@ -56,31 +79,92 @@ def with_loss(model: nn.Module) -> Any:
     return next((module for module in model.modules() if "vocabulary" in vars(module)), None)
 
 
-def compute_in_head(model: Any, head: Any, compute: Any) -> None:
-    """Let the head of a language model that ``add_loss`` changed compute the loss, instead of the logits.
+HeadLoss = Callable[[Any, "Tensor", "Tensor", Reduction, float], "Tensor"]
+"""``(head, hidden states (N, d), targets (N,), reduction, temperature) -> loss``."""
+
+
+def adapt_head(model: Any, compute: HeadLoss | None = None) -> None:
+    """Let the head of a language model that ``add_loss`` changed compute only the tokens that have a loss.
+
+    Hooks of the head, such as those that gather sharded weights, act as before.
 
     Args:
-        head: The module that computes logits. Its hooks, such as those that gather sharded weights, act as before.
-        compute: ``(head, hidden states, targets) -> loss``, 0-dim.
+        compute: Computes the loss instead of the logits, of all tokens if no places are given. None: the head computes
+            the logits of the places, (1, N, vocabulary), which the model may change after the head.
     """
-    with_targets, plain, logits = model.forward.__func__, model.forward.__func__.__wrapped__, head.forward.__func__
+    if model.has_adapted_head:
+        restore_head(model)
+    head = model.get_output_embeddings()
+    logits = head.forward.__func__
 
     @wraps(logits)
     def head_forward(self: Any, hidden: Tensor) -> Tensor:
-        result: Tensor = logits(self, hidden) if self.targets is None else compute(self, hidden, self.targets)
-        return result
+        if self.fastloop_targets is None:
+            every: Tensor = logits(self, hidden)
+            return every
+        states = hidden.flatten(0, -2)
+        if self.fastloop_places is not None:
+            states = states.index_select(0, self.fastloop_places)
+        if compute is None:
+            chosen: Tensor = logits(self, states[None])
+            return chosen
+        return compute(self, states, self.fastloop_targets, *self.fastloop_arguments)
 
-    @wraps(plain)
-    def forward(self: Any, *args: Any, targets: Tensor | None = None, **kwargs: Any) -> Any:
-        if targets is None:
-            return with_targets(self, *args, **kwargs)
-        head.targets = targets
-        try:
-            output = plain(self, *args, **kwargs)
-        finally:
-            head.targets = None
-        fields = dict(output)
-        return type(output)(**fields | {"loss": fields.pop("logits")})
+    head.fastloop_logits, head.forward = logits, MethodType(head_forward, head)
+    head.fastloop_targets = head.fastloop_places = head.fastloop_arguments = None
+    model.has_adapted_head, model.computes_in_head = True, compute is not None
 
-    head.targets = None
-    head.forward, model.forward = MethodType(head_forward, head), MethodType(forward, model)
+
+def restore_head(model: Any) -> None:
+    """Undo ``adapt_head``."""
+    head = model.get_output_embeddings()
+    head.forward = MethodType(head.fastloop_logits, head)
+    for name in ("logits", "targets", "places", "arguments"):
+        delattr(head, f"fastloop_{name}")
+    model.has_adapted_head = model.computes_in_head = False
+
+
+def uses_head(model: Any, places: Tensor | None) -> bool:
+    """Whether the adapted head computes a loss. It does not if the output needs logits, if a plugin has replaced the
+    head since, such as by one with an adapter, or if processes divide its weight."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    if not model.has_adapted_head or model.keeps_logits or (places is None and not model.computes_in_head):
+        return False
+    head = model.get_output_embeddings()
+    return type(head) is nn.Linear and hasattr(head, "fastloop_targets") and not isinstance(head.weight, DTensor)
+
+
+def head_output(
+    model: Any,
+    plain: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    targets: Tensor,
+    places: Tensor | None,
+    reduction: Reduction,
+    temperature: float,
+) -> Any:
+    """The output of the forward ``plain`` with the loss that the adapted head computes. It has no logits."""
+    from torch.nn.functional import cross_entropy
+
+    head, tokens = model.get_output_embeddings(), targets.flatten()
+    if places is not None:
+        tokens = tokens.index_select(0, places)
+    head.fastloop_targets, head.fastloop_places, head.fastloop_arguments = tokens, places, (reduction, temperature)
+    try:
+        output = plain(model, *args, **kwargs)
+    finally:
+        head.fastloop_targets = head.fastloop_places = head.fastloop_arguments = None
+    fields = dict(output)
+    loss = fields.pop("logits")
+    if not model.computes_in_head:
+        logits = loss[..., : model.vocabulary].flatten(0, 1).float()
+        if temperature != 1:
+            logits = logits / temperature
+        loss = cross_entropy(logits, tokens, ignore_index=IGNORED, reduction=reduction)
+    elif reduction == "none" and places is None:
+        loss = loss.view_as(targets)
+    fields["loss"] = loss
+    return type(output)(**fields)

@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl
-from fastloop_plugins.text import Model
+from fastloop_plugins.text import Model, WithPlaces
 
 from fastloop_preference.options import DPOOptions, PairData
 from fastloop_preference.policy import PolicyTask, mean_of_step
@@ -32,6 +32,15 @@ class DPO(PolicyTask):
     targets: Any = None  # mean number of targets of a chosen completion with its prompt, for orpo
 
     Config = DPOOptions
+
+    @property
+    def reads_prompts(self) -> bool:  # type: ignore[override]
+        """Whether the loss needs the log-probabilities of prompts, too."""
+        return self.config.loss == "orpo"
+
+    @hookimpl(wrapper=True, specname="build_collator", tryfirst=True)  # around that of `packing`
+    def add_places(self) -> Generator[None, Any, Callable[[list[Any]], Batch]]:
+        return WithPlaces((yield))
 
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:

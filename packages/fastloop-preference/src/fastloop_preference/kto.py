@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl
-from fastloop_plugins.text import Model, Ragged, compute_all
+from fastloop_plugins.text import Model, Ragged, WithPlaces, compute_all
 
 from fastloop_preference.options import KTOOptions, LabelledData
 from fastloop_preference.policy import PolicyTask, mean_of_step
@@ -59,7 +59,7 @@ class KTO(PolicyTask):
 
     @hookimpl
     def build_collator(self, run: Run) -> Any:
-        return WithOther(super().build_collator(run))
+        return WithOther(WithPlaces(super().build_collator(run)))
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
         import torch

@@ -7,7 +7,7 @@ from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
 from fastloop import hookimpl
-from fastloop_plugins.text import Ragged, compute, pool
+from fastloop_plugins.text import Ragged, add_loss, chunk_log_probabilities, log_probabilities, pool
 
 from fastloop_preference.task import PreferenceTask
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fastloop_preference.reference import Reference
 
-OWN = ("targets", "completion", "keys", "sizes", "other")
+OWN = ("targets", "places", "completion", "keys", "sizes", "other")
 """Inputs of a batch that the model does not get."""
 IGNORED = -100
 """Target that cross entropy ignores."""
@@ -29,14 +29,18 @@ class PolicyTask(PreferenceTask):
     """Trains a language model by the log-probabilities of completions."""
 
     auto_class = "AutoModelForCausalLM"
+    runs_after = ("lora",)  # which may replace the head
+    runs_before = ("packing", "activation-checkpointing", "slot:strategy")  # which need the head as it will be
     completions = 2  # of a row
+    reads_prompts = False  # whether the loss needs the log-probabilities of prompts, too
     has_reference = True
     reference: Reference | None = None
     loaded: Any = None  # the model before training, to predict rows that the run did not have
 
     def join(self, signed: Sequence[Any], count: int) -> Ragged:
-        """Adds ``targets``, the next token of each, and ``completion``, 1 if that is one of a completion; ``sizes``,
-        (completions, 2) int64, all tokens and those of the completion; ``keys``, (completions,) int64, their hashes."""
+        """Adds ``targets``, the next token of each, -100 where the loss does not need it; ``completion``, 1 if that is
+        one of a completion; ``sizes``, (completions, 2) int64, all tokens and those of the completion; ``keys``,
+        (completions,) int64, their hashes."""
         from hashlib import blake2b
 
         import numpy as np
@@ -44,6 +48,8 @@ class PolicyTask(PreferenceTask):
 
         batch = super().join(signed, count)
         targets = [ids[1:] for ids in batch.columns["input_ids"][0]]
+        if not self.reads_prompts:
+            targets = [np.where(row[1:] >= 0, ids, IGNORED) for row, ids in zip(signed, targets, strict=True)]
         trained = [(row[1:] >= 0).astype(np.int32) for row in signed]
         columns = {**batch.columns, "targets": (targets, IGNORED), "completion": (trained, 0)}
         hashes = [blake2b(row.astype(np.int32).tobytes(), digest_size=8).digest() for row in signed]
@@ -53,17 +59,16 @@ class PolicyTask(PreferenceTask):
         return batch
 
     def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
-        """The sums of those of the tokens of each completion, and of all its tokens with the prompt: (completions, 2)
-        float32."""
+        """The sums of those of the tokens of each completion, and of all its tokens with the prompt if the loss needs
+        them: (completions, 2) float32."""
         import torch
-        from torch.nn.functional import cross_entropy
 
-        inputs, targets = {name: value for name, value in batch.items() if name not in OWN}, batch["targets"]
-        logits = compute(model, inputs, use_cache=False).logits
-        with torch.autocast(logits.device.type, enabled=False):
-            found = -cross_entropy(
-                logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
-            ).view(targets.shape)
+        inputs = {name: value for name, value in batch.items() if name not in OWN}
+        targets, places = batch["targets"], batch.get("places")
+        found = log_probabilities(model, inputs, targets, places)
+        if places is not None:
+            found = found.new_zeros(targets.numel()).index_copy(0, places, found).view_as(targets)
+        with torch.autocast(found.device.type, enabled=False):
             return pool(torch.stack([found * batch["completion"], found], -1), batch) * batch["sizes"][:, :1]
 
     @hookimpl
@@ -76,11 +81,16 @@ class PolicyTask(PreferenceTask):
         from fastloop_preference.reference import adapter_fingerprint, fingerprint
 
         model = super().build_model(run)
+        add_loss(model)
         if self.has_reference and run.is_main and run.recipe.inference is None:
             facts = (run.settings.mixed_precision, run.recipe.plugins.get("lora"), model.config.to_json_string())
             weights = (fingerprint(model), adapter_fingerprint(run))
             self.known = " ".join(map(str, (*weights, *facts)))
         return model
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: Any) -> None:
+        chunk_log_probabilities(run, model)
 
     @hookimpl
     def after_prepare(self, run: Run, model: Any) -> None:

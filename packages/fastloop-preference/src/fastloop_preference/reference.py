@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from fastloop import UsageError
-from fastloop_plugins.text import OtherModel, cache_token_ids, compute_all, split
+from fastloop_plugins.text import OtherModel, add_loss, cache_token_ids, compute_all, split
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
@@ -113,6 +113,7 @@ def load_model(run: Run, task: PolicyTask) -> nn.Module:
     other = OtherModel(run.recipe, run.recipe.model, "AutoModelForCausalLM", "model")
     other.load_tokenizer(task.data.options.max_length)
     model, _ = other.build()
+    add_loss(model)
     return model.eval().requires_grad_(False).to(run.device)
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from types import ModuleType
 
 from fastloop import defaults, loop
-from fastloop.checkpoint import export
 from fastloop.checks import batch_norm, hook_results, launcher, resume, sample_orders
 from fastloop.data import sampler_order
+from fastloop.export import model as exported_model
 from fastloop.optimizers import combining, named
 
 MODULES: tuple[ModuleType, ...] = (
     loop,
     defaults,
     batch_norm,
-    export,
+    exported_model,
     hook_results,
     launcher,
     named,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError
-from fastloop.checkpoint.model_card import BASE_CONFIG
+from fastloop.export.card import BASE_CONFIG
 from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:

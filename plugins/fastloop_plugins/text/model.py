@@ -426,7 +426,7 @@ class TextModel:
 
     def export(self, run: Run, folder: Path) -> Path:
         """Write model and tokenizer in the form that ``from_pretrained`` reads."""
-        from fastloop.checkpoint.export import save_model
+        from fastloop.export.model import save_model
 
         with quiet():
             save_model(run, folder, self.weights(run))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop.checkpoint.model_card import BASE_CONFIG
+from fastloop.export.card import BASE_CONFIG
 from fastloop_plugins.models.hub import quiet
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastloop import __version__
-from fastloop.checkpoint.model_card import MARK
+from fastloop.export.card import MARK
 
 if TYPE_CHECKING:
     from fastloop_tools.export.onnx_model import Exported

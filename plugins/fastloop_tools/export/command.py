@@ -11,10 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
-from fastloop.checkpoint.model_card import BASE_CONFIG
 from fastloop.cli.arguments import With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
+from fastloop.export.card import BASE_CONFIG
 from fastloop_tools.inference.evaluate import Arguments, Target
 
 log = logging.getLogger("fastloop")
@@ -144,7 +144,7 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
         name: The final name of ``made``.
         source: The name of the run or model, for the README.
     """
-    from fastloop.checkpoint import model_card
+    from fastloop.export.card import ModelCard, is_own, rename
     from fastloop.recipe import Inference
     from fastloop_plugins.models.hub import read_config
     from fastloop_tools.export.card import onnx_card
@@ -165,10 +165,10 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
     if exported is not None:
         readme.write_text(onnx_card(name, source, labels, exported), encoding="utf-8")
     elif not readme.exists():  # a model of another program, or of an earlier version
-        page = model_card.ModelCard(title=source, name=name, labels=labels).render(made)
+        page = ModelCard(title=source, name=name, labels=labels).render(made)
         readme.write_text(page, encoding="utf-8")
-    elif model_card.is_own(readme):
-        readme.write_text(model_card.rename(readme.read_text(encoding="utf-8"), name), encoding="utf-8")
+    elif is_own(readme):
+        readme.write_text(rename(readme.read_text(encoding="utf-8"), name), encoding="utf-8")
     return str(exported) if exported else ""
 
 

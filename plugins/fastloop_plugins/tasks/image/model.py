@@ -323,7 +323,7 @@ class ImageModel:
 
     def export(self, run: Run, folder: Path) -> Path:
         """Write the model, its classes, and its image processor or the settings of its transform."""
-        from fastloop.checkpoint.export import save_model
+        from fastloop.export.model import save_model
         from fastloop_plugins.tasks.image.processors import TransformersProcessor
 
         content: dict[str, Any] = {"classes": self.names}

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop.checkpoint import model_card
 from fastloop.checkpoint.store import save_tensors
+from fastloop.export.card import ModelCard, is_own
 from fastloop.plugins.plugin import hookimpl
 from fastloop.runtime import files
 
@@ -28,7 +28,7 @@ def export_model(run: Run, folder: Path) -> Path:
 def write_card(run: Run, folder: Path) -> Generator[None, Path, Path]:
     """Write the README of the exported model, unless a user has written one. It replaces the empty form of PEFT."""
     readme = folder / "README.md"
-    stays = readme.exists() and not model_card.is_own(readme)
+    stays = readme.exists() and not is_own(readme)
     path = yield
     if stays or not run.is_main or not folder.is_dir():
         return path
@@ -38,7 +38,7 @@ def write_card(run: Run, folder: Path) -> Generator[None, Path, Path]:
     classifies = type(model).__name__.endswith("Classification")
     labels = (getattr(config, "id2label", None) or {}) if classifies else {}
     name = run.recipe.model.get("name")
-    card = model_card.ModelCard(
+    card = ModelCard(
         title=run.folder.name,
         name=str(folder),
         base=None if name is None else str(name),

@@ -1,0 +1,1 @@
+"""The export of a trained model for use outside fastloop, and its model card."""

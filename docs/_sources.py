@@ -11,7 +11,6 @@ A page holds a part between ``<!-- made: NAME -->`` and ``<!-- end: NAME -->``. 
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import inspect
 import json
 import re
@@ -34,7 +33,7 @@ from fastloop.cli.commands import Commands, own
 from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
-from fastloop.plugins.installed import DEFAULTS, installed, is_own, load
+from fastloop.plugins.installed import defaults, installed, is_own, load
 from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
 from fastloop_plugins.rows.drop import Condition
@@ -156,7 +155,7 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     module = inspect.getmodule(cls)
     assert module is not None
     conditional = dict.fromkeys(requirement(item.need) for item in cls.requirements if isinstance(item, When))
-    default = name in {point.name for point in importlib.metadata.entry_points(group=DEFAULTS)}
+    default = name in defaults()
     facts = {
         "slot": f"`{cls.slot}`" if cls.slot else "",
         "numerics": cls.numerics if cls.slot != "task" else "",

@@ -80,9 +80,9 @@ def __getattr__(name: str) -> Any:
 
         return version(DISTRIBUTION)
     if name == "Trainer":  # a tool that uses the core, like the commands
-        from fastloop.plugins.installed import entry_points
+        from fastloop_tools.trainer.trainer import Trainer
 
-        return entry_points("fastloop.api")[name].load()
+        return Trainer
     for module, names in MODULES.items():
         if name in names:
             return getattr(import_module(f"fastloop.{module}"), name)

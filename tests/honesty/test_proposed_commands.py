@@ -631,7 +631,7 @@ CASES: dict[str, Case] = {
         code=0,
     ),
     "a longer plan": Case(
-        ("cli/plan.py fastloop plan",),
+        ("plan/show.py fastloop plan",),
         lambda cli: ["plan", *module()(cli)[1:]],
         (r"`(fastloop plan \S+ -v)`",),
         code=0,

@@ -15,7 +15,6 @@ from training_runs import execute
 
 import fastloop
 from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
-from fastloop.cli.code_files import code_files
 from fastloop.cli.hook_timing import HookTimer
 from fastloop.lifecycle import build
 from fastloop.plugins.hook_replacement import replace
@@ -24,6 +23,7 @@ from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.testing import tiny_data, tiny_model
+from fastloop_tools.plan.code_files import code_files
 from fastloop_tools.profile.suggestions import candidates
 from fastloop_tools.tune.write import text
 

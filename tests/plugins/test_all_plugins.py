@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from fastloop.plugins.installed import installed, is_own, load
+from fastloop_plugins.default_plugins import DEFAULT_PLUGINS
 
 OURS = [name for name, point in installed().items() if is_own(point)]
 
 
 def test_required_plugins_are_installed():
     assert {"amp", "compile", "checkpoint-best", "dataloader-workers"} < set(OURS)
-    assert {point.name for point in importlib.metadata.entry_points(group="fastloop.defaults")} < set(OURS)
+    assert set(DEFAULT_PLUGINS) < set(OURS)
 
 
 @pytest.mark.parametrize("name", OURS)

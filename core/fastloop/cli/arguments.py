@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
 
 
 def _recipe_names(incomplete: str) -> list[str]:
@@ -56,6 +60,49 @@ def names(listed: str | Sequence[str] | None) -> list[str]:
     duplicates."""
     texts = [listed] if isinstance(listed, str) else listed or ()
     return list(dict.fromkeys(name.strip() for text in texts for name in text.split(",") if name.strip()))
+
+
+@dataclass(frozen=True)
+class RecipeArguments:
+    """The arguments of a command that name a recipe and change it.
+
+    Attributes:
+        recipe: The recipe's file or name.
+        overrides: KEY=VALUE.
+        with_plugins: Plugins of ``--with``.
+        without_plugins: Plugins of ``--without``.
+    """
+
+    recipe: str
+    overrides: list[str]
+    with_plugins: list[str]
+    without_plugins: list[str]
+
+    @classmethod
+    def read(
+        cls, recipe: str, overrides: list[str] | None, with_: list[str] | None, without: list[str] | None
+    ) -> RecipeArguments:
+        """The arguments as typer gives them."""
+        return cls(recipe, list(overrides or ()), names(with_), names(without))
+
+    def load(self) -> Recipe:
+        """The recipe with these changes.
+
+        Raises:
+            UsageError: See ``load_recipe``.
+        """
+        from fastloop.recipe import load_recipe
+
+        return load_recipe(self.recipe, self.overrides, self.with_plugins, self.without_plugins)
+
+    def words(self) -> list[str]:
+        """The arguments as words of a command line."""
+        words = [self.recipe, *self.overrides]
+        if self.with_plugins:
+            words += ["--with", ",".join(self.with_plugins)]
+        if self.without_plugins:
+            words += ["--without", ",".join(self.without_plugins)]
+        return words
 
 
 def choice(option: str, values: Sequence[str], help: str) -> Any:

@@ -3,8 +3,6 @@
 ``warm`` is a function for typer, or a ``typer.Typer``. fastloop's own tools are registered this way. Calling a command
 imports it. The list of commands only reads the packages' metadata, and the docstrings of fastloop's own commands from
 their source. If fastloop or several packages use the name, call the command as ``package:name``.
-
-fastloop's tools may also add options to a command of the core: see ``own_command``.
 """
 
 from __future__ import annotations
@@ -23,8 +21,7 @@ from fastloop.errors import UsageError, did_you_mean
 from fastloop.plugins.installed import entry_points, installed, is_own, name_and_version, own_entry_points, unsupported
 
 GROUP = "fastloop.commands"
-OPTIONS = "fastloop.options"
-CORE = ("train", "plan", "plugins", "recipes", "schema", "doctor")
+CORE = ("train", "plugins", "recipes", "schema", "doctor")
 """The core's commands: functions of the same name in modules of the same name."""
 
 
@@ -88,32 +85,8 @@ def summary(point: EntryPoint) -> str:
 
 @cache
 def own_command(name: str) -> Any:
-    """A command of fastloop with the options that fastloop's tools add to it.
-
-    An entry point adds them: ``[project.entry-points."fastloop.options"]  "plan.x" = "module:name"``.
-
-    The function's options are added to those of the command ``plan``. Parameters with equal names share one value.
-    Functions are called before the command's own, in the order of their entry points' names. The first one that returns
-    True has done the command's work.
-    """
-    command = load(name, own()[name])
-    calls: list[tuple[Any, set[str]]] = []
-    whole = command.callback, {parameter.name for parameter in command.params}
-    for point in sorted(entry_points(OPTIONS), key=lambda point: point.name):
-        if point.name.partition(".")[0] == name and is_own(point):
-            part = load(name, point)
-            known = {parameter.name for parameter in command.params}
-            command.params += [parameter for parameter in part.params if parameter.name not in known]
-            calls.append((part.callback, {parameter.name for parameter in part.params}))
-
-    def call(**values: Any) -> None:
-        for function, names in (*calls, whole):
-            if function(**{name: value for name, value in values.items() if name in names}):
-                return
-
-    if calls:
-        command.callback = call
-    return command
+    """A command of fastloop."""
+    return load(name, own()[name])
 
 
 def third_party() -> dict[str, EntryPoint]:

@@ -25,10 +25,6 @@ DISTRIBUTION = "fastloop-train"
 GROUP = "fastloop.plugins"
 """Entry-point group of plugins."""
 
-DEFAULTS = "fastloop.defaults"
-"""Entry-point group of plugins that fastloop enables by default. Entries of other distributions are ignored: an
-installed plugin is not active until a recipe names it."""
-
 
 def installed(group: str = GROUP, taken: Iterable[str] = ()) -> dict[str, importlib.metadata.EntryPoint]:
     """Name -> entry point of every installed plugin, from package metadata; imports nothing.
@@ -154,8 +150,14 @@ def check_class(cls: Any, label: str) -> type[Plugin]:
 
 
 def defaults() -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason."""
-    return own_entry_points(DEFAULTS)
+    """Name -> entry point of the plugins that are enabled by default if their ``auto_enable`` returns a reason.
+
+    They are fastloop's own: an installed plugin is not active until a recipe names it.
+    """
+    from fastloop_plugins.default_plugins import DEFAULT_PLUGINS  # the list of the plugins' own package
+
+    own = own_entry_points(GROUP)
+    return {name: own[name] for name in DEFAULT_PLUGINS}
 
 
 def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:

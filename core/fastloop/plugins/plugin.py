@@ -252,7 +252,7 @@ class Plugin:
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
-        """For plugins in the group ``fastloop.defaults``: the reason to enable the plugin for this recipe, or None."""
+        """For fastloop's default plugins: the reason to enable the plugin for this recipe, or None."""
         return None
 
     @classmethod

@@ -2,46 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
-
-DeviceMemory = Annotated[
-    str, typer.Option(metavar="SIZE", help="Estimate memory: does it fit into SIZE, such as 80GiB?")
-]
+from fastloop.cli.arguments import RecipeArguments
 
 
-def plan_memory(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    with_: With = None,
-    without: Without = None,
-    nproc: Annotated[int | None, typer.Option()] = None,
-    nnodes: Annotated[
-        int | None, typer.Option(min=1, metavar="K", help="Estimate memory: on K machines with N processes each.")
-    ] = None,
-    device_memory: DeviceMemory = "",
-    device_flops: Annotated[
-        float | None, typer.Option(metavar="FLOPS", help="And step times: FLOP/s of a device, such as 400e12.")
-    ] = None,
-    bandwidth: Annotated[
-        str, typer.Option(metavar="RATE", help="And step times: what a process sends, such as 50GB/s.")
-    ] = "",
-    json_file: Annotated[
-        str,
-        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list.", stdout=True),
-    ] = "",
-) -> bool:
-    """Estimate memory and traffic. Returns whether one of the options was given."""
-    if nnodes is None and device_flops is None and not (device_memory or bandwidth or json_file):
-        return False
+def estimate_memory(
+    arguments: RecipeArguments,
+    nproc: int,
+    nnodes: int,
+    device_memory: str,
+    device_flops: float | None,
+    bandwidth: str,
+    json_file: str,
+) -> None:
+    """Estimate memory and traffic, and show them.
+
+    Args:
+        nproc: Processes of one machine.
+        nnodes: Machines.
+        device_memory: Memory of a device, such as ``80GiB``; empty: unknown.
+        device_flops: FLOP/s of a device; None: estimate no times.
+        bandwidth: Rate at which a process sends, such as ``50GB/s``; empty: estimate no times.
+        json_file: The file to write the estimates to; empty: none, ``-``: stdout.
+
+    Raises:
+        UsageError: An option or the recipe is wrong, or a launcher started this process.
+    """
     from fastloop.cli.messages import show_messages
     from fastloop.distributed import ranks
     from fastloop.errors import UsageError
     from fastloop.plugins.resolve import expand
-    from fastloop.recipe import load_recipe
     from fastloop_tools.scale.sizes import parse_bytes
 
     if ranks.world_size() > 1:
@@ -57,15 +46,21 @@ def plan_memory(
 
         rich.reconfigure(stderr=True)  # log messages must not mix with JSON
     show_messages()
-    loaded = expand(load_recipe(recipe, overrides or (), names(with_), names(without)))
-    from fastloop_tools.scale.change import Command
+    recipe = expand(arguments.load())
+    from fastloop_tools.scale.change import Command  # imports torch, and errors of the recipe come before
     from fastloop_tools.scale.estimate import estimate
     from fastloop_tools.scale.table import show, write_json
 
-    command = Command(recipe, overrides or (), names(with_), names(without), nproc or 1, nnodes or 1)
-    found = estimate(loaded, nproc or 1, nnodes or 1, memory, device_flops, rate, command)
+    command = Command(
+        arguments.recipe,
+        arguments.overrides,
+        arguments.with_plugins,
+        arguments.without_plugins,
+        nproc,
+        nnodes,
+    )
+    estimated = estimate(recipe, nproc, nnodes, memory, device_flops, rate, command)
     if json_file:
-        write_json(found, json_file)
+        write_json(estimated, json_file)
     if json_file != "-":
-        show(found, loaded, command)
-    return True
+        show(estimated, recipe, command)

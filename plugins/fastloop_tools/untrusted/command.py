@@ -6,40 +6,28 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names, output_file
+from fastloop.cli.arguments import RecipeArguments
 from fastloop.recipe import secrets
 
 
-def plan_code(
-    recipe: RecipeName,
-    overrides: Overrides = None,
-    with_: With = None,
-    without: Without = None,
-    untrusted: Annotated[
-        bool,
-        typer.Option(
-            "--untrusted",
-            help="Only list the code, files and URLs of the recipe, and refuse code that is not installed.",
-        ),
-    ] = False,
-    json_file: Annotated[
-        str,
-        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list.", stdout=True),
-    ] = "",
-) -> bool:
-    """List the code of a recipe, without importing it. Returns whether the option was given."""
-    if not untrusted:
-        return False
+def list_code(arguments: RecipeArguments, json_file: str) -> None:
+    """List the code of a recipe, without importing it.
+
+    Args:
+        json_file: The file to write the list to; empty: none, ``-``: stdout.
+
+    Raises:
+        RecipeError: The recipe runs code that is not installed.
+    """
     from fastloop.errors import RecipeError
-    from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
     from fastloop_tools.untrusted.listing import lines, list_recipe, visible
 
-    loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
+    loaded = arguments.load()
     secrets.forget()  # else a value of a key like `token` would hide the same text everywhere in the list
     found = list_recipe(loaded)
     if json_file:
@@ -61,7 +49,6 @@ def plan_code(
         typer.echo(
             "\nAll code is installed. Installed code can do anything with the arguments that a recipe gives: read them."
         )
-    return True
 
 
 def _hide_values(tree: Any) -> Any:

@@ -244,17 +244,6 @@ def test_a_command_of_a_package_is_listed_without_an_import_and_imported_when_it
     assert "Did you mean 'warm'?" in err
 
 
-def test_our_tools_add_options_to_our_commands_and_other_packages_do_not(cli, install):
-    install("warm-pack", COMMAND, group="fastloop.options", plan="warm_pack:warm")
-    code, out, _ = cli("plan", "--help")
-    assert code == 0
-    assert "--device-memory" in out
-    assert out.count("--nproc") == 1
-    assert "--degrees" not in out
-    assert "warm_pack" not in sys.modules
-    assert "--device-memory" not in cli("recipes", "--help")[1]
-
-
 def test_a_command_cannot_take_a_name_of_ours_or_of_another_package(cli, install):
     install("warm-pack", COMMAND, group="fastloop.commands", train="warm_pack:warm", warm="warm_pack:warm")
     install("hot-pack", COMMAND, group="fastloop.commands", warm="hot_pack:warm")

@@ -17,13 +17,13 @@ from jsonschema import Draft202012Validator
 from omegaconf import OmegaConf
 
 from fastloop.cli.option_table import describe
-from fastloop.cli.plan import plan
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.cli.schema import schema as command
 from fastloop.errors import UsageError
 from fastloop.plugins.installed import installed, is_own, load
 from fastloop.plugins.plugin import Observer
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
+from fastloop_tools.plan.command import plan
 
 OURS = [name for name, point in installed().items() if is_own(point)]
 FINE = """

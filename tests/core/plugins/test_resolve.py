@@ -101,7 +101,8 @@ def test_metadata_is_read_once_until_a_package_is_installed(install, monkeypatch
 
 
 def test_an_installed_plugin_cannot_turn_itself_on(install):
-    install("warm-pack", PLUGIN, group="fastloop.defaults", warmth="warm_pack:Warmth")
+    wants_to_be_on = PLUGIN + "\nWarmth.auto_enable = classmethod(lambda cls, recipe: 'always')\n"
+    install("warm-pack", wants_to_be_on, warmth="warm_pack:Warmth")
     assert resolve(recipe(), CPU).plugins.names() == []
     assert "warm_pack" not in sys.modules
 

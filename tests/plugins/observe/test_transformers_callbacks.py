@@ -17,9 +17,9 @@ from transformers import TrainerCallback, TrainerControl, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from fastloop import PluginError, RecipeError, Trainer, UsageError
-from fastloop.cli.code_files import code_files
 from fastloop.recipe import anchored, load_recipe
 from fastloop.testing import tiny_data, tiny_model
+from fastloop_tools.plan.code_files import code_files
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 SPEEDS = re.compile(r".*(_runtime|_per_second|total_flos|memory_bytes)|epoch")

@@ -1,0 +1,179 @@
+"""Show a resolved recipe: its files with code, its plugins with reasons, the device, the batch and the length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import rich
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fastloop.cli.arguments import RecipeArguments
+from fastloop.cli.messages import show_messages
+from fastloop.cli.option_table import describe
+from fastloop.distributed import ranks
+from fastloop.plugins.manager import PluginSet
+from fastloop.plugins.plugin import Plugin
+from fastloop.plugins.resolve import resolve
+from fastloop.recipe import Recipe, secrets
+from fastloop.runtime.hardware import this_machine
+from fastloop.settings import Settings
+from fastloop_tools.plan.code_files import code_files
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe that was resolved and checked, without data and weights.
+
+    Attributes:
+        world_size: Number of processes.
+    """
+
+    recipe: Recipe
+    plugins: PluginSet
+    settings: Settings
+    world_size: int
+
+
+def show_plan(arguments: RecipeArguments, nproc: int | None, verbose: bool) -> None:
+    """Resolve a recipe, and print what would run.
+
+    Args:
+        nproc: Plan for this many processes; None: for those of the launcher.
+
+    Raises:
+        UsageError: The recipe is wrong.
+    """
+    recipe = arguments.load()
+    show_messages()
+    for file in code_files(recipe):
+        typer.echo(f"runs the code of {file}")
+    plan = make_plan(recipe, nproc)
+    batch = describe_batch(plan)  # refuses a batch that does not divide, before anything else is printed
+    if verbose:
+        for number, plugin in enumerate(plan.plugins, start=1):
+            show_plugin(number, plugin, plan)
+    else:
+        show_table(plan.plugins)
+    typer.echo()
+    show_facts(plan, batch)
+    if not verbose:
+        typer.echo(f"\n`fastloop plan {arguments.recipe} -v` shows each plugin's effect and options.")
+
+
+def make_plan(recipe: Recipe, nproc: int | None) -> Plan:
+    """Resolve and check a recipe, and collect the settings of its plugins.
+
+    Raises:
+        UsageError: The recipe is wrong.
+    """
+    with ranks.planned(nproc):
+        world_size = ranks.world_size()
+        resolved = resolve(recipe)
+        plugins = resolved.plugins
+        plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=plugins)
+        settings = plugins.configure(resolved.recipe)
+    return Plan(resolved.recipe, plugins, settings, world_size)
+
+
+def describe_batch(plan: Plan) -> str:
+    """How the samples of a step are shared: ``32 samples a step = 8 x 2 micro-steps x 2 processes``.
+
+    Raises:
+        UsageError: The batch or the processes do not divide.
+    """
+    from fastloop.data.loaders import micro_batches  # imports torch
+    from fastloop.distributed.groups import check_groups, count_sharing
+
+    recipe, settings, world_size = plan.recipe, plan.settings, plan.world_size
+    check_groups(recipe, settings, world_size)
+    sharing = count_sharing(world_size, settings.processes_per_batch)
+    micro_batch_size, micro_steps = micro_batches(recipe, sharing)
+    splitter = settings.writers.get("split")
+    if splitter:
+        shares = f"over {world_size} processes, split by {splitter}"
+    elif sharing == world_size:
+        shares = f"= {micro_batch_size} x {micro_steps} micro-steps x {sharing} processes"
+    else:
+        shares = f"= {micro_batch_size} x {micro_steps} micro-steps on every process"
+    return f"{recipe.train.batch_size} samples a step {shares}"
+
+
+def show_table(plugins: PluginSet) -> None:
+    """Print one row for each plugin: its place in call order, its numerics class, and why it runs."""
+    table = Table("", "plugin", "numerics", "reason", box=None, pad_edge=False)
+    for number, plugin in enumerate(plugins, start=1):
+        # a reason such as "on by default: every run logs; moved after 'x'", without the details of the default
+        reasons = plugins.reasons[plugin.name].split("; ")
+        short = "; ".join(reason.partition(":")[0] for reason in reasons)
+        table.add_row(f"{number:>2}.", plugin.name, plugin.numerics, escape(short))
+    rich.print(table)
+
+
+def show_plugin(number: int, plugin: Plugin, plan: Plan) -> None:
+    """Print a plugin in detail: slot, numerics class, reason, effect, options and the settings that it changes."""
+    details = [plugin.numerics, plan.plugins.reasons[plugin.name]]
+    if plugin.slot:
+        details.insert(0, f"slot {plugin.slot}")
+    reference = plan.recipe.references.get(plugin.name)
+    if reference:
+        details[-1] += f" as {reference}"
+    typer.echo(f"{number:>2}. {plugin.name}  ({', '.join(details)})")
+    lines = [plugin.description, ", ".join(changed_options(plugin))]
+    settings = changed_settings(plugin, plan.settings)
+    if settings:
+        lines.append("sets " + ", ".join(settings))
+    for line in lines:
+        if line:
+            typer.echo(f"      {secrets.hide(line)}")
+
+
+def changed_options(plugin: Plugin) -> list[str]:
+    """``NAME=VALUE`` of the options that differ from their defaults, with secrets hidden."""
+    defaults = {info.name: info.default for info in describe(type(plugin).Config)}
+    changed = []
+    for field in dataclasses.fields(plugin.config):
+        value = getattr(plugin.config, field.name)
+        if value is not None and str(value) != defaults[field.name]:
+            changed.append(f"{field.name}={secrets.hidden(value, secrets.is_secret(field.name))}")
+    if plugin.on_error != "raise":
+        changed.append(f"on_error={plugin.on_error}")
+    return changed
+
+
+def changed_settings(plugin: Plugin, settings: Settings) -> list[str]:
+    """``NAME=VALUE`` of the settings that a plugin has set; the name alone for a function."""
+    values: dict[str, Any] = dict(vars(settings))
+    for field, mapping in vars(settings).items():
+        if isinstance(mapping, Mapping):
+            values |= {f"{field}[{key!r}]": value for key, value in mapping.items()}
+    changed = []
+    for name, writer in settings.writers.items():
+        if writer == plugin.name:
+            changed.append(name if callable(values[name]) else f"{name}={values[name]}")
+    return changed
+
+
+def show_facts(plan: Plan, batch: str) -> None:
+    """Print the recipe's file, the device, the batch, the loss, the length and the output folder."""
+    recipe = plan.recipe
+    machine = this_machine(recipe.train.device)
+    typer.echo(f"recipe   {recipe.where}")
+    typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")
+    typer.echo(f"batch    {batch}")
+    wrappers = [impl.plugin_name for impl in plan.plugins.manager.hook.compute_loss.get_hookimpls() if impl.wrapper]
+    if len(wrappers) > 1:
+        outermost_first = [*reversed(wrappers), str(plan.plugins.in_slot("task"))]
+        typer.echo(f"loss     {' around '.join(outermost_first)}")
+    lengths = []
+    if recipe.train.epochs is not None:
+        lengths.append(f"{recipe.train.epochs} epochs")
+    if recipe.train.max_steps is not None:
+        lengths.append(f"{recipe.train.max_steps} steps")
+    shorter = ", the shorter" if len(lengths) > 1 else ""
+    typer.echo(f"length   {' or '.join(lengths)}{shorter}")
+    typer.echo(f"output   {recipe.output}")

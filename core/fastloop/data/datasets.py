@@ -32,6 +32,12 @@ class DatasetProtocol(Protocol):
     and may happen in another thread. A collator may have the same attribute, with regard to its samples. If both are
     true, ``device-prefetch`` reads ahead. Default: False."""
 
+    def read_at_random(self) -> Callable[[Sequence[int]], None] | None:
+        """Map-style, of samples on a disk: called once for each loader that reads samples in random order, before its
+        workers start. Returns a function that gets the sample ids of each micro-batch, some micro-batches before it is
+        read, to begin reading them from the disk; it must not wait. None: there is nothing to read ahead."""
+        ...
+
     shards_itself: bool
     """Iterable: True if ``__iter__`` yields only the share of the process and worker that calls it. fastloop then takes
     every sample it yields, evaluates without a count of batches common to all processes, and resumes only at an epoch's

@@ -10,11 +10,11 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from fastloop.data import streams
 from fastloop.data.datasets import Collate, MapReader
-from fastloop.data.sampler import StepSampler
+from fastloop.data.sampler import AnnouncedMicroBatches, MicroBatchIds, StepSampler
 from fastloop.errors import CheckpointError, DataError, UsageError
 from fastloop.runtime.regions import region
 from fastloop.runtime.tracebacks import user_line
@@ -126,7 +126,13 @@ class Loader:
             )
         reader: Any = (settings.reader_class or MapReader)(dataset)
         reader.has_copies = world_size > 1
-        self.loader = loader_class(reader, batch_sampler=self.sampler, **arguments)
+        micro_batches: Sampler[MicroBatchIds] = self.sampler
+        is_random = shuffle or arrange is not None or order is not None
+        if is_random and hasattr(dataset, "read_at_random"):
+            announce = dataset.read_at_random()
+            if announce is not None:
+                micro_batches = AnnouncedMicroBatches(self.sampler, announce)
+        self.loader = loader_class(reader, batch_sampler=micro_batches, **arguments)
 
     @property
     def epoch_samples(self) -> int | None:

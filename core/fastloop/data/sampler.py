@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,6 +22,11 @@ class MicroBatchIds(list[int]):
     seed: int = 0
     is_filler: bool = False
     is_last_micro_batch: bool = False
+
+
+AHEAD = 16
+"""Micro-batches whose samples a dataset begins to read from its disk before they are needed: enough to keep a disk
+busy, and few megabytes of memory."""
 
 
 class StepSampler(Sampler[MicroBatchIds]):
@@ -104,3 +110,23 @@ class StepSampler(Sampler[MicroBatchIds]):
                 ids.is_filler, ids.is_last_micro_batch = own >= len(parts), first + self.world_size >= len(parts)
                 ids.seed = hash((self.seed, self.epoch, start + sum(map(len, parts[:own])))) % 2**32
                 yield ids
+
+
+class AnnouncedMicroBatches(Sampler[MicroBatchIds]):
+    """The micro-batches of a sampler in its order. A function gets each of them ``AHEAD`` micro-batches before.
+
+    Args:
+        announce: The function of ``DatasetProtocol.read_at_random``.
+    """
+
+    def __init__(self, sampler: Sampler[MicroBatchIds], announce: Callable[[Sequence[int]], None]) -> None:
+        self.sampler, self.announce = sampler, announce
+
+    def __iter__(self) -> Iterator[MicroBatchIds]:
+        waiting = deque[MicroBatchIds]()
+        for ids in self.sampler:
+            self.announce(ids)
+            waiting.append(ids)
+            if len(waiting) > AHEAD:
+                yield waiting.popleft()
+        yield from waiting

@@ -11,6 +11,7 @@ import numpy as np
 
 from fastloop import Batch
 from fastloop_plugins import _cache
+from fastloop_plugins._mapped import RandomReads, mapping_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,6 +77,20 @@ class Sequences:
                 "token_type_ids": self.ids[end - length : end],
             }
         return sample | self.label(index)
+
+    def read_at_random(self) -> Callable[[Sequence[int]], None] | None:
+        """See ``fastloop.data.DatasetProtocol``. None: the ids are in memory."""
+        mapping = mapping_of(self.ids)
+        if mapping is None:
+            return None
+        reads = RandomReads(self.ids, mapping)
+        parts = 2 if self.typed else 1  # of a sample, as long as ``lengths`` says each
+
+        def start_reading(samples: Sequence[int]) -> None:
+            ends = self.ends[samples]
+            reads.start(np.maximum(ends - parts * self.lengths[samples], 0), ends)
+
+        return start_reading
 
     def label(self, index: int) -> dict[str, Any]:
         """The label of a sample, if there are labels."""

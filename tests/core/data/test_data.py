@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, IterableDataset, SequentialSampler, T
 from fastloop import Batch, RecipeError, Settings
 from fastloop.data import Loader, StepSampler
 from fastloop.data.loaders import micro_batches
+from fastloop.data.sampler import AHEAD
 from fastloop.errors import DataError
 from fastloop.recipe import make_recipe
 
@@ -391,3 +392,43 @@ def test_split_steps_vary_in_their_micro_steps_and_come_the_same_from_workers_an
     assert len({len(step) for step in whole}) > 1
     assert [[batch.ids for batch in step] for step in split_steps(1, 2, workers=2)] == whole
     assert [[batch.ids for batch in step] for step in split_steps(1, 2, start=24)] == whole[3:]
+
+
+# -- reading ahead -----------------------------------------------------------------------------------------------------
+
+
+class OnDisk(TensorDataset):
+    """Numbers. Records which samples the loader announces, and which it reads."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(torch.arange(size))
+        self.events = list[tuple[str, list[int]]]()
+
+    def read_at_random(self) -> Callable[[Sequence[int]], None]:
+        return lambda ids: self.events.append(("announced", list(ids)))
+
+    def __getitems__(self, ids: list[int]) -> list[torch.Tensor]:
+        self.events.append(("read", list(ids)))
+        return [self.tensors[0][index] for index in ids]
+
+
+def test_a_dataset_learns_the_samples_of_shuffled_batches_before_they_are_read():
+    dataset, size = OnDisk(4 * (AHEAD + 4)), 4
+    plain = loader(torch.arange(len(dataset)), batch=size, device=size)
+    expected = [batch.ids for batch in plain.batches(epoch=1, start=8)]
+    found = [batch.ids for batch in loader(dataset, batch=size, device=size).batches(epoch=1, start=8)]
+    assert found == expected
+    announced = [ids for kind, ids in dataset.events if kind == "announced"]
+    read = [ids for kind, ids in dataset.events if kind == "read"]
+    assert announced == read
+    first = [kind for kind, _ in dataset.events].index("read")
+    assert first == AHEAD + 1
+
+
+def test_a_dataset_that_is_read_in_order_announces_nothing():
+    dataset = OnDisk(40)
+    sizes: dict[str, Any] = {"batch_size": 4, "micro_batch_size": 4, "rank": 0, "world_size": 1, "seed": 5}
+    in_order = Loader(dataset, torch.stack, Settings(), shuffle=False, **sizes)
+    ids = [index for batch in in_order.batches() for index in batch.ids]
+    assert ids == list(range(40))
+    assert {kind for kind, _ in dataset.events} == {"read"}

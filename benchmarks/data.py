@@ -1,0 +1,170 @@
+"""Reading of token ids that are mapped from a disk: rows a second in random and in file order, cold and warm.
+
+    python benchmarks/data.py                       # 1 million rows, about 0.8 GB
+    mkdir /sys/fs/cgroup/memory/small && echo 700M > /sys/fs/cgroup/memory/small/memory.limit_in_bytes
+    python benchmarks/data.py --rows 3000000 --cgroup /sys/fs/cgroup/memory/small     # more than memory may hold
+
+Writes an entry of ``token-cache``, and reads it through the loader of a run, each time in a fresh process: batches of
+32 rows, without workers and without training. ``cold``: the system has dropped the file from memory; ``warm``: it has
+read all of it. ``default advice`` is a mapping without advice: the system reads megabytes around each page that is
+missing. ``random`` has the advice to read single pages, and ``random, ahead`` also begins to read each batch 16
+batches before: that is how fastloop reads a training split. Evaluation reads ``in order``, with the default advice. A
+pass ends after ``--seconds``. With ``--cgroup``, each process joins that group of Linux, whose limit of memory covers
+the pages of the file, too. The default advice is fast only if all of the file soon is in memory. The files are removed
+at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+TOKENS = 200
+"""Tokens of a row on average."""
+BATCH = 32
+"""Rows of a batch."""
+ARMS = ("default advice", "random", "random, ahead", "in order")
+
+
+def write_entry(folder: Path, rows: int) -> None:
+    """Write rows of 100 to 300 random ids as an entry of the cache."""
+    from fastloop_plugins._cache import kept
+
+    draw = np.random.default_rng(0)
+
+    def ids() -> Iterator[Sequence[int]]:
+        for length in draw.integers(TOKENS // 2, TOKENS * 3 // 2, rows).tolist():
+            yield np.arange(length, dtype=np.int32)  # type: ignore[misc]
+
+    kept(folder, "rows", ids())
+
+
+def drop_from_memory(path: Path) -> None:
+    """Have the system drop a file's pages. They are written already."""
+    file = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+
+
+def measure(arm: str, folder: Path, cold: bool, seconds: float) -> dict[str, Any]:
+    """Read batches in this process."""
+    from _measure import memory
+
+    from fastloop import Batch, Settings
+    from fastloop.data import Loader
+    from fastloop_plugins import _cache
+    from fastloop_plugins.text.batches import Sequences
+
+    class Plain(Sequences):
+        """Rows that the system reads with its default advice."""
+
+        def read_at_random(self) -> Callable[[Sequence[int]], None] | None:
+            return None
+
+    class NotAhead(Sequences):
+        """Rows of which the system reads single pages, when they are needed."""
+
+        def read_at_random(self) -> Callable[[Sequence[int]], None] | None:
+            super().read_at_random()
+            return None
+
+    def collate(samples: list[Any]) -> Batch:
+        return Batch(
+            {}, tokens=sum(int(sample["input_ids"].sum() >= 0) * len(sample["input_ids"]) for sample in samples)
+        )
+
+    if cold:
+        drop_from_memory(folder / "rows" / "ids.bin")
+    else:
+        with (folder / "rows" / "ids.bin").open("rb") as file:
+            while file.read(2**24):
+                pass
+    flat = _cache.read(folder / "rows")
+    assert flat is not None
+    kind = {"default advice": Plain, "random": NotAhead}.get(arm, Sequences)
+    loader = Loader(
+        kind(*flat), collate, Settings(), batch_size=BATCH, micro_batch_size=BATCH, rank=0, world_size=1, seed=0,
+        shuffle=arm != "in order",
+    )  # fmt: skip
+    rows = tokens = 0
+    start = time.perf_counter()
+    for batch in loader.batches():
+        rows, tokens = rows + batch.samples, tokens + batch.tokens
+        if time.perf_counter() - start > seconds:
+            break
+    taken = time.perf_counter() - start
+    return {"arm": arm, "cold": cold, "rows": rows, "tokens": tokens, "seconds": taken, "peak": memory("VmHWM")}
+
+
+def main() -> None:
+    """Measure every arm, and write the results."""
+    from _measure import load, machine, show_machine, source, spawn, table, write, write_section
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the file")
+    parser.add_argument("--seconds", type=float, default=10.0, help="end a pass after this time")
+    parser.add_argument("--folder", help="folder on the disk to measure; default: that of temporary files")
+    parser.add_argument("--cgroup", type=Path, help="group of Linux with a limit of memory, which the processes join")
+    parser.add_argument("--measure", nargs=2, metavar=("ARM", "COLD"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        arm, cold = options.measure
+        if options.cgroup is not None:
+            (options.cgroup / "cgroup.procs").write_text(str(os.getpid()))
+        print(json.dumps(measure(arm, Path(options.folder), cold == "cold", options.seconds)))
+        return
+    found = list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        write_entry(Path(name), options.rows)
+        size = (Path(name) / "rows" / "ids.bin").stat().st_size
+        for cold in ("cold", "warm"):
+            for arm in ARMS:
+                arguments = ["--folder", name, "--seconds", options.seconds, "--measure", arm, cold]
+                arguments += [] if options.cgroup is None else ["--cgroup", options.cgroup]
+                found.append(spawn([Path(__file__).resolve(), *arguments]))
+                print(found[-1], flush=True)
+    facts = machine("torch", "numpy")
+    limit = None
+    if options.cgroup is not None:
+        limit = int((options.cgroup / "memory.limit_in_bytes").read_text())
+    write("data", {"machine": facts, "rows": options.rows, "bytes": size, "limit": limit, "reads": found})
+    rows = []
+    for arm in ARMS:
+        cells = [arm]
+        for cold in (True, False):
+            row = next(row for row in found if (row["arm"], row["cold"]) == (arm, cold))
+            cells += [f"{row['rows'] / row['seconds']:,.0f}", f"{row['tokens'] / row['seconds'] / 1e6:.2f}"]
+        rows.append(cells)
+    head = ["", "cold, rows/s", "million tokens/s", "warm, rows/s", "million tokens/s"]
+    text = [
+        source(__doc__, __file__),
+        "",
+        f"A file of {size / 1e9:.2f} GB with {options.rows:,} rows, in batches of {BATCH}"
+        + (
+            ""
+            if limit is None
+            else f", in a process that may use {limit / 1e9:.2f} GB of memory, cached pages included"
+        )
+        + ". The script's docstring describes the rows of the table.",
+        "",
+        table(head, rows),
+        "",
+        f"{show_machine(facts)} {load(found)}",
+    ]
+    write_section("Token ids on a disk", "\n".join(text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Mapped token ids: which parts of a file the system reads, and when."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from text_helpers import TINY, make_run
+
+from fastloop_plugins._cache import kept, read
+from fastloop_plugins._mapped import RandomReads, mapping_of
+from fastloop_plugins.data.token_cache import TokenCache
+from fastloop_plugins.text.batches import Sequences
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads facts about mappings from Linux")
+PAGE = mmap.PAGESIZE // 4
+"""Token ids of a page."""
+
+
+def has_random_advice(array: np.ndarray[Any, Any]) -> bool:
+    """Whether the system has the advice of random reads for the memory of an array."""
+    address = array.__array_interface__["data"][0]
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, last = line.split(" ")[0].partition("-")
+        if last:
+            inside = int(first, 16) <= address < int(last, 16)
+        elif inside and line.startswith("VmFlags:"):
+            return "rr" in line.split()
+    raise AssertionError("the array is in no mapping")
+
+
+def pages_in_memory(array: np.ndarray[Any, Any]) -> list[bool]:
+    """Whether each page of a mapped array, which begins at a page, is in memory."""
+    found = (ctypes.c_ubyte * -(-array.nbytes // mmap.PAGESIZE))()
+    address = ctypes.c_void_p(array.__array_interface__["data"][0])
+    assert ctypes.CDLL(None).mincore(address, ctypes.c_size_t(array.nbytes), found) == 0
+    return [bool(page & 1) for page in found]
+
+
+@linux
+def test_a_shuffled_split_has_the_advice_of_random_reads_and_one_read_in_order_has_not():
+    for name in ("train.csv", "validation.csv"):
+        rows = "".join(f"film number {index} of {name},{index % 2}\n" for index in range(40))
+        Path(name).write_text("text,label\n" + rows)
+    data = {"files": {"train": "train.csv", "validation": "validation.csv"}, "label": "label", "max_length": 16}
+    model = {"config": TINY, "tokenizer": {"kind": "word"}}
+    run = make_run("text-classification", model, data, [TokenCache(folder="cache")])
+    assert has_random_advice(run.datasets["train"].ids)
+    assert not has_random_advice(run.datasets["validation"].ids)
+
+
+@linux
+def test_reading_ahead_reads_the_pages_of_the_samples_and_no_others(tmp_path):
+    count = 64
+    kept(tmp_path, "entry", [range(PAGE)] * count)
+    file = os.open(tmp_path / "entry" / "ids.bin", os.O_RDONLY)
+    os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(file)
+    flat = read(tmp_path / "entry")
+    assert flat is not None
+    dataset = Sequences(*flat)
+    if any(pages_in_memory(dataset.ids)):
+        pytest.skip("this file system keeps all files in memory")
+    start_reading = dataset.read_at_random()
+    assert start_reading is not None
+    wanted = [5, 40, 41]
+    start_reading(wanted)
+    expected = [page in wanted for page in range(count)]
+    for _ in range(500):
+        if pages_in_memory(dataset.ids) == expected:
+            break
+        time.sleep(0.01)
+    assert pages_in_memory(dataset.ids) == expected
+    assert dataset[40]["input_ids"].tolist() == list(range(PAGE))
+
+
+@pytest.mark.skipif(not hasattr(mmap.mmap, "madvise"), reason="the platform accepts no advice")
+def test_parts_at_both_ends_of_a_view_of_a_mapping_can_be_read_ahead(tmp_path):
+    np.arange(5000, dtype=np.int32).tofile(tmp_path / "ids")
+    whole = np.memmap(tmp_path / "ids", dtype=np.int32, mode="r")
+    views = [np.asarray(whole), whole[1::2], whole[3:], whole[:1]]
+    for view in views:
+        mapping = mapping_of(view)
+        assert mapping is not None
+        reads = RandomReads(view, mapping)
+        reads.start(np.array([0, len(view) - 1]), np.array([1, len(view) + 9]))
+        assert view[-1] == whole[view[-1]]
+
+
+def test_ids_in_memory_have_nothing_to_read_ahead():
+    dataset = Sequences(np.arange(10, dtype=np.int32), np.array([4, 6]))
+    assert mapping_of(dataset.ids) is None
+    assert dataset.read_at_random() is None

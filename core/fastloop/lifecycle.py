@@ -124,6 +124,7 @@ def execute(run: Run) -> dict[str, Any]:
                 run, "stopped" if run.state.stop_reason else "completed", run.state.stop_reason
             )
     except BaseException as error:
+        log_points.log_after_error(run)
         stopped = isinstance(error, KeyboardInterrupt | SystemExit)
         if not stopped:
             run.saver.wait()  # so that the run can resume from this checkpoint

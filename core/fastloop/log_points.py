@@ -1,17 +1,69 @@
-"""Log points: every ``train.log_every`` steps, the core adds its values to the plugins' and calls ``log_scalars``."""
+"""Log points: every ``train.log_every`` steps, the core adds its values to the plugins' and calls ``log_scalars``.
+
+On the CPU a log point is logged in its own step. On an accelerator, the host would have to wait until the device has
+computed the losses. So the log point copies them to the host, and they are logged at the next log point, when they have
+long arrived:
+
+    steps          1 ... 10         11 ... 20                 21 ... 25, end of the epoch
+    logged         -                values of step 10         values of step 20
+
+A pending log point is also logged before an evaluation, a save, the end of an epoch and an error. So lines stay in
+order, a checkpoint follows the lines of all its log points, and no line is lost.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fastloop.runtime.clock import memory_held
-from fastloop.scalars import CORE
+from fastloop.scalars import CORE, LoggedValues
 
 if TYPE_CHECKING:
+    from fastloop.distributed.processes import Processes
     from fastloop.run import Run
+
+log = logging.getLogger("fastloop")
+
+PATIENCE = 10.0
+"""Seconds that a failed run waits for a pending log point. The device may never come that far."""
+
+
+class LogPoint:
+    """The values of a log point, which may still be on their way from the device.
+
+    Args:
+        step: The number of its step.
+        values: The losses, and the values of plugins, since the log point before.
+        measured: Further values of the core: those that the host measures.
+    """
+
+    def __init__(self, step: int, values: LoggedValues, measured: Mapping[str, float]) -> None:
+        self.step, self.values, self.measured = step, values, measured
+
+    def read(self, processes: Processes) -> dict[str, float]:
+        """The values for ``log_scalars``: those of the core first. Every process must call it.
+
+        Raises:
+            PluginError: Processes logged different names or reductions; raised on every process.
+        """
+        return self._ordered(self.values.reduce(processes))
+
+    def read_alone(self) -> dict[str, float]:
+        """As ``read``, without the values that other processes contribute to. They may have failed."""
+        values, missing = self.values.reduce_alone()
+        if missing:
+            names = ", ".join(missing)
+            log.warning("step %d: values of all processes are not logged, because the run failed: %s", self.step, names)
+        return self._ordered(values)
+
+    def _ordered(self, values: dict[str, float]) -> dict[str, float]:
+        values = {**values, **self.measured}
+        core = {name: values.pop(name) for name in CORE if name in values}
+        return core | values
 
 
 def start(run: Run) -> None:
@@ -20,7 +72,8 @@ def start(run: Run) -> None:
 
 
 def after_step(run: Run, loss: Tensor) -> None:
-    """Keep a step's loss. At a log point, read all values and call ``log_scalars``. Every process must call it."""
+    """Keep a step's loss. At a log point, log the values since the last one; on an accelerator, begin to copy them, and
+    log the log point before. Every process must call it."""
     scalars = run.scalars
     if not scalars.enabled:
         return
@@ -28,29 +81,62 @@ def after_step(run: Run, loss: Tensor) -> None:
         scalars.values.setdefault("train/loss", []).append(loss)
     if run.state.step % run.recipe.train.log_every:
         return
+    log_pending(run)
     seconds, samples, tokens = scalars.mark
     start(run)
     elapsed = max(scalars.mark[0] - seconds, 1e-9)
     if run.is_main:
         lr = run.optimizer.param_groups[0]["lr"]
         scalars.values["train/lr"] = [lr.to(run.device, non_blocking=True) if isinstance(lr, Tensor) else lr]
-    values = scalars.take(run.processes) | {
+    measured = {
         "train/samples_per_second": (scalars.mark[1] - samples) / elapsed,
         "train/tokens_per_second": (scalars.mark[2] - tokens) / elapsed,
         "train/memory_bytes": memory_held(run.device),
     }
-    emit(run, {name: values.pop(name) for name in CORE if name in values} | values)
+    run._pending_log_point = LogPoint(run.state.step, scalars.take(), measured)
+    if run.device.type == "cpu":
+        log_pending(run)
 
 
-def emit(run: Run, values: Mapping[str, float]) -> None:
+def log_pending(run: Run) -> None:
+    """Log the log point whose values were left to arrive, if any. Every process must call it."""
+    pending, run._pending_log_point = run._pending_log_point, None
+    if pending is not None:
+        emit(run, pending.read(run.processes), pending.step)
+
+
+def log_after_error(run: Run) -> None:
+    """Log the pending log point of a run that failed. Other processes need not call it.
+
+    A problem with it is only logged: the error of the run is the one to report.
+    """
+    pending, run._pending_log_point = run._pending_log_point, None
+    if pending is None:
+        return
+    failure = run.plugins.manager.failure
+    try:
+        if not pending.values.arrive_within(PATIENCE):
+            log.warning("the values of step %d are not logged: the device has not computed them", pending.step)
+        elif run.world_size == 1:
+            emit(run, pending.read(run.processes), pending.step)
+        else:
+            emit(run, pending.read_alone(), pending.step)
+    except Exception as error:
+        log.warning("the values of step %d are not logged: %s: %s", pending.step, type(error).__name__, error)
+        run.plugins.manager.failure = failure  # the plugin that failed the run
+
+
+def emit(run: Run, values: Mapping[str, float], step: int) -> None:
     """Call ``log_scalars`` on the main process."""
     if run.is_main:
-        run.hooks.log_scalars(run=run, scalars=values, step=run.state.step)
+        run.hooks.log_scalars(run=run, scalars=values, step=step)
 
 
 def flush(run: Run) -> None:
     """Log the values of plugins since the last log point, at the end of a run. Every process must call it."""
+    log_pending(run)
     for name in CORE:
         run.scalars.values.pop(name, None)
-    if values := run.scalars.take(run.processes):
-        emit(run, values)
+    values = run.scalars.take().reduce(run.processes)
+    if values:
+        emit(run, values, run.state.step)

@@ -112,6 +112,7 @@ def train(run: Run) -> None:
                 resume.save(run)
             if schedule.should_stop():
                 break
+        log_points.log_pending(run)
         if run.interrupted or not schedule.is_epoch_done():
             break
         if state.epoch_samples == 0:
@@ -132,6 +133,7 @@ def retry_after_recovery(run: Run, function: Callable[[], T], split: str | None 
         try:
             return function()
         except Exception as error:
+            log_points.log_after_error(run)
             if not run.hooks.recover(run=run, error=error, split=split):
                 raise
         run.optimizer.zero_grad()  # drop the gradients of the failed step
@@ -216,6 +218,7 @@ def evaluate(run: Run, split: str) -> None:
     with run.clock("evaluate"), region("evaluate"), preserve_random_states():  # evaluation data may be random
         if split == "validation":
             run.state.evaluate_requested = False
+        log_points.log_pending(run)
         run._shared_buffers.share()
         run.hooks.before_evaluate(run=run, split=split)
         try:
@@ -228,7 +231,7 @@ def evaluate(run: Run, split: str) -> None:
         if split == "validation":
             run.state.evaluated_at = run.state.step
         run.hooks.after_evaluate(run=run, split=split, metrics=metrics)
-        log_points.emit(run, {f"{split}/{name}": value for name, value in metrics.items()})
+        log_points.emit(run, {f"{split}/{name}": value for name, value in metrics.items()}, run.state.step)
         run._sync_requests()
         step = f"step {run.state.step}, " if run.recipe.inference is None else ""
         log.info("%s%s: %s", step, split, ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()))

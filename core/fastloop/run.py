@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torchmetrics import MetricCollection
 
+    from fastloop.log_points import LogPoint
     from fastloop.state import RunOptimizer
 
 log = logging.getLogger("fastloop")
@@ -106,6 +107,7 @@ class Run:
         self._skipped_steps: SkippedSteps  # by fp16's loss scaling
         self._shared_buffers: SharedBuffers
         self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
+        self._pending_log_point: LogPoint | None = None
         self.updates = 0
         self.steps_to_compare = 0
         self._totals: tuple[list[Batch], Callable[[], BatchTotals]] | tuple[None, None] = None, None

@@ -1,4 +1,4 @@
-"""Logged values, which stay on the device until they are read and reduced together."""
+"""Logged values, which stay on the device until a log point copies them to the host together and reduces them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fastloop.checkpoint.form import check_form
 from fastloop.distributed.processes import Processes
 from fastloop.distributed.tensors import gather_full
 from fastloop.errors import PluginError, did_you_mean
+from fastloop.runtime.host_copies import HostCopy
 
 Reduction = Literal["mean", "sum", "max", "main"]
 CORE = (
@@ -95,47 +96,16 @@ class Scalars:
         finally:
             self.enabled = before
 
-    def take(self, processes: Processes) -> dict[str, float]:
-        """Read, reduce and remove all values. Returns the main process's and the reduced ones. Every process must call
-        it.
-
-        Raises:
-            PluginError: Processes logged different names or reductions; raised on every process.
-        """
-        own = {name: Partial(sum(values), len(values), _largest(values)) for name, values in self.read().items()}
+    def take(self) -> LoggedValues:
+        """Remove all values. Those on the device begin their way to the host."""
+        taken = LoggedValues(self.values, self.reductions)
         self.values = {}
-        shared = {
-            name: (reduction, own[name])
-            for name, reduction in self.reductions.items()
-            if name in own and reduction != "main"
-        }
-        every = processes.all_gather_object(shared)
-        for name in dict.fromkeys(name for partials in every for name in partials):
-            if missing := [str(rank) for rank, partials in enumerate(every) if name not in partials]:
-                raise PluginError(
-                    f"run.log({name!r}): not logged on process {', '.join(missing)} of {len(every)} since the last "
-                    "log point. "
-                    "Log it on every process, or with reduce='main'."
-                )
-            if len(found := sorted({partials[name][0] for partials in every})) > 1:
-                raise PluginError(
-                    f"run.log({name!r}): processes use different reductions: {', '.join(found)}. Use one of them."
-                )
-        parts = {name: [partials[name][1] for partials in every] if name in shared else [own[name]] for name in own}
-        return {name: _reduce(self.reductions.get(name, "main"), parts[name]) for name in own}
-
-    def read(self) -> dict[str, list[float]]:
-        """Name -> values, in one read of the device."""
-        tensors = [value for values in self.values.values() for value in values if isinstance(value, Tensor)]
-        numbers = iter(torch.stack(tensors).tolist() if tensors else ())
-        return {
-            name: [next(numbers) if isinstance(value, Tensor) else value for value in values]
-            for name, values in self.values.items()
-        }
+        return taken
 
     def state(self, processes: Processes) -> list[dict[str, Any]]:
         """The values of all processes, for a checkpoint. Every process must call it."""
-        return processes.all_gather_object({"values": self.read(), "reductions": self.reductions})
+        values = LoggedValues(self.values, self.reductions).read()
+        return processes.all_gather_object({"values": values, "reductions": self.reductions})
 
     def restore(self, states: Sequence[Mapping[str, Any]], processes: Processes) -> None:
         """Restore the result of ``state``. With another number of processes, the main process continues the values of
@@ -156,12 +126,100 @@ class Scalars:
         self.values = {**states[0]["values"], **pooled} if processes.is_main else {name: [] for name in names}
 
 
+class LoggedValues:
+    """The values of this process that belong to one log point. Those on the device are on their way to the host.
+
+    Args:
+        values: Name -> values, on the host or on the device.
+        reductions: Name -> reduction, for the names that plugins logged.
+    """
+
+    def __init__(self, values: Mapping[str, Sequence[float | Tensor]], reductions: Mapping[str, str]) -> None:
+        self._values, self._reductions = values, reductions
+        tensors: list[Tensor] = []
+        for logged in values.values():
+            tensors += [value for value in logged if isinstance(value, Tensor)]
+        self._copy = HostCopy(torch.stack(tensors)) if tensors else None
+
+    def arrive_within(self, seconds: float) -> bool:
+        """Wait for the values, but not longer than this. Returns whether they have arrived."""
+        return self._copy is None or self._copy.arrives_within(seconds)
+
+    def read(self) -> dict[str, list[float]]:
+        """Name -> values of this process. The host waits for the device if they have not arrived."""
+        numbers = iter(self._copy.read().tolist() if self._copy is not None else ())
+        return {
+            name: [next(numbers) if isinstance(value, Tensor) else value for value in values]
+            for name, values in self._values.items()
+        }
+
+    def reduce(self, processes: Processes) -> dict[str, float]:
+        """The values of the main process, and those reduced over all. Every process must call it.
+
+        Raises:
+            PluginError: Processes logged different names or reductions; raised on every process.
+        """
+        own = self._partials()
+        shared = {name: (self._reductions[name], own[name]) for name in own if self._is_shared(name)}
+        every: list[dict[str, tuple[str, Partial]]] = processes.all_gather_object(shared)
+        _check_names(every)
+        reduced = {}
+        for name, partial in own.items():
+            if name in shared:
+                partials = [of_process[name][1] for of_process in every]
+                reduced[name] = _reduce(self._reductions[name], partials)
+            else:
+                reduced[name] = _reduce("main", [partial])
+        return reduced
+
+    def reduce_alone(self) -> tuple[dict[str, float], list[str]]:
+        """The values that need none of other processes, and the names of the rest."""
+        values, missing = {}, []
+        for name, partial in self._partials().items():
+            if self._is_shared(name):
+                missing.append(name)
+            else:
+                values[name] = _reduce("main", [partial])
+        return values, missing
+
+    def _is_shared(self, name: str) -> bool:
+        return self._reductions.get(name, "main") != "main"
+
+    def _partials(self) -> dict[str, Partial]:
+        return {name: Partial(sum(values), len(values), _largest(values)) for name, values in self.read().items()}
+
+
 class Partial(NamedTuple):
     """The sum, number and maximum of the values of one name on one process."""
 
     total: float
     number: int
     largest: float
+
+
+def _check_names(every: Sequence[Mapping[str, tuple[str, Partial]]]) -> None:
+    """Check that all processes logged the same names for a reduction, and the same reductions.
+
+    Args:
+        every: The names of each process, in order of rank: name -> its reduction and values.
+
+    Raises:
+        PluginError: They did not.
+    """
+    names = dict.fromkeys(name for of_process in every for name in of_process)
+    for name in names:
+        missing = [str(rank) for rank, of_process in enumerate(every) if name not in of_process]
+        if missing:
+            raise PluginError(
+                f"run.log({name!r}): not logged on process {', '.join(missing)} of {len(every)} since the last "
+                "log point. "
+                "Log it on every process, or with reduce='main'."
+            )
+        reductions = sorted({of_process[name][0] for of_process in every})
+        if len(reductions) > 1:
+            raise PluginError(
+                f"run.log({name!r}): processes use different reductions: {', '.join(reductions)}. Use one of them."
+            )
 
 
 def _reduce(reduction: str, parts: Sequence[Partial]) -> float:

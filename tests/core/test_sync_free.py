@@ -1,7 +1,9 @@
-"""Steps wait for the device only at log points and in the checks of the first ones; an evaluation waits at its end."""
+"""Steps wait for the device only in the checks of the first ones, also at log points; an evaluation waits at its
+end."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, LogPointWaits, emulation
+from emulated_device import DEVICE, DeviceTensor, EmulatedDevice, emulation
 from torch.amp import GradScaler
 from training_runs import execute
+from transformers import TrainerCallback
 
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, PluginCrash, hookimpl
 from fastloop.distributed.processes import Processes
 from fastloop.lifecycle import build
 from fastloop.plugins import resolve as registry
 from fastloop.recipe import make_recipe
 from fastloop.run import Run
+from fastloop.runtime.host_copies import HostCopy
 from fastloop.scalars import Scalars
 from fastloop.testing import LANGUAGE, TEXTS, write_texts
 from fastloop_plugins.data._read_ahead import ReadAheadLoader
@@ -51,8 +55,7 @@ def emulated(monkeypatch):
         device = EmulatedDevice(pin_memory)
         with device.emulate(monkeypatch):
             wanted = recipe(*arguments, **settings)
-            observers = [device] if wanted.plugins.get("log") is False else [device, LogPointWaits(device)]
-            return device, execute(build(registry.resolve(wanted, objects=[*objects, *observers])))
+            return device, execute(build(registry.resolve(wanted, objects=[*objects, device])))
 
     return train
 
@@ -67,7 +70,7 @@ def waiting(device: EmulatedDevice) -> dict[int, list[str]]:
     return {number: files(waits) for number, waits in enumerate(device.steps, 1) if waits}
 
 
-CHECK, LOG = "fastloop_plugins/guards/_updates.py", "fastloop/scalars.py"
+CHECK, COPY = "fastloop_plugins/guards/_updates.py", "fastloop/runtime/host_copies.py"
 """The first steps are read once each until all weights are known to change: step 1, and step 2 where warm-up starts
 from a rate of 0."""
 
@@ -95,6 +98,9 @@ from a rate of 0."""
         (lambda x: torch.zeros(3, device=x.device) + x * 2, 0),
         (lambda x: x[torch.arange(2, device=x.device)].masked_fill(x[:2] > 0, 0.0), 0),
         (lambda x: torch.zeros(3).sum().item(), 0),
+        (lambda x: x.to("cpu", non_blocking=True), 0),
+        (lambda x: HostCopy(x).read(), 1),
+        (lambda x: (HostCopy(x), x + 1)[0].read(), 0),
     ],
 )
 def test_emulated_device_records_waits(operation, waits):
@@ -103,6 +109,17 @@ def test_emulated_device_records_waits(operation, waits):
     with emulation(recorded):
         operation(values)
     assert len(recorded) == waits, recorded
+
+
+def test_a_copy_to_the_host_has_its_numbers_once_it_was_waited_for():
+    values = DeviceTensor(torch.tensor([1.0, 2.0]))
+    with emulation([]):
+        copy = HostCopy(values)
+        early = values.to("cpu", non_blocking=True)
+        values.zero_()
+        assert copy.read().tolist() == [1.0, 2.0]
+        assert early.tolist() == [0.0, 0.0], "nothing waited for it"
+        assert HostCopy(values).arrives_within(1.0)
 
 
 def test_tensors_of_the_host_and_of_the_device_do_not_mix():
@@ -132,17 +149,138 @@ def test_no_step_of_the_default_loop_waits_and_an_evaluation_does_after_its_last
     assert files(waits) == ["fastloop/evaluation_results.py"], "losses and metrics are read together"
 
 
-def test_steps_of_the_fast_recipe_wait_once_at_a_log_point(emulated):
-    device, _ = emulated(TEXTS, (*FAST, "checkpoint-best"), epochs=2, max_grad_norm=1.0, micro_batch_size=4)
+@pytest.mark.parametrize("log_every", [1, 10])
+def test_no_step_of_the_fast_recipe_waits_for_a_log_point(emulated, log_every):
+    settings = {"epochs": 2, "max_grad_norm": 1.0, "micro_batch_size": 4, "log_every": log_every}
+    device, _ = emulated(TEXTS, (*FAST, "checkpoint-best"), **settings)
     assert len(device.steps) == 10
-    assert waiting(device) == {1: [CHECK], 2: [CHECK], 10: [LOG]}
+    assert waiting(device) == {1: [CHECK], 2: [CHECK]}
     assert [len(waits) for waits in device.evaluations] == [1, 1]
 
 
-@pytest.mark.slow
-def test_a_log_point_reads_its_losses_and_its_gradient_norm_together(emulated):
-    device, _ = emulated(TEXTS, log_every=2)
-    assert waiting(device) == {1: [CHECK], 2: [LOG], 4: [LOG]}
+class Lines(Plugin):
+    """Keeps what loggers receive, and where in the run they do."""
+
+    name = "lines"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[tuple[str, int, dict[str, float]]] = []
+        self.events: list[str] = []
+        self.losses: list[Any] = []
+
+    @hookimpl
+    def after_step(self, run: Run, loss: torch.Tensor) -> None:
+        self.events.append(f"step {run.state.step}")
+        self.losses.append(loss)
+
+    @hookimpl
+    def log_scalars(self, scalars: Mapping[str, float], step: int) -> None:
+        kind = next(iter(scalars)).partition("/")[0]
+        self.lines.append((kind, step, dict(scalars)))
+        self.events.append(f"log {kind} {step}")
+
+    @hookimpl
+    def after_epoch(self) -> None:
+        self.events.append("epoch")
+
+    @hookimpl
+    def before_evaluate(self) -> None:
+        self.events.append("evaluate")
+
+    @hookimpl
+    def save_state(self) -> None:
+        self.events.append("save")
+
+
+SAME = ("train/loss", "train/grad_norm", "train/lr", "validation/loss")
+"""Logged values that do not measure the machine."""
+STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+def test_lines_of_an_accelerator_are_those_of_the_cpu_and_come_one_log_point_later(emulated):
+    task = {**TEXTS, "model": {**TEXTS["model"], "config": TEXTS["model"]["config"] | STILL}}
+    settings = {"log_every": 2, "evaluate_every": 3, "save_every": 3, "epochs": 2}
+    schedule = ({"lr-scheduler": {"warmup": 3}},)
+    there, here = Lines(), Lines()
+    emulated(task, schedule, objects=(there,), **settings)
+    execute(build(registry.resolve(recipe(task, schedule, **settings), objects=[here])))
+    assert [line[:2] for line in there.lines] == [line[:2] for line in here.lines], "no line is lost, or changes places"
+    for (_, step, scalars), (_, _, expected) in zip(there.lines, here.lines, strict=True):
+        assert list(scalars) == list(expected)
+        for name in SAME:
+            if name in expected:
+                assert scalars[name] == pytest.approx(expected[name], rel=1e-4), (step, name)
+    first_epoch = there.events[: there.events.index("epoch") + 1]
+    assert first_epoch == [
+        "step 1", "step 2", "step 3", "log train 2", "evaluate", "log validation 3", "save",
+        "step 4", "step 5", "log train 4", "epoch",
+    ]  # fmt: skip
+    assert here.events[:3] == ["step 1", "step 2", "log train 2"]
+    assert there.events.index("log train 6") < there.events.index("log train 8") < there.events.index("log train 10")
+
+
+def test_the_log_file_of_an_accelerator_has_the_step_and_the_epoch_of_each_line(emulated):
+    emulated(TEXTS, log_every=2, epochs=2, evaluate_every=None)
+    written = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    training = [(line["step"], line["epoch"]) for line in written if "split" not in line]
+    assert training == [(2, 1), (4, 1), (6, 2), (8, 2), (10, 2)]
+
+
+class CallbackLines(TrainerCallback):
+    """A callback of transformers: the state when ``on_log`` is called with the values of a log point."""
+
+    lines: list[tuple[int, float | None, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "learning_rate" in logs:
+            self.lines.append((state.global_step, state.epoch, logs["learning_rate"]))
+
+
+def test_callbacks_of_transformers_see_the_step_and_the_rate_of_a_log_point(emulated):
+    plugins = (
+        {"transformers-callbacks": {"callbacks": [f"{__name__}:CallbackLines"]}},
+        {"lr-scheduler": {"warmup": 4}},
+    )
+    settings = {"log_every": 2, "evaluate_every": None}
+    CallbackLines.lines = []
+    emulated(TEXTS, plugins, **settings)
+    there, CallbackLines.lines = CallbackLines.lines, []
+    execute(build(registry.resolve(recipe(TEXTS, plugins, **settings))))
+    assert there == CallbackLines.lines
+    assert [step for step, _, _ in there] == [2, 4]
+
+
+class Fails(Plugin):
+    """Fails after a step."""
+
+    name = "fails"
+
+    @hookimpl
+    def before_step(self, run: Run) -> None:
+        if run.state.step == 3:
+            raise RuntimeError("broken")
+
+
+def test_a_failed_run_logs_the_pending_log_point_first(emulated):
+    lines = Lines()
+    with pytest.raises(PluginCrash, match="broken"):
+        emulated(TEXTS, objects=(lines, Fails()), log_every=2)
+    assert [line[:2] for line in lines.lines] == [("train", 2)]
+    assert lines.lines[0][2]["train/loss"] == pytest.approx(sum(map(float, lines.losses[:2])) / 2)
+
+
+def test_a_problem_with_the_pending_log_point_does_not_hide_the_error_of_a_run(emulated, caplog):
+    class Refuses(Plugin):
+        name = "refuses"
+
+        @hookimpl
+        def log_scalars(self) -> None:
+            raise RuntimeError("full")
+
+    with pytest.raises(PluginCrash, match="broken"):
+        emulated(TEXTS, objects=(Refuses(), Fails()), log_every=2)
+    assert "the values of step 2 are not logged" in caplog.text
 
 
 @pytest.mark.slow
@@ -240,7 +378,7 @@ def test_values_of_plugins_are_read_with_the_losses_of_a_log_point(emulated):
             self.received.append({name: value for name, value in scalars.items() if name.startswith("logs/")})
 
     device, _ = emulated(TEXTS, objects=(Logs(),), log_every=2, evaluate_every=None, max_grad_norm=1.0)
-    assert waiting(device) == {1: [CHECK], 2: [LOG], 4: [LOG]}
+    assert waiting(device) == {1: [CHECK]}
     assert Logs.received[:2] == [
         {"logs/steps": mean, "logs/last": mean + 0.5, "logs/integer": 2 * mean} for mean in (1.5, 3.5)
     ]

@@ -6,7 +6,11 @@ accelerator, its numbers are real, and a wait shows without a GPU. Three kinds o
 * a read: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``.cpu()``, ``torch.equal``; a ``copy_`` to the host that is not
   ``non_blocking``;
 * an operation whose output's shape follows from values: ``nonzero``, ``unique``, ``bincount``, a boolean index;
-* a copy to the device that is not ``non_blocking``, such as ``torch.tensor(1.0, device=device)``.
+* a copy to the device that is not ``non_blocking``, such as ``torch.tensor(1.0, device=device)``;
+* ``synchronize`` of an event, if the device was given no work since the event was recorded.
+
+A ``non_blocking`` copy to the host arrives when an event that was recorded after it is waited for. Until then the copy
+holds zeros, so code that reads it too early computes with wrong numbers.
 
 A tensor on the host is none of the device's: a batch's totals, the sampler's order and random states are read without a
 wait.
@@ -15,8 +19,9 @@ wait.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fastloop import Batch, Plugin, hookimpl
 from fastloop.run import Run
+from fastloop.runtime import host_copies
 from fastloop.runtime.clock import Clock
 
 aten = torch.ops.aten
@@ -75,6 +81,54 @@ class DeviceTensor(Tensor):
         return compute(func, args, kwargs or {}, [])
 
 
+class Stream:
+    """The work that the emulated device was given.
+
+    Attributes:
+        operations: Number of operations so far.
+        in_flight: Copies to the host that have not arrived, each with its numbers.
+    """
+
+    def __init__(self) -> None:
+        self.operations = 0
+        self.in_flight: list[tuple[Tensor, Tensor]] = []
+
+    def send(self, numbers: Tensor) -> Tensor:
+        """Start a copy to the host."""
+        copy = torch.zeros_like(numbers)
+        self.in_flight.append((copy, numbers.clone()))
+        return copy
+
+
+STREAM = Stream()
+
+
+class EmulatedEvent:
+    """Stands for ``torch.Event``: the end of the work that the device had been given when it was recorded."""
+
+    def __init__(self, waits: list[str], device: torch.device) -> None:
+        assert torch.device(device) == DEVICE
+        self.waits = waits
+
+    def record(self) -> None:
+        """Recorded after the work so far."""
+        self.operations, self.copies = STREAM.operations, list(STREAM.in_flight)
+
+    def query(self) -> bool:
+        """Whether the device is past it: once it has been given further work, or time has passed."""
+        is_past = STREAM.operations > self.operations
+        self.operations -= 1  # some time passes until the next query
+        return is_past
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+        if not self.query():
+            self.waits.append(_place("event"))
+        for copy, numbers in self.copies:
+            copy.copy_(numbers)
+        STREAM.in_flight = [pair for pair in STREAM.in_flight if not any(pair[0] is copy for copy, _ in self.copies)]
+
+
 def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> Any:
     """Run an operation on the CPU, its result on the device that a GPU run would have it on; append to ``waits`` if the
     host waits."""
@@ -96,8 +150,8 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
         )
     if wrapped and (READS in func.tags or (SHAPES in func.tags and _shape_from_values(func, args))):
         waits.append(_place(func))
-    # copy_(tensor, non_blocking=True), into page-locked memory
-    if copies and to_host and wrapped and args[2:] != (True,):
+    sends = bool(copies and to_host and wrapped and (kwargs.get("non_blocking") or args[2:] == (True,)))
+    if copies and to_host and wrapped and not sends:
         waits.append(_place(func))
     if copies and on_device and any(not isinstance(leaf, DeviceTensor) for leaf in inputs):
         blocking = not (kwargs.get("non_blocking") or (func is aten.copy_.default and args[2:] == (True,)))
@@ -115,7 +169,12 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any], waits: list[str]) -> A
         # an operation in place returns its own input
         return wrapped[id(leaf)] if id(leaf) in wrapped else DeviceTensor(leaf)
 
-    return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs)))
+    if on_device or to_host:
+        STREAM.operations += 1
+    result = func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs))
+    if sends and func is aten._to_copy.default:
+        return STREAM.send(result)
+    return tree_map(wrap, result)
 
 
 def _shape_from_values(func: Any, args: Any) -> bool:
@@ -162,7 +221,8 @@ class _Constructors(TorchFunctionMode):
 @contextmanager
 def emulation(waits: list[str]) -> Iterator[None]:
     """Tensors can be on the emulated device inside of this. Each wait is appended to ``waits``."""
-    with _Operations(waits), _Constructors():
+    with pytest.MonkeyPatch.context() as patch, _Operations(waits), _Constructors():
+        patch.setattr(host_copies, "Event", partial(EmulatedEvent, waits))
         yield
 
 
@@ -174,8 +234,8 @@ class EmulatedDevice(Plugin):
 
     Attributes:
         waits: Operation and source line of each wait since the start of a step or an evaluation.
-        steps: The waits of each training step, from the copy of its batches to the end of ``after_step``. With
-            ``LogPointWaits``, they include those of a log point.
+        steps: The waits of each training step, from the copy of its batches until the loop asks for the next ones,
+            evaluates or saves. They include those of a log point.
         evaluations: The waits of each evaluation, without what plugins wrap around it.
     """
 
@@ -187,7 +247,7 @@ class EmulatedDevice(Plugin):
         self.waits: list[str] = []
         self.steps: list[list[str]] = []
         self.evaluations: list[list[str]] = []
-        self.evaluating = False
+        self.in_step = self.evaluating = False
 
     @contextmanager
     def emulate(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -212,21 +272,35 @@ class EmulatedDevice(Plugin):
         for step in steps:
             if not self.evaluating:
                 self.waits.clear()
-            yield place(step)
+            try:
+                yield place(step)
+            finally:
+                self.end_step()
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
         run.device = DEVICE
-        run.clock = Clock(lambda: self.waits.append("synchronize"))
+        run.clock = Clock(self.synchronize)
         return (yield)
+
+    @hookimpl(tryfirst=True)
+    def before_step(self) -> None:
+        self.in_step = True
+
+    def synchronize(self) -> None:
+        """The run begins or ends a phase, such as an evaluation or a save, and waits for the device."""
+        self.end_step()
+        self.waits.append("synchronize")
+
+    def end_step(self) -> None:
+        """Keep the waits of a step."""
+        if self.in_step:
+            self.steps.append(self.waits.copy())
+        self.in_step = False
 
     @hookimpl(tryfirst=True)
     def after_prepare(self, model: nn.Module) -> None:
         model.to(DEVICE)
-
-    @hookimpl(trylast=True)
-    def after_step(self) -> None:
-        self.steps.append(self.waits.copy())
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self) -> Generator[None, Any, Any]:
@@ -237,18 +311,3 @@ class EmulatedDevice(Plugin):
         finally:
             self.evaluations.append(self.waits.copy())
             self.evaluating = False
-
-
-class LogPointWaits(Plugin):
-    """Adds the waits of log points to the steps of an ``EmulatedDevice``."""
-
-    name = "log-point-waits"
-
-    def __init__(self, device: EmulatedDevice) -> None:
-        super().__init__()
-        self.device = device
-
-    @hookimpl
-    def log_scalars(self, scalars: Mapping[str, float]) -> None:
-        if "train/loss" in scalars:
-            self.device.steps[-1] = self.device.waits.copy()

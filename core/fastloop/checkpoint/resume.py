@@ -44,6 +44,7 @@ def save(run: Run) -> None:
     wait_for_save(run)
     run._sync_requests()  # handle a failure of the previous save first
     with run.clock("save"), region("save"):
+        log_points.log_pending(run)
         run._shared_buffers.share()
         state = {
             "fastloop": 1,

@@ -13,7 +13,8 @@ fused.
 
 ``max_loss: 8.0`` also ends a run that has diverged or never learns. At each log point (``train.log_every`` steps), the
 loss of that step is compared. After ``max_loss_patience`` log points in a row above it, the run stops as with early
-stopping: it is saved, evaluated and exported. With ``max_loss_action: error``, it fails instead.
+stopping: it is saved, evaluated and exported. With ``max_loss_action: error``, it fails instead. The host waits for the
+device at each log point then, because the run must end in that step.
 """
 
 from __future__ import annotations

@@ -90,18 +90,16 @@ class Log(Plugin):
         logger.addHandler(self.handler)
 
     @hookimpl
-    def log_scalars(self, run: Run, scalars: Mapping[str, float]) -> None:
+    def log_scalars(self, run: Run, scalars: Mapping[str, float], step: int) -> None:
         from fastloop.scalars import CORE
 
         split = next(iter(scalars)).partition("/")[0]
         if split in run.eval_loaders:
-            self.write(
-                run, {"split": split} | {name.removeprefix(f"{split}/"): value for name, value in scalars.items()}
-            )
+            named = {name.removeprefix(f"{split}/"): value for name, value in scalars.items()}
+            self.write(run, step, {"split": split} | named)
         else:
-            self.write(
-                run, {name.removeprefix("train/") if name in CORE else name: value for name, value in scalars.items()}
-            )
+            named = {name.removeprefix("train/") if name in CORE else name: value for name, value in scalars.items()}
+            self.write(run, step, named)
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
@@ -137,17 +135,18 @@ class Log(Plugin):
             with contextlib.suppress(OSError):
                 os.fsync(self.metrics.fileno())
 
-    def write(self, run: Run, values: Mapping[str, Any]) -> None:
+    def write(self, run: Run, step: int, values: Mapping[str, Any]) -> None:
         """Append one line to ``metrics.jsonl`` (main process only)."""
         if self.metrics is None:
             return
+        # the values of a step are logged before the next epoch begins
         epoch = run.state.epoch + (run.state.epoch_samples > 0)
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values.items()
         }
         try:
-            self.metrics.write((json.dumps({"step": run.state.step, "epoch": epoch} | finite) + "\n").encode())
+            self.metrics.write((json.dumps({"step": step, "epoch": epoch} | finite) + "\n").encode())
             self.metrics.flush()  # lines that a full disk rejects are written with the next line
             self.offset = self.metrics.tell()
         except OSError as error:

@@ -13,7 +13,8 @@ A callback receives ``TrainingArguments`` made from the recipe, a ``TrainerState
 ``should_epoch_stop`` is an error. ``arguments`` does not change the run. The events have the order of the HF Trainer,
 except for these:
 
-* ``on_log`` with the values of a log point is called on the main process only.
+* ``on_log`` with the values of a log point is called on the main process only. On an accelerator, it comes at the next
+  log point; the state then has the counters of its own step, and a stop or a save that it requests comes later.
 * Gradients are already cleared in ``on_optimizer_step``.
 * ``on_epoch_end`` follows the last evaluation after a stop, and precedes one that is no multiple of steps.
 * ``on_predict`` is the evaluation of the test split. ``on_push_begin`` does not occur.
@@ -137,12 +138,12 @@ class TransformersCallbacks(Plugin):
     @hookimpl(trylast=True)
     def after_step(self, loss: Tensor) -> None:
         self.loss, self.steps = self.loss + loss, self.steps + 1
-        self.events.fire("on_step_end")
+        self.events.end_step()
 
     @hookimpl
-    def log_scalars(self, run: Run, scalars: Mapping[str, float]) -> None:
+    def log_scalars(self, run: Run, scalars: Mapping[str, float], step: int) -> None:
         if self.training and next(iter(scalars)).partition("/")[0] not in run.eval_loaders:
-            self.events.log_training(scalars)
+            self.events.log_training(scalars, step)
 
     @hookimpl
     def after_epoch(self) -> None:

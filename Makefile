@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
+# The packages of the project that the checkout has installed: `make test` runs their tests, too.
+PACKAGES = packages/fastloop-cpu
+
 .PHONY: quickstart test test-all test-slow lint docs docs-sources api-snapshot matrix differential architectures conformance reliability security mutants scale streaming hashes sbom dist audit clean
 
 quickstart: $(VENV)/ready
@@ -104,12 +107,13 @@ hashes:
 sbom: $(VENV)/ready
 	$(BIN)/python .ci/sbom.py sbom/fastloop.cdx.json
 
-# The wheel and the source distribution of a release, into dist/. Their build installs the pinned build tools by hash, and nothing else.
+# The wheels and the source distributions of a release, of fastloop and of its packages, into dist/. Their build installs the pinned build tools
+# by hash, and nothing else.
 DIST_TOOLS = build|hatchling|packaging|pathspec|pluggy|pyproject-hooks|tomlkit|trove-classifiers
 dist:
 	$(PYTHON) -m venv build/dist
 	sed -nE '/^($(DIST_TOOLS))==/,/[^\\]$$/p' requirements.txt | build/dist/bin/pip install --quiet --no-deps --require-hashes --requirement /dev/stdin
-	build/dist/bin/python -m build --no-isolation
+	for project in . packages/*/; do build/dist/bin/python -m build --no-isolation --outdir dist $$project || exit 1; done
 
 # Known vulnerabilities of the pinned versions. It needs a network. .github/workflows/audit.yml runs it every day.
 audit: $(VENV)/ready
@@ -122,11 +126,11 @@ BUILD_TOOLS = packaging|setuptools
 # than Linux need. With an index of CPU builds of torch, nothing pulls gigabytes of CUDA. Bytecode is compiled at the end, on all cores; some
 # packages have files that do not compile.
 $(VENV)/ready: export PIP_NO_COMPILE = 1
-$(VENV)/ready: pyproject.toml constraints.txt requirements.txt
+$(VENV)/ready: pyproject.toml $(PACKAGES:%=%/pyproject.toml) constraints.txt requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	sed -nE '/^($(BUILD_TOOLS))==/,/[^\\]$$/p' requirements.txt | $(BIN)/pip install --quiet --require-hashes --requirement /dev/stdin
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --require-hashes --requirement requirements.txt
-	$(BIN)/pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev]' $(PACKAGES:%=--editable %)
 	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	touch $@
 

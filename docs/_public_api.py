@@ -38,6 +38,7 @@ from fastloop.plugins.plugin import Observer
 from fastloop.recipe import Train
 from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop_plugins import text as text_toolkit
+from fastloop_plugins import toolkit
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
 ACCEPT = (
@@ -81,10 +82,11 @@ def hook_lines() -> Iterator[tuple[str, str]]:
 
 def python_lines() -> Iterator[tuple[str, str]]:
     """Exported names of ``fastloop`` and ``fastloop.testing``, the classes of docs/api.md with their public members,
-    and the toolkit of text tasks."""
+    and the toolkits of text tasks and of plugins."""
     named = {f"fastloop.{name}": getattr(fastloop, name) for name in fastloop.__all__}
     named |= {f"fastloop.testing.{name}": getattr(fastloop.testing, name) for name in fastloop.testing.__all__}
-    named |= {f"{text_toolkit.__name__}.{name}": getattr(text_toolkit, name) for name in text_toolkit.__all__}
+    for module in (text_toolkit, toolkit):
+        named |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
     named |= {f"{cls.__module__}.{cls.__name__}": cls for cls in RULES if cls not in named.values()}
     named |= {f"{function.__module__}.{function.__name__}": function for function in FUNCTIONS}
     for name, value in named.items():

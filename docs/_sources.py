@@ -11,7 +11,9 @@ A page holds a part between ``<!-- made: NAME -->`` and ``<!-- end: NAME -->``. 
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
+import itertools
 import json
 import re
 import sys
@@ -34,8 +36,10 @@ from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
 from fastloop.plugins.installed import defaults, installed, is_own, load
+from fastloop.plugins.packages import PLUGINS
 from fastloop.plugins.plugin import Observer, Plugin, When
 from fastloop.recipe import Train
+from fastloop_plugins import toolkit
 from fastloop_plugins.rows.drop import Condition
 from fastloop_plugins.rows.formats import describe_formats
 from fastloop_plugins.text.sources import Source
@@ -139,7 +143,9 @@ def plugin_lists() -> str:
     """Our plugins by subpackage, one line each."""
     groups: dict[str, list[str]] = {}
     for name, cls in ours().items():
-        group = cls.__module__.split(".")[1]
+        package, group = cls.__module__.split(".")[:2]
+        if package != "fastloop_plugins":
+            group = f"{PLUGINS[name].distribution}, a package"
         numerics = "" if cls.slot == "task" else f" ({cls.numerics})"
         first = FIRST.split(summary(cls).rstrip("."))[0]
         groups.setdefault(group, []).append(f"- [`{name}`]({name}.md){numerics} {first}.")
@@ -163,6 +169,7 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
         "on by default": "when it applies" if default else "",
         "requires": references(cls.requires),
         "conflicts with": "; ".join(f"{references((other,))}: {why}" for other, why in cls.conflicts.items()),
+        "package": package_of(name),
         "needs": "; ".join(requirement(item) for item in cls.requirements if not isinstance(item, When)),
         "some options need": "; ".join(conditional),
         "adds metrics": ", ".join(f"`{metric}`" for metric in cls.adds_metrics),
@@ -171,7 +178,7 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     sections = " and ".join(f"[`{section}`](../recipe.md#{section})" for section in cls.sections)
     return "\n".join(
         [
-            WHOLE.format(f"plugins/{module.__name__.replace('.', '/')}.py"),
+            WHOLE.format(Path(inspect.getfile(module)).relative_to(DOCS.parent).as_posix()),
             f"# {name}\n",
             f"{inspect.cleandoc(module.__doc__ or '')}\n",
             *(f"- {key}: {text}" for key, text in facts.items() if text),
@@ -180,6 +187,36 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
             "",
         ]
     )
+
+
+def package_of(name: str) -> str:
+    """How to install the package of a plugin that is not in fastloop's main distribution."""
+    return f"`{PLUGINS[name].distribution}`: `{PLUGINS[name].install}`" if name in PLUGINS else ""
+
+
+def helpers(module: Any) -> str:
+    """The public names of a module of helpers, each with its arguments and the first sentence of its docstring."""
+    lines = []
+    for name in module.__all__:
+        found = getattr(module, name)
+        if callable(found):
+            meaning = inspect.cleandoc(found.__doc__ or "").partition("\n\n")[0]
+            shown = f"{name}{inspect.signature(found)}".replace("'", "")
+        else:
+            meaning = constant_meaning(inspect.getsource(sys.modules[module.PLACES[name]]), name)
+            shown = name
+        lines.append(f"- `{shown}` {' '.join(meaning.split())}\n")
+    return "".join(lines)
+
+
+def constant_meaning(source: str, name: str) -> str:
+    """The docstring of a constant: the text below its assignment in the source of its module."""
+    statements = ast.parse(source).body
+    for statement, below in itertools.pairwise(statements):
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == name:
+            assert isinstance(below, ast.Expr)
+            return str(ast.literal_eval(below.value))
+    raise ValueError(f"{name} has no docstring")
 
 
 def references(names: tuple[str, ...]) -> str:
@@ -282,6 +319,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "conditions": lambda: option_list(describe(Condition)),
     "sources": lambda: option_list(describe(Source)),
     "api": api_reference,
+    "toolkit": lambda: helpers(toolkit),
 }
 
 

@@ -165,11 +165,13 @@ def test_release_files_are_built_by_hashed_tools_alone(tmp_path):
         shutil.copy(ROOT / file, copy / file)
     release = os.environ | {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "owner/name"}
     subprocess.run(["make", "dist", f"PYTHON={sys.executable}"], cwd=copy, check=True, capture_output=True, env=release)
-    (source,) = (copy / "dist").glob("*.tar.gz")
+    names = {"fastloop_train", *(path.name.replace("-", "_") for path in (ROOT / "packages").iterdir())}
+    assert {path.name.partition("-")[0] for path in (copy / "dist").glob("*.whl")} == names
+    (source,) = (copy / "dist").glob("fastloop_train-*.tar.gz")
     with tarfile.open(source) as archive:
         packed = {name.partition("/")[2] for name in archive.getnames()}
     assert {"SECURITY.md", "CITATION.cff", "CHANGELOG.md", "LICENSE", "requirements.txt"} <= packed
-    (wheel,) = (copy / "dist").glob("*.whl")
+    (wheel,) = (copy / "dist").glob("fastloop_train-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
         text = archive.read(metadata).decode()

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from fastloop.metric_modes import MetricMode
     from fastloop.options import option
     from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, Trait, When, hookimpl
+    from fastloop.recipe import Recipe
     from fastloop.run import Run
+    from fastloop.runtime.hardware import Machine
     from fastloop.settings import Settings
     from fastloop.state import Batch, Output, State
     from fastloop.strategy import Strategy
@@ -31,12 +33,14 @@ __all__ = [
     "Device",
     "Dtype",
     "FastloopError",
+    "Machine",
     "MetricMode",
     "Output",
     "Package",
     "Plugin",
     "PluginCrash",
     "PluginError",
+    "Recipe",
     "RecipeError",
     "Recommendation",
     "Run",
@@ -62,7 +66,9 @@ MODULES = {
     "metric_modes": ("MetricMode",),
     "options": ("option",),
     "plugins.plugin": ("Device", "Dtype", "Package", "Plugin", "Trait", "When", "hookimpl"),
+    "recipe": ("Recipe",),
     "run": ("Run",),
+    "runtime.hardware": ("Machine",),
     "settings": ("Settings",),
     "state": ("Batch", "Output", "State"),
     "strategy": ("Strategy",),
@@ -76,7 +82,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         from importlib.metadata import version
 
-        from fastloop.plugins.installed import DISTRIBUTION
+        from fastloop.plugins.packages import DISTRIBUTION
 
         return version(DISTRIBUTION)
     if name == "Trainer":  # a tool that uses the core, like the commands

@@ -88,8 +88,8 @@ def own_part(folder: Path) -> Path:
 
 
 def private_cache(name: str) -> Path:
-    """Create ``user_cache(name)`` for files that are executed; returns a new empty folder if other users can write to
-    it."""
+    """Create the folder ``name`` in fastloop's part of the user's cache, for files that are executed, and return it. If
+    other users can write to it, returns a new empty folder."""
     try:
         folder = user_cache(name)
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)

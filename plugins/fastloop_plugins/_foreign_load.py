@@ -15,14 +15,14 @@ class ForeignLoad:
     """
 
     def __init__(self) -> None:
-        self.started, self.busy, self.own = perf_counter(), _busy_seconds(), _own_seconds()
+        self._started, self._busy, self._own = perf_counter(), _busy_seconds(), _own_seconds()
 
     def cores(self) -> float:
         """Cores that other programs kept busy on average, at least 0. A hypervisor that takes a core counts as such a
         program."""
         own = _own_seconds()
-        used = sum(seconds - self.own.get(process, 0.0) for process, seconds in own.items())
-        return max(0.0, (_busy_seconds() - self.busy - used) / (perf_counter() - self.started))
+        used = sum(seconds - self._own.get(process, 0.0) for process, seconds in own.items())
+        return max(0.0, (_busy_seconds() - self._busy - used) / (perf_counter() - self._started))
 
 
 def _busy_seconds() -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from package_helpers import CleanVenv, build_wheels
 
-from fastloop.plugins.installed import DISTRIBUTION
+from fastloop.plugins.packages import DISTRIBUTION
 
 STRANGER = """[build-system]
 requires = ["hatchling"]

@@ -13,7 +13,7 @@ import pytest
 from package_helpers import ROOT, SUITES, CleanVenv, build_wheels
 
 PROJECTS = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
-PUBLIC = ("fastloop", "fastloop.testing", "fastloop_plugins.text", "fastloop_plugins.rows")
+PUBLIC = ("fastloop", "fastloop.testing", "fastloop_plugins.text", "fastloop_plugins.rows", "fastloop_plugins.toolkit")
 """Modules whose ``__all__`` is public."""
 NAMES = {module: {*import_module(module).__all__} for module in PUBLIC}
 NAMES["fastloop.runtime.random_states"] = {"random_states", "restore_random_states"}  # docs/loop.md names them
@@ -61,6 +61,19 @@ def test_the_wheels_pass_the_packages_own_tests(clean_venv: CleanVenv, tmp_path:
     clean_venv.install(*build_wheels(tmp_path / "wheels", *copies))
     for copy in copies:
         shutil.rmtree(copy / "src")
-    done = clean_venv.run("-c", SUITES, *copies, cwd=tmp_path)
+    helpers = ROOT / "tests" / "helpers"  # those of the tests that `make test` runs in the checkout, too
+    done = clean_venv.run("-c", SUITES, *copies, cwd=tmp_path, PYTHONPATH=str(helpers))
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count(" passed") == len(PROJECTS)
+
+
+@pytest.mark.slow
+def test_a_recipe_that_lists_plugins_of_a_missing_package_says_what_to_install(clean_venv: CleanVenv, tmp_path: Path):
+    """`auto` selects among the plugins that are there."""
+    done = clean_venv.run("-m", "fastloop", "plan", "distilbert_imdb_cpu", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "pip install 'fastloop-train[cpu]'" in done.stderr
+    done = clean_venv.run("-m", "fastloop", "plan", "distilbert_imdb", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "packing" in done.stdout
+    assert "fast-dropout" not in done.stdout

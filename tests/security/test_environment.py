@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from saving_helpers import write_recipe
 
+from fastloop.plugins.packages import PLUGINS
 from fastloop_plugins._own_plugins import own_plugins
 
 pytest_plugins = ["installing"]
@@ -53,7 +54,8 @@ def test_a_package_that_claims_our_names_does_not_weaken_auto_silently(names, in
             if line.startswith(f"warning: plugin '{name}': evil-pack 1.2 installs a plugin of this name")
         ]
         assert "`auto` and the estimates of other commands leave out fastloop's" in line
-        assert f"list 'fastloop-train:{name}' in the recipe" in line
+        package = PLUGINS[name].distribution if name in PLUGINS else "fastloop-train"
+        assert f"list '{package}:{name}' in the recipe" in line
     assert ours - set(own_plugins()) == set(names)
 
 

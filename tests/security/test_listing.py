@@ -503,7 +503,7 @@ def test_effects_follow_imports_within_the_package(site):
 
 def test_effects_of_our_own_kernels_name_the_compiler():
     """control: our kernels are listed as starting a compiler, and ema as starting nothing"""
-    found = effects("fastloop_plugins.kernels.cpu_attention")
+    found = effects("fastloop_cpu.cpu_attention")
     assert found["starts commands"].endswith("_native.py")
     assert "starts commands" not in effects("fastloop_plugins.training.ema")
 

@@ -17,8 +17,16 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from fastloop.errors import UsageError, did_you_mean
-from fastloop.plugins.installed import entry_points, installed, is_own, name_and_version, own_entry_points, unsupported
+from fastloop.errors import UsageError
+from fastloop.plugins.installed import (
+    distribution_name,
+    entry_points,
+    installed,
+    is_own,
+    name_and_version,
+    unsupported,
+)
+from fastloop.plugins.packages import DISTRIBUTION, suggest_command
 
 GROUP = "fastloop.commands"
 CORE = ("train", "plugins", "recipes", "schema", "doctor")
@@ -58,14 +66,19 @@ class Commands(TyperGroup):
         if rivals := [key for key in points if key.endswith(f":{name}")]:
             raise UsageError(f"{name}: a command of several packages. Say which: {' or '.join(rivals)}.")
         raise UsageError(
-            f"there is no command {name!r}.{did_you_mean(name, self.list_commands(ctx))} `fastloop --help` lists them."
+            f"there is no command {name!r}.{suggest_command(name, self.list_commands(ctx))} `fastloop --help` lists "
+            "them."
         )
 
 
 @cache
 def own() -> dict[str, EntryPoint]:
-    """Name -> entry point of the core's commands and fastloop's tools."""
-    return {name: EntryPoint(name, f"fastloop.cli.{name}:{name}", GROUP) for name in CORE} | own_entry_points(GROUP)
+    """Name -> entry point of the core's commands, fastloop's tools, and commands of packages of the project."""
+    points = {name: EntryPoint(name, f"fastloop.cli.{name}:{name}", GROUP) for name in CORE}
+    for point in sorted(entry_points(GROUP), key=lambda point: point.name):
+        if is_own(point):
+            points[point.name] = point
+    return points
 
 
 def summary(point: EntryPoint) -> str:
@@ -104,7 +117,7 @@ def load(name: str, point: EntryPoint) -> Any:
     """
     origin = f"{point.value} of {' '.join(name_and_version(point.dist))}" if point.dist else point.value
     label = f"command {name!r} ({origin})"
-    if not is_own(point) and point not in own().values():
+    if point.dist is not None and distribution_name(point) != DISTRIBUTION:
         problem = unsupported(point)
         if problem:
             raise UsageError(f"{label} {problem}")

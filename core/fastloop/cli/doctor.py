@@ -7,7 +7,8 @@ import shutil
 
 import typer
 
-from fastloop.plugins.installed import DISTRIBUTION, entry_points, name_and_version
+from fastloop.plugins.installed import entry_points, name_and_version
+from fastloop.plugins.packages import DISTRIBUTION
 
 
 def doctor() -> None:

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
-from fastloop.plugins.installed import DISTRIBUTION
+from fastloop.plugins.packages import DISTRIBUTION
 from fastloop.recipe import secrets
 
 SUBJECT = re.compile(

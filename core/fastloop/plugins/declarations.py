@@ -19,6 +19,7 @@ from fastloop.plugins.hook_checks import implementations
 from fastloop.plugins.installed import load
 from fastloop.plugins.manager import origin
 from fastloop.plugins.order import predecessors, refers
+from fastloop.plugins.packages import PLUGINS, suggest_plugin
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
@@ -126,7 +127,7 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
                 )
             if found:
                 continue
-            meant = nearest(reference, names, slots)
+            meant = nearest(reference, {*names, *PLUGINS}, slots)
             if not meant and ":" not in reference:
                 note_once(
                     f"{where}: plugin {plugin.name!r}: {declaration} names {reference!r}, which is no installed plugin."
@@ -161,7 +162,7 @@ def _explain_missing(reference: str, plugins: Sequence[Plugin], names: Collectio
     if slot != reference:
         return f"a plugin in the slot {slot!r}, which the recipe does not list. `fastloop plugins` shows who fills it."
     if reference not in names:
-        return f"{reference!r}, and no plugin of this name is installed.{did_you_mean(reference, names)}"
+        return f"{reference!r}, and no plugin of this name is installed.{suggest_plugin(reference, names)}"
     if load(reference).slot == "task":
         task = next((repr(other.name) for other in plugins if other.slot == "task"), "none")
         return (

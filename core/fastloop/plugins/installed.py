@@ -14,13 +14,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop.errors import PluginError, UsageError, did_you_mean
+from fastloop.errors import PluginError, UsageError
+from fastloop.plugins.packages import DISTRIBUTION, OWN_DISTRIBUTIONS, suggest_plugin
 
 if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
-
-DISTRIBUTION = "fastloop-train"
-"""Name of fastloop's distribution. The name ``fastloop`` on the package index belongs to another project."""
 
 GROUP = "fastloop.plugins"
 """Entry-point group of plugins."""
@@ -94,8 +92,8 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
             f"{' or '.join(sorted(f'{distribution_name(point)}:{name}' for point in points))}."
         )
     raise PluginError(
-        f"{where}: no plugin {reference!r} is installed.{did_you_mean(reference, installed())} `fastloop plugins` "
-        "lists them."
+        f"{where}: no plugin {reference!r} is installed.{suggest_plugin(name, installed())} `fastloop plugins` lists "
+        "them."
     )
 
 
@@ -105,7 +103,9 @@ def unsupported(point: importlib.metadata.EntryPoint) -> str:
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.utils import canonicalize_name
 
-    for text in (point.dist.requires if point.dist and not is_own(point) else None) or ():
+    if point.dist is None or distribution_name(point) == DISTRIBUTION:
+        return ""
+    for text in point.dist.requires or ():
         if "fastloop" not in text.lower():  # parsing takes long
             continue
         try:
@@ -161,13 +161,15 @@ def defaults() -> dict[str, importlib.metadata.EntryPoint]:
 
 
 def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of a group, by name, without those of other distributions than fastloop's."""
-    return {point.name: point for point in sorted(entry_points(group), key=lambda point: point.name) if is_own(point)}
+    """Name -> entry point of a group, by name, without those of other distributions than fastloop's main one."""
+    points = sorted(entry_points(group), key=lambda point: point.name)
+    return {point.name: point for point in points if distribution_name(point) == DISTRIBUTION}
 
 
 def is_own(point: importlib.metadata.EntryPoint) -> bool:
-    """Whether fastloop's own distribution declares an entry point."""
-    return point.dist is not None and name_and_version(point.dist)[0] == DISTRIBUTION
+    """Whether a distribution of the fastloop project declares an entry point: the main one, or a package that is
+    released beside it. The name of the distribution decides."""
+    return distribution_name(point) in OWN_DISTRIBUTIONS
 
 
 @lru_cache(maxsize=4096)

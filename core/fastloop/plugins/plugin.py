@@ -31,7 +31,7 @@ import pluggy
 from fastloop.errors import RecipeError
 from fastloop.metric_modes import MetricMode
 from fastloop.options import check_options, option, parse
-from fastloop.plugins.installed import DISTRIBUTION
+from fastloop.plugins.packages import DISTRIBUTION
 
 if TYPE_CHECKING:
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile

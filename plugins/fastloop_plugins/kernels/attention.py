@@ -4,9 +4,10 @@
       - attention: {implementation: auto}
 
 ``auto`` selects FlashAttention 2 if its package is installed, on CUDA in half precision. On a CPU it selects
-``blocked``, which trains twice as fast as torch's kernel there. Otherwise it selects torch's
-scaled_dot_product_attention (``sdpa``). For transformers models, whose names it takes. On Hopper, ``sdpa`` prefers
-cuDNN's attention, which is slow at each new shape: keep shapes few, or set ``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``.
+``blocked`` of the package ``fastloop-cpu``, if that is installed; it trains twice as fast as torch's kernel there.
+Otherwise it selects torch's scaled_dot_product_attention (``sdpa``). For transformers models, whose names it takes. On
+Hopper, ``sdpa`` prefers cuDNN's attention, which is slow at each new shape: keep shapes few, or set
+``TORCH_CUDNN_SDPA_DEPRIORITIZED=1``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Attention(Plugin):
         When(lambda config: config.implementation == FLASH, Package("flash-attn")),
         When(lambda config: config.implementation == FLASH, Device("cuda")),
         When(lambda config: config.implementation == "blocked", Device("cpu")),
+        When(lambda config: config.implementation == "blocked", Package("fastloop-cpu", extra="cpu")),
     )
     for_inference = True
     description = "chooses the attention kernel"
@@ -59,7 +61,7 @@ class Attention(Plugin):
             name for name in profile.operations if name.startswith("aten::") and "attention" in name
         )
         # on CUDA auto selects torch's kernel too, unless flash-attn is installed
-        if cls.name in recipe.plugins or profile.device != "cpu":
+        if cls.name in recipe.plugins or profile.device != "cpu" or not _has_blocked_attention():
             return None
         return SpeedupEstimate(
             seconds=0.5 * seconds,
@@ -79,9 +81,9 @@ class Attention(Plugin):
         if wanted == "auto":
             wanted, reason = self.choose(run, found)
         if wanted == "blocked":
-            from fastloop_plugins.kernels._fast_dropout import BLOCKED, use
+            from fastloop_cpu import use_blocked_attention
 
-            use(model, BLOCKED, drops=False)
+            use_blocked_attention(model)
             logger.info("attention: blocked, since %s", reason)
             return
         try:
@@ -101,6 +103,8 @@ class Attention(Plugin):
             return "eager", f"{type(model).__name__} supports no other"
         if device == "cpu" and "compile" in run.plugins.names():
             return "sdpa", "any other kernel would break compile's graph"
+        if device == "cpu" and not _has_blocked_attention():
+            return "sdpa", "the package fastloop-cpu is not installed"
         if device == "cpu":
             return "blocked", "the device is cpu"
         if device != "cuda":
@@ -112,3 +116,8 @@ class Attention(Plugin):
         if not getattr(model, "_supports_flash_attn", False):
             return "sdpa", f"{type(model).__name__} does not support FlashAttention 2"
         return FLASH, "the device is cuda and the precision is half"
+
+
+def _has_blocked_attention() -> bool:
+    """Whether the package with the attention ``blocked`` is installed."""
+    return importlib.util.find_spec("fastloop_cpu") is not None

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.errors import FastloopError
-from fastloop.plugins.installed import DISTRIBUTION, defaults, find_entry_point
+from fastloop.plugins.installed import defaults, find_entry_point
+from fastloop.plugins.packages import DISTRIBUTION
 from fastloop.recipe import Recipe
 from fastloop.recipe.plugin_references import split_file
 from fastloop_tools.untrusted.effects import effects

@@ -21,7 +21,7 @@ from fastloop import Plugin, hookimpl, hookspecs
 from fastloop.cli import app
 from fastloop.cli.commands import own, own_command, summary
 from fastloop.cli.plugins import KEYWORD, documentation, hooks_of
-from fastloop.plugins.installed import installed, is_own, load
+from fastloop.plugins.installed import distribution_name, installed, load
 from fastloop.recipe import load_recipe, shipped_recipes
 
 
@@ -132,7 +132,7 @@ def test_plugins_are_listed_by_package_and_subpackage(cli):
         else:
             groups[list(groups)[-1]][word] = line
     for name, point in installed().items():
-        if is_own(point):
+        if distribution_name(point) == "fastloop-train":
             group = point.value.split(".")[1] if point.value.count(".") == 2 else ""
             assert point.load().numerics in groups[group].pop(name)
     assert not any(groups.values())

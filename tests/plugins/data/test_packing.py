@@ -18,6 +18,7 @@ from training_runs import execute
 from fastloop import Batch, Plugin, PluginError, hookimpl
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import ResolvedRecipe
+from fastloop_cpu.fast_dropout import FastDropout
 from fastloop_plugins.data._packing import PackedCollator
 from fastloop_plugins.data.dataloader_workers import DataLoaderWorkers
 from fastloop_plugins.data.length_bucketing import LengthBucketing
@@ -27,7 +28,6 @@ from fastloop_plugins.guards.watchdog import Watchdog
 from fastloop_plugins.kernels.attention import Attention
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer, at_first
 from fastloop_plugins.kernels.compile import Compile
-from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
 

@@ -10,8 +10,8 @@ import torch
 from text_helpers import TINY, make_run
 
 from fastloop import PluginError
-from fastloop_plugins.kernels import _fast_dropout
-from fastloop_plugins.kernels._fast_dropout import BLOCKED
+from fastloop_cpu import _fast_dropout
+from fastloop_cpu._fast_dropout import BLOCKED
 from fastloop_plugins.kernels.attention import Attention
 from fastloop_plugins.kernels.compile import Compile
 

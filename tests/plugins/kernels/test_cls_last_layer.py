@@ -12,9 +12,9 @@ from text_helpers import make_run, rows
 from training_runs import execute
 
 from fastloop import Plugin, PluginError, hookimpl
+from fastloop_cpu.fast_dropout import FastDropout
 from fastloop_plugins.kernels.attention import Attention
 from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer, at_first
-from fastloop_plugins.kernels.fast_dropout import FastDropout
 from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from fastloop_plugins.precision.amp import Amp
 

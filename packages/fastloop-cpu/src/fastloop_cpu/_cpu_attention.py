@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins.kernels._native import KernelUnavailable, draw_dropout, load, operation, unavailable_kernels
+from fastloop_cpu._native import KernelUnavailable, draw_dropout, load, operation, unavailable_kernels
 
 SOURCE = Path(__file__).with_name("cpu_attention.c")
 PRODUCTS = {

@@ -15,16 +15,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
-from fastloop_plugins._models import model_type
-from fastloop_plugins._task_traits import recipe_traits
+from fastloop_plugins.toolkit import model_type, recipe_traits
 
 if TYPE_CHECKING:
+    from fastloop import Machine, Recipe, Run, StepProfile
     from torch import Tensor, nn
-
-    from fastloop import Run
-    from fastloop.estimates import StepProfile
-    from fastloop.recipe import Recipe
-    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -70,7 +65,7 @@ class FastDropout(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         from torch import nn
 
-        from fastloop_plugins.kernels._fast_dropout import BLOCKED, use
+        from fastloop_cpu._fast_dropout import BLOCKED, use
 
         if run.device.type != "cpu":
             logger.warning(
@@ -89,7 +84,7 @@ class FastDropout(Plugin):
 
 def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:
     """The forward of an ``nn.Dropout``."""
-    from fastloop_plugins.kernels._fast_dropout import dropout
+    from fastloop_cpu._fast_dropout import dropout
 
     if not module.training or not 0 < module.p < 1 or tensor.device.type != "cpu" or not tensor.is_floating_point():
         kept: Tensor = torchs(tensor)

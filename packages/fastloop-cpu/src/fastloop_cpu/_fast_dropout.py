@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from fastloop_plugins.toolkit import transformers_model
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins._models import transformers_model
-from fastloop_plugins.kernels._native import operation
+from fastloop_cpu._native import operation
 
 aten = torch.ops.aten
 

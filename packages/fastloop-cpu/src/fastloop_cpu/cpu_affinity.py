@@ -18,14 +18,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl, option
-from fastloop.runtime import platform_support
-from fastloop_plugins._foreign_load import ForeignLoad
+from fastloop_plugins.toolkit import ForeignLoad, cores, processors
 
 if TYPE_CHECKING:
-    from fastloop import Run
-    from fastloop.estimates import StepProfile
-    from fastloop.recipe import Recipe
-    from fastloop.runtime.hardware import Machine
+    from fastloop import Machine, Recipe, Run, StepProfile
 
 logger = logging.getLogger("fastloop")
 
@@ -96,14 +92,14 @@ class CpuAffinity(Plugin):
     def before_fit(self, run: Run) -> None:
         import torch
 
-        pinned = platform_support.processors()
+        pinned = processors()
         local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share = pinned[local * len(pinned) // size : (local + 1) * len(pinned) // size] or pinned
         self.before: dict[str, Any] = {"threads": torch.get_num_threads(), "processors": pinned}
         if self.config.pin and size > 1:
             pin(share)
         # fewer threads than cores in a control group with a quota
-        quota = max(1, len(share) * platform_support.cores() // len(pinned))
+        quota = max(1, len(share) * cores() // len(pinned))
         torch.set_num_threads(self.config.count or quota)
         if not self.config.denormals and not torch.set_flush_denormal(True):
             logger.warning("cpu-affinity: this processor cannot flush denormal numbers to zero")

@@ -17,15 +17,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
-from fastloop_plugins._models import BERT_LIKE, model_type, transformers_model
+from fastloop_plugins.toolkit import BERT_LIKE, model_type, transformers_model
 
 if TYPE_CHECKING:
+    from fastloop import Machine, Recipe, Run, StepProfile
     from torch import nn
-
-    from fastloop import Run
-    from fastloop.estimates import StepProfile
-    from fastloop.recipe import Recipe
-    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -61,7 +57,7 @@ class CpuLayers(Plugin):
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        from fastloop_plugins.kernels._cpu_layers import use
+        from fastloop_cpu._cpu_layers import use
 
         reason = self.reason_against(run, model)
         if reason is None and not use(model):
@@ -73,8 +69,8 @@ class CpuLayers(Plugin):
     @staticmethod
     def reason_against(run: Run, model: nn.Module) -> str | None:
         """Why the kernels cannot compute this model's layers; None: they may."""
-        from fastloop_plugins.kernels._cpu_layers import SOURCE
-        from fastloop_plugins.kernels._native import reason_against, unavailable_kernels
+        from fastloop_cpu._cpu_layers import SOURCE
+        from fastloop_cpu._native import reason_against, unavailable_kernels
 
         found = transformers_model(model)
         if found is None or found.config.model_type not in BERT_LIKE:

@@ -13,18 +13,18 @@ from typing import Any
 import forked
 import pytest
 import torch
+from fastloop_plugins.data._varlen import head_size
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
+from fastloop_plugins.kernels.compile import Compile
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.precision.amp import Amp
 from text_helpers import build_on_short_texts as run
 from text_helpers import train_to_numbers
 
-from fastloop_plugins.data._varlen import head_size
-from fastloop_plugins.data.packing import Packing
-from fastloop_plugins.kernels import _cpu_attention, _native
-from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, SOURCE, RowAttention, attention, unavailable
-from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
-from fastloop_plugins.kernels.compile import Compile
-from fastloop_plugins.kernels.cpu_attention import CpuAttention
-from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
-from fastloop_plugins.precision.amp import Amp
+from fastloop_cpu import _cpu_attention, _native
+from fastloop_cpu._cpu_attention import HEAD_SIZES, SOURCE, RowAttention, attention, unavailable
+from fastloop_cpu.cpu_attention import CpuAttention
 
 REASON = unavailable()
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"cpu-attention: {REASON}")
@@ -199,9 +199,7 @@ def test_values_of_another_size_keep_the_models_attention(size):
     ],
 )
 def test_shapes_that_leave_a_tensor_are_refused_before_the_kernel_runs(change, reason, monkeypatch):
-    monkeypatch.setattr(
-        "fastloop_plugins.kernels._cpu_attention.load", lambda source: pytest.fail("the kernel was called")
-    )
+    monkeypatch.setattr("fastloop_cpu._cpu_attention.load", lambda source: pytest.fail("the kernel was called"))
     shapes = {"query": (20, 4, 32), "key": (20, 2, 32), "value": (20, 2, 32)}
     given = {name: change.get(name, torch.zeros(shape)) for name, shape in shapes.items()}
     tensors = [tensor.bfloat16() if tensor.dtype == torch.float32 else tensor for tensor in given.values()]
@@ -356,9 +354,7 @@ def test_a_limit_on_onednn_is_a_reason(monkeypatch):
 @pytest.mark.slow
 @needs_kernel
 def test_several_processes_compile_at_once_and_the_library_is_kept(tmp_path):
-    Path("compile.py").write_text(
-        "from fastloop_plugins.kernels._cpu_attention import unavailable; print(unavailable())"
-    )
+    Path("compile.py").write_text("from fastloop_cpu._cpu_attention import unavailable; print(unavailable())")
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     commands = [forked.Command("compile.py", env=environment) for _ in range(3)]
     assert [command.wait(300) for command in commands] == [0, 0, 0]

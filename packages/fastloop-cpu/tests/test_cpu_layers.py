@@ -7,20 +7,20 @@ import math
 
 import pytest
 import torch
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
+from fastloop_plugins.kernels.compile import Compile
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
+from fastloop_plugins.precision.amp import Amp
+from fastloop_plugins.training.lora import LoRA
 from text_helpers import build_on_short_texts as run
 from text_helpers import train_to_numbers
 from torch.nn.functional import gelu, layer_norm
 
-from fastloop_plugins.data.packing import Packing
-from fastloop_plugins.kernels._cpu_layers import SOURCE, Gelu, Norm, use
-from fastloop_plugins.kernels._native import unavailable_kernels
-from fastloop_plugins.kernels.cls_last_layer import ClsLastLayer
-from fastloop_plugins.kernels.compile import Compile
-from fastloop_plugins.kernels.cpu_layers import CpuLayers
-from fastloop_plugins.kernels.fast_dropout import FastDropout
-from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
-from fastloop_plugins.precision.amp import Amp
-from fastloop_plugins.training.lora import LoRA
+from fastloop_cpu._cpu_layers import SOURCE, Gelu, Norm, use
+from fastloop_cpu._native import unavailable_kernels
+from fastloop_cpu.cpu_layers import CpuLayers
+from fastloop_cpu.fast_dropout import FastDropout
 
 REASON = unavailable_kernels(SOURCE)
 needs_kernel = pytest.mark.skipif(REASON is not None, reason=f"cpu-layers: {REASON}")

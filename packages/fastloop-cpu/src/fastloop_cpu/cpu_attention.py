@@ -19,15 +19,11 @@ import logging
 from typing import TYPE_CHECKING
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl
-from fastloop_plugins._models import model_type, transformers_model
+from fastloop_plugins.toolkit import model_type, transformers_model
 
 if TYPE_CHECKING:
+    from fastloop import Machine, Recipe, Run, StepProfile
     from torch import nn
-
-    from fastloop import Run
-    from fastloop.estimates import StepProfile
-    from fastloop.recipe import Recipe
-    from fastloop.runtime.hardware import Machine
 
 logger = logging.getLogger("fastloop")
 
@@ -81,7 +77,7 @@ class CpuAttention(Plugin):
             level = logging.INFO if self.name in run.recipe.selected else logging.WARNING  # else the user asked for it
             logger.log(level, "cpu-attention: %s: attention stays as it is", reason)
             return
-        from fastloop_plugins.kernels._cpu_attention import use
+        from fastloop_cpu._cpu_attention import use
 
         found = transformers_model(model)
         use(found, f"cpu_{found.config._attn_implementation}")
@@ -89,9 +85,10 @@ class CpuAttention(Plugin):
     @staticmethod
     def reason_against(run: Run, model: nn.Module) -> str | None:
         """Why the kernel cannot compute this model's attention; None: it can."""
-        from fastloop_plugins.data._varlen import head_size
-        from fastloop_plugins.kernels._cpu_attention import HEAD_SIZES, unavailable
-        from fastloop_plugins.kernels._native import reason_against
+        from fastloop_plugins.toolkit import head_size
+
+        from fastloop_cpu._cpu_attention import HEAD_SIZES, unavailable
+        from fastloop_cpu._native import reason_against
 
         found = transformers_model(model)
         if found is None or not getattr(found, "_supports_sdpa", False):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
 from text_helpers import make_run
 from torch import nn
 from training_runs import execute
 
-from fastloop_plugins.kernels._fast_dropout import Attention, dropout, keep_mask, use
-from fastloop_plugins.kernels.fast_dropout import FastDropout
-from fastloop_plugins.memory.activation_checkpointing import ActivationCheckpointing
+from fastloop_cpu._fast_dropout import Attention, dropout, keep_mask, use
+from fastloop_cpu.fast_dropout import FastDropout
 
 BERT = {
     "model_type": "bert",
@@ -181,7 +181,7 @@ def test_a_model_trains_resumes_to_the_bit_and_evaluates_as_without(tiny_run, tm
 
 def test_attention_draws_the_same_masks_without_gradients():
     """A step that computes its rows twice, first without gradients, needs the same masks in both passes."""
-    from fastloop_plugins.kernels._fast_dropout import attention
+    from fastloop_cpu._fast_dropout import attention
 
     rows = [torch.randn(2, 3, 5, 4) for _ in range(3)]
     found = []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fastloop_plugins.kernels._native import draw_dropout, load, operation
+from fastloop_cpu._native import draw_dropout, load, operation
 
 SOURCE = Path(__file__).with_name("cpu_layers.c")
 LANES = 32

@@ -10,33 +10,32 @@ torch's.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop_plugins.toolkit import computing_dtype, private_cache
 from torch import bfloat16, randint
 from torch.autograd import profiler  # torch also loads its OpenMP runtime, which the libraries call
 
-from fastloop.runtime.regions import NO_CONTEXT
-from fastloop_plugins._cache import digest, private_cache
-from fastloop_plugins.data._varlen import computing_dtype
-
 if TYPE_CHECKING:
-    from torch import nn
-
     from fastloop import Run
+    from torch import nn
 
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c11")
 INSTRUCTIONS = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"})
 """Instruction sets that the kernels use."""
 TIMEOUT = 120
 """Seconds that a compiler may take. A kernel takes one or two."""
+NO_CONTEXT = nullcontext()
+"""A context that does nothing."""
 
 
 class KernelUnavailable(Exception):
@@ -62,7 +61,7 @@ def processor_flags() -> frozenset[str]:
 
 def operation(name: str) -> AbstractContextManager[Any]:
     """Show the block as the operation ``fastloop::NAME`` in torch's profiler, for native code that is no operation of
-    torch. Without an active profiler, it costs one Python call."""
+    torch. Without an active profiler, it does nothing."""
     return profiler.record_function(f"fastloop::{name}") if profiler._is_profiler_enabled else NO_CONTEXT
 
 
@@ -83,10 +82,7 @@ def load(source: Path) -> ctypes.CDLL:
     program = compiler()
     if program is None:
         raise KernelUnavailable("no C compiler was found. Install one (Debian: apt install gcc), or set CC to its path")
-    files = (path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
-    machine = (" ".join(sorted(processor_flags())), platform.machine())
-    facts: tuple[str | bytes, ...] = (*files, *machine, program, *FLAGS)
-    library = private_cache("kernels") / f"{source.stem}-{digest(facts)}.so"
+    library = private_cache("kernels") / f"{source.stem}-{_digest(source, program)}.so"
     if not library.is_file():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder, "kernel")
@@ -97,6 +93,16 @@ def load(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise KernelUnavailable(f"its library cannot be loaded: {error}") from None
+
+
+def _digest(source: Path, program: str) -> str:
+    """A hash of all that determines the library of a C file: the file and its headers, the processor, the compiler."""
+    digest = hashlib.blake2b(digest_size=20)
+    for file in (source, *sorted(source.parent.glob("*.h"))):
+        digest.update(hashlib.blake2b(file.read_bytes()).digest())
+    for fact in (*sorted(processor_flags()), platform.machine(), program, *FLAGS):
+        digest.update(f"{fact}\0".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 def run_compiler(program: str, *arguments: str) -> None:

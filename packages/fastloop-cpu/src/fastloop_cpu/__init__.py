@@ -1,0 +1,23 @@
+"""Plugins of fastloop for training on a CPU, and their kernels in C."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["use_blocked_attention"]
+
+
+def use_blocked_attention(model: nn.Module) -> bool:
+    """Set the blocked attention on the transformers model in ``model``. It computes exact attention in pieces that stay
+    in a core's cache, and leaves dropout to torch. The plugin ``attention`` of fastloop calls it.
+
+    Returns:
+        False: the model does not support ``sdpa``, and is unchanged. Otherwise the model's attention in transformers'
+        registry is ``fastloop_blocked``.
+    """
+    from fastloop_cpu._fast_dropout import BLOCKED, use
+
+    return use(model, BLOCKED, drops=False)

@@ -1,0 +1,55 @@
+"""Helpers for plugins of other packages. The names in ``__all__`` are public: docs/write-a-plugin.md lists them.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastloop.errors import did_you_mean
+    from fastloop.runtime.platform_support import cores, processors
+    from fastloop_plugins._cache import private_cache
+    from fastloop_plugins._foreign_load import ForeignLoad
+    from fastloop_plugins._models import BERT_LIKE, model_type, transformers_model
+    from fastloop_plugins._task_traits import recipe_traits, require_trait
+    from fastloop_plugins.data._varlen import computing_dtype, head_size
+
+PLACES = {
+    "BERT_LIKE": "fastloop_plugins._models",
+    "ForeignLoad": "fastloop_plugins._foreign_load",
+    "computing_dtype": "fastloop_plugins.data._varlen",
+    "cores": "fastloop.runtime.platform_support",
+    "did_you_mean": "fastloop.errors",
+    "head_size": "fastloop_plugins.data._varlen",
+    "model_type": "fastloop_plugins._models",
+    "private_cache": "fastloop_plugins._cache",
+    "processors": "fastloop.runtime.platform_support",
+    "recipe_traits": "fastloop_plugins._task_traits",
+    "require_trait": "fastloop_plugins._task_traits",
+    "transformers_model": "fastloop_plugins._models",
+}
+"""Public name -> its module, which is imported at the first use."""
+
+__all__ = [
+    "BERT_LIKE",
+    "ForeignLoad",
+    "computing_dtype",
+    "cores",
+    "did_you_mean",
+    "head_size",
+    "model_type",
+    "private_cache",
+    "processors",
+    "recipe_traits",
+    "require_trait",
+    "transformers_model",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in PLACES:
+        return getattr(import_module(PLACES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,7 @@ from fastloop import Batch, PluginError, Settings, Trainer
 from fastloop.data import Loader
 from fastloop.errors import DataError
 from fastloop.testing import ProcessResult
-from fastloop_plugins.tasks.heads.collate import TargetCounter, count_samples
+from fastloop_plugins.tasks.heads.collate import TargetCounter, count_samples, values_and_targets
 
 SIZE = 41
 INPUTS = torch.randn(SIZE, 4, generator=torch.Generator().manual_seed(0))
@@ -289,7 +289,7 @@ def zeros(*shape: int) -> Tensor:
     ],
 )
 def test_samples_are_counted_by_the_targets_or_by_a_length_that_all_tensors_have(inputs, samples):
-    assert count_samples(inputs, 32) == samples
+    assert count_samples(*values_and_targets(inputs), 32) == samples
 
 
 def test_a_counter_can_be_sent_to_a_spawned_worker():

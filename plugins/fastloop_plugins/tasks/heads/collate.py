@@ -172,13 +172,13 @@ class TargetCounter:
     def __call__(self, samples: list[Any]) -> Any:
         result = self.collate(samples)
         batch = result if isinstance(result, Batch) else Batch(result)
-        _, targets = _parts(batch.inputs)
+        values, targets = values_and_targets(batch.inputs)
         if self.class_loss is not None and not _is_pair(batch.inputs):
             raise UsageError(
                 f"{self.class_loss.where}: needs batches (inputs, targets), and found one of type "
                 f"{type(batch.inputs).__name__}."
             )
-        kept = batch.samples or count_samples(batch.inputs, len(samples))
+        kept = batch.samples or count_samples(values, targets, len(samples))
         if kept == 0:
             raise DataError(
                 f"the collator left out all {len(samples)} samples of a micro-batch. Expected at least one. Leave "
@@ -197,24 +197,24 @@ class TargetCounter:
         return batch
 
 
-def count_samples(inputs: Any, drawn: int) -> int:
+def count_samples(values: Any, targets: Any, drawn: int) -> int:
     """The number of samples in a batch. A collator may leave samples out, or make several of one.
 
     It is the length of the targets, if another tensor of the batch has this length, too. Without targets, all tensors
     of a mapping must have the same length. Otherwise the shapes do not show it, and the batch has the samples that were
     drawn. For example:
 
-    * inputs (29, 8), targets (29,): 29 samples, of 32 drawn;
-    * inputs (5, 32, 8), targets (5, 32), 32 drawn: 32 samples, with positions in the first dimension;
-    * inputs (50, 32, 8), targets (117,), as CTC takes them, 32 drawn: 32 samples.
+    * values (29, 8), targets (29,): 29 samples, of 32 drawn;
+    * values (5, 32, 8), targets (5, 32), 32 drawn: 32 samples, with positions in the first dimension;
+    * values (50, 32, 8), targets (117,), as CTC takes them, 32 drawn: 32 samples.
 
     Args:
-        inputs: ``(inputs, targets)``, a mapping, or anything else.
+        values: A tensor, a mapping, or anything else; None: the collator returned nothing.
+        targets: A tensor, or anything else; None: there are none.
         drawn: The number of samples that the collator was given.
     """
-    if inputs is None:
+    if values is None and targets is None:
         return 0
-    values, targets = _parts(inputs)
     if isinstance(targets, Tensor) and targets.dim():
         if len(targets) == drawn:
             return drawn  # as most batches
@@ -241,7 +241,7 @@ def _is_pair(inputs: Any) -> bool:
     return isinstance(inputs, Sequence) and len(inputs) == 2
 
 
-def _parts(inputs: Any) -> tuple[Any, Any]:
+def values_and_targets(inputs: Any) -> tuple[Any, Any]:
     """The values that the model reads, and the targets of the loss; None: there are none."""
     if _is_pair(inputs):
         return inputs[0], inputs[1]

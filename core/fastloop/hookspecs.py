@@ -246,7 +246,7 @@ def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
 
     On an accelerator, the values of a log point come when the device has computed them: at the next log point, or
     before an evaluation, a save or the end of the epoch. So read ``step``, not ``run.state.step``. A plugin that must
-    act in the same step reads ``loss`` in ``after_step``; the host then waits for the device.
+    act in that step declares ``waits_for_scalars``; the host then waits for the device at each log point.
     """
 
 

@@ -8,7 +8,8 @@ long arrived:
     logged         -                values of step 10         values of step 20
 
 A pending log point is also logged before an evaluation, a save, the end of an epoch and an error. So lines stay in
-order, a checkpoint follows the lines of all its log points, and no line is lost.
+order, a checkpoint follows the lines of all its log points, and no line is lost. With a plugin that declares
+``waits_for_scalars``, the host waits, and each log point is logged in its own step.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def after_step(run: Run, loss: Tensor) -> None:
         "train/memory_bytes": memory_held(run.device),
     }
     run._pending_log_point = LogPoint(run.state.step, scalars.take(), measured)
-    if run.device.type == "cpu":
+    if run.device.type == "cpu" or scalars.needed_at_once:
         log_pending(run)
 
 

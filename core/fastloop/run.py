@@ -106,7 +106,10 @@ class Run:
         self.build_record: BuildRecord
         self._skipped_steps: SkippedSteps  # by fp16's loss scaling
         self._shared_buffers: SharedBuffers
-        self.scalars = Scalars(enabled=any(plugins.each("log_scalars")))
+        self.scalars = Scalars(
+            enabled=any(plugins.each("log_scalars")),
+            needed_at_once=any(plugin.waits_for_scalars for plugin in plugins),
+        )
         self._pending_log_point: LogPoint | None = None
         self.updates = 0
         self.steps_to_compare = 0

@@ -36,13 +36,15 @@ class Scalars:
 
     Attributes:
         enabled: Whether to keep values: a plugin receives them, and no evaluation runs.
+        needed_at_once: Whether a plugin needs them in the step of their log point; see ``Plugin.waits_for_scalars``.
         values: Name -> values, on the host or on the device.
         reductions: Name -> reduction, for all names that plugins logged.
         mark: Seconds of training, samples and tokens at the last log point.
     """
 
-    def __init__(self, enabled: bool) -> None:
+    def __init__(self, enabled: bool, needed_at_once: bool = False) -> None:
         self.enabled = enabled
+        self.needed_at_once = needed_at_once
         self.values: dict[str, list[float | Tensor]] = {}
         self.reductions: dict[str, str] = {}
         self.mark = (0.0, 0, 0)

@@ -228,27 +228,31 @@ def test_the_log_file_of_an_accelerator_has_the_step_and_the_epoch_of_each_line(
 
 
 class CallbackLines(TrainerCallback):
-    """A callback of transformers: the state when ``on_log`` is called with the values of a log point."""
+    """A callback of transformers: the state when ``on_log`` is called with the values of a log point. It stops the run
+    at the second one."""
 
     lines: list[tuple[int, float | None, float]] = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "learning_rate" in logs:
             self.lines.append((state.global_step, state.epoch, logs["learning_rate"]))
+            control.should_training_stop = len(self.lines) == 2
 
 
-def test_callbacks_of_transformers_see_the_step_and_the_rate_of_a_log_point(emulated):
+def test_a_plugin_that_waits_for_scalars_receives_them_in_their_step(emulated):
     plugins = (
         {"transformers-callbacks": {"callbacks": [f"{__name__}:CallbackLines"]}},
         {"lr-scheduler": {"warmup": 4}},
     )
-    settings = {"log_every": 2, "evaluate_every": None}
+    settings = {"log_every": 2, "evaluate_every": None, "epochs": 2}
     CallbackLines.lines = []
-    emulated(TEXTS, plugins, **settings)
+    device, summary = emulated(TEXTS, plugins, **settings)
     there, CallbackLines.lines = CallbackLines.lines, []
     execute(build(registry.resolve(recipe(TEXTS, plugins, **settings))))
     assert there == CallbackLines.lines
     assert [step for step, _, _ in there] == [2, 4]
+    assert summary["steps"] == 4, "the callback stopped the run in its step"
+    assert [step for step, waits in waiting(device).items() if COPY in waits] == [2, 4]
 
 
 class Fails(Plugin):

@@ -217,6 +217,9 @@ class Plugin:
     publishes: ClassVar[bool] = False
     """Whether the plugin sends results to a server or elsewhere. Commands that discard the run
     folder, such as `bench` and `train --fast-dev-run`, leave it out."""
+    waits_for_scalars: ClassVar[bool] = False
+    """Whether ``log_scalars`` must be called in the step of its log point on an accelerator, too, where the host then
+    waits for the device. For a plugin that stops or saves a run by the values."""
     fallback_hooks: tuple[str, ...] = ()
     """*First* hooks that it implements only for runs in which no other plugin does. ``__init__`` may set it from
     options."""

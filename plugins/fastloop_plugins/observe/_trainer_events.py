@@ -5,12 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
@@ -25,21 +23,6 @@ NAMES = {"train/loss": "loss", "train/grad_norm": "grad_norm", "train/lr": "lear
 """The core's name of a value -> the HF Trainer's. Other values keep their names."""
 BEFORE_STEPS = ("on_init_end", "on_train_begin", "on_epoch_begin")
 """Events before a step, which resets the control's requests to log, evaluate and save."""
-
-
-@dataclass(frozen=True)
-class Counters:
-    """The counters of a ``TrainerState``.
-
-    Attributes:
-        step: Steps done: ``global_step``.
-        epoch: Epochs done. Within an epoch, it counts micro-batches, as in the HF Trainer.
-        tokens: Tokens trained on: ``num_input_tokens_seen``.
-    """
-
-    step: int
-    epoch: float
-    tokens: int
 
 
 class Flow(DefaultFlowCallback):
@@ -94,7 +77,6 @@ class TrainerEvents:
         evaluating: The split whose evaluation runs, or None.
         batches: Batches of the evaluation so far.
         lr: The learning rate of the newest step.
-        log_points: Step -> its counters and learning rate, for each log point whose values have not come yet.
     """
 
     def __init__(self, run: Run, callbacks: list[TrainerCallback], args: TrainingArguments) -> None:
@@ -103,7 +85,6 @@ class TrainerEvents:
         self.evaluating: str | None = None
         self.batches, self.started = 0, 0.0
         self.lr: Any = 0.0
-        self.log_points: dict[int, tuple[Counters, Any]] = {}
         task: Any = next((plugin for plugin in run.plugins if plugin.slot == "task"), None)
         tokenizer = getattr(getattr(task, "text_model", None), "tokenizer", None)
         self.flow = Flow(run)
@@ -126,37 +107,25 @@ class TrainerEvents:
         )
         self.state.compute_steps(args, self.state.max_steps)  # type: ignore[no-untyped-call]
 
-    def fire(self, event: str, counters: Counters | None = None, **values: Any) -> None:
-        """Call an event of all callbacks, then pass what they set in the control on to the run.
-
-        Args:
-            counters: The counters to set in the state; None: those of the run.
-        """
-        self.update_state(counters or self.counters())
+    def fire(self, event: str, **values: Any) -> None:
+        """Call an event of all callbacks, then pass what they set in the control on to the run."""
+        self.update_state()
         self.control = getattr(self.handler, event)(self.args, self.state, self.control, **values)
         self.apply_control(event)
 
-    def log(self, values: dict[str, float], counters: Counters) -> None:
+    def log(self, values: dict[str, float]) -> None:
         """Call ``on_log``, and keep the values in the state's history."""
-        values["epoch"] = counters.epoch
-        self.state.log_history.append({**values, "step": counters.step})
-        self.fire("on_log", counters, logs=values)
+        self.update_state()
+        values["epoch"] = self.state.epoch
+        self.state.log_history.append({**values, "step": self.state.global_step})
+        self.fire("on_log", logs=values)
 
-    def end_step(self) -> None:
-        """Call ``on_step_end``. At a log point, keep what ``log_training`` needs."""
-        run = self.run
-        if run.is_main and run.state.step % run.recipe.train.log_every == 0:
-            lr = self.lr.clone() if isinstance(self.lr, Tensor) else self.lr  # a scheduler changes it in place
-            self.log_points[run.state.step] = (self.counters(), lr)
-        self.fire("on_step_end")
-
-    def log_training(self, scalars: Mapping[str, float], step: int) -> None:
+    def log_training(self, scalars: Mapping[str, float]) -> None:
         """Call ``on_log`` with the values of a log point."""
-        counters, lr = self.log_points.pop(step)
         named = {NAMES.get(name, name.removeprefix("train/")): value for name, value in scalars.items()}
         if "learning_rate" in named:
-            named["learning_rate"] = float(lr)
-        self.log(named, counters)
+            named["learning_rate"] = float(self.lr)
+        self.log(named)
 
     def begin_evaluation(self, split: str) -> None:
         """An evaluation begins; it calls ``on_prediction_step`` after each batch."""
@@ -170,7 +139,7 @@ class TrainerEvents:
         named = {f"{prefix}_{name}": value for name, value in metrics.items()}
         named |= {f"{prefix}_runtime": seconds, f"{prefix}_steps_per_second": self.batches / seconds}
         if split == "validation":
-            self.log(named, self.counters())
+            self.log(named)
             self.fire("on_evaluate", metrics=named)
             self.update_best(named)
         else:
@@ -188,23 +157,18 @@ class TrainerEvents:
         """Call ``on_log`` with the values of the whole run, then ``on_train_end``."""
         seconds = self.run.clock.read("train")
         speed = self.run.state.samples / max(seconds, 1e-9)
-        values = {"train_runtime": seconds, "train_samples_per_second": speed, "train_loss": mean_loss}
-        self.log(values, self.counters())
+        self.log({"train_runtime": seconds, "train_samples_per_second": speed, "train_loss": mean_loss})
         self.fire("on_train_end")
 
-    def counters(self) -> Counters:
-        """The counters of the run."""
-        state, loader, size = self.run.state, self.run.train_loader, self.run.schedule.epoch_samples
-        epoch = float(state.epoch)
+    def update_state(self) -> None:
+        """Set the state's counters to those of the run. Within an epoch, ``epoch`` counts micro-batches, as in the HF
+        Trainer."""
+        run, state, loader = self.run, self.state, self.run.train_loader
+        state.global_step, state.num_input_tokens_seen = run.state.step, run.state.tokens
+        size, samples = run.schedule.epoch_samples, loader.micro_batch_size * loader.world_size
+        state.epoch = float(run.state.epoch)
         if size:
-            samples = loader.micro_batch_size * loader.world_size
-            epoch += -(-state.epoch_samples // samples) / -(-size // samples)
-        return Counters(state.step, epoch, state.tokens)
-
-    def update_state(self, counters: Counters) -> None:
-        """Set the counters of the ``TrainerState``, and the best checkpoint."""
-        run, state = self.run, self.state
-        state.global_step, state.epoch, state.num_input_tokens_seen = counters.step, counters.epoch, counters.tokens
+            state.epoch += -(-run.state.epoch_samples // samples) / -(-size // samples)
         if run.state.best is not None:
             state.best_model_checkpoint = str(run.folder / run.state.best["path"])
 

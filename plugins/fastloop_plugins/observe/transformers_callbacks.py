@@ -13,8 +13,7 @@ A callback receives ``TrainingArguments`` made from the recipe, a ``TrainerState
 ``should_epoch_stop`` is an error. ``arguments`` does not change the run. The events have the order of the HF Trainer,
 except for these:
 
-* ``on_log`` with the values of a log point is called on the main process only. On an accelerator, it comes at the next
-  log point; the state then has the counters of its own step, and a stop or a save that it requests comes later.
+* ``on_log`` with the values of a log point is called on the main process only.
 * Gradients are already cleared in ``on_optimizer_step``.
 * ``on_epoch_end`` follows the last evaluation after a stop, and precedes one that is no multiple of steps.
 * ``on_predict`` is the evaluation of the test split. ``on_push_begin`` does not occur.
@@ -46,6 +45,7 @@ class TransformersCallbacks(Plugin):
     numerics = "changes-training"
     on_resume = {"callbacks": "free", "arguments": "free"}
     publishes = True
+    waits_for_scalars = True  # a callback may stop the run in on_log
     description = "runs callbacks of the HF Trainer"
 
     @dataclass(kw_only=True)
@@ -138,12 +138,12 @@ class TransformersCallbacks(Plugin):
     @hookimpl(trylast=True)
     def after_step(self, loss: Tensor) -> None:
         self.loss, self.steps = self.loss + loss, self.steps + 1
-        self.events.end_step()
+        self.events.fire("on_step_end")
 
     @hookimpl
-    def log_scalars(self, run: Run, scalars: Mapping[str, float], step: int) -> None:
+    def log_scalars(self, run: Run, scalars: Mapping[str, float]) -> None:
         if self.training and next(iter(scalars)).partition("/")[0] not in run.eval_loaders:
-            self.events.log_training(scalars, step)
+            self.events.log_training(scalars)
 
     @hookimpl
     def after_epoch(self) -> None:

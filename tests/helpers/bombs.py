@@ -7,9 +7,8 @@ import gzip
 import io
 import json
 import struct
-import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,39 +40,6 @@ def hole(path: str, head: bytes, size: int) -> str:
         file.write(head)
         file.truncate(size)
     return path
-
-
-# -- archives ----------------------------------------------------------------------------------------------------------
-
-
-def tar(path: str, members: Iterable[tuple[tarfile.TarInfo | bytes, bytes]]) -> str:
-    """An archive of headers and contents, as they are given."""
-    with Path(path).open("wb") as file:
-        for info, content in members:
-            file.write(info if isinstance(info, bytes) else info.tobuf(tarfile.GNU_FORMAT))
-            file.write(content + b"\0" * (-len(content) % 512))
-        file.write(b"\0" * 10240)
-    return path
-
-
-def member(
-    name: str, content: bytes, size: int | None = None, kind: bytes = tarfile.REGTYPE
-) -> tuple[tarfile.TarInfo, bytes]:
-    """A member of an archive, which may claim another size than its content has."""
-    info = tarfile.TarInfo(name)
-    info.size, info.type = len(content) if size is None else size, kind
-    return info, content
-
-
-def sparse(name: str, size: int) -> tuple[bytes, bytes]:
-    """A member that is one hole: GNU's old form of sparse files."""
-    info, content = member(name, b"x" * 512, kind=tarfile.GNUTYPE_SPARSE)
-    header = bytearray(info.tobuf(tarfile.GNU_FORMAT)[:512])
-    header[386:410] = b"%011o\0%011o\0" % (size - 512, 512)
-    header[483:495] = b"%011o\0" % size
-    header[148:156] = b" " * 8
-    header[148:156] = b"%06o\0 " % sum(header)
-    return bytes(header), content
 
 
 # -- Parquet -----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow
-from streaming_helpers import NAMES, write_arrow, write_parquet, write_tar
+from streaming_helpers import NAMES, write_arrow, write_parquet
 from text_helpers import rows
 
 ROWS = 200
@@ -36,8 +36,6 @@ def write(path: str, content: list[dict[str, Any]]) -> str:
         write_parquet(inner, content, group=20)
     elif inner.endswith(".json"):
         Path(inner).write_text(json.dumps(content, indent=1))
-    elif inner.endswith(".tar"):
-        write_tar(inner, content, list(content[0]))
     elif inner.endswith(".jsonl"):
         Path(inner).write_text("\n\n".join(json.dumps(row) for row in content))
     else:

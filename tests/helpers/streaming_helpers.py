@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from collections.abc import Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -64,18 +62,6 @@ def write_arrow(path: str, table: Sequence[Mapping[str, Any]], group: int = 32) 
 def write_lines(path: str, table: Sequence[Mapping[str, Any]]) -> str:
     """A JSONL file."""
     Path(path).write_text("".join(json.dumps(row) + "\n" for row in table))
-    return path
-
-
-def write_tar(path: str, content: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
-    """A WebDataset shard. Every second sample is one JSON file."""
-    with tarfile.open(path, "w") as archive:
-        for number, found in enumerate(content):
-            row = {name: found[name] for name in columns}
-            for name, value in {"json": json.dumps(row)}.items() if number % 2 else row.items():
-                member = tarfile.TarInfo(f"part/{number:06}.{name}")
-                member.size = len(value.encode())
-                archive.addfile(member, BytesIO(value.encode()))
     return path
 
 

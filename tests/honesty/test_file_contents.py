@@ -22,12 +22,12 @@ from fastloop_plugins.text.chunks import text_chunks
 ROWS = [{"text": f"film {number}", "label": ("neg", "pos")[number % 2]} for number in range(20)]
 CSV = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in ROWS)
 WRONG = {
-    "parquet": [".csv", ".tsv", ".jsonl", ".json", ".txt", ".arrow", ".tar"],
-    "arrow": [".csv", ".jsonl", ".txt", ".parquet", ".tar"],
+    "parquet": [".csv", ".tsv", ".jsonl", ".json", ".txt", ".arrow"],
+    "arrow": [".csv", ".jsonl", ".txt", ".parquet"],
     "zip": [".csv", ".jsonl", ".parquet", ".arrow", ".csv.gz"],
     "sqlite": [".csv", ".jsonl", ".txt", ".parquet"],
-    "gzip": [".parquet", ".arrow", ".tar"],
-    "csv": [".parquet", ".arrow", ".tar"],
+    "gzip": [".parquet", ".arrow"],
+    "csv": [".parquet", ".arrow"],
 }
 
 

@@ -13,7 +13,7 @@ from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import CONLL, FORMATS, PACKED, format_of
 
 HEAD = 512
-"""Bytes to look at: a header of a .tar file, which always has a zero byte."""
+"""Bytes to look at: enough to recognize text."""
 
 
 @dataclass(frozen=True)

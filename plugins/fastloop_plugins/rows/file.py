@@ -83,7 +83,7 @@ class File(ABC):
         predicts: Whether the rows are those of a file to predict. Each line of a .txt file is a row then, and nothing
             is checked at the end of the file.
         is_whole: Whether the file can only be read from its beginning. It is one row group then.
-        is_one_row: Whether the whole file is one row.
+        not_streamed: Why the file cannot be streamed, and what to do; empty if it can be.
         names: The columns that the file has, as far as they are known.
         schema: Its schema in pyarrow; None: the format has none.
         notes: Findings, for the log.
@@ -95,7 +95,8 @@ class File(ABC):
     lists: ClassVar[bool] = False
     untyped: ClassVar[bool] = False
     has_groups: ClassVar[bool] = False
-    is_whole = is_one_row = predicts = False
+    is_whole = predicts = False
+    not_streamed = ""
     schema: Any = None
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:

@@ -25,7 +25,6 @@ from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import COMPRESSIONS, CONLL, PACKED, format_of, installed_formats
 from fastloop_plugins.rows.table import Table, list_values, missing_column
 from fastloop_plugins.rows.text import Text
-from fastloop_plugins.rows.webdataset import Tar
 
 READERS: dict[str, type[File] | None] = {
     ".csv": Delimited,
@@ -34,7 +33,6 @@ READERS: dict[str, type[File] | None] = {
     ".jsonl": Json,
     ".parquet": None,  # ``reader_of`` imports these two, and pyarrow
     ".arrow": None,
-    ".tar": Tar,
     ".txt": Text,
 }
 """Suffix -> reader of the format. A section that reads ``CONLL`` files has a reader for them, too."""

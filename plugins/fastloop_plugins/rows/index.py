@@ -19,7 +19,7 @@ from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, File
 from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line
-from fastloop_plugins.rows.paths import COMPRESSIONS, PACKED, URL, find_files, format_of
+from fastloop_plugins.rows.paths import ARCHIVES, COMPRESSIONS, PACKED, URL, find_files, format_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -67,7 +67,7 @@ def unstreamed(paths: Sequence[str], formats: Sequence[str]) -> str:
         if suffix not in formats or (codec is not None and suffix in PACKED):
             return (
                 f"{path}: cannot be streamed. Expected files of type {', '.join(formats)}, and lines also with "
-                f"{', '.join(COMPRESSIONS)} behind it."
+                f"{', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}"
             )
     return ""
 
@@ -161,11 +161,8 @@ def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) 
         start, part = total, layout.of_file(number)
         counted = part.own_names([] if label is None else [label])
         with explain_reading(path, layout.how), part.open(path) as file:
-            if file.is_one_row:
-                raise RecipeError(
-                    f"{path}: cannot be streamed: data.read.blank_lines makes it one row. Remove one of "
-                    "blank_lines and data.streaming."
-                )
+            if file.not_streamed:
+                raise RecipeError(f"{path}: cannot be streamed: {file.not_streamed}")
             for block in part.drop.blocks(file, counted, 0, GROUP, counts=dropped):
                 if total == start:
                     part.check(file)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fastloop_plugins.rows.file import BadRow
-from fastloop_plugins.rows.json_list import Elements, malformed_json
+from fastloop_plugins.rows.limits import check_row
 from fastloop_plugins.rows.lines import LineFormat
 from fastloop_plugins.rows.options import Read
 
@@ -28,7 +30,10 @@ class RepeatedKey(Exception):
 ERRORS = (ValueError, RepeatedKey, RecursionError)
 """Errors of a decoder. Thousands of digits are a ``ValueError``, and of nested brackets a ``RecursionError``."""
 SPACE = " \t\r\n"
+SPACES = re.compile(f"[{SPACE}]*")
 DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+SHOWN = 20
+"""Characters that the error for malformed JSON shows."""
 
 
 def parse_json(content: str, place: str) -> Any:
@@ -41,13 +46,12 @@ def parse_json(content: str, place: str) -> Any:
         BadRow: It is not valid JSON, an object has a key twice, or the document cannot be read.
     """
     content = content.rstrip(SPACE)
-    start = len(content) - len(content.lstrip(SPACE))
     try:
-        found, end = DECODER.raw_decode(content, start)
+        found, end = DECODER.raw_decode(content, _after_space(content, 0))
     except ERRORS as error:
         raise explain_json(error, place) from None
     if end < len(content):
-        end += len(content[end:]) - len(content[end:].lstrip(SPACE))
+        end = _after_space(content, end)
         raise malformed_json("Extra data", content, end, end + 1, place)
     return found
 
@@ -61,36 +65,96 @@ def explain_json(error: BaseException, place: str) -> BadRow:
     return BadRow(f"cannot be read as JSON: {str(error).partition(';')[0]}.", place)
 
 
+def malformed_json(problem: str, text: str, at: int, column: int, place: str) -> BadRow:
+    """The error for JSON that is malformed at a position of a text.
+
+    Args:
+        column: The position's character in its line, from 1.
+        place: The name of the line in messages.
+    """
+    there = f"character {column}: {text[at : at + SHOWN]!r}" if at < len(text) else f"character {column}, the end"
+    return BadRow(f"not valid JSON: {problem.removesuffix(' at')}. See {there}.", place)
+
+
+def _after_space(text: str, at: int) -> int:
+    """The position of the next character that is no white space."""
+    match = SPACES.match(text, at)
+    return at if match is None else match.end()
+
+
 class Json(LineFormat):
-    """Rows of a json or jsonl file. A column is there if any row has it."""
+    """Rows of a json or jsonl file. A column is there if any row has it.
+
+    A list is read as a whole: it has no lines at which a reader could begin.
+    """
 
     row = "an object, one a line; or one list of objects"
     lists = True
 
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
-        self.is_list = self.text.head.lstrip().startswith("[")  # it may be one long line
-        # other encodings may have several forms of a character: its bytes cannot be counted
+        self.is_list = self.text.head.lstrip(SPACE).startswith("[")
         self.parses_all = self.is_list
-        self.is_whole = self.is_whole or (self.is_list and self.text.encoding != "utf-8")
+        self.list_facts = ""
+        if self.is_list:
+            self.is_whole = True
+            self.not_streamed = "it is one list, which is read as a whole. Write an object a line instead (.jsonl)."
+
+    def facts(self) -> list[str]:
+        return [self.list_facts] if self.is_list else super().facts()
 
     def parse(self, content: Any, place: str) -> Any:
         return content if self.is_list else parse_json(content, place)
 
     def items(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
-        return self._elements(start) if self.is_list else super().items(start)
+        if not self.is_list:
+            yield from super().items(start)
+            return
+        text = self.text.read()
+        self.list_facts = f"{len(text)} {zlib.crc32(text.encode())}"
+        for number, row in enumerate(self._elements(text), 1):
+            yield 0, (row, f"row {number}")
 
-    def _elements(self, start: int) -> Iterator[tuple[int, tuple[Any, str]]]:
-        def parse(text: str, at: int) -> tuple[Any, int]:
-            try:
-                return DECODER.raw_decode(text, at)
-            except json.JSONDecodeError:
-                raise
-            except ERRORS as error:
-                raise explain_json(error, f"line {elements.line}") from None
+    def _elements(self, text: str) -> Iterator[Any]:
+        """Yield the elements of the list that a text is.
 
-        elements = Elements(self.text, parse, start)
-        if not start:
-            self.last = elements
-        for number, (position, row) in enumerate(elements, 1):
-            yield position, (row, f"row {number}")
+        Raises:
+            BadRow: The text is malformed from here on.
+            RecipeError: An element is too large.
+        """
+        at = _after_space(text, 0) + len("[")
+        at = _after_space(text, at)
+        mark = "]" if text[at : at + 1] == "]" else ","
+        while mark == ",":
+            element, end = self._element(text, at)
+            yield element
+            at = _after_space(text, end)
+            mark = text[at : at + 1]
+            if mark not in (",", "]"):
+                raise self._malformed("Expecting ',' delimiter", text, at)
+            if mark == ",":
+                at = _after_space(text, at + 1)
+        at = _after_space(text, at + 1)
+        if at < len(text):
+            raise self._malformed("Extra data", text, at)
+
+    def _element(self, text: str, at: int) -> tuple[Any, int]:
+        """The element at a position, and the position after it."""
+        try:
+            element, end = DECODER.raw_decode(text, at)
+        except json.JSONDecodeError as error:
+            raise self._malformed(error.msg, text, error.pos) from None
+        except ERRORS as error:
+            raise explain_json(error, _line_at(text, at)) from None
+        if end - at > self.how.max_row_mib * 2**20:
+            check_row(f"{self.path}, {_line_at(text, at)}", end - at, self.how)
+        return element, end
+
+    def _malformed(self, problem: str, text: str, at: int) -> BadRow:
+        column = at - text.rfind("\n", 0, at)  # in the first line, it counts from the -1 of "not found"
+        return malformed_json(problem, text, at, column, _line_at(text, at))
+
+
+def _line_at(text: str, at: int) -> str:
+    """The name of the line of a position in messages."""
+    return f"line {text.count(chr(10), 0, at) + 1}"

@@ -8,7 +8,7 @@ import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastloop.errors import RecipeError
 from fastloop_plugins.rows.file import BLOCK, BadRow, Block, File
@@ -16,9 +16,6 @@ from fastloop_plugins.rows.limits import Expanded, check_row, size_of
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import URL, format_of
 from fastloop_plugins.rows.table import show
-
-if TYPE_CHECKING:
-    from fastloop_plugins.rows.json_list import Elements
 
 MAGIC = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 """First bytes that no text file starts with -> codec. A bz2 file starts with letters, so only its suffix identifies
@@ -221,7 +218,7 @@ class LineFormat(File):
         super().__init__(path, how, columns, skip_unreadable)
         self.text = LineFile(path, how)
         self.is_whole = self.text.is_whole
-        self.last: Lines | Elements = self.text.lines()
+        self.last = self.text.lines()
 
     def parse(self, line: str, place: str) -> Any:
         """The row of a line: column -> value.

@@ -28,7 +28,7 @@ class Read:
     )
     blank_lines: bool = option("Read each .txt file as one text, with its blank lines and line ends.", default=False)
     max_row_mib: int = option(
-        "MiB of a row at most: a line, the lines of a quoted cell, an element, a paragraph, or a file in a .tar.",
+        "MiB of a row at most: a line, the lines of a quoted cell, an element of a list, or a paragraph.",
         default=16,
         ge=1,
     )

@@ -15,17 +15,19 @@ from fastloop_plugins.rows.options import Read
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
-FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".tar", ".txt")
+FORMATS = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".arrow", ".txt")
 """Suffixes of the files that text tasks read."""
 CONLL = ".conll"
 """Suffix of CoNLL files, which token classification reads, too."""
 GROUP = "fastloop.formats"
 """Entry-point group of readers of other packages. The name of an entry is a suffix, such as ``.toml``, and its value a
 class that extends ``File``."""
-PACKED = (".arrow", ".parquet", ".tar")
+PACKED = (".arrow", ".parquet")
 """Formats whose files are not compressed as a whole, and have no encoding."""
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}
 """Suffix after that of the format -> codec, by pyarrow's name."""
+ARCHIVES = {".tar": " For archives of WebDataset, which `datasets` reads: data.name=FOLDER, with only them in it."}
+"""Suffix of archives -> what to do instead of naming them in ``data.files``."""
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 DATASET_PAGE = re.compile(r"https?://[^/]+/datasets/([\w.-]+/[\w.-]+|[\w.-]+)")
 
@@ -85,7 +87,7 @@ def find_files(
         if suffix not in formats or (codec is not None and suffix in PACKED):
             raise RecipeError(
                 f"{where}: {path}: cannot read files of type {path.suffix!r}. Expected one of: {', '.join(formats)}, "
-                f"all but {', '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it."
+                f"all but {', '.join(PACKED)} also with {', '.join(COMPRESSIONS)} behind it.{ARCHIVES.get(suffix, '')}"
             )
     return paths
 

@@ -23,7 +23,8 @@ class Text(LineFormat):
     def __init__(self, path: str, how: Read, columns: Mapping[str, str], skip_unreadable: bool = False) -> None:
         super().__init__(path, how, columns, skip_unreadable)
         self.names = dict.fromkeys(list(columns)[:1])
-        self.is_one_row = how.blank_lines
+        if how.blank_lines:
+            self.not_streamed = "data.read.blank_lines makes it one row. Remove one of blank_lines and data.streaming."
 
     def blocks(self, columns: Sequence[str], start: int = 0, size: int = BLOCK, skip: int = 0) -> Iterator[Block]:
         """See ``File``."""

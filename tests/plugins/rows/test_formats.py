@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from streaming_helpers import write_arrow, write_lines, write_parquet
 
 from fastloop.errors import DataError, RecipeError
 from fastloop.recipe import make_recipe
-from fastloop_plugins.rows import index, lines
+from fastloop_plugins.rows import index
 from fastloop_plugins.rows.conll import Columns
 from fastloop_plugins.rows.formats import CONLL, READERS, Layout, describe_formats
 from fastloop_plugins.rows.index import Reader, find_shards, read_index
@@ -25,7 +24,8 @@ from fastloop_plugins.rows.paths import find_files
 
 COLUMNS = {"text": "text", "label": "label"}
 PATHS = [
-    *(f"a{suffix}" for suffix in (".arrow", ".csv", ".tsv", ".jsonl", ".json", ".parquet", ".tar")),
+    *(f"a{suffix}" for suffix in (".arrow", ".csv", ".tsv", ".jsonl", ".parquet")),
+    "a.json",  # an object a line
     *(f"a{suffix}" for suffix in (".csv.gz", ".tsv.zst", ".jsonl.bz2")),
 ]
 
@@ -39,11 +39,17 @@ def streamed(layout: Layout, path: str, skip: int = 0) -> list[tuple[Any, ...]]:
     return [row for group in reversed(groups) for row in group]
 
 
-def alike(layout: Layout, path: str) -> list[tuple[Any, ...]]:
-    """The rows of a file, which all ways of reading give."""
+def in_memory(layout: Layout, path: str) -> list[tuple[Any, ...]]:
+    """The rows of a file as a table, which one by one are the same."""
     read = layout.read(path)
     rows = list(zip(*(read.column(key, name) for name, key in layout.columns.items()), strict=True))
     assert list(layout.rows(path)) == rows
+    return rows
+
+
+def alike(layout: Layout, path: str) -> list[tuple[Any, ...]]:
+    """The rows of a file, which all ways of reading give."""
+    rows = in_memory(layout, path)
     assert streamed(layout, path) == rows
     return rows
 
@@ -53,9 +59,10 @@ def test_all_ways_of_reading_give_the_same_rows(path, monkeypatch):
     monkeypatch.setattr(index, "GROUP", 20)
     monkeypatch.setattr(index, "FEW", 7)
     content = table(90)
-    write(path.replace(".json", ".jsonl") if path.endswith(".json") else path, content)
-    if path.endswith(".json"):
-        Path("a.jsonl").rename(path)
+    if path == "a.json":
+        Path(write("a.jsonl", content)).rename(path)
+    else:
+        write(path, content)
     layout = Layout(Read(), COLUMNS)
     assert alike(layout, path) == [(row["text"], row["label"]) for row in content]
     whole = path.endswith((".gz", ".bz2", ".zst"))
@@ -117,9 +124,7 @@ def test_a_row_that_became_bad_is_named_by_its_number():
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "cp1252", "utf-16"])
 @pytest.mark.parametrize("layout", ["indented", "a line", "compressed"])
-def test_a_json_list_is_read_element_by_element_in_every_way(encoding, layout, monkeypatch):
-    monkeypatch.setattr(lines, "CHUNK", 64)
-    monkeypatch.setattr(index, "GROUP", 20)
+def test_a_json_list_is_read_in_every_encoding_and_layout(encoding, layout):
     rows = [
         {"text": f'é "{number}", [{{\\ \N{GRINNING FACE}' if number % 2 else "a" * number, "label": {"x": [number]}}
         for number in range(90)
@@ -131,10 +136,21 @@ def test_a_json_list_is_read_element_by_element_in_every_way(encoding, layout, m
     with pyarrow.output_stream(path) as file:
         file.write(f" \r\n{text}\r\n".encode(encoding))
     how = Read(encoding="cp1252" if encoding == "cp1252" else None)
-    assert alike(Layout(how, COLUMNS), path) == [(row["text"], row["label"]) for row in rows]
-    seekable = encoding.startswith("utf-8") and layout != "compressed"
-    assert len(read_index([path], Layout(how, COLUMNS), None).rows) == (5 if seekable else 1)
+    expected = [(row["text"], row["label"]) for row in rows]
+    assert in_memory(Layout(how, COLUMNS), path) == expected
     assert Layout(how, COLUMNS).first_names(path) == ["text", "label"]
+
+
+def test_a_json_list_is_not_streamed_and_the_error_names_jsonl():
+    write("a.json", table(9))
+    with pytest.raises(RecipeError, match=r"^a\.json: cannot be streamed: it is one list, .*\.jsonl"):
+        read_index(["a.json"], Layout(Read(), COLUMNS), None)
+
+
+@pytest.mark.parametrize("content", ["[]", " [ \n] ", "[\n\n]\n"])
+def test_a_json_list_without_elements_has_no_rows(content):
+    Path("a.json").write_text(content)
+    assert list(Layout(Read(), {"text": "text"}).rows("a.json")) == []
 
 
 def test_a_column_of_a_json_list_may_be_missing_in_some_rows():
@@ -163,8 +179,7 @@ def test_a_column_of_a_json_list_may_be_missing_in_some_rows():
         ('\n\n{"text": 1}]', "line 5: not valid JSON: Expecting ',' delimiter."),
     ],
 )
-def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, message, monkeypatch):
-    monkeypatch.setattr(lines, "CHUNK", 64)
+def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, message):
     Path("a.json").write_text('[\n{"text": "a"},\n{"text": "b"}' + end)
     found = list[Any]()
     with pytest.raises(RecipeError) as caught:
@@ -229,11 +244,6 @@ def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, gro
         layout = Layout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
     elif suffix in (".arrow", ".parquet"):
         {".arrow": write_arrow, ".parquet": write_parquet}[suffix](path, rows)
-    elif suffix == ".tar":
-        Path("row.json").write_text(json.dumps(rows[0]))
-        with tarfile.open(path, "w") as archive:
-            for number in range(5):
-                archive.add("row.json", f"{number}.json")
     else:
         write_lines(path, rows)
     assert len(layout.read(path)) == len(list(layout.rows(path))) == 5

@@ -15,7 +15,6 @@ from streaming_helpers import (
     samples_of,
     write_lines,
     write_parquet,
-    write_tar,
 )
 from tag_helpers import write_conll
 from text_helpers import TINY, TINY_GPT, make_run
@@ -173,14 +172,4 @@ def test_a_streamed_conll_file_gives_the_samples_of_memory():
     task, model, _ = CASES["tags"]
     memory = make_run(task, model, data_section(["a.conll"], section | {"streaming": None}))
     run = make_run(task, model, data_section(["a.conll"], section | {"shuffle_buffer": 0}))
-    assert samples_of(run.datasets["train"]) == samples_of(memory.datasets["train"])
-
-
-@pytest.mark.slow
-def test_samples_of_an_archive_are_the_same_in_memory_and_streamed():
-    write_tar("a.tar", every_column(ROWS), ("text", "label"))
-    task, model, section = CASES["text"]
-    memory = make_run(task, model, data_section("a.tar", section | {"streaming": None}))
-    run = make_run(task, model, data_section("a.tar", section | {"shuffle_buffer": 0}))
-    assert len(memory.datasets["train"]) == ROWS
     assert samples_of(run.datasets["train"]) == samples_of(memory.datasets["train"])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import logging
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -149,6 +151,21 @@ def test_a_folder_of_files_is_a_dataset(tmp_path, monkeypatch):
     write("folder/test.csv", rows(4))
     found = read(name="folder").load()
     assert (len(found["train"].texts) + len(found["validation"].texts), len(found["test"].texts)) == (8, 4)
+
+
+def test_a_folder_of_webdataset_archives_is_a_dataset(tmp_path, monkeypatch):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    Path("folder").mkdir()
+    with tarfile.open("folder/train.tar", "w") as archive:
+        for number, row in enumerate(rows(8)):
+            for ending, content in (("txt", row["text"]), ("json", json.dumps({"label": row["label"]}))):
+                member = tarfile.TarInfo(f"{number:04}.{ending}")
+                member.size = len(content.encode())
+                archive.addfile(member, io.BytesIO(content.encode()))
+    found = read(name="folder", text="txt", label=None, labelled=False, validation_fraction=0).load()
+    assert list(found["train"].texts) == [row["text"] for row in rows(8)]
 
 
 # -- splits ------------------------------------------------------------------------------------------------------------

@@ -184,23 +184,26 @@ def test_a_repeated_key_is_refused(suffix):
     )
 
 
+COLUMNS_HINT = (
+    " If line 1 is data and not column names, give data.read.columns=[{}], with the names in the order of the file."
+)
+
+
 def test_a_file_without_header_is_refused_with_the_columns_to_give():
     path = write("train.csv", table(header=()))
     message = refusal(path)
     assert message.startswith(
         "train.csv: there is no column 'text', which data.text names. Its columns: a dull film, number 0, neg."
     )
-    assert message.endswith(
-        "Line 1 looks like data, not like column names: if so, give data.read.columns=[text,label]."
-    )
+    assert message.endswith(COLUMNS_HINT.format("text,label"))
     assert named_rows(text_data(path, read={"columns": ["text", "label"]})) == ROWS
 
 
 @pytest.mark.parametrize(
     ("header", "hint"),
     [
-        # short cells, as in a header
-        ("lovely,fine", " If line 1 is data and not column names, give data.read.columns=[text,label]."),
+        ("lovely,fine", COLUMNS_HINT.format("text,label")),
+        ("7,lovely,x,fine", COLUMNS_HINT.format("text,label,column3,column4")),
         ("review,label", ""),  # it has one of the columns
         ("texts,sentiment", " Did you mean 'texts'?"),
     ],
@@ -208,29 +211,6 @@ def test_a_file_without_header_is_refused_with_the_columns_to_give():
 def test_a_first_line_that_may_be_data_gives_a_hint(header, hint):
     message = refusal(write("train.csv", f"{header}\ndull,bad\nsuperb,good\n"))
     assert message.endswith(f"Its columns: {header.replace(',', ', ')}.{hint}")
-
-
-def test_the_columns_to_give_are_in_the_order_of_the_file():
-    path = write("train.tsv", "".join(f"{i}\t{label}\t{text}\n" for i, (text, label) in enumerate(ROWS)))
-    assert refusal(path).endswith("give data.read.columns=[column1,label,text].")
-    assert named_rows(text_data(path, read={"columns": ["id", "label", "text"]})) == ROWS
-
-
-@pytest.mark.parametrize("labels", ["11010", "11111"])
-def test_the_column_of_labels_to_give_is_that_of_cola(labels):
-    """CoLA's columns: source, label, a star or nothing, sentence."""
-    stars = ["" if label == "1" else "*" for label in labels]
-    rows = [
-        f"gj04\t{label}\t{star}\tA sentence, number {i}."
-        for i, (label, star) in enumerate(zip(labels, stars, strict=True))
-    ]
-    path = write("train.tsv", "\n".join(rows) + "\n")
-    assert refusal(path, text="sentence").endswith("give data.read.columns=[column1,label,column3,sentence].")
-    if "0" in labels:
-        columns = ["column1", "label", "column3", "sentence"]
-        assert [name for _, name in named_rows(text_data(path, text="sentence", read={"columns": columns}))] == list(
-            labels
-        )
 
 
 def test_columns_for_a_file_with_a_header_are_refused():

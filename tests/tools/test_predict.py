@@ -451,7 +451,7 @@ def test_input_without_a_sample_is_named(trained, cli, monkeypatch, name, conten
 def test_a_file_without_header_needs_the_names_of_its_columns(trained, cli):
     Path("texts.csv").write_text("a lovely film\na dull film\n")
     code, _, err = cli("predict", str(trained / "run"), "texts.csv")
-    assert (code, "If line 1 is data and not column names, give data.read.columns=[text]." in err) == (2, True)
+    assert (code, "If line 1 is data and not column names, give data.read.columns=[text]" in err) == (2, True)
     assert len(predict(cli, trained / "run", "texts.csv", "data.read.columns=[text]").splitlines()) == 2
 
 

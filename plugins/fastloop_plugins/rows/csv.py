@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -66,7 +65,6 @@ class Delimited(LineFormat):
         super().__init__(path, how, columns, skip_unreadable)
         self.sample = self.text.head
         kinds = {name: key.rpartition(".")[2] for name, key in columns.items()}  # of sources[0].label: label
-        self.texts = [name for name, kind in kinds.items() if kind not in ("label", "column")]
         self.labels = [name for name, kind in kinds.items() if kind == "label"]
         self.delimiter = self._find_delimiter()
         self.header: list[str] = []
@@ -109,33 +107,20 @@ class Delimited(LineFormat):
 
     def _remedy(self) -> str:
         """A suggestion for a header that lacks a column; empty if there is none."""
-        first, *rows = self._first(50, self.delimiter) or [[]]
+        first = next(iter(self._first(1, self.delimiter)), [])
         wider = [
             delimiter for delimiter in DELIMITERS if len(first) == 1 and len((self._first(1, delimiter) or [[]])[0]) > 1
         ]
         if len(wider) == 1:
             return f" If the delimiter is a {DELIMITERS[wider[0]]}, give data.read.delimiter={_written(wider[0])}."
-        cells = [[row[index] for row in rows if index < len(row)] for index in range(len(first))]
-        number = re.compile(r"\s*[+-]?[0-9]+(\.[0-9]*)?\s*")
-        is_data = any(
-            cell in below or number.fullmatch(cell) or len(cell) > 40 or cell.count(" ") > 3
-            for cell, below in zip(first, cells, strict=True)
-        )
-        if not is_data and any(name in first or " Did you" in did_you_mean(name, first) for name in self.wanted):
+        is_header = any(name in first or " Did you" in did_you_mean(name, first) for name in self.wanted)
+        if is_header or len(first) < len(self.wanted):
             return ""
-        names = [f"column{index + 1}" for index in range(len(first))]
-        order = sorted(range(len(first)), key=lambda index: -sum(map(len, [first[index], *cells[index]])))
-        for index, name in zip(sorted(order[: len(self.texts)]), self.texts, strict=False):  # the longest cells
-            names[index] = name
-        rest = sorted(order[len(self.texts) :], key=lambda index: _unlike_labels([first[index], *cells[index]]))
-        for index, name in zip(sorted(rest[: len(self.labels)]), self.labels, strict=False):
-            names[index] = name
-        reason = (
-            "Line 1 looks like data, not like column names: if so"
-            if is_data
-            else "If line 1 is data and not column names"
+        names = [*self.wanted, *(f"column{number + 1}" for number in range(len(self.wanted), len(first)))]
+        return (
+            f" If line 1 is data and not column names, give data.read.columns=[{','.join(names)}], with the names in "
+            "the order of the file."
         )
-        return f" {reason}, give data.read.columns=[{','.join(names)}]."
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -276,19 +261,6 @@ class Delimited(LineFormat):
             "outside of quotes: convert them (dos2unix, or mac2unix for CR).",
             f"line {line}",
         )
-
-
-def _unlike_labels(cells: Sequence[str]) -> tuple[int, ...]:
-    """A key that sorts columns of labels before others: first those whose cells are not empty, differ, repeat, and are
-    whole numbers."""
-    different = set(cells)
-    return (
-        "" in different,
-        len(different) < 2,
-        len(different) > len(cells) / 2,
-        not all(map(str.isdecimal, cells)),
-        len(different),
-    )
 
 
 def _written(delimiter: str) -> str:

@@ -122,7 +122,7 @@ def test_a_bad_row_is_named_with_its_source():
 def test_a_file_without_a_header_gets_the_names_of_its_source():
     sources = write_sources()
     write("b.csv", "".join(f"a long review number {index},{NAMES[index % 2]}\n" for index in range(9)))
-    assert "give data.read.columns=[review,mark]." in refusal(sources=sources)
+    assert "give data.read.columns=[review,mark]" in refusal(sources=sources)
 
 
 @pytest.mark.parametrize("task", ["text-classification", "causal-lm"])

@@ -7,8 +7,10 @@ import inspect
 import math
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fastloop.errors import PluginError
 from fastloop.plugins.plugin import Plugin
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ class Strategy(Plugin):
             such as that of torch's DistributedDataParallel. Otherwise the core broadcasts those that training changes.
         gathers_weights: Whether each forward pass gathers sharded weights, into memory that differs from step to step.
             `compile` then records no CUDA graphs.
+        forwards_together: Whether all processes must call the model's forward equally often, inside ``gathered``, too.
     """
 
     name = "accelerate"
@@ -46,6 +49,7 @@ class Strategy(Plugin):
     sets_precision: ClassVar[bool] = False
     shares_buffers: ClassVar[bool] = False
     gathers_weights: ClassVar[bool] = False
+    forwards_together: ClassVar[bool] = False
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         """Wrap the model for training. Returns the model and the optimizer that the loop uses.
@@ -115,6 +119,24 @@ class Strategy(Plugin):
             for index, values in state["state"].items()
         }
         run.optimizer.load_state_dict(state | {"state": sharded})
+
+    @contextmanager
+    def gathered(self, run: Run) -> Iterator[None]:
+        """Inside the block, ``run.unwrap_model()`` computes apart from training steps, such as to generate texts. Every
+        process must enter it, and may then call the model's forward as often as it needs, or not at all, unless
+        ``forwards_together``.
+
+        Raises:
+            PluginError: The strategy divides the weights, and cannot gather them.
+        """
+        from torch.distributed.tensor import DTensor
+
+        if any(isinstance(parameter, DTensor) for parameter in run.unwrap_model().parameters()):
+            raise PluginError(
+                f"{run.recipe.where}: plugin {self.name!r} divides the weights over processes, and a part of the run "
+                "needs them whole, such as to generate texts. Use ddp or fsdp."
+            )
+        yield
 
     @classmethod
     def estimate_memory(cls, layout: Any) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ class ModuleOrder:
         self.order: list[int] = []
         self.at: int | None = None  # position in the order; None: outside of the model's forward
         self.empty: set[nn.Module] = set()  # modules that take part, once those within them have
+        self.is_paused = False
         self.restart()
         off: Callable[..., Any] = torch.compiler.disable
         for name, module in self.names.items():
@@ -71,9 +73,20 @@ class ModuleOrder:
         """Begin a batch: its first forward pass has the order of the first one of other batches."""
         self.calls = 0
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside the block, each process calls any modules, since their weights are gathered already."""
+        self.is_paused = True
+        try:
+            yield
+        finally:
+            self.is_paused = False
+
     def _begin(self, root: nn.Module, args: Any, kwargs: Any) -> None:
         import torch
 
+        if self.is_paused:
+            return
         self.key = (
             torch.is_grad_enabled(),
             need_gradient(args, kwargs),
@@ -117,6 +130,8 @@ class ModuleOrder:
         out."""
         from torch.utils._pytree import tree_map
 
+        if self.is_paused:
+            return output
         self._leave(root)
         if self.agreeing:
             self.called = {self.name[call >> 1] for call in self.order if call != self.end}

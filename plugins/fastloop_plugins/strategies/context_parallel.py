@@ -38,8 +38,8 @@ logger = logging.getLogger("fastloop")
 OWN = "it computes attention over the processes itself."
 IGNORED = -100
 """Target of a token without a loss."""
-PACKED = ("packed", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Inputs that state the documents of a packed row, beside ``position_ids``."""
+WHOLE = ("packed", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "places")
+"""Inputs that describe the whole batch: documents of a packed row, beside ``position_ids``, and tokens with a loss."""
 
 
 class ContextParallel(Plugin):
@@ -123,11 +123,16 @@ def divide_forward(model: Any, slices: Slices) -> None:
     def forward(
         self: nn.Module,
         input_ids: Tensor,
-        targets: Tensor,
+        targets: Tensor | None = None,
         position_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         **inputs: Any,
     ) -> Any:
+        if targets is None:
+            raise PluginError(
+                "plugin 'context-parallel': the model computes losses of divided sequences, and something needs its "
+                "logits, such as to generate texts. Leave one of both out."
+            )
         missing = -input_ids.shape[1] % (2 * slices.size)
         slices.documents = None
         if position_ids is None:
@@ -138,7 +143,7 @@ def divide_forward(model: Any, slices: Slices) -> None:
         own = slices.take(pad(targets, (0, missing), value=IGNORED))
         count, whole = (own != IGNORED).sum(), (targets != IGNORED).sum()
         own[:, :1] = torch.where(count == 0, 0, own[:, :1])  # the mean over no token is NaN; its share is 0
-        others = {name: value for name, value in inputs.items() if name not in PACKED}
+        others = {name: value for name, value in inputs.items() if name not in WHOLE}
         output = plain(self, ids, position_ids=positions, attention_mask=torch.ones_like(ids), targets=own, **others)
         output["loss"] = output.loss * (slices.size * count / whole)
         return output

@@ -44,6 +44,7 @@ class DeepSpeed(Strategy):
     name = "deepspeed"
     sets_precision = True  # the engine does
     gathers_weights = True
+    forwards_together = True
     numerics = "reassociated"
     requirements = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
     description = "shards optimizer state, gradients and weights over the processes"

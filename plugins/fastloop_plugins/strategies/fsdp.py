@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -218,6 +218,30 @@ class FSDP(DividingStrategy):
     def after_backward(self) -> None:
         for parameter in self.gradients.take_unused() if self.gradients is not None else ():
             parameter.grad = None  # zero, but an optimizer would move it by momentum and weight decay
+
+    @contextmanager
+    def gathered(self, run: Run) -> Iterator[None]:
+        """Gather the weights of all blocks at once, and keep them until the end of the block."""
+        from torch.distributed.fsdp import FSDPModule
+
+        root = run.unwrap_model()
+        shards = [module for module in root.modules() if isinstance(module, FSDPModule)]
+        if self.group is not None or not shards:
+            with super().gathered(run):
+                yield
+            return
+        shards[0]._get_fsdp_state()._lazy_init()  # else the first block that is called would become the root
+        for module in shards:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            with nullcontext() if self.order is None else self.order.paused():
+                yield
+        finally:
+            for module in shards:
+                if module is not root:  # the root keeps its weights until the backward pass
+                    module.set_reshard_after_forward(self.config.reshard_after_forward, recurse=False)
+                module.reshard()
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run) -> Generator[None, Any, Any]:

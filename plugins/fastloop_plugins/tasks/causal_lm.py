@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.models.checks import check_causal
-from fastloop_plugins.models.hub import MessagesOnce
 from fastloop_plugins.tasks.tags.data import has_tags
 from fastloop_plugins.text.chat.data import LanguageData, LanguageTextData
 from fastloop_plugins.text.chat.model import ChatModel, CompletionModel, DecoderModel, DecoderOptions
@@ -43,7 +42,7 @@ from fastloop_plugins.text.generation import (
     GenerationOptions,
     check_generation,
     check_token_ids,
-    generate,
+    generating,
     generation_config,
 )
 from fastloop_plugins.text.options import SamplingOptions, language_traits
@@ -111,7 +110,6 @@ class CausalLM(TextTask):
         self.settings = check_generation(
             self.config.generation, SHARED_SETTINGS, 1, recipe.where, f"plugins.{self.name}"
         )
-        self._messages = MessagesOnce()
         self._checked: dict[str, MaskedSequences] = {}
         self.adds_metrics = type(self).adds_metrics
         if not self.data.masked and recipe.plugins.get("folds", False) is False:
@@ -263,11 +261,12 @@ class CausalLM(TextTask):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        tokenizer, model = self.text_model.tokenizer, run.unwrap_model()
+        tokenizer = self.text_model.tokenizer
         settings = {"do_sample": False, "max_new_tokens": self.config.max_new_tokens, **self.config.sampling()}
-        # `generate` stops at the end tokens of `generation_config`, as it does for users of an exported model
-        config = generation_config(model, settings | self.settings | {"pad_token_id": tokenizer.pad_token_id})
-        ids = generate(model, config, batch, self._messages)
+        settings |= self.settings | {"pad_token_id": tokenizer.pad_token_id}
+        with generating(run) as generator:
+            # it stops at the end tokens of `generation_config`, as `generate` does for users of an exported model
+            ids = generator.generate(generation_config(generator.model, settings), batch)
         return {"text": tokenizer.batch_decode(ids[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)}
 
     @hookimpl(wrapper=True, trylast=True)

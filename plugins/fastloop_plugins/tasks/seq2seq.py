@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, PluginError, hookimpl, option
+from fastloop import Output, hookimpl, option
 from fastloop_plugins.models.checks import check_target_loss
-from fastloop_plugins.models.hub import MessagesOnce
 from fastloop_plugins.tasks._pairs import (
     GENERATED,
     PairData,
@@ -45,7 +44,7 @@ from fastloop_plugins.text.generation import (
     GenerationOptions,
     check_generation,
     check_token_ids,
-    generate,
+    generating,
     generation_config,
 )
 from fastloop_plugins.text.model import Model
@@ -135,7 +134,6 @@ class Seq2Seq(TextTask):
         exported = self._settings(self.config.sampling()) | length
         self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length, exported)
         self._checked: dict[str, PairSequences] = {}
-        self._messages = MessagesOnce()
 
     def encoding_arguments(self) -> dict[str, Any]:
         return {key: getattr(self.data.options, key) for key in ("max_length", "max_target_length")}
@@ -261,16 +259,9 @@ class Seq2Seq(TextTask):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        if not self.config.generate:
-            return
-        from torch.distributed.tensor import DTensor
-
-        if any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
-            raise PluginError(
-                f"{run.recipe.where}: plugins.{self.name}.generate: {run.plugins.in_slot('strategy')!r} shards the "
-                "weights, and generation needs them whole. Use ddp, or set generate: false and run `fastloop "
-                "evaluate` after training."
-            )
+        if self.config.generate:
+            with generating(run):  # an error of the strategy comes before training
+                pass
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
@@ -287,28 +278,29 @@ class Seq2Seq(TextTask):
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
-        return {"text": self._generate(run, batch, self._for_predictions)}
+        return {"text": self._generate(run, batch, self._for_predictions, together=False)}
 
-    def _generate(self, run: Run, batch: Mapping[str, Tensor], config: GenerationConfig, **arguments: Any) -> list[str]:
+    def _generate(self, run: Run, batch: Mapping[str, Tensor], config: GenerationConfig, together: bool) -> list[str]:
         """A text for each sample of a batch.
 
         Args:
-            arguments: Other arguments of ``generate``.
+            together: All processes generate batches at the same time.
         """
         import torch
 
         ids = batch["input_ids"]
         mask = batch["attention_mask"] if "attention_mask" in batch else torch.ones_like(ids)
         inputs = {"input_ids": ids, "attention_mask": mask}
-        found = generate(run.unwrap_model(), config, inputs, self._messages, **arguments)
-        return list(self.text_model.tokenizer.batch_decode(found, skip_special_tokens=True))
+        with generating(run) as generator:
+            drawn = generator.generate(config, inputs, synced_gpus=together and run.world_size > 1)
+        return list(self.text_model.tokenizer.batch_decode(drawn, skip_special_tokens=True))
 
     @hookimpl(wrapper=True, trylast=True)
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
         metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
         if self.config.generate:
-            # as many forward passes on each process
-            write = partial(self._generate, run, config=self._for_metrics, synced_gpus=run.world_size > 1)
+            together = run.strategy.forwards_together
+            write = partial(self._generate, run, config=self._for_metrics, together=together)
             metrics |= generated_metrics(run, split, self.text_model.tokenizer, write)
         return metrics

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.chat.rows import Chat
     from fastloop_plugins.text.chat.template import ChatRenderer, template_text
     from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
+    from fastloop_plugins.text.generation import Completion, generate
     from fastloop_plugins.text.masks import compute, compute_all, pool, split
     from fastloop_plugins.text.model import Model, OtherModel
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import Data, padded_traits, text_traits
+    from fastloop_plugins.text.special_tokens import end_tokens
     from fastloop_plugins.text.task import TextTask
     from fastloop_plugins.text.tokens import Split
 
 PLACES = {
     "Chat": "chat.rows",
     "ChatRenderer": "chat.template",
+    "Completion": "generation",
     "Data": "options",
     "Model": "model",
     "OtherModel": "model",
@@ -39,6 +42,8 @@ PLACES = {
     "chunk_log_probabilities": "chosen_tokens",
     "compute": "masks",
     "compute_all": "masks",
+    "end_tokens": "special_tokens",
+    "generate": "generation",
     "join_ids": "batches",
     "log_probabilities": "chosen_tokens",
     "padded_traits": "options",
@@ -52,6 +57,7 @@ PLACES = {
 __all__ = [
     "Chat",
     "ChatRenderer",
+    "Completion",
     "Data",
     "Model",
     "OtherModel",
@@ -66,6 +72,8 @@ __all__ = [
     "chunk_log_probabilities",
     "compute",
     "compute_all",
+    "end_tokens",
+    "generate",
     "join_ids",
     "log_probabilities",
     "padded_traits",

@@ -6,18 +6,23 @@ Prediction, the evaluation of generated texts and exports use the same ``Generat
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.models.hub import MessagesOnce
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from transformers import GenerationConfig
+
+    from fastloop import Run
 
 logger = logging.getLogger("fastloop")
 
@@ -183,20 +188,160 @@ def drop_void_settings(config: GenerationConfig) -> None:
         )
 
 
+@dataclass
+class Completion:
+    """A text that a model generated.
+
+    Attributes:
+        ids: Its tokens, with the end token if there is one.
+        ended: Whether it ends with an end token; otherwise it has the largest number of new tokens.
+        log_probabilities: One for each token, by an engine other than the model; None: the model has generated it.
+    """
+
+    ids: list[int]
+    ended: bool
+    log_probabilities: list[float] | None = None
+
+
+KNOWN_MESSAGES: WeakKeyDictionary[Run, MessagesOnce] = WeakKeyDictionary()
+"""Lets each message of transformers pass once in a run, and not for each batch."""
+
+
+@dataclass
+class Generator:
+    """A model that generates texts.
+
+    Attributes:
+        model: A model of transformers.
+        messages: Lets each message of transformers pass once.
+    """
+
+    model: Any
+    messages: MessagesOnce
+
+    def generate(self, config: GenerationConfig, inputs: Mapping[str, Tensor], **arguments: Any) -> Tensor:
+        """The ids that the model generates by ``config`` alone, (rows, tokens) int64.
+
+        Args:
+            inputs: ``input_ids`` and ``attention_mask``, (rows, T) int64; prompts are padded on the left.
+            arguments: Other arguments of transformers' ``generate``, such as ``synced_gpus``.
+        """
+        before = self.model.generation_config
+        self.model.generation_config = config  # as an argument, it would be completed by the settings of the model
+        try:
+            with self.messages.filtered():
+                ids: Tensor = self.model.generate(**inputs, **arguments)
+        finally:
+            self.model.generation_config = before
+        return ids
+
+
+@contextmanager
+def generating(run: Run) -> Iterator[Generator]:
+    """Yields the model of a run, which generates with its weights as they are. Every process must enter it.
+
+    Weights are whole, the model is in eval mode, without gradients, and in the precision of the run. Afterwards, modes
+    and attention are what they were.
+
+    Raises:
+        PluginError: The strategy divides the weights, and cannot gather them.
+    """
+    import torch
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    from fastloop.evaluation_results import evaluating
+
+    model: Any = run.unwrap_model()
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # which has the adapters, too
+    attention = model.config._attn_implementation
+    reads_mask = attention in ALL_MASK_ATTENTION_FUNCTIONS
+    with ExitStack() as stack:
+        stack.enter_context(run.strategy.gathered(run))
+        stack.enter_context(evaluating(run.model))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(run.accelerator.autocast())
+        if run.recipe.inference is None:  # each length of a text would be compiled again
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if not reads_mask:  # `packing` on CUDA: its kernel takes rows without padding
+            stack.callback(model.set_attn_implementation, attention)
+            model.set_attn_implementation("sdpa")
+        yield Generator(model, KNOWN_MESSAGES.setdefault(run, MessagesOnce()))
+
+
 def generate(
-    model: Any, config: GenerationConfig, inputs: Mapping[str, Tensor], messages: MessagesOnce, **arguments: Any
-) -> Tensor:
-    """The ids that the model generates by ``config`` alone, (rows, tokens) int64.
+    run: Run,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    options: GenerationConfig,
+    seed: int | None = None,
+    batch_size: int | None = None,
+) -> list[Completion]:
+    """Complete prompts with the current weights of a causal language model, in batches that are padded on the left.
+
+    Every process must call it, with prompts of its own, or with none. The model is in eval mode and computes in the
+    precision of the run, with a cache of keys and values, also under `lora`, `packing`, `compile`, `ddp` and `fsdp`.
+    Afterwards, modes and random states are what they were.
 
     Args:
-        messages: Lets each message of transformers pass once, and not for each batch.
-        arguments: Other arguments of ``generate``, such as ``synced_gpus``.
+        prompts: Token ids of each prompt, without padding.
+        count: Completions of each prompt.
+        options: The settings, which the model's own do not complete, such as ``GenerationConfig(max_new_tokens=64,
+            do_sample=True, eos_token_id=end_tokens(tokenizer), pad_token_id=tokenizer.pad_token_id)``.
+        seed: Seeds the random numbers that draw tokens; processes need different ones. None: continue those of the
+            process, and do not restore them.
+        batch_size: Completions that are generated at once. None: all.
+
+    Returns:
+        ``count`` completions of the first prompt, then those of the next ones.
+
+    Raises:
+        PluginError: The strategy divides the weights, and cannot gather them.
     """
-    before = model.generation_config
-    model.generation_config = config  # as an argument, it would be completed by the settings of the model
-    try:
-        with messages.filtered():
-            ids: Tensor = model.generate(**inputs, **arguments)
-    finally:
-        model.generation_config = before
-    return ids
+    import torch
+
+    from fastloop.runtime.random_states import preserve_random_states
+
+    rows = [prompt for prompt in prompts for _ in range(count)]
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))  # similar lengths have little padding
+    size = batch_size or len(rows) or 1
+    batches = [order[start : start + size] for start in range(0, len(order), size)]
+    together = run.strategy.forwards_together and run.world_size > 1
+    if together:
+        missing = max(run.processes.all_gather_object(len(batches))) - len(batches)
+        batches += [[]] * missing
+    completions: dict[int, Completion] = {}
+    with preserve_random_states(seed is not None), generating(run) as generator:
+        if seed is not None:
+            torch.manual_seed(seed)
+        for batch in batches:
+            parts = [rows[index] for index in batch] or [[options.pad_token_id]]
+            inputs = pad_prompts(parts, options.pad_token_id, run.device)
+            drawn = generator.generate(options, inputs, synced_gpus=together)
+            new = drawn[:, inputs["input_ids"].shape[1] :].tolist()
+            for index, ids in zip(batch, new, strict=False):  # a batch without rows repeats no prompt of its own
+                completions[index] = cut_at_end(ids, options.eos_token_id)
+    return [completions[index] for index in range(len(rows))]
+
+
+def pad_prompts(prompts: Sequence[Sequence[int]], pad_token_id: int, device: torch.device) -> dict[str, Tensor]:
+    """``input_ids`` and ``attention_mask`` of prompts, (prompts, longest) int64, padded on the left.
+
+    For ``[[5, 6, 7], [8]]`` with the padding 0, the ids are ``[[5, 6, 7], [0, 0, 8]]``, and the mask is ``[[1, 1, 1],
+    [0, 0, 1]]``.
+    """
+    import torch
+
+    width = max(map(len, prompts))
+    ids = [[pad_token_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return {"input_ids": torch.tensor(ids, device=device), "attention_mask": torch.tensor(mask, device=device)}
+
+
+def cut_at_end(ids: list[int], ends: int | list[int] | None) -> Completion:
+    """The tokens up to the first end token, which may also be the padding."""
+    known = ends if isinstance(ends, list) else [ends]
+    for place, token in enumerate(ids):
+        if token in known:
+            return Completion(ids[: place + 1], ended=True)
+    return Completion(ids, ended=False)

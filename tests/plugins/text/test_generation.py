@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from fastloop import RecipeError
 from fastloop_plugins.models.hub import MessagesOnce
-from fastloop_plugins.text.generation import generate
+from fastloop_plugins.text.generation import Generator
 
 ROWS = [{"text": f"write number {i}", "short": f"{i}" + " now" * (i % 3)} for i in range(20)]
 FILES = {"files": {"train": "rows.jsonl", "validation": "rows.jsonl"}, "max_length": 32}
@@ -246,7 +246,7 @@ def test_messages_of_each_batch_come_once(bases, messages):
         with warnings.catch_warnings(record=True) as recorded:
             warnings.simplefilter("always")
             for _ in range(3):
-                generate(model, config, right, once)
+                Generator(model, once).generate(config, right)
         return [*messages, *(str(warning.message) for warning in recorded)]
 
     once = MessagesOnce()

@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN     = $(VENV)/bin
 
 # The packages of the project that the checkout has installed: `make test` runs their tests, too.
-PACKAGES = packages/fastloop-cpu
+PACKAGES = packages/fastloop-cpu packages/fastloop-migrate
 
 .PHONY: quickstart test test-all test-slow lint docs docs-sources api-snapshot matrix differential architectures conformance reliability security mutants scale streaming hashes sbom dist audit clean
 

@@ -39,6 +39,7 @@ from fastloop.recipe import Train
 from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop_plugins import text as text_toolkit
 from fastloop_plugins import toolkit
+from fastloop_tools import toolkit as command_toolkit
 
 FILE = Path(__file__).parents[1] / "tests" / "core" / "public_api.txt"
 ACCEPT = (
@@ -82,10 +83,10 @@ def hook_lines() -> Iterator[tuple[str, str]]:
 
 def python_lines() -> Iterator[tuple[str, str]]:
     """Exported names of ``fastloop`` and ``fastloop.testing``, the classes of docs/api.md with their public members,
-    and the toolkits of text tasks and of plugins."""
+    and the toolkits of text tasks, plugins and commands."""
     named = {f"fastloop.{name}": getattr(fastloop, name) for name in fastloop.__all__}
     named |= {f"fastloop.testing.{name}": getattr(fastloop.testing, name) for name in fastloop.testing.__all__}
-    for module in (text_toolkit, toolkit):
+    for module in (text_toolkit, toolkit, command_toolkit):
         named |= {f"{module.__name__}.{name}": getattr(module, name) for name in module.__all__}
     named |= {f"{cls.__module__}.{cls.__name__}": cls for cls in RULES if cls not in named.values()}
     named |= {f"{function.__module__}.{function.__name__}": function for function in FUNCTIONS}

@@ -43,6 +43,7 @@ from fastloop_plugins import toolkit
 from fastloop_plugins.rows.drop import Condition
 from fastloop_plugins.rows.formats import describe_formats
 from fastloop_plugins.text.sources import Source
+from fastloop_tools import toolkit as command_toolkit
 
 DOCS = Path(__file__).parent
 SCHEMA = STUB.parents[2] / "recipes" / "recipe.schema.json"
@@ -320,6 +321,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "sources": lambda: option_list(describe(Source)),
     "api": api_reference,
     "toolkit": lambda: helpers(toolkit),
+    "command-toolkit": lambda: helpers(command_toolkit),
 }
 
 

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fastloop.errors import did_you_mean
+    from fastloop.metric_modes import metric_modes
+    from fastloop.recipe.references import import_object
     from fastloop.runtime.platform_support import cores, processors
     from fastloop_plugins._cache import private_cache
     from fastloop_plugins._foreign_load import ForeignLoad
     from fastloop_plugins._models import BERT_LIKE, model_type, transformers_model
     from fastloop_plugins._task_traits import recipe_traits, require_trait
     from fastloop_plugins.data._varlen import computing_dtype, head_size
+    from fastloop_plugins.models.adapters import importing_bitsandbytes
 
 PLACES = {
     "BERT_LIKE": "fastloop_plugins._models",
@@ -24,6 +27,9 @@ PLACES = {
     "cores": "fastloop.runtime.platform_support",
     "did_you_mean": "fastloop.errors",
     "head_size": "fastloop_plugins.data._varlen",
+    "import_object": "fastloop.recipe.references",
+    "importing_bitsandbytes": "fastloop_plugins.models.adapters",
+    "metric_modes": "fastloop.metric_modes",
     "model_type": "fastloop_plugins._models",
     "private_cache": "fastloop_plugins._cache",
     "processors": "fastloop.runtime.platform_support",
@@ -40,6 +46,9 @@ __all__ = [
     "cores",
     "did_you_mean",
     "head_size",
+    "import_object",
+    "importing_bitsandbytes",
+    "metric_modes",
     "model_type",
     "private_cache",
     "processors",

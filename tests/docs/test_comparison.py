@@ -33,7 +33,7 @@ def test_our_cell_has_a_link_and_a_test_that_exists(row):
         assert row[5] == "-"
         return
     assert re.search(r"\]\([\w/.-]+\.md(#[\w-]+)?\)", row[1]), "our cell links to a page of these docs"
-    named = re.findall(r"`(tests/[\w/.-]+)`", row[5])
+    named = re.findall(r"`((?:packages/[\w-]+/)?tests/[\w/.-]+)`", row[5])
     assert named
     assert [path for path in named if not (ROOT / path).exists()] == []
 

@@ -727,8 +727,8 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "tune/search.py --without",
     ),
     "names of options and commands in sentences that propose none of them": (
-        "importing/keys.py --resume",
-        "importing/command.py fastloop import",
+        "fastloop_migrate/keys.py --resume",
+        "fastloop_migrate/import_config.py fastloop import",
         "recipe/recipe.py --without",
         "report/read.py fastloop train",
         "report/read.py fastloop evaluate",
@@ -745,7 +745,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     ),
     "tests/tools/test_inference_selection.py tries it": ("inference/target.py --without",),
     "several processes: tests/reliability and tests/plugins/strategies start them": (
-        "importing/command.py --nproc",
+        "fastloop_migrate/import_config.py --nproc",
         "cli/messages.py --resume",
         "cli/launch.py --resume",
         "cli/quick_checks.py --nproc",
@@ -780,14 +780,14 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "search/command.py train.lr=",
     ),
     "the hub, or weights of torchvision and timm, which need a network": (
-        "importing/keys.py fastloop export",
+        "fastloop_migrate/keys.py fastloop export",
         "image/libraries.py model.pretrained=",
         "image/libraries.py model.weights=",
         "rows/paths.py data.name=",
     ),
     "run in the tests of the tool or plugin": (
-        "importing/command.py fastloop plan",  # test_importing.py
-        "importing/command.py fastloop train",
+        "fastloop_migrate/import_config.py fastloop plan",  # test_importing.py
+        "fastloop_migrate/import_config.py fastloop train",
         "checkpoints/remote_output.py --resume",  # test_remote_output.py
         "export/source.py --checkpoint",  # test_export.py
         "new/command.py fastloop train",  # tests/packages
@@ -870,7 +870,7 @@ def find_proposals(path: Path) -> Iterator[str]:
 def test_every_proposal_of_the_sources_is_in_a_table() -> None:
     found = {
         f"{path.parent.name}/{path.name} {proposal}"
-        for top in ("core", "plugins")
+        for top in ("core", "plugins", "packages/fastloop-cpu/src", "packages/fastloop-migrate/src")
         for path in (ROOT / top).rglob("*.py")
         for proposal in find_proposals(path)
     }

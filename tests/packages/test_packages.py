@@ -13,7 +13,14 @@ import pytest
 from package_helpers import ROOT, SUITES, CleanVenv, build_wheels
 
 PROJECTS = sorted(path.parent for path in (ROOT / "packages").glob("*/pyproject.toml"))
-PUBLIC = ("fastloop", "fastloop.testing", "fastloop_plugins.text", "fastloop_plugins.rows", "fastloop_plugins.toolkit")
+PUBLIC = (
+    "fastloop",
+    "fastloop.testing",
+    "fastloop_plugins.text",
+    "fastloop_plugins.rows",
+    "fastloop_plugins.toolkit",
+    "fastloop_tools.toolkit",
+)
 """Modules whose ``__all__`` is public."""
 NAMES = {module: {*import_module(module).__all__} for module in PUBLIC}
 NAMES["fastloop.runtime.random_states"] = {"random_states", "restore_random_states"}  # docs/loop.md names them

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from fastloop.errors import UsageError
-from fastloop.recipe import safe_yaml
-from fastloop_tools.importing.keys import FORMATS, MARKS
+from fastloop import UsageError
+from fastloop_tools.toolkit import load_yaml
+
+from fastloop_migrate.keys import FORMATS, MARKS
 
 
 def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
@@ -19,7 +20,7 @@ def read_config(file: Path, format: str) -> tuple[dict[str, Any], str]:
     """
     try:
         text = file.read_text(encoding="utf-8")
-        config = json.loads(text) if file.suffix == ".json" else safe_yaml.load(text, str(file))
+        config = json.loads(text) if file.suffix == ".json" else load_yaml(text, str(file))
     except (OSError, ValueError, RecursionError) as error:
         why = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise UsageError(f"{file}: cannot be read as YAML or JSON: {why}.") from None

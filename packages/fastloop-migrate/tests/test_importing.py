@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from text_helpers import TINY_GPT
-from typer.testing import CliRunner
-
 from fastloop.cli import app
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, load_recipe
-from fastloop_tools.importing import keys
+from text_helpers import TINY_GPT
+from typer.testing import CliRunner
+
+from fastloop_migrate import keys
 
 
 @pytest.fixture(autouse=True)

@@ -11,15 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from recording_plugins import ScriptedScore
-from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainingArguments
-from transformers.trainer_callback import ExportableState
-
 from fastloop import PluginError, RecipeError, Trainer, UsageError
 from fastloop.recipe import anchored, load_recipe
 from fastloop.testing import tiny_data, tiny_model
 from fastloop_tools.plan.code_files import code_files
+from recording_plugins import ScriptedScore
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainingArguments
+from transformers.trainer_callback import ExportableState
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 SPEEDS = re.compile(r".*(_runtime|_per_second|total_flos|memory_bytes)|epoch")

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop_tools.importing import preference
+from fastloop_migrate import preference
 
 if TYPE_CHECKING:
-    from fastloop_tools.importing.convert import Conversion
+    from fastloop_migrate.convert import Conversion
 
 FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 """Suffixes of files that a recipe reads."""

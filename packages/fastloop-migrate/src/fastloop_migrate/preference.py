@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop.errors import UsageError
-from fastloop.plugins.installed import installed
+from fastloop import UsageError
 
 if TYPE_CHECKING:
-    from fastloop_tools.importing.convert import Conversion
+    from fastloop_migrate.convert import Conversion
 
 PACKAGE = "fastloop-preference"
 TRAINERS = ("sft", "dpo", "kto", "orpo", "reward")
@@ -267,7 +267,7 @@ def convert_tuning(result: Conversion, trainer: str, format: str, file: Path) ->
     for key, reason in AS_DEFAULT.items():
         if result.take(key) is not None:
             result.note(key, reason)
-    if kind.plugin not in installed():
+    if not entry_points(group="fastloop.plugins", name=kind.plugin):
         result.note(kind.plugin, f"a task of the package {PACKAGE}: pip install {PACKAGE}")
 
 

@@ -9,17 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate.state import PartialState
+from fastloop import RecipeError, UsageError
+from fastloop_plugins.toolkit import did_you_mean, import_object, metric_modes
 from transformers import TrainerCallback, TrainingArguments
 from transformers.trainer_utils import SchedulerType
 
-from fastloop import RecipeError
-from fastloop.errors import did_you_mean
-from fastloop.metric_modes import metric_modes, unknown_mode
-from fastloop.recipe.references import import_object
-
 if TYPE_CHECKING:
-    from fastloop import Run
-    from fastloop.recipe import Recipe
+    from fastloop import Recipe, Run
 
 ENGINE = ("accelerator_config", "deepspeed", "fsdp", "fsdp_config", "parallelism_config", "tf32", "use_cpu")
 """Fields with effects on the process when ``TrainingArguments`` are made, and prefixes of such fields."""
@@ -128,5 +124,8 @@ def _greater_is_better(run: Run, name: str, best: Mapping[str, Any]) -> bool:
         mode = metric_modes(run).get(name)
     if mode is None:
         key = f"{run.recipe.where}: plugins.transformers-callbacks.arguments.greater_is_better"
-        raise unknown_mode(key, name, "it to true or false")
+        raise UsageError(
+            f"{key}: neither the class of the metric {name!r} nor a plugin declares whether a lower or a higher value "
+            "is better. Set it to true or false."
+        )
     return bool(mode == "max")

@@ -9,10 +9,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from fastloop import PluginError
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, ExportableState
-
-from fastloop import PluginError
 
 if TYPE_CHECKING:
     from fastloop import Run

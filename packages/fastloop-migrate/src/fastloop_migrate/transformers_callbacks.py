@@ -29,11 +29,10 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Plugin, PluginError, hookimpl, option
 
 if TYPE_CHECKING:
+    from fastloop import Output, Recipe, Run
     from torch import Tensor
 
-    from fastloop import Output, Run
-    from fastloop.recipe import Recipe
-    from fastloop_plugins.observe._trainer_events import TrainerEvents
+    from fastloop_migrate._trainer_events import TrainerEvents
 
 logger = logging.getLogger("fastloop")
 
@@ -71,11 +70,11 @@ class TransformersCallbacks(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        from fastloop_plugins.models.adapters import importing_bitsandbytes
+        from fastloop_plugins.toolkit import importing_bitsandbytes
 
         key = "plugins.transformers-callbacks"
         with importing_bitsandbytes():  # transformers' Trainer imports peft
-            from fastloop_plugins.observe._trainer_arguments import check_arguments, find_callbacks
+            from fastloop_migrate._trainer_arguments import check_arguments, find_callbacks
 
             self.found = find_callbacks(self.config.callbacks, recipe, f"{key}.callbacks")
         check_arguments(self.config.arguments, recipe, f"{key}.arguments")
@@ -84,8 +83,8 @@ class TransformersCallbacks(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        from fastloop_plugins.observe._trainer_arguments import training_arguments
-        from fastloop_plugins.observe._trainer_events import TrainerEvents
+        from fastloop_migrate._trainer_arguments import training_arguments
+        from fastloop_migrate._trainer_events import TrainerEvents
 
         callbacks = []
         for cls, arguments in self.found:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastloop.errors import UsageError
-from fastloop_tools.importing import keys, preference
-from fastloop_tools.importing.data import convert_data
+from fastloop import UsageError
+
+from fastloop_migrate import keys, preference
+from fastloop_migrate.data import convert_data
 
 
 class Conversion:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from fastloop_tools.toolkit import choice, output_file
 
-from fastloop.cli.arguments import choice, output_file
-from fastloop_tools.importing.keys import FORMATS
-from fastloop_tools.importing.preference import TRAINERS
+from fastloop_migrate.keys import FORMATS
+from fastloop_migrate.preference import TRAINERS
 
 
 def import_config(
@@ -31,12 +31,11 @@ def import_config(
 
     Keys without a counterpart are comments of the recipe, each with the reason or what to do instead.
     """
-    from fastloop.errors import UsageError
-    from fastloop.recipe import make_recipe
-    from fastloop.runtime.files import write
-    from fastloop_tools.importing.convert import convert
-    from fastloop_tools.importing.read import read_config
-    from fastloop_tools.recipe_text import recipe_text
+    from fastloop import UsageError
+    from fastloop_tools.toolkit import make_recipe, recipe_text, write_file
+
+    from fastloop_migrate.convert import convert
+    from fastloop_migrate.read import read_config
 
     config, kind = read_config(file, format)
     try:
@@ -52,7 +51,7 @@ def import_config(
     if output is None:
         typer.echo(text, nl=False)
         return
-    write(output, text)
+    write_file(output, text)
     for key, reason in notes.items():
         typer.echo(f"{key}: {reason}")
     processes = f" --nproc {nproc}" if nproc > 1 else ""

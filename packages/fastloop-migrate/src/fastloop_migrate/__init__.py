@@ -1,0 +1,1 @@
+"""The command ``fastloop import`` and the plugin ``transformers-callbacks`` of fastloop."""

@@ -1,1 +1,0 @@
-"""``fastloop import``: a recipe from a config of Axolotl, TRL or transformers."""

@@ -262,7 +262,7 @@ NEEDS = {"hf-trainer": "accelerate", "hf-trainer-compile": "accelerate", "lightn
 
 def restart_for_fastloop(work: Work) -> None:
     """Restart this process with the environment variables that plugins need, as ``fastloop train`` does."""
-    from fastloop.cli import launch
+    from fastloop.cli import startup
 
     recipe, task = prepare_fastloop(work, {})
-    launch.start_again(launch.resolve_early(recipe, [task]))
+    startup.start_again(startup.resolve_early(recipe, [task]))

@@ -183,6 +183,6 @@ LANGUAGE_ARMS = {"plain": run_plain, "fastloop": run_fastloop}
 
 def restart_language(work: LanguageWork) -> None:
     """Restart this process with the environment variables that plugins need, as ``fastloop train`` does."""
-    from fastloop.cli import launch
+    from fastloop.cli import startup
 
-    launch.start_again(launch.resolve_early(prepare_recipe(work), [BlockTask(None)]))
+    startup.start_again(startup.resolve_early(prepare_recipe(work), [BlockTask(None)]))

@@ -48,7 +48,7 @@ PACKAGES = ("torch", "transformers", "fastloop-train")
 
 def train(arm: str, folder: Path, seed: int) -> dict[str, Any]:
     """Train one arm in this process, as ``fastloop train`` does."""
-    from fastloop.cli import launch
+    from fastloop.cli import startup
     from fastloop.lifecycle import execute, open_run
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
@@ -72,7 +72,7 @@ def train(arm: str, folder: Path, seed: int) -> dict[str, Any]:
             "output": str(folder / f"{arm.replace(' ', '-')}-{seed}"),
         }
     )
-    launch.start_again(launch.resolve_early(recipe))
+    startup.start_again(startup.resolve_early(recipe))
     with open_run(resolve(recipe)) as run:
         summary = execute(run)
         chosen = run.plugins.names()

@@ -72,7 +72,7 @@ PACKAGES = ("torch", "transformers", "sentence-transformers", "fastloop-train")
 def train_fastloop(folder: Path, seed: int, dropout: bool) -> dict[str, Any]:
     """Train as ``fastloop train`` does, in this process."""
     from fastloop import Plugin, hookimpl
-    from fastloop.cli import launch
+    from fastloop.cli import startup
     from fastloop.lifecycle import execute, open_run
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
@@ -99,7 +99,7 @@ def train_fastloop(folder: Path, seed: int, dropout: bool) -> dict[str, Any]:
             "output": str(folder / "run"),
         }
     )
-    launch.start_again(launch.resolve_early(recipe))
+    startup.start_again(startup.resolve_early(recipe))
     with open_run(resolve(recipe, objects=[Watch()])) as run:
         execute(run)
         plugins = run.plugins.names()

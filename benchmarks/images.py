@@ -109,7 +109,7 @@ class Watch(Clock):
 def train_fastloop(kind: str, images: Path, output: Path, steps: int, seed: int) -> dict[str, Any]:
     """Train as ``fastloop train`` does, in this process."""
     from fastloop import Plugin, hookimpl
-    from fastloop.cli import launch
+    from fastloop.cli import startup
     from fastloop.lifecycle import execute, open_run
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import make_recipe
@@ -150,7 +150,7 @@ def train_fastloop(kind: str, images: Path, output: Path, steps: int, seed: int)
             "output": str(output),
         }
     )
-    launch.start_again(launch.resolve_early(recipe))
+    startup.start_again(startup.resolve_early(recipe))
     with open_run(resolve(recipe, objects=[Watching()])) as run:
         execute(run)
         plugins = run.plugins.names()

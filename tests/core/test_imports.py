@@ -59,7 +59,7 @@ def test_a_process_that_restarts_for_its_environment_has_not_imported_torch(tmp_
         "data: {files: {train: none.csv}, text: text, label: label}\nmodel: {name: nowhere}\n"
     )
     code = (
-        "from fastloop.cli.launch import environment; from fastloop.recipe import load_recipe; "
+        "from fastloop.cli.startup import environment; from fastloop.recipe import load_recipe; "
         "from fastloop.plugins.resolve import resolve; "
         "recipe = load_recipe('recipe.yaml', (), ('allocator', 'cpu-affinity'), ()); "
         "assert environment(resolve(recipe, any_machine=True)) is not None"

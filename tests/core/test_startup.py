@@ -126,7 +126,7 @@ def test_the_machine_is_the_same_before_and_after_torch_is_imported():
 @pytest.mark.slow
 def test_auto_selects_the_same_plugins_before_and_after_torch_is_imported():
     code = (
-        "import sys; from fastloop.cli.launch import resolve_early; from fastloop.recipe import load_recipe; "
+        "import sys; from fastloop.cli.startup import resolve_early; from fastloop.recipe import load_recipe; "
         "recipe = resolve_early(load_recipe('distilbert_imdb', ['train.device=cpu'])).recipe; print('MODULES', "
         "*sys.modules); "
         "print('PLUGINS', recipe.plugins)"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fastloop import Output, Plugin, PluginError, hookimpl, hookspecs
-from fastloop.cli import launch
+from fastloop.cli import startup
 from fastloop.lifecycle import open_run
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -79,7 +79,7 @@ def predict(plugin: Plugin) -> dict[str, list[Any]]:
 def train(tiny_run: Callable[..., Any], hook: str, plugin: Plugin) -> Any:
     """Train in a way that calls the hook."""
     if hook in AT_LAUNCH:
-        return launch.environment(resolve(make_recipe({}), objects=[plugin]))
+        return startup.environment(resolve(make_recipe({}), objects=[plugin]))
     if hook in AFTER_AN_ERROR:
         return tiny_run([plugin, Fails()], epochs=1)
     if hook in IN_A_RESUMED_RUN:

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def process() -> None:
-    """Run ``main`` as the entry point of a process. If torch is imported, exit with ``launch.leave``, so that torch
+    """Run ``main`` as the entry point of a process. If torch is imported, exit with ``ending.leave``, so that torch
     does not abort."""
     code = 0
     secure_streams(is_log=sys.argv[1:2] == ["train"])
@@ -87,9 +87,9 @@ def process() -> None:
 
         print(secrets.hide(traceback.format_exc()), end="", file=sys.stderr)
         code = 1
-    from fastloop.cli import launch
+    from fastloop.cli import ending
     from fastloop.distributed import ranks
 
     if ranks.world_size() == 1:  # with more processes, a thread may wait for another process
         threading._shutdown()  # type: ignore[attr-defined] # join non-daemon threads
-    launch.leave(code)
+    ending.leave(code)

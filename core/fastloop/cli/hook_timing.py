@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import typer
+
 from fastloop.plugins.hook_replacement import enclose
 from fastloop.plugins.plugin import Plugin
 
@@ -67,3 +69,20 @@ class HookTimer:
             calls.seconds += seconds - self.nested_seconds
             calls.first = calls.first or started
             self.nested_seconds = outer_seconds + seconds
+
+
+def show_calls(timer: HookTimer) -> None:
+    """Print the number and time of the calls of plugins' hooks in this process, in the order of their first calls."""
+    import rich
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for column in ("plugin", "hook"):
+        table.add_column(column, no_wrap=True)
+    for column in ("calls", "seconds", "us a call"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for calls in timer.sorted_calls():
+        microseconds = 1e6 * calls.seconds / calls.count
+        table.add_row(calls.plugin, calls.hook, str(calls.count), f"{calls.seconds:.3f}", f"{microseconds:,.1f}")
+    rich.print(table)
+    typer.echo("Seconds on the host, without nested hooks.\n")

@@ -11,8 +11,6 @@ torch in a process that does not train. Use it for elastic restarts and rendezvo
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import os
 import shlex
 import signal
@@ -20,32 +18,31 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from fastloop.distributed.ranks import LOOPBACK, world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
-from fastloop.errors import PluginError, UsageError
+from fastloop.errors import UsageError
 from fastloop.recipe import secrets
 from fastloop.runtime import platform_support
 from fastloop.runtime.step_folders import checkpoints
 
-if TYPE_CHECKING:
-    from fastloop.plugins.plugin import Plugin
-    from fastloop.plugins.resolve import ResolvedRecipe
-    from fastloop.recipe import Recipe
-    from fastloop.run import Run
-
 LAUNCHER = "FASTLOOP_LAUNCHER"
-"""Environment variable with the pid and the options of the launcher."""
+"""Environment variable of the started processes: the pid and the options of ``launch``, such as ``1234 --nproc 2``."""
 GRACE_SECONDS = 10.0
 """Seconds until processes are killed, after another process has stopped or a signal was repeated."""
+POLL_SECONDS = 0.05
+"""Seconds between two looks at the started processes."""
+LOOPBACK_INTERFACES = {"linux": "lo", "darwin": "lo0"}
+"""Platform -> name of its loopback interface."""
 
 
 def options() -> str:
     """The options of ``launch`` as part of a command line; empty for other launchers."""
-    return os.environ.get(LAUNCHER, "").partition(" ")[2]
+    _, _, launch_options = os.environ.get(LAUNCHER, "").partition(" ")
+    return launch_options
 
 
 def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, master: str | None, output: Path) -> int:
@@ -64,6 +61,49 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     Raises:
         UsageError: Another launcher started this process, or an option is wrong.
     """
+    host, port = _check_options(nproc, nnodes, node_rank, master)
+    launch_options = f"--nproc {nproc}"
+    if nnodes > 1:
+        launch_options += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
+    command = [sys.executable, "-m", "fastloop", *arguments]
+    if Path.cwd() not in [Path(entry).absolute() for entry in sys.path]:
+        command.insert(1, "-P")  # -m alone would add the current folder to sys.path
+    earlier_kills = platform_support.kills()
+    processes = []
+    for local in range(nproc):
+        environment = os.environ | member(local, nproc, host, port, nnodes, node_rank)
+        environment[LAUNCHER] = f"{os.getpid()} {launch_options}"
+        processes.append(subprocess.Popen(command, env=environment))
+    failed = _wait(processes)
+    if failed is None:
+        codes = [process.returncode for process in processes]
+        if EXIT_INTERRUPTED in codes:
+            return EXIT_INTERRUPTED
+        return EXIT_STOPPED if any(codes) else 0
+    code = int(processes[failed].returncode)
+    if code > 0:  # the process has printed its error
+        return code
+    name = signal.Signals(-code).name
+    rank = node_rank * nproc + failed
+    message = f"process {rank} of {nproc * nnodes} (pid {processes[failed].pid}) was ended by {name}."
+    if code == -platform_support.KILL and platform_support.kills() > earlier_kills:
+        message += (
+            f" {platform_support.explain_kill(earlier_kills)} Set a smaller train.micro_batch_size, use fewer "
+            "workers, or raise the limit."
+        )
+    if checkpoints(output):
+        resume = f"{shlex.join(['fastloop', *arguments])} {launch_options} --resume"
+        message += f" Continue from its newest checkpoint with: {resume}"
+    print(f"error: {secrets.hide(message)}", file=sys.stderr)
+    return 128 - code
+
+
+def _check_options(nproc: int, nnodes: int, node_rank: int, master: str | None) -> tuple[str, str]:
+    """Check the options of ``launch``. Returns host and port of machine 0.
+
+    Raises:
+        UsageError: Another launcher started this process, or an option is wrong.
+    """
     if world_size() > 1 or "LOCAL_RANK" in os.environ:
         raise UsageError(
             f"--nproc {nproc}: another launcher started this process, one of {world_size()}. Leave one of the two out."
@@ -72,45 +112,12 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         raise UsageError(f"--nnodes {nnodes}: needs --master HOST:PORT, an address of node 0 that every node reaches.")
     if not 0 <= node_rank < nnodes:
         raise UsageError(f"--node-rank {node_rank}: expected 0 to {nnodes - 1}, since --nnodes is {nnodes}.")
-    host, _, port = (master or f"{LOOPBACK}:{free_port()}").rpartition(":")
+    if master is None:
+        return LOOPBACK, str(free_port())
+    host, _, port = master.rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"--master {master}: expected HOST:PORT, such as 10.0.0.1:29500.")
-    launch_options = f"--nproc {nproc}"
-    if nnodes > 1:
-        launch_options += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
-    shared = Path.cwd() in (Path(entry).absolute() for entry in sys.path)
-    kills = platform_support.kills()
-    processes = [
-        subprocess.Popen(
-            # -m alone adds the current folder to sys.path
-            [sys.executable, *([] if shared else ["-P"]), "-m", "fastloop", *arguments],
-            env=os.environ
-            | member(local, nproc, host, port, nnodes, node_rank)
-            | {LAUNCHER: f"{os.getpid()} {launch_options}"},
-        )
-        for local in range(nproc)
-    ]
-    index = _wait(processes)
-    if index is None:
-        codes = [process.returncode for process in processes]
-        return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED if any(codes) else 0
-    failed = processes[index]
-    if failed.returncode > 0:  # the process has printed its error
-        return int(failed.returncode)
-    name = signal.Signals(-failed.returncode).name
-    message = f"process {node_rank * nproc + index} of {nproc * nnodes} (pid {failed.pid}) was ended by {name}."
-    if failed.returncode == -platform_support.KILL and platform_support.kills() > kills:
-        message += (
-            f" {platform_support.explain_kill(kills)} Set a smaller train.micro_batch_size, use fewer "
-            "workers, or raise the limit."
-        )
-    if checkpoints(output):
-        message += (
-            f" Continue from its newest checkpoint with: {shlex.join(['fastloop', *arguments])} "
-            f"{launch_options} --resume"
-        )
-    print(f"error: {secrets.hide(message)}", file=sys.stderr)
-    return 128 - int(failed.returncode)
+    return host, port
 
 
 def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_rank: int = 0) -> dict[str, str]:
@@ -119,22 +126,29 @@ def member(local: int, nproc: int, host: str, port: str, nnodes: int = 1, node_r
 
     On one machine, gloo listens on the loopback interface. Otherwise it listens on the address of the machine's name.
     """
-    interface = {"linux": "lo", "darwin": "lo0"}.get(sys.platform) if nnodes == 1 and host == LOOPBACK else None
-    return ({"GLOO_SOCKET_IFNAME": interface} if interface and not os.environ.get("GLOO_SOCKET_IFNAME") else {}) | {
+    threads = max(1, platform_support.cores() // nproc)
+    variables = {
         "WORLD_SIZE": str(nproc * nnodes),
         "LOCAL_WORLD_SIZE": str(nproc),
         "RANK": str(node_rank * nproc + local),
         "LOCAL_RANK": str(local),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, platform_support.cores() // nproc)),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(threads),
     }
+    is_one_machine = nnodes == 1 and host == LOOPBACK
+    interface = LOOPBACK_INTERFACES.get(sys.platform)
+    if is_one_machine and interface is not None and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        variables["GLOO_SOCKET_IFNAME"] = interface
+    return variables
 
 
 def local_group(count: int) -> list[dict[str, str]]:
     """The environment variables of each of ``count`` processes on a single machine; none for a single process."""
+    if count == 1:
+        return [{}]
     port = str(free_port())
-    return [member(rank, count, LOOPBACK, port) for rank in range(count)] if count > 1 else [{}]
+    return [member(rank, count, LOOPBACK, port) for rank in range(count)]
 
 
 def free_port() -> int:
@@ -165,7 +179,8 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
 
     def forward(signum: int, frame: Any) -> None:
         nonlocal deadline
-        deadline = min(deadline, time.monotonic() + (GRACE_SECONDS if signum in received else STOP_TIMEOUT))
+        seconds = GRACE_SECONDS if signum in received else STOP_TIMEOUT
+        deadline = min(deadline, time.monotonic() + seconds)
         received.add(signum)
         for process in processes:
             if process.poll() is None:
@@ -175,135 +190,19 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
         with on_signals(forward):
             while True:
                 codes = [process.poll() for process in processes]
-                failed = next(
-                    (
-                        index
-                        for index, code in enumerate(codes)
-                        if code not in (None, 0, EXIT_INTERRUPTED, EXIT_STOPPED)
-                    ),
-                    None,
-                )
-                if failed is not None or None not in codes:
-                    return failed
+                for index, code in enumerate(codes):
+                    if code not in (None, 0, EXIT_INTERRUPTED, EXIT_STOPPED):
+                        return index
+                if None not in codes:
+                    return None
                 if EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes:  # the other processes must stop, too
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() > deadline:
                     print("error: not all processes stopped in time: the others are killed.", file=sys.stderr)
                     return None
-                time.sleep(0.05)
+                time.sleep(POLL_SECONDS)
     finally:
         for process in processes:
             if process.poll() is None:
                 process.kill()  # on SIGTERM, it would wait for the other processes
                 process.wait()
-
-
-def resume_from(value: str | None, output: Path) -> Path | None:
-    """The path to resume from. ``value`` is the value of ``--resume``, None without that option.
-
-    If a process fails, torchrun with ``--max-restarts`` restarts all processes with the same arguments. On one machine,
-    a restarted run resumes from its run folder. On several machines, pass ``--resume`` from the start.
-    """
-    if _restarts() and _is_from_this_job(output):
-        return output
-    return None if value is None else Path(value or output)
-
-
-def _restarts() -> int:
-    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts
-    separately."""
-    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0
-
-
-def _is_from_this_job(output: Path) -> bool:
-    """Whether this torchrun job created the run folder. If processes fail early, the folder may belong to an older
-    run."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/0/error.json
-    try:
-        started = Path(error_file).parents[1].with_name("attempt_0").stat().st_mtime if error_file else 0.0
-        return (output / "recipe.yaml").stat().st_mtime >= started
-    except OSError:
-        return False
-
-
-def environment(resolved: ResolvedRecipe) -> dict[str, str]:
-    """The environment variables that a recipe's plugins need at process start.
-
-    Raises:
-        PluginError: Two plugins need different values, or one returns another type.
-    """
-    recipe, values = resolved.recipe, dict[str, tuple[str, str]]()
-    for plugin, call in resolved.plugins.each("environment"):
-        result = call(recipe=recipe)
-        if result is None:
-            continue
-        where = f"{recipe.where}: plugin {plugin.name!r}: environment returned"
-        if not isinstance(result, dict):
-            raise PluginError(f"{where} a {type(result).__name__}, expected dict[str, str]: variable -> value.")
-        for name, value in result.items():
-            if not isinstance(name, str) or not isinstance(value, str):
-                raise PluginError(f"{where} {name!r}: {value!r}, expected text for both, such as 'NAME': '1'.")
-            other, first = values.setdefault(name, (plugin.name, value))
-            if first != value:
-                raise PluginError(
-                    f"{recipe.where}: plugins {plugin.name!r} and {other!r} want different values of {name}: {value!r} "
-                    f"and {first!r}. "
-                    "Remove one of them."
-                )
-    return {name: value for name, (_, value) in values.items()}
-
-
-def resolve_early(recipe: Recipe, objects: Iterable[Plugin] = ()) -> ResolvedRecipe:
-    """Resolve a recipe, if possible without importing torch: a process that restarts would import it twice. So the
-    requirements on the machine are not checked: call ``registry.check_requirements`` before a run is built.
-
-    Args:
-        objects: Plugin objects from Python.
-    """
-    from fastloop.cli.startup import cpu_machine
-    from fastloop.plugins.resolve import resolve
-
-    return resolve(recipe, cpu_machine(recipe.train.device), objects, any_machine=True)
-
-
-def start_again(resolved: ResolvedRecipe) -> None:
-    """Restart this process if variables that a recipe's plugins need are not set. Variables that are set keep their
-    values."""
-    needed = environment(resolved)
-    # False if a program calls the command line
-    is_command = sys.orig_argv[len(sys.orig_argv) - len(sys.argv) + 1 :] == sys.argv[1:]
-    if is_command and needed.keys() - os.environ.keys():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**needed, **os.environ})
-
-
-def end_with_launcher() -> None:
-    """End this process with the launcher, even if the launcher is killed. Does nothing if ``launch`` did not start this
-    process."""
-    parent = os.environ.get(LAUNCHER)
-    if parent is None or not sys.platform.startswith("linux"):
-        return
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
-    if os.getppid() != int(parent.partition(" ")[0]):
-        sys.exit(128 + signal.SIGTERM)
-
-
-def end(run: Run, code: int = 0) -> int:
-    """End the process group of this process, and with it the process if it is one of several. Otherwise return the exit
-    code."""
-    run.processes.barrier()  # launchers end the other processes when one exits with a code other than 0
-    run.processes.close()
-    if run.world_size > 1:
-        leave(code)
-    return code
-
-
-def leave(code: int) -> NoReturn:
-    """Exit without finalizing the interpreter, because threads of torch may abort the process then."""
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from fastloop.cli import launch
+from fastloop.cli.ending import end
 from fastloop.cli.startup import start_run
-from fastloop.distributed import ranks, signals
+from fastloop.distributed import ranks
 from fastloop.errors import UsageError
 from fastloop.plugins.plugin import Plugin, hookimpl
 from fastloop.plugins.resolve import ResolvedRecipe, load_listed, resolve
@@ -83,14 +83,15 @@ class Overfit(Plugin):
         from torch.utils.data import IterableDataset
 
         datasets = yield
-        if "train" in (datasets or {}):
-            split = datasets["train"]
-            stream = (
-                iter(split) if isinstance(split, IterableDataset) else (split[index] for index in range(len(split)))
-            )
-            datasets = {**datasets, "train": list(islice(stream, self.samples))}
-            self.samples = len(datasets["train"])
-        return datasets
+        if datasets is None or "train" not in datasets:
+            return datasets
+        dataset = datasets["train"]
+        if isinstance(dataset, IterableDataset):
+            samples = list(islice(dataset, self.samples))
+        else:
+            samples = [dataset[index] for index in range(min(len(dataset), self.samples))]
+        self.samples = len(samples)
+        return {**datasets, "train": samples}
 
     @hookimpl(wrapper=True)
     def build_sampler(self, split: str) -> Generator[None, Any, Any]:
@@ -129,16 +130,15 @@ class Overfit(Plugin):
                 f"overfit: {steps} steps do not cover {self.samples} samples. Raise train.max_steps, or take "
                 "fewer samples."
             )
-        how = "fell" if self.is_near_zero() else "did not fall"
-        text = (
-            f"overfit: the loss {how} to near zero: {self.first:.4g} in the first pass over {self.samples} "
-            f"samples, {self.last:.4g} in "
+        losses = (
+            f"{self.first:.4g} in the first pass over {self.samples} samples, {self.last:.4g} in the last one, after "
+            f"{steps} steps."
         )
-        text += f"the last one, after {steps} steps."
+        if self.is_near_zero():
+            return f"overfit: the loss fell to near zero: {losses}"
         return (
-            text
-            if self.is_near_zero()
-            else f"{text} Check the labels, the loss and train.lr, or raise train.max_steps."
+            f"overfit: the loss did not fall to near zero: {losses} Check the labels, the loss and train.lr, or raise "
+            "train.max_steps."
         )
 
 
@@ -158,10 +158,11 @@ def prepare(recipe: Recipe, samples: int | None) -> None:
             "log_every": 1,
             "on_save_error": "stop",
         }
+        recipe.output += ".fast-dev-run"
     else:
+        recipe.output += ".overfit"
         changes = {"epochs": None, "max_steps": recipe.train.max_steps or OVERFIT_STEPS, "save_every": None}
     recipe.train = replace(recipe.train, evaluate_every=None, **changes)
-    recipe.output = f"{recipe.output}.{'fast-dev-run' if samples is None else 'overfit'}"
     recipe.plugins |= without_publishers(recipe)
 
 
@@ -172,11 +173,11 @@ def without_publishers(recipe: Recipe) -> dict[str, dict[str, Any] | Literal[Fal
     Returns:
         Name -> False, to update ``recipe.plugins`` with.
     """
-    return {
-        name: False
-        for name, options in recipe.plugins.items()
-        if options is not False and load_listed(recipe, name).publishes
-    }
+    turned_off: dict[str, dict[str, Any] | Literal[False]] = {}
+    for name, options in recipe.plugins.items():
+        if options is not False and load_listed(recipe, name).publishes:
+            turned_off[name] = False
+    return turned_off
 
 
 def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, nproc: int | None) -> None:
@@ -187,11 +188,13 @@ def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, n
     """
     if overfit is not None and max(nproc or 1, ranks.world_size()) > 1:
         raise UsageError("--overfit: expected one process. Leave out --nproc or the launcher.")
-    given = [
-        name
-        for name, on in (("--fast-dev-run", fast_dev_run), ("--overfit", overfit), ("--resume", resume is not None))
-        if on
-    ]
+    given = []
+    if fast_dev_run:
+        given.append("--fast-dev-run")
+    if overfit is not None:
+        given.append("--overfit")
+    if resume is not None:
+        given.append("--resume")
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} exclude each other. Leave out one of them.")
 
@@ -206,17 +209,19 @@ def run_fast_dev_run(resolved: ResolvedRecipe) -> int:
     folder = Path(resolved.recipe.output)
     remove(folder)  # an earlier check was killed
     try:
-        run = first = _train(resolved, FastDevRun(stops=True))
+        first = _train(resolved, FastDevRun(stops=True))
+        run = first
         if not first.interrupted:
             run = _train(resolve(resolved.recipe), FastDevRun(stops=False), step_folder(folder, 1))
         if not run.interrupted and run.is_main:
             done = [f"{run.state.step} steps, saved and resumed after step {first.state.step}"]
             done += [f"one batch of {split}" for split in run.state.metrics]
-            done += ["export"] * (folder / "model").is_dir()
+            if (folder / "model").is_dir():
+                done.append("export")
             typer.echo(f"fast-dev-run: {'; '.join(done)}. Removed {folder}.")
     finally:
         remove(folder)
-    return launch.end(run, signals.exit_code(run.interrupted) if run.interrupted else 0)
+    return end(run)
 
 
 def run_overfit(resolved: ResolvedRecipe, samples: int) -> int:
@@ -227,11 +232,9 @@ def run_overfit(resolved: ResolvedRecipe, samples: int) -> int:
     """
     plugin = Overfit(samples)
     run = _train(resolved, plugin)
-    if run.interrupted:
-        return launch.end(run, signals.exit_code(run.interrupted))
-    if run.is_main:
+    if run.is_main and not run.interrupted:
         typer.echo(plugin.result(run.state.step))
-    return launch.end(run, int(not plugin.is_near_zero()))
+    return end(run, 0 if plugin.is_near_zero() else 1)
 
 
 def remove(folder: Path) -> None:

@@ -1,26 +1,49 @@
-"""The start of a command: the machine before torch is imported, the garbage collector during imports, and the run."""
+"""The start of a command's process, in this order:
+
+    resolve_early           # the recipe and its plugins, without torch
+    start_again             # with the environment variables that plugins need
+    start_run               # checks the machine, imports torch and builds the run
+
+Only ``start_run`` imports torch, unless the recipe needs it earlier.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fastloop.cli.launch import LAUNCHER
 from fastloop.distributed.ranks import world_size
+from fastloop.errors import PluginError
 from fastloop.plugins.installed import entry_points
 from fastloop.plugins.plugin import Plugin
-from fastloop.plugins.resolve import ResolvedRecipe, check_requirements
+from fastloop.plugins.resolve import ResolvedRecipe, check_requirements, resolve
 from fastloop.runtime.hardware import Machine
 
 if TYPE_CHECKING:
+    from fastloop.recipe import Recipe
     from fastloop.run import Run
 
 GC_THRESHOLD = 50_000
 """New objects between two garbage collections while libraries are imported."""
+ACCELERATORS = ("nvidiactl", "dxg", "kfd", "accel", "dri/renderD128", "davinci0", "hpu")
+"""Entries of /dev of which a Linux machine with an accelerator has one: CUDA, WSL, ROCm, XPU and others."""
+FAST_BF16 = {"avx512_bf16", "amx_tile"}
+"""Flags of processors that compute in bf16."""
+PR_SET_PDEATHSIG = 1
+"""The operation of Linux's prctl(2) that sets the signal which a process gets when its parent ends."""
+
+
+# -- this process ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -39,6 +62,102 @@ def reduced_gc() -> Iterator[None]:
             gc.set_threshold(*original)
 
 
+def end_with_launcher() -> None:
+    """End this process with the launcher, even if the launcher is killed. Does nothing if ``launch`` did not start this
+    process."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    pid, _, _ = launcher.partition(" ")
+    if os.getppid() != int(pid):  # the launcher ended before the line above
+        sys.exit(128 + signal.SIGTERM)
+
+
+def resolve_early(recipe: Recipe, objects: Iterable[Plugin] = ()) -> ResolvedRecipe:
+    """Resolve a recipe, if possible without importing torch: a process that restarts would import it twice. So the
+    requirements on the machine are not checked: ``start_run`` does that.
+
+    Args:
+        objects: Plugin objects from Python.
+    """
+    return resolve(recipe, cpu_machine(recipe.train.device), objects, any_machine=True)
+
+
+def cpu_machine(device: str) -> Machine | None:
+    """This machine, without torch and without a name, if it trains on the CPU; None: torch is imported anyway, or only
+    torch knows.
+
+    Args:
+        device: ``train.device`` of the recipe.
+    """
+    cpu_info = Path("/proc/cpuinfo")
+    if "torch" in sys.modules or not cpu_info.exists():
+        return None
+    if device != "cpu":
+        has_accelerator = any((Path("/dev") / name).exists() for name in ACCELERATORS)
+        if has_accelerator or entry_points("torch.backends"):
+            return None
+    flags: set[str] = set()
+    for line in cpu_info.read_text().splitlines():
+        if line.startswith("flags"):
+            flags = set(line.split())
+            break
+    fast = ("bf16",) if flags & FAST_BF16 else ()
+    return Machine("cpu", "", ("fp32", "bf16"), fast, world_size())
+
+
+@dataclass(frozen=True)
+class NeededVariable:
+    """The value of an environment variable, and the plugin that needs it."""
+
+    value: str
+    plugin: str
+
+
+def environment(resolved: ResolvedRecipe) -> dict[str, str]:
+    """The environment variables that a recipe's plugins need at process start.
+
+    Raises:
+        PluginError: Two plugins need different values, or one returns another type.
+    """
+    recipe = resolved.recipe
+    needed: dict[str, NeededVariable] = {}
+    for plugin, call in resolved.plugins.each("environment"):
+        variables = call(recipe=recipe)
+        if variables is None:
+            continue
+        where = f"{recipe.where}: plugin {plugin.name!r}: environment returned"
+        if not isinstance(variables, dict):
+            raise PluginError(f"{where} a {type(variables).__name__}, expected dict[str, str]: variable -> value.")
+        for name, value in variables.items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise PluginError(f"{where} {name!r}: {value!r}, expected text for both, such as 'NAME': '1'.")
+            first = needed.setdefault(name, NeededVariable(value, plugin.name))
+            if first.value != value:
+                raise PluginError(
+                    f"{recipe.where}: plugins {plugin.name!r} and {first.plugin!r} want different values of {name}: "
+                    f"{value!r} and {first.value!r}. Remove one of them."
+                )
+    return {name: variable.value for name, variable in needed.items()}
+
+
+def start_again(resolved: ResolvedRecipe) -> None:
+    """Restart this process if variables that a recipe's plugins need are not set. Variables that are set keep their
+    values."""
+    needed = environment(resolved)
+    # python -m fastloop train recipe.yaml: both end in [train, recipe.yaml]. Not if a program calls the command line.
+    arguments = sys.argv[1:]
+    is_command = sys.orig_argv[len(sys.orig_argv) - len(arguments) :] == arguments
+    if is_command and needed.keys() - os.environ.keys():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**needed, **os.environ})
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------
+
+
 @contextmanager
 def start_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Iterator[Run]:
     """``open_run`` for a command: check the requirements on this machine, and build the run with ``reduced_gc``."""
@@ -51,27 +170,35 @@ def start_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Pa
         yield run
 
 
-ACCELERATORS = ("nvidiactl", "dxg", "kfd", "accel", "dri/renderD128", "davinci0", "hpu")
-"""Entries of /dev of which a Linux machine with an accelerator has one: CUDA, WSL, ROCm, XPU and others."""
+def resume_from(value: str | None, output: Path) -> Path | None:
+    """The path to resume from. ``value`` is the value of ``--resume``, None without that option.
 
-
-def cpu_machine(device: str) -> Machine | None:
-    """This machine, without torch and without a name, if it trains on the CPU; None: torch is imported anyway, or only
-    torch knows.
-
-    A process that restarts itself for its environment decides with it, so that torch is imported only once.
-
-    Args:
-        device: ``train.device`` of the recipe.
+    If a process fails, torchrun with ``--max-restarts`` restarts all processes with the same arguments. On one machine,
+    a restarted run resumes from its run folder. On several machines, pass ``--resume`` from the start.
     """
-    devices, processor = Path("/dev"), Path("/proc/cpuinfo")
-    if "torch" in sys.modules or not processor.exists():
+    if _restarts() and _is_from_this_job(output):
+        return output
+    if value is None:
         return None
-    if device != "cpu" and (entry_points("torch.backends") or any((devices / name).exists() for name in ACCELERATORS)):
-        return None
-    flags = next((line for line in processor.read_text().splitlines() if line.startswith("flags")), "").split()
-    fast = ("bf16",) if {"avx512_bf16", "amx_tile"} & {*flags} else ()
-    return Machine("cpu", "", ("fp32", "bf16"), fast, world_size())
+    return Path(value) if value else output
+
+
+def _restarts() -> int:
+    """Number of restarts by torchrun (``--max-restarts``). 0 on several machines, because each of them counts
+    separately."""
+    is_one_machine = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if is_one_machine else 0
+
+
+def _is_from_this_job(output: Path) -> bool:
+    """Whether this torchrun job created the run folder. If processes fail early, the folder may belong to an older
+    run."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # .../attempt_1/0/error.json
+    try:
+        started = Path(error_file).parents[1].with_name("attempt_0").stat().st_mtime if error_file else 0.0
+        return (output / "recipe.yaml").stat().st_mtime >= started
+    except OSError:
+        return False
 
 
 def started_from(path: Path) -> Path:
@@ -80,10 +207,12 @@ def started_from(path: Path) -> Path:
 
     Any other recipe, or one whose start is unknown: ``path``.
     """
-    found = None
-    if path.name == "recipe.yaml":
-        try:
-            found = json.loads((path.parent / "summary.json").read_text(encoding="utf-8")).get("recipe")
-        except (OSError, ValueError, AttributeError):
-            return path
-    return Path(found) if isinstance(found, str) and Path(found).is_file() else path
+    if path.name != "recipe.yaml":
+        return path
+    try:
+        recipe = json.loads((path.parent / "summary.json").read_text(encoding="utf-8")).get("recipe")
+    except (OSError, ValueError, AttributeError):
+        return path
+    if isinstance(recipe, str) and Path(recipe).is_file():
+        return Path(recipe)
+    return path

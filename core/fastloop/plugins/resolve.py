@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop.distributed.ranks import world_size
-from fastloop.errors import FastloopError, PluginError
+from fastloop.errors import FastloopError, PluginError, did_you_mean
 from fastloop.plugins import declarations
 from fastloop.plugins.installed import check_class, defaults, installed, load
 from fastloop.plugins.manager import PluginSet, origin
 from fastloop.plugins.order import order
-from fastloop.plugins.packages import PLUGINS, suggest_plugin
 from fastloop.plugins.plugin import Plugin, listed_at
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
@@ -154,10 +153,9 @@ def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     names = {point.name for point in installed().values()}
     left_out = [name for name, options in recipe.plugins.items() if options is False]
     for name in left_out:
-        # a plugin of a package that is not installed is left out, as the recipe asks; any other name is misspelled
-        if name not in names and name not in recipe.references and name not in PLUGINS:
+        if name not in names and name not in recipe.references:
             raise PluginError(
-                f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{suggest_plugin(name, names)}"
+                f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}"
             )
     listed = [name for name in recipe.plugins if name not in left_out]
     plugins = [make(recipe, name) for name in listed if _takes_part(load_listed(recipe, name), recipe)]

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 from fastloop import Plugin, hookimpl
-from fastloop.cli import launch
+from fastloop.cli import startup
 from fastloop.estimates import StepProfile
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
@@ -73,14 +73,14 @@ def test_waiting_threads_sleep_if_the_recipe_or_the_load_of_other_programs_asks_
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     monkeypatch.setattr(ForeignLoad, "cores", lambda _: others)  # no test can make sure that a machine is idle
     recipe = make_recipe({"plugins": [{"cpu-affinity": {"wait": wait}}]})
-    found = launch.environment(resolve(recipe, any_machine=True))
+    found = startup.environment(resolve(recipe, any_machine=True))
     assert found == ({"OMP_WAIT_POLICY": expected} if expected else {})
 
 
 def test_a_policy_of_the_users_environment_is_kept(monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     monkeypatch.setattr(ForeignLoad, "cores", lambda _: 1.0)
-    assert launch.environment(resolve(make_recipe({"plugins": ["cpu-affinity"]}), any_machine=True)) == {}
+    assert startup.environment(resolve(make_recipe({"plugins": ["cpu-affinity"]}), any_machine=True)) == {}
 
 
 def test_a_busy_machine_makes_it_worth_a_line(monkeypatch):

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli import launch
+from fastloop.cli import ending, launch, startup
 from fastloop.cli.arguments import With, Without, names, output_file
 from fastloop.distributed import signals
 from fastloop.errors import UsageError
@@ -119,7 +119,7 @@ def evaluate(
         raise typer.Exit(launch.launch(command, nproc, 1, 0, None, recipe.inference.model))
     if file is not None:
         read_file_instead(recipe, file)
-    launch.end_with_launcher()
+    startup.end_with_launcher()
     with signals.on_signals(signals.stop_now):
         from fastloop_tools.inference.classes import ClassCounts
         from fastloop_tools.inference.worst import worst_samples
@@ -146,7 +146,7 @@ def evaluate(
                 record["worst"] = worst_samples(run, split, worst)
             if run.is_main:
                 report(record, json_file)
-        launch.end(run)
+        ending.end(run)
 
 
 def log_to_stderr(json_file: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from fastloop.cli import launch
+from fastloop.cli import startup
 from fastloop.cli.startup import reduced_gc, start_run, started_from
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, load_recipe
@@ -140,7 +140,7 @@ def open_inference(
 
     show_messages()
     with reduced_gc():
-        launch.start_again(resolved := select(recipe))
+        startup.start_again(resolved := select(recipe))
     task: Any = next((plugin for plugin in resolved.plugins if plugin.slot == "task"), None)
     section = getattr(task, "sections", {}).get("data")
     if file is not None and (section is None or "files" not in {field.name for field in dataclasses.fields(section)}):
@@ -160,10 +160,10 @@ def open_inference(
 def select(recipe: Recipe) -> ResolvedRecipe:
     """Resolve a recipe. If it fails with the default selection only, resolve it without, and log the error."""
     try:
-        return launch.resolve_early(recipe)
+        return startup.resolve_early(recipe)
     except Exception as error:
         if recipe.plugins.get("auto") != SELECTION:
             raise
-        resolved = launch.resolve_early(dataclasses.replace(recipe, plugins=recipe.plugins | {"auto": False}))
+        resolved = startup.resolve_early(dataclasses.replace(recipe, plugins=recipe.plugins | {"auto": False}))
         log.warning("auto: selects nothing: %s", error)
         return resolved

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fastloop.cli import launch
+from fastloop.cli import launch, startup
 from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
 from fastloop.errors import UsageError
@@ -60,9 +60,9 @@ def profile(
         if code := launch.launch(command, nproc, 1, 0, None, folder):
             raise typer.Exit(code)
         return
-    launch.end_with_launcher()
+    startup.end_with_launcher()
     show_messages()
-    launch.start_again(resolved := launch.resolve_early(loaded))
+    startup.start_again(resolved := startup.resolve_early(loaded))
     if look(resolved.recipe, folder, window, names(without)):
         typer.echo(f"to measure these edits: {command_line('tune', given, {})}")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from fastloop.cli import launch
+from fastloop.cli import startup
 from fastloop.cli.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
 from fastloop.errors import FastloopError
 from fastloop.recipe import Recipe, make_recipe
@@ -68,7 +68,7 @@ class TrialRunner:
         tree = with_only(recipe, recipe.plugins if plugins is None else plugins, save_every=None, **train)
         needed: dict[str, str] = {}
         with suppress(FastloopError):  # the process reports the error
-            needed = launch.environment(launch.resolve_early(make_recipe(tree, recipe.source)))
+            needed = startup.environment(startup.resolve_early(make_recipe(tree, recipe.source)))
         place = self.known.setdefault(name or repr(recipe.to_dict()), len(self.known))
         environment = {**needed, **self.environment, "TORCHINDUCTOR_CACHE_DIR": str(self.cache / str(place))}
         given = Spec(recipe=tree, source=str(recipe.source) if recipe.source else None, **spec)

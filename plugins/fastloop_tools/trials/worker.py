@@ -17,7 +17,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from fastloop.cli import launch
+from fastloop.cli import startup
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.errors import FastloopError, UsageError
 from fastloop.plugins.plugin import Plugin, hookimpl
@@ -246,7 +246,7 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
     try:
         recipe = make_recipe(spec.recipe, Path(spec.source) if spec.source else None)
         recipe = dataclasses.replace(recipe, plugins=recipe.plugins | without_publishers(recipe))
-        resolved = launch.resolve_early(recipe)
+        resolved = startup.resolve_early(recipe)
         meter = StepMeter(spec, warnings)
         if spec.profile_steps:
             from fastloop_tools.profile.observe import Observer
@@ -271,7 +271,7 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_specification(source: Path, target: Path) -> None:
     """Read the specification in ``source``, run it, and write the result to ``target``."""
-    launch.end_with_launcher()
+    startup.end_with_launcher()
     given = json.loads(source.read_text(encoding="utf-8"))
     length, spec = given.pop("length"), Spec(**given)
     spec.recipe["output"] = str(source.with_name("run"))  # deleted with the result

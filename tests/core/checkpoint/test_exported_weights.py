@@ -9,7 +9,7 @@ import torch
 from recording_plugins import ScriptedScore, WeightRecorder
 from safetensors.torch import load_file
 
-from fastloop.cli.train import describe_model
+from fastloop.cli.summary import describe_model
 from fastloop.testing.runs import InterruptAtStep
 
 SCORES = (0.5, 0.9, 0.7)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from fastloop.checks.launcher import check_recipe
-from fastloop.cli import app, launch
+from fastloop.cli import app, launch, startup
 from fastloop.plugins.manager import PluginSet
 from fastloop.recipe import make_recipe
 
@@ -329,9 +329,9 @@ def test_torchrun_restart_resumes_only_its_own_run(tmp_path, monkeypatch):
     (run / "recipe.yaml").touch()
     os.utime(run / "recipe.yaml", (1e9, 1e9))
     first.mkdir(parents=True)
-    assert launch.resume_from(None, run) is None
-    assert launch.resume_from("elsewhere", run) == Path("elsewhere")
+    assert startup.resume_from(None, run) is None
+    assert startup.resume_from("elsewhere", run) == Path("elsewhere")
     (run / "recipe.yaml").touch()
-    assert launch.resume_from(None, run) == launch.resume_from("elsewhere", run) == run
+    assert startup.resume_from(None, run) == startup.resume_from("elsewhere", run) == run
     (run / "recipe.yaml").unlink()
-    assert launch.resume_from(None, run) is None
+    assert startup.resume_from(None, run) is None

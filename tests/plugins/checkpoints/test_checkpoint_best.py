@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from fastloop import Plugin, Trainer, UsageError, checkpoint, hookimpl
-from fastloop.cli.train import show_summary
+from fastloop.cli.summary import show_summary
 from fastloop.testing import tiny_data, tiny_model
 
 

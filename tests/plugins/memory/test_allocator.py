@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fastloop import PluginError, hookimpl
-from fastloop.cli import launch
+from fastloop.cli import startup
 from fastloop.recipe import make_recipe
 from fastloop_plugins.memory.allocator import CUDA_SETTINGS, Allocator
 
@@ -256,4 +256,4 @@ def test_plugins_that_want_different_variables_are_both_named(monkeypatch):
     monkeypatch.setattr(EMA, "environment", hookimpl(lambda self, recipe: {"A": "2"}), raising=False)
     recipe = make_recipe({"plugins": ["allocator", "ema"], "train": {"epochs": 1}})
     with pytest.raises(PluginError, match=r"'ema' and 'allocator' want different values of A: '2' and '1'"):
-        launch.environment(resolve(recipe, any_machine=True))
+        startup.environment(resolve(recipe, any_machine=True))

@@ -1,0 +1,82 @@
+"""The table at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fastloop.metric_modes import direction
+from fastloop.recipe import secrets
+
+PHASES = ("train", "evaluate", "save", "startup", "compile")
+"""Phases whose seconds the table shows."""
+
+
+def show_summary(summary: Mapping[str, Any], folder: Path) -> None:
+    """Print the table at a run's end.
+
+    Args:
+        summary: The content of ``summary.json``.
+        folder: The run folder.
+    """
+    import rich
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for name, text in summary_rows(summary, folder).items():
+        table.add_row(name, text)
+    rich.print(table)
+
+
+def summary_rows(summary: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """The rows of the table: name -> text."""
+    rows = {"status": summary["status"]}
+    if summary["reason"]:
+        rows["status"] += f" ({secrets.hide(summary['reason'])})"
+    for split in ("validation", "test"):
+        if summary[split]:
+            rows[split] = ", ".join(f"{name} {value:.4f}" for name, value in summary[split].items())
+    best = summary["best"]
+    if best:
+        better = direction(best.get("mode"))  # a plugin of another package may leave it out
+        rows["best"] = f"{best.get('metric', '')} {best['value']:.4f} at step {best['step']}{better}".lstrip()
+    if summary["model_step"] is not None:
+        rows["model"] = describe_model(summary)
+    rows["steps"] = f"{summary['steps']} ({summary['epochs']} epochs, {summary['samples']} samples)"
+    seconds = [(phase, summary[f"{phase}_seconds"]) for phase in PHASES]
+    rows["seconds"] = ", ".join(f"{phase} {spent:.1f}" for phase, spent in seconds if spent)
+    rows["speed"] = f"{summary['samples_per_second']:.1f} samples/s"
+    if summary["tokens_per_second"]:
+        rows["speed"] += f", {summary['tokens_per_second']:.0f} tokens/s"
+    processes = "1 process" if summary["world_size"] == 1 else f"{summary['world_size']} processes"
+    memory = f"{summary['peak_memory_bytes'] / 2**20:.0f} MiB at the peak"
+    rows["memory"] = f"{memory}, {summary['device']}, {processes}"
+    rows["plugins"] = ", ".join(
+        f"{name} (disabled)" if name in summary["disabled"] else name for name in summary["plugins"]
+    )
+    rows["run folder"] = str(folder)
+    return rows
+
+
+def describe_model(summary: Mapping[str, Any]) -> str:
+    """Which weights ``model/`` has: ``weights of step 54, f1 0.9889, the best``. Their metrics follow if they are not
+    those of the row ``validation``."""
+    step = summary["model_step"]
+    best = summary["best"]
+    parts = [f"weights of step {step}"]
+    if summary["model_weights"] != "trained":
+        parts.append(summary["model_weights"])
+    metrics = summary["model_metrics"] or {}
+    is_best = best is not None and best["step"] == step
+    shown = {} if metrics == summary["validation"] else metrics
+    if is_best:  # first the metric that chose them
+        shown = {best["metric"]: best["value"], **shown}
+    parts += [f"{name} {value:.4f}" for name, value in shown.items()]
+    if is_best:
+        parts.append("the best")
+    elif step == summary["steps"]:
+        parts.append("the last")
+    return ", ".join(parts)

@@ -4,6 +4,7 @@ end."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,9 @@ def recipe(task: Mapping[str, Any] = TEXTS, plugins: tuple[Any, ...] = (), **tra
     """67 texts in batches of 8: nine steps an epoch."""
     write_texts(Path())
     settings = {"epochs": 1, "batch_size": 8, "lr": 1e-3, "device": "cpu"} | train
-    return make_recipe({**task, "train": settings, "plugins": [*plugins, {"progress": False}], "output": "run"})
+    if not any("progress" in plugin for plugin in plugins):
+        plugins = (*plugins, {"progress": False})
+    return make_recipe({**task, "train": settings, "plugins": list(plugins), "output": "run"})
 
 
 @pytest.fixture
@@ -156,6 +159,14 @@ def test_no_step_of_the_fast_recipe_waits_for_a_log_point(emulated, log_every):
     assert len(device.steps) == 10
     assert waiting(device) == {1: [CHECK], 2: [CHECK]}
     assert [len(waits) for waits in device.evaluations] == [1, 1]
+
+
+def test_a_line_of_the_progress_has_the_loss_of_its_step_and_waits_for_nothing(emulated, capsys):
+    lines = Lines()
+    device, _ = emulated(TEXTS, ({"progress": {"every": 1e-9}},), objects=(lines,))
+    assert waiting(device) == {1: [CHECK]}
+    shown = re.findall(r"step (\d+)/5, epoch 1/1, loss ([\d.]+),", capsys.readouterr().out)
+    assert shown == [(str(step), f"{float(lines.losses[step - 1]):.4f}") for step in (1, 3)]
 
 
 class Lines(Plugin):

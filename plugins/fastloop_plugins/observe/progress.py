@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
+    from fastloop.runtime.host_copies import HostCopy
+
+
+@dataclass(frozen=True)
+class CopiedLoss:
+    """The loss of a step, on its way to the host. ``epoch``: the index of the step's epoch, from 0."""
+
+    step: int
+    epoch: int
+    loss: HostCopy
 
 
 class Progress(Plugin):
@@ -43,6 +53,7 @@ class Progress(Plugin):
         self.bar: Bar | NotebookBar | None = None
         self.next = 0.0
         self.period = 0.0
+        self.copied: CopiedLoss | None = None
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:
@@ -70,25 +81,32 @@ class Progress(Plugin):
 
     @hookimpl
     def after_step(self, run: Run, loss: Tensor) -> None:
-        if perf_counter() < self.next:  # a step costs one clock reading; loss.item() waits for the device
+        if perf_counter() < self.next:  # a step costs one clock reading
             return
-        text = self.describe(run, loss.item())
+        if self.copied is None:
+            from fastloop.runtime.host_copies import HostCopy
+
+            self.copied = CopiedLoss(run.state.step, run.state.epoch, HostCopy(loss))
+            if run.device.type != "cpu":
+                return  # it is shown after the next step, so that the host need not wait for this one
+        text = self.describe(run, self.copied)
+        self.copied = None
         if self.bar is not None:
             self.bar.update(self.task, completed=run.state.step, description=text)
         else:
             self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         self.next = perf_counter() + self.period
 
-    def describe(self, run: Run, loss: float) -> str:
+    def describe(self, run: Run, copied: CopiedLoss) -> str:
         """One line with the state of the run."""
         seconds, samples = run.clock.read("train"), run.state.samples
         speed = (samples - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
         of = f"/{run.total_steps}" if run.total_steps else ""
         of_epochs = f"/{run.schedule.epochs}" if run.schedule.epochs else ""
         parts = [
-            f"step {run.state.step}{of}",
-            f"epoch {run.state.epoch + 1}{of_epochs}",
-            f"loss {loss:.4f}",
+            f"step {copied.step}{of}",
+            f"epoch {copied.epoch + 1}{of_epochs}",
+            f"loss {copied.loss.read().item():.4f}",
             f"{speed:.1f} samples/s",
         ]
         if run.total_steps and speed:

@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, get_args
 
@@ -48,6 +49,26 @@ ACTING = {
 """Hooks that change what a step computes."""
 
 
+@dataclass(frozen=True)
+class BuiltRun:
+    """A run that was built.
+
+    Attributes:
+        left_out: Selected plugin -> why the run does not have it.
+    """
+
+    run: Run
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True)
+class SelectedFailure:
+    """The error of a selected plugin's hook while a run was built, in one line."""
+
+    plugin: str
+    reason: str
+
+
 class SelectedBuild:
     """The builds of a run with selected plugins. The arguments are those of ``Plugin.build_selected``.
 
@@ -55,8 +76,11 @@ class SelectedBuild:
     """
 
     def __init__(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> None:
-        self.resolved, self.recipe, self.build = resolved, resolved.recipe, build
-        self.listed, self.selected = resolved.recipe.plugins, resolved.recipe.selected
+        self.resolved = resolved
+        self.recipe = resolved.recipe
+        self.build = build
+        self.listed = resolved.recipe.plugins
+        self.selected = resolved.recipe.selected
 
     def run(self) -> Run:
         """Build the run, and try a step if a selected plugin changes what it computes.
@@ -64,76 +88,74 @@ class SelectedBuild:
         Raises:
             FastloopError: The recipe is wrong, or a plugin that is not selected failed.
         """
-        run, out = self._build(Run(self.recipe, self.resolved.plugins), {})
-        suspects = self._suspects(run)
-        if not suspects or (problem := try_step(run)) is None:
-            return self._finish(run, out)
-        whole, bare = out, out | dict.fromkeys(suspects, problem)
-        run, out = self._rebuild(run, bare)
-        if try_step(run) is not None:  # the selection is not the cause
-            return self._finish(*self._rebuild(run, whole))
-        if len(suspects) > 1:
-            for name in suspects:
-                run, out = self._rebuild(run, whole | {name: problem})
-                if try_step(run) is None:
-                    break
-            else:
-                run, out = self._rebuild(run, bare)
-        return self._finish(run, out)
+        attempt = self._build(Run(self.recipe, self.resolved.plugins), {})
+        suspects = self._suspects(attempt.run)
+        problem = try_step(attempt.run) if suspects else None
+        if problem is None:
+            return self._finish(attempt)
+        with_suspects = attempt.left_out
+        without_suspects = with_suspects | dict.fromkeys(suspects, problem)
+        attempt = self._rebuild(attempt, without_suspects)
+        if try_step(attempt.run) is not None:  # the selection is not the cause
+            return self._finish(self._rebuild(attempt, with_suspects))
+        if len(suspects) == 1:
+            return self._finish(attempt)
+        for name in suspects:
+            attempt = self._rebuild(attempt, with_suspects | {name: problem})
+            if try_step(attempt.run) is None:
+                return self._finish(attempt)
+        return self._finish(self._rebuild(attempt, without_suspects))
 
     def _suspects(self, run: Run) -> list[str]:
         """The selected plugins that change what a step computes, those with the largest effect on the numbers first."""
-        manager, effects = run.plugins.manager, get_args(Numerics)
-        found = [
-            plugin
-            for plugin in reversed(run.plugins.plugins)
-            if self._is_selected(plugin) and plugin.numerics != "bitwise"
-        ]
-        found = [
-            plugin
-            for plugin in found
-            if ACTING & {hook for _, hook in manager.implementations(plugin)}
-            or run.settings.writers.get("mixed_precision") == plugin.name
-        ]
-        return [plugin.name for plugin in sorted(found, key=lambda plugin: -effects.index(plugin.numerics))]
+        suspects = []
+        for plugin in reversed(run.plugins.plugins):
+            hooks = {hook for _, hook in run.plugins.manager.implementations(plugin)}
+            sets_precision = run.settings.writers.get("mixed_precision") == plugin.name
+            acts = sets_precision or not ACTING.isdisjoint(hooks)
+            if acts and self._is_selected(plugin) and plugin.numerics != "bitwise":
+                suspects.append(plugin)
+        effects = get_args(Numerics)  # from the smallest effect to the largest
+        suspects.sort(key=lambda plugin: effects.index(plugin.numerics), reverse=True)
+        return [plugin.name for plugin in suspects]
 
     def _is_selected(self, plugin: Plugin) -> bool:
         return plugin.name in self.selected and plugin.slot != "strategy"  # several processes need theirs
 
-    def _rebuild(self, run: Run, out: dict[str, str]) -> tuple[Run, dict[str, str]]:
+    def _rebuild(self, before: BuiltRun, left_out: dict[str, str]) -> BuiltRun:
         """Build a run instead of another one."""
-        discard(run)
-        return self._build(self._new(out), out)
+        discard(before.run)
+        return self._build(self._new(left_out), left_out)
 
-    def _build(self, run: Run, out: dict[str, str]) -> tuple[Run, dict[str, str]]:
+    def _build(self, run: Run, left_out: dict[str, str]) -> BuiltRun:
         """Build a run, and instead of it one without the selected plugins whose hooks raise. Every process must call
         it.
 
         Args:
-            out: Plugin -> why it is left out.
-
-        Returns:
-            The run, and ``out`` with the plugins whose hooks raised.
+            left_out: Plugin -> why it is left out.
         """
         while True:
-            failed = None
+            own_failure = None
             try:
                 self.build(run)
             except Exception as error:
-                if (failed := self._blame(run, error)) is None:
+                own_failure = self._blame(run, error)
+                if own_failure is None:
                     raise
             with run.processes.explain_lost_connection():
-                answers = run.processes.all_gather_object(failed)
-            if not any(answers):
-                return run, out
-            discard(run, is_torn_down=failed is not None)
-            out = out | dict([next(filter(None, answers))])
-            run = self._new(out)
+                answers = run.processes.all_gather_object(own_failure)
+            failures = [failure for failure in answers if failure is not None]
+            if not failures:
+                return BuiltRun(run, left_out)
+            discard(run, is_torn_down=own_failure is not None)
+            first = failures[0]
+            left_out = left_out | {first.plugin: first.reason}
+            run = self._new(left_out)
 
-    def _new(self, out: Collection[str]) -> Run:
+    def _new(self, left_out: Collection[str]) -> Run:
         """A run without some of the selected plugins, not built yet."""
-        plugins = {name: options for name, options in self.listed.items() if name not in out}
-        selected = {name: why for name, why in self.selected.items() if name not in out}
+        plugins = {name: options for name, options in self.listed.items() if name not in left_out}
+        selected = {name: why for name, why in self.selected.items() if name not in left_out}
         recipe = dataclasses.replace(self.recipe, plugins=plugins, selected=selected)
         for name, again in dependents(recipe, self.listed, hardware.this_machine(recipe.train.device)).items():
             if again is None:
@@ -150,27 +172,36 @@ class SelectedBuild:
         )
         return Run(resolved.recipe, resolved.plugins)
 
-    def _blame(self, run: Run, error: Exception) -> tuple[str, str] | None:
-        """The selected plugin whose hook raised an error, and the error in one line; None for any other error."""
-        failure = run.plugins.manager.failure
-        recorded = failure[1].name if failure is not None and failure[0] is error else ""
-        name = error.plugin if isinstance(error, PluginCrash) else recorded
-        plugin = next((plugin for plugin in run.plugins if plugin.name == name), None)
-        if plugin is None or not self._is_selected(plugin):
+    def _blame(self, run: Run, error: Exception) -> SelectedFailure | None:
+        """The failure of the selected plugin whose hook raised an error; None for any other error."""
+        name = ""
+        if isinstance(error, PluginCrash):
+            name = error.plugin
+        else:
+            failure = run.plugins.manager.take_failure(error)
+            if failure is not None:
+                name = failure.plugin.name
+        if not any(plugin.name == name and self._is_selected(plugin) for plugin in run.plugins):
             return None
-        return name, str(error).partition("\n")[0].removeprefix(f"{self.recipe.where}: plugins.{name}: ")
+        first_line = str(error).partition("\n")[0]
+        return SelectedFailure(name, first_line.removeprefix(f"{self.recipe.where}: plugins.{name}: "))
 
-    def _finish(self, run: Run, out: dict[str, str]) -> Run:
-        for name, reason in out.items():
-            selector, model = self.selected[name].partition(":")[0], type(run.unwrap_model()).__name__
-            log.warning("%s: leaves out %s: %s", selector, name, reason if model in reason else f"{model}: {reason}")
-        return run
+    def _finish(self, built: BuiltRun) -> Run:
+        """Log the plugins that were left out."""
+        model = type(built.run.unwrap_model()).__name__
+        for name, reason in built.left_out.items():
+            selector, _, _ = self.selected[name].partition(":")  # "auto: why"
+            if model not in reason:
+                reason = f"{model}: {reason}"
+            log.warning("%s: leaves out %s: %s", selector, name, reason)
+        return built.run
 
 
 def discard(run: Run, is_torn_down: bool = False) -> None:
     """Tear down a run, and free its model: two may not fit into memory."""
-    for _, call in [] if is_torn_down else run.plugins.each("teardown"):
-        call(run=run)
+    if not is_torn_down:
+        for _, call in run.plugins.each("teardown"):
+            call(run=run)
     vars(run).clear()  # callers still hold it
     gc.collect()
 
@@ -183,15 +214,13 @@ def dependents(recipe: Recipe, before: Mapping[str, Any], machine: Machine) -> d
         Plugin -> its recommendation now; None: it has none any more.
     """
     full = dataclasses.replace(recipe, plugins=dict(before))
-    pairs = {
-        name: (recommend_beside(full, name, machine), recommend_beside(recipe, name, machine))
-        for name in recipe.selected
-    }
-    return {
-        name: now
-        for name, (then, now) in pairs.items()
-        if then is not None and (now is None or now.options != then.options)
-    }
+    changed: dict[str, Recommendation | None] = {}
+    for name in recipe.selected:
+        then = recommend_beside(full, name, machine)
+        now = recommend_beside(recipe, name, machine)
+        if then is not None and (now is None or now.options != then.options):
+            changed[name] = now
+    return changed
 
 
 def try_step(run: Run) -> str | None:
@@ -206,22 +235,26 @@ def try_step(run: Run) -> str | None:
         The first error of any process, in one line. None: there was no trial or no error, or the trial cannot show its
         cause: the device has too little memory, or a plugin failed that is neither the task nor selected.
     """
-    problem = _compute(run) if _has_whole_weights(run) else None
-    return next(filter(None, run.processes.all_gather_object(problem)), None)
+    own_problem = _compute(run) if _has_whole_weights(run) else None
+    for problem in run.processes.all_gather_object(own_problem):
+        if problem:
+            return str(problem)
+    return None
 
 
 def _has_whole_weights(run: Run) -> bool:
     """Whether this process can compute with the model alone: no strategy wraps it, except DDP, or shards its
     weights."""
-    wrapped = run.model is not run.unwrap_model() and not isinstance(run.model, nn.parallel.DistributedDataParallel)
-    return not wrapped and not any(
-        weight.is_meta or isinstance(weight, DTensor) for weight in run.unwrap_model().parameters()
-    )
+    is_wrapped = run.model is not run.unwrap_model()
+    if is_wrapped and not isinstance(run.model, nn.parallel.DistributedDataParallel):
+        return False
+    return not any(weight.is_meta or isinstance(weight, DTensor) for weight in run.unwrap_model().parameters())
 
 
 def _compute(run: Run) -> str | None:
     """``try_step`` on this process."""
-    inference, model, plugins = run.recipe.inference, run.unwrap_model(), run.plugins
+    inference = run.recipe.inference
+    model = run.unwrap_model()
     loader = run.train_loader if inference is None else run.eval_loaders[inference.split]
     eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
@@ -245,26 +278,37 @@ def _compute(run: Run) -> str | None:
                 else:
                     run.hooks.compute_loss(run=run, model=model, batch=batch.inputs)
     except Exception as error:  # models raise errors of any type
-        failure, plugins.manager.failure = plugins.manager.failure, None
-        by = failure[1] if failure is not None and failure[0] is error else None
-        is_other = by is not None and by.slot != "task" and by.name not in run.recipe.selected
-        is_other = is_other or isinstance(error, torch.OutOfMemoryError)
-        return None if is_other else f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return _explain_trial(run, error)
     finally:
         for put_back in restore:
             put_back()
     return None
 
 
+def _explain_trial(run: Run, error: Exception) -> str | None:
+    """The error of a trial in one line; None if the selection cannot be its cause."""
+    failure = run.plugins.manager.take_failure(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return None
+    if failure is not None and failure.plugin.slot != "task" and failure.plugin.name not in run.recipe.selected:
+        return None
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"
+
+
 def _samples(run: Run, loader: Loader) -> list[Any] | None:
     """The longest samples of the loader's split, the first of the run, or the first ones without ``lengths``. None for
     an iterable dataset that does not read by position."""
-    dataset, count = run.datasets[run.loaders.first], min(SAMPLES, loader.micro_batch_size)
+    dataset = run.datasets[run.loaders.first]
+    count = min(SAMPLES, loader.micro_batch_size)
     if loader.stream is None:
         reader: Any = loader.loader.dataset
         lengths = getattr(dataset, "lengths", None)
-        longest = range(len(dataset)) if lengths is None else (-lengths).argsort(kind="stable").tolist()
-        return list(reader.read(list(longest[:count])))
+        if lengths is None:
+            ids = list(range(min(count, len(dataset))))
+        else:
+            ids = (-lengths).argsort(kind="stable")[:count].tolist()  # the longest first
+        return list(reader.read(ids))
     if not hasattr(dataset, "read_ranges"):
         return None
     return [sample for sample in islice(loader.stream, count) if not isinstance(sample, Filler)]

@@ -20,6 +20,9 @@ else:
 
 ENDED = object()
 """Returned by ``next`` for a wrapper that ended before its yield."""
+CALL_NOTHING: Callable[..., Any] = "".format
+"""The function of a hook without implementations: a method of C that accepts any arguments, returns at once, and costs
+no Python call. Most hooks of a step have no implementation."""
 OnError = Callable[[Any, str, Exception | SystemExit], bool]
 """``on_error(plugin, hook, error)`` returns whether to continue as if the implementation had returned None."""
 
@@ -41,7 +44,8 @@ class HookCallers(HookTypes):
         Raises:
             AttributeError: No plugin of the run declares this hook.
         """
-        hook, left_out = getattr(self._manager.hook, name), self._unsubscribed.get(name, ())
+        hook = getattr(self._manager.hook, name)
+        left_out = self._unsubscribed.get(name, ())
         implementations = [impl for impl in reversed(hook.get_hookimpls()) if impl.plugin not in left_out]
         is_first = hook.spec is not None and hook.spec.opts["firstresult"]
         function = make_caller(name, implementations, is_first, self._on_error)
@@ -62,8 +66,11 @@ def make_caller(
     Returns the first result that is not None if ``is_first``, otherwise a list of these results, or an empty sequence.
     A wrapper may replace it.
     """
-    every: list[tuple[Any, Sequence[str]]] = [(impl, impl.argnames) for impl in implementations]
-    wrappers, calls = ([call for call in every if call[0].wrapper is wraps] for wraps in (True, False))
+    wrappers: list[tuple[Any, Sequence[str]]] = []
+    calls: list[tuple[Any, Sequence[str]]] = []
+    for implementation in implementations:
+        group = wrappers if implementation.wrapper else calls
+        group.append((implementation, implementation.argnames))
 
     def call_each(**arguments: Any) -> Any:
         results = []
@@ -82,8 +89,9 @@ def make_caller(
 
     def call_wrapped(**arguments: Any) -> Any:
         entered: list[tuple[Any, Generator[None, Any, Any]]] = []
-        entering: Any = None
-        result, failure = None, None
+        entering: Any = None  # the plugin whose wrapper runs to its yield
+        result: Any = None
+        failure: BaseException | None = None
         try:
             for impl, names in wrappers:
                 entering = impl.plugin
@@ -114,6 +122,8 @@ def make_caller(
         finally:
             del failure  # its traceback refers to this frame
 
-    if not calls and not wrappers and not is_first:
-        return "".format  # a C function, which accepts any arguments: most hooks of a step have no implementation
-    return call_wrapped if wrappers else call_each
+    if wrappers:
+        return call_wrapped
+    if not calls and not is_first:
+        return CALL_NOTHING
+    return call_each

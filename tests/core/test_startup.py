@@ -86,7 +86,7 @@ def test_help_imports_no_library_of_training():
         "*sys.modules)"
     )
     found, shown = modules("-c", code, "--help")
-    assert "  tune " in shown
+    assert "  sweep " in shown
     assert not found.intersection(HELP_NEEDS_NONE)
 
 

@@ -724,7 +724,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "trials/runs.py plugins.folds.number=",
         "trials/runs.py plugins.remote-output.folder=",
         "trials/runs.py train.seed=",
-        "tune/search.py --without",
+        "bench/selection.py --without",
     ),
     "names of options and commands in sentences that propose none of them": (
         "fastloop_migrate/keys.py --resume",
@@ -834,7 +834,7 @@ def test_a_proposal_works(name: str, cli: Any, monkeypatch: pytest.MonkeyPatch) 
 
 # -- the sources -------------------------------------------------------------------------------------------------------
 
-COMMANDS = "bench|evaluate|export|import|new|plan|plugins|predict|profile|report|schema|search|sweep|train|tune"
+COMMANDS = "bench|evaluate|export|import|new|plan|plugins|predict|profile|report|schema|search|sweep|train"
 PROPOSAL = re.compile(
     r"(?:data|train|model|plugins)(?:\.(?:[a-z_-]+|\{\}))+=|(?<![\w-])--(?:with|without|resume|split|checkpoint|nproc)\b"
     rf"|fastloop (?:{COMMANDS})\b|(?<=[ `(])output="

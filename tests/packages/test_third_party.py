@@ -23,9 +23,9 @@ from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe, make_recipe
 from fastloop.testing import tiny_data, tiny_model
+from fastloop_tools.bench.selected_recipe import text
 from fastloop_tools.plan.code_files import code_files
 from fastloop_tools.profile.suggestions import candidates
-from fastloop_tools.tune.write import text
 
 pytest_plugins = ["installing"]
 
@@ -346,7 +346,7 @@ def test_a_file_that_a_base_recipe_lists_is_found_from_its_folder():
     assert resolve(recipe, any_machine=True).plugins.plugins[0].config.degrees == 4.0
 
 
-def test_tune_calls_estimate_of_file_plugin_and_writes_its_entry():
+def test_bench_calls_estimate_of_file_plugin_and_writes_its_entry():
     write("warm.py", WARMTH)
     recipe = make_recipe({"plugins": [{"warm.py": {"degrees": 1.0}}]})
     (line,) = [line for line in text(recipe, [], {"warmth": "hot"}).splitlines() if "warm" in line]

@@ -20,7 +20,7 @@ OPTIONS = {
     "predict": ("predict", "run", "a text", "--out"),
     "report": ("report", "run", "--output"),
     "schema": ("schema", "--output"),
-    "tune": ("tune", "quickstart", "--output"),
+    "bench": ("bench", "quickstart", "--select"),
 }
 
 

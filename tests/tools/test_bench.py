@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import forked
+import psutil
 import pytest
 import torch
 import yaml
@@ -24,6 +26,7 @@ from torch import nn
 from fastloop.cli import main
 from fastloop.cli.numerics import largest_difference
 from fastloop.recipe import load_recipe
+from fastloop_tools.bench import ablation
 from fastloop_tools.bench.ablation import check_numerics, variant_results
 from fastloop_tools.bench.plan import make_ablation
 from fastloop_tools.trials import pairs
@@ -161,8 +164,9 @@ def bench(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr("rich._console", None)
 
     def in_this_process(spec: Spec, length: Mapping[str, Any], *_: Any) -> dict[str, Any]:
+        started = time.monotonic()
         spec.recipe["output"] = str(tmp_path / f"measured{time.monotonic_ns()}")
-        return measure(spec, length) | {"process_seconds": 0.0, "foreign_load": 0.0}
+        return measure(spec, length) | {"process_seconds": time.monotonic() - started, "foreign_load": 0.0}
 
     def call(*arguments: str, here: bool = True) -> tuple[int, str, dict[str, Any]]:
         if here:
@@ -394,6 +398,48 @@ def test_bench_stops_if_baseline_fails(recipe, bench):
     assert "net.py has no 'nothing'" in out
 
 
+# -- time and its limit ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("options", "processes"), [((), 6), (("--no-numerics",), 4)])
+def test_bench_says_before_the_start_how_many_processes_it_needs(recipe, bench, options, processes):
+    _, out, record = bench(recipe("honest"), *SHORT, *options)
+    started = out.index("repeat 1/2")
+    assert f"{processes} processes, about {8 * processes} s" in " ".join(out[:started].split())
+    assert sum(len(row["measurements"]) for row in record["variants"]) + 2 * len(record["numerics"]) == processes
+
+
+def test_an_ablation_that_exceeds_its_budget_ends_after_the_first_measurement(recipe, bench, monkeypatch):
+    monkeypatch.setattr(ablation.Bench, "processes", lambda self: 10**9)
+    recipe_file = recipe("honest")
+    code, out, record = bench(recipe_file, *SHORT, "--budget", "1h")
+    assert code == 2
+    assert "--budget: 1000000000 processes of" in out
+    assert [len(row["measurements"]) for row in record["variants"]] == [1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [(), ("--select", "fast.yaml")], ids=["ablation", "selection"])
+def test_ctrl_c_ends_a_bench_that_a_shell_started_in_the_background(recipe, options):
+    command = shlex.join([sys.executable, "-m", "fastloop", "bench", recipe("hangs"), "--variants", "hangs"])
+    if options:
+        command = shlex.join([sys.executable, "-m", "fastloop", "bench", recipe("hangs"), *options])
+    # a shell without job control lets its jobs in the background ignore SIGINT
+    shell = subprocess.Popen(
+        ["sh", "-c", f"{command} & echo $!; wait"], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert shell.stdout is not None
+    job = int(shell.stdout.readline())
+    children: list[psutil.Process] = []
+    while not children:  # the first measurement has started
+        time.sleep(0.1)
+        children = psutil.Process(job).children(recursive=True)
+    os.killpg(shell.pid, signal.SIGINT)
+    _, alive = psutil.wait_procs([psutil.Process(job), *children], timeout=30)
+    assert alive == []
+    shell.communicate(timeout=30)
+
+
 # -- numerics ----------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +464,20 @@ def test_numerics_bounds_of_each_class(recipe):
         found.plugins["lies"].numerics = promise
         (row,) = check_numerics(found, lambda names: {"losses": losses[names]})
         assert row["verdict"] == kept, promise
+
+
+@pytest.mark.parametrize(("difference", "trainings"), [(0.0, 2), (1e-3, 3)])
+def test_a_control_is_trained_again_only_if_the_losses_differ(recipe, difference, trainings):
+    found = make_ablation(load_recipe(recipe("honest")), (), leave_one_out=False)
+    trained = []
+
+    def train(names):
+        trained.append(names)
+        return {"losses": [1.0 + difference * len(names)]}
+
+    (row,) = check_numerics(found, train)
+    assert row["verdict"] == ("broken" if difference else "holds")
+    assert len(trained) == trainings
 
 
 def test_dropout_is_off_in_modules_and_in_attributes():

@@ -120,7 +120,7 @@ def test_profile_suggests_workers_first_for_slow_dataset(recipe, profile):
     )
     assert sum(seen["regions"].values()) == pytest.approx(seen["seconds"], rel=0.05)
     assert "dataloader-workers" in out
-    assert "fastloop tune tiny.yaml" in out
+    assert "fastloop bench tiny.yaml --select tiny.fast.yaml" in out
     assert "| data |" in Path("seen/profile.md").read_text()
     assert not Path("runs").exists()
     events = json.loads(Path("seen/rank0.trace.json").read_text())["traceEvents"]

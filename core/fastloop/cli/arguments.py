@@ -161,7 +161,7 @@ def output_file(option: str, help: str, kind: type = str, stdout: bool = False) 
 
 
 ACCEPTED = "bitwise,reassociated,reduced-precision"
-"""Numerics classes that `tune` accepts by default."""
+"""Numerics classes that `bench --select` accepts by default."""
 
 
 def numerics_classes(listed: str) -> list[str]:

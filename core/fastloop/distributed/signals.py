@@ -57,14 +57,20 @@ def stop_now(signum: int, frame: Any) -> NoReturn:
 
 
 @contextmanager
-def on_signals(handler: Callable[[int, Any], Any]) -> Iterator[None]:
-    """Handle ``SIGNALS`` by ``handler`` inside the block. Ignored signals stay ignored: shells make background jobs
-    ignore Ctrl-C.
+def on_signals(handler: Callable[[int, Any], Any], also_ignored: bool = False) -> Iterator[None]:
+    """Handle ``SIGNALS`` by ``handler`` inside the block.
 
-    It does nothing outside the main thread: Python handles signals there only."""
+    It does nothing outside the main thread: Python handles signals there only.
+
+    Args:
+        also_ignored: Whether to handle signals that the process ignores, too. Shells start jobs in the background with
+            Ctrl-C ignored, so that a training goes on; a command that only measures should end with its script.
+    """
     handled = SIGNALS if threading.current_thread() is threading.main_thread() else ()
     previous = {
-        number: signal.signal(number, handler) for number in handled if signal.getsignal(number) is not signal.SIG_IGN
+        number: signal.signal(number, handler)
+        for number in handled
+        if also_ignored or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield

@@ -48,7 +48,7 @@ ConfigT = TypeVar("ConfigT", covariant=True)
 
 Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
 """How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different
-training. Tests, `bench` and `tune` verify it."""
+training. Tests and `bench` verify it."""
 
 Trait = Literal[
     "token-ids", "padded", "output-per-text", "fixed-length", "deterministic", "cached-token-ids", "next-token-loss"

@@ -18,7 +18,7 @@ lists it in ``refuses``, or the strategy refuses the task without the plugin, to
 by ``run.state.request_stop``, its steps are compared, and a check that needs more of them is skipped.
 
 Each training runs in a process of its own, because a plugin that leaves something behind must not change other tests.
-The bounds of the numerics classes are those of ``fastloop.cli.numerics``, as for ``bench`` and ``tune``.
+The bounds of the numerics classes are those of ``fastloop.cli.numerics``, as for ``bench``.
 
 Every other check runs, unless a class lists it in ``slow`` and pytest runs with ``-m "not slow"``. ``fastloop.testing``
 sets and registers that marker for packages.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -16,18 +17,27 @@ from fastloop_tools.trials.tables import json_safe
 from fastloop_tools.trials.worker import Window
 
 QUALITY_SEEDS = 3
+START_SECONDS = 8.0
+"""Seconds until a process trains its first step, for the estimate before the first measurement: it imports torch, and
+loads data and a model."""
 
 
 @dataclass(kw_only=True)
 class Settings(Window):
-    """The size of the measurements. ``quality``: whether to train the first and the last variant, for ``quality_steps``
-    steps (None: the recipe's length), and compare their metrics."""
+    """The size of the measurements.
+
+    Attributes:
+        quality: Whether to train the first and the last variant, for ``quality_steps`` steps (None: the recipe's
+            length), and compare their metrics.
+        budget: Seconds that speeds and numerics may take; None: no limit.
+    """
 
     repeats: int = 5
     numerics: bool = True
     numerics_steps: int = 8
     quality: bool = False
     quality_steps: int | None = None
+    budget: float | None = None
 
 
 class Bench:
@@ -85,6 +95,42 @@ class Bench:
         broken = any(found["verdict"] in (BROKEN, FAILED) for found in self.record["numerics"])
         return not (self.errors or broken or quality.get("errors"))
 
+    def processes(self) -> int:
+        """How many processes the speeds and the numerics need, if no control of the numerics is noisy."""
+        speeds = len(self.ablation.measured()) * self.settings.repeats
+        if not self.settings.numerics:
+            return speeds
+        compared = [name for name, plugin in self.ablation.plugins.items() if plugin.numerics in BOUNDS]
+        controls = {closure(self.ablation, name) for name in compared}
+        return speeds + len(compared) + len(controls)
+
+    def describe(self) -> str:
+        """The measurements and a first estimate of their time, as text."""
+        settings = self.settings
+        estimate = self.processes() * (START_SECONDS + settings.seconds)
+        quality = f", then {2 * QUALITY_SEEDS} whole trainings" if settings.quality else ""
+        return (
+            f"{len(self.ablation.measured())} variants x {settings.repeats} repeats, {settings.warmup} + at least "
+            f"{settings.steps} steps and {settings.seconds:g} s each: {self.processes()} processes, about "
+            f"{show_time(estimate)} if each starts in {START_SECONDS:g} s{quality}"
+        )
+
+    def check_budget(self, first: Measurement) -> None:
+        """Say how long the rest takes, by the first measurement.
+
+        Raises:
+            UsageError: It does not fit into the budget.
+        """
+        seconds, budget = first["process_seconds"], self.settings.budget
+        needed = self.processes() * seconds
+        self.say(f"a measurement takes {seconds:.0f} s here: {show_time(needed)} in all")
+        if budget is not None and needed > budget:
+            raise UsageError(
+                f"--budget: {self.processes()} processes of {seconds:.0f} s do not fit into {show_time(budget)}. Give "
+                f"--budget {math.ceil(needed / 60)}m, or measure less: shorter --seconds, --no-leave-one-out, "
+                "--no-numerics, or fewer plugins with --without."
+            )
+
     def _speed(self) -> None:
         variants = self.ablation.measured()
         for repeat in range(self.settings.repeats):
@@ -104,6 +150,8 @@ class Bench:
                     rate, unit = speed(found)
                     result = f"{rate:,.1f} {unit}/s ({found['process_seconds']:.1f} s)"
                 self.say(f"repeat {repeat + 1}/{self.settings.repeats}  {variant.title}: {result}")
+                if variant is variants[0] and repeat == 0:
+                    self.check_budget(found)
             self._refresh()
 
     def _losses(self, plugins: tuple[str, ...]) -> Measurement:
@@ -150,8 +198,9 @@ class Bench:
 
 
 def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measurement]) -> Iterator[dict[str, Any]]:
-    """Yield a finding for each tested plugin: compares losses with and without it. The control is trained twice: on a
-    device that is not deterministic, the difference of both is the smallest one that can be detected.
+    """Yield a finding for each tested plugin: compares losses with and without it. If they differ too much, the control
+    is trained a second time: on a device that is not deterministic, the difference of both is the smallest one that can
+    be detected.
 
     Args:
         train: Trains with these plugins briefly and without dropout; see ``TrialRunner.losses``.
@@ -168,9 +217,23 @@ def check_numerics(ablation: Ablation, train: Callable[[tuple[str, ...]], Measur
             yield found | {"verdict": NOT_COMPARED, "why": why}
             continue
         if needed not in controls:
-            controls[needed] = [train(needed), train(needed)]
-        control, again = controls[needed]
-        yield found | {"control": list(needed)} | compare(plugin.numerics, train(together), control, again)
+            controls[needed] = [train(needed)]
+        trained, control = train(together), controls[needed][0]
+        result = compare(plugin.numerics, trained, control, control)
+        if result["verdict"] == BROKEN:
+            if len(controls[needed]) == 1:
+                controls[needed].append(train(needed))
+            result = compare(plugin.numerics, trained, control, controls[needed][1])
+        yield found | {"control": list(needed)} | result
+
+
+def show_time(seconds: float) -> str:
+    """A duration as text: ``45 s``, ``12 minutes``, ``1.5 hours``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    return f"{seconds / 3600:.1f} hours"
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""``fastloop bench``: measures the speedup of each plugin of a recipe on this machine, by an ablation."""
+"""``fastloop bench``: measures the speedup of each plugin of a recipe on this machine, by an ablation.
+
+With ``--select``, it writes the recipe with the edits that pay.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
-from fastloop.distributed import ranks
+from fastloop.cli.arguments import (
+    ACCEPTED,
+    Overrides,
+    RecipeName,
+    With,
+    Without,
+    names,
+    numerics_classes,
+    output_file,
+)
+from fastloop.distributed import ranks, signals
 from fastloop.runtime import platform_support
 
 if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
     from fastloop.recipe import Recipe
+    from fastloop_tools.bench.ablation import Settings
+    from fastloop_tools.trials.worker import Window
+
+SELECTION_BUDGET = "10m"
+"""How long ``--select`` may take without ``--budget``."""
 
 
 def bench(
@@ -24,17 +41,43 @@ def bench(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
+    select: Annotated[
+        str,
+        output_file(
+            "--select",
+            "Write the fastest recipe to this file: edits are tried one at a time, those with the largest estimate of "
+            "`fastloop profile` first, and kept if they are faster.",
+        ),
+    ] = "",
+    accept: Annotated[
+        str, typer.Option(metavar="A,B", help="With --select: numerics classes that its edits may have.")
+    ] = ACCEPTED,
+    budget: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help=f"How long it may take, such as 90s, 10m, 1h [default: no limit; with --select: {SELECTION_BUDGET}].",
+        ),
+    ] = "",
     variants: Annotated[
         str,
         typer.Option(
             metavar="'A;A,B;...'", help="Sets of plugins to measure, instead of adding the recipe's plugins one by one."
         ),
     ] = "",
-    steps: Annotated[int, typer.Option(min=1, metavar="N", help="Minimum steps to measure.")] = 30,
+    steps: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Minimum steps to measure [default: 30; with --select: 2].")
+    ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", min=0, metavar="SECONDS", help="Minimum seconds to measure.")
-    ] = 10.0,
-    warmup: Annotated[int, typer.Option(min=1, metavar="N", help="Steps before the measurement.")] = 5,
+        float | None,
+        typer.Option(
+            "--seconds", min=0, metavar="SECONDS", help="Minimum seconds to measure [default: 10; with --select: 6]."
+        ),
+    ] = None,
+    warmup: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Steps before the measurement [default: 5; with --select: 2]."),
+    ] = None,
     repeats: Annotated[
         int, typer.Option(min=1, metavar="N", help="Measurements of each variant. A speedup needs at least 5.")
     ] = 5,
@@ -54,47 +97,162 @@ def bench(
     Memory and start-up time are measured, too. Plugins are added one by one in the recipe's order. Each variant runs in
     processes of its own: --warmup steps, then a window of at least --steps and --seconds, in alternating order. Exit
     code 1: a measurement failed or a plugin broke its numerics class; the other results are written.
+
+    --select FILE finds the fastest recipe instead, also with plugins that it does not list, and writes it. At the end,
+    it is compared with the given recipe, in speed and in losses. A slower recipe is never written.
     """
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
+    from fastloop.errors import UsageError
+    from fastloop_plugins._time import parse_time
+    from fastloop_tools.bench.ablation import Settings
+    from fastloop_tools.trials.worker import Window
+
+    if ranks.world_size() > 1:
+        raise UsageError("bench measures one process. Start it without a launcher.")
+    allowed = parse_time(budget, "--budget") if budget else None
+    quality = quality or quality_steps is not None
+    # shells start jobs in the background with SIGINT ignored; processes that measure must not outlive a script
+    with signals.on_signals(signals.stop_now, also_ignored=True):
+        if select:
+            refuse_ablation_options(
+                {"--variants": variants, "--quality": quality, "--timeout": timeout, "--output": output}
+            )
+            window = Window(
+                warmup=2 if warmup is None else warmup,
+                steps=2 if steps is None else steps,
+                seconds=6.0 if seconds is None else seconds,
+                profile_steps=2,
+            )
+            classes = numerics_classes(accept)
+            seconds_allowed = allowed or parse_time(SELECTION_BUDGET, "--budget")
+            loaded = load(recipe, overrides, names(with_), without)
+            write_fastest(loaded, Path(select), classes, seconds_allowed, window, environment, names(without))
+            return
+        settings = Settings(
+            warmup=5 if warmup is None else warmup,
+            steps=30 if steps is None else steps,
+            seconds=10.0 if seconds is None else seconds,
+            repeats=repeats,
+            numerics=numerics,
+            quality=quality,
+            quality_steps=quality_steps,
+            budget=allowed,
+        )
+        sets = [names(listed) for listed in variants.split(";")] if variants else []
+        added = list(dict.fromkeys([*names(with_), *(name for listed in sets for name in listed)]))
+        loaded = load(recipe, overrides, added, without)
+        options = {"--with": names(with_), "--without": names(without), "--variants": variants}
+        words = [recipe, *(overrides or ())]
+        complete = measure_ablation(loaded, sets, leave_one_out, settings, environment, timeout, output, words, options)
+    raise typer.Exit(0 if complete else 1)
+
+
+def load(recipe: str, overrides: list[str] | None, added: list[str], without: list[str] | None) -> Recipe:
+    """The recipe to measure. Messages are shown from now on."""
+    from fastloop.cli.messages import show_messages
+    from fastloop.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or (), added, names(without))
+    show_messages()
+    return loaded
+
+
+def refuse_ablation_options(given: Mapping[str, Any]) -> None:
+    """Refuse options of the ablation that have no meaning with ``--select``.
+
+    Raises:
+        UsageError: One of them was given.
+    """
+    from fastloop.errors import UsageError
+
+    for option, value in given.items():
+        if value:
+            raise UsageError(
+                f"--select: {option} belongs to the ablation, which is not done. Leave one of the two out."
+            )
+
+
+def write_fastest(
+    recipe: Recipe,
+    target: Path,
+    accept: list[str],
+    budget: float,
+    window: Window,
+    environment: Mapping[str, str],
+    never: list[str],
+) -> None:
+    """Find the edits that make a recipe faster, write the recipe with them to ``target``, and all trials beside it.
+
+    Args:
+        accept: Numerics classes that edits may have.
+        budget: Seconds that it may take.
+        never: Plugins that are not tried.
+    """
+    from fastloop.errors import UsageError
+    from fastloop.runtime.files import write
+    from fastloop_tools.bench.plan import check
+    from fastloop_tools.bench.selected_recipe import factor, selected_recipe
+    from fastloop_tools.bench.selection import Selection
+    from fastloop_tools.trials.pairs import TrialRunner
+    from fastloop_tools.trials.tables import dump
+
+    resolved = check(recipe)
+    recipe = resolved.recipe
+    resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
+    if recipe.source is not None and target.resolve() == recipe.source.resolve():
+        raise UsageError(f"--select {target}: this is the recipe itself. Give another file.")
+    trials = target.with_suffix(".json")
+    if trials == target:
+        raise UsageError(f"--select {target}: expected a .yaml file. The trials are written to a .json file beside it.")
+    with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
+        runner = TrialRunner(environment, Path(cache), typer.echo, budget)
+        selection = Selection(recipe, accept, budget, runner, window, typer.echo, never)
+        fastest = selection.run()
+    write(trials, dump(selection.record()), hidden=True)
+    if fastest is recipe:
+        typer.echo(f"found nothing faster. All trials: {trials}")
+        return
+    write(target, selected_recipe(selection, f"All trials: {trials.name}", target.parent))
+    typer.echo(f"{factor(selection)}; written to {target}")
+
+
+def measure_ablation(
+    recipe: Recipe,
+    sets: list[list[str]],
+    leave_one_out: bool,
+    settings: Settings,
+    environment: Mapping[str, str],
+    timeout: float | None,
+    output: str,
+    words: list[str],
+    options: Mapping[str, Any],
+) -> bool:
+    """Measure the plugins of a recipe, and write and show the results. Returns whether all measurements succeeded.
+
+    Args:
+        sets: Sets of plugins to measure; empty: the recipe's plugins are added one by one.
+        timeout: Seconds that a measurement may take; None: no limit.
+        output: Folder of the results; empty: one in runs/.
+        words, options: Of the command line, for the report.
+    """
     import rich
     from rich.markdown import Markdown
 
-    from fastloop.cli.messages import show_messages
-    from fastloop.errors import UsageError
-    from fastloop.recipe import load_recipe
     from fastloop.runtime.files import write
     from fastloop_tools.bench import report
-    from fastloop_tools.bench.ablation import Bench, Settings
+    from fastloop_tools.bench.ablation import Bench
     from fastloop_tools.bench.plan import make_ablation
     from fastloop_tools.trials.pairs import TrialRunner
     from fastloop_tools.trials.runs import command_line
     from fastloop_tools.trials.tables import dump
 
-    if ranks.world_size() > 1:
-        raise UsageError("bench measures one process. Start it without a launcher.")
-    sets = [names(listed) for listed in variants.split(";")] if variants else []
-    added = list(dict.fromkeys([*names(with_), *(name for listed in sets for name in listed)]))
-    loaded = load_recipe(recipe, overrides or (), added, names(without))
-    show_messages()
-    by_reference = {reference: name for name, reference in loaded.references.items()}
+    by_reference = {reference: name for name, reference in recipe.references.items()}
     sets = [[by_reference.get(name, name) for name in listed] for listed in sets]
-    plan = make_ablation(loaded, sets, leave_one_out)
-    loaded = plan.recipe
-    name = loaded.source.stem if loaded.source else "recipe"
-    options = {"--with": names(with_), "--without": names(without), "--variants": variants}
+    plan = make_ablation(recipe, sets, leave_one_out)
+    recipe = plan.recipe
+    name = recipe.source.stem if recipe.source else "recipe"
     folder = make_folder(Path(output or f"runs/bench-{name}"))
-    command = command_line("bench", [recipe, *(overrides or ())], options)
-    facts = {"name": name, "command": command, **this_place(plan.plugins, loaded)}
-    typer.echo(
-        f"{len(plan.measured())} variants x {repeats} repeats, {warmup} + at least {steps} steps and {seconds:g} s "
-        f"each, into {folder}"
-    )
-    for variant in plan.variants:
-        if variant.why_not:
-            typer.echo(f"{variant.title}: {variant.why_not}")
-    size: dict[str, Any] = {"steps": steps, "seconds": seconds, "warmup": warmup, "repeats": repeats}
-    quality = quality or quality_steps is not None
-    settings = Settings(**size, numerics=numerics, quality=quality, quality_steps=quality_steps)
+    facts = {"name": name, "command": command_line("bench", words, options), **this_place(plan.plugins, recipe)}
 
     def keep(record: dict[str, Any]) -> None:
         write(folder / "bench.json", dump(record), hidden=True)
@@ -103,14 +261,18 @@ def bench(
     with tempfile.TemporaryDirectory(prefix="fastloop-bench-") as cache:
         runner = TrialRunner(environment, Path(cache), typer.echo, timeout)
         ablation_run = Bench(plan, settings, runner, facts, typer.echo, keep)
+        typer.echo(f"{ablation_run.describe()}, into {folder}")
+        for variant in plan.variants:
+            if variant.why_not:
+                typer.echo(f"{variant.title}: {variant.why_not}")
         try:
             complete = ablation_run.run()
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, signals.Stopped):
             typer.echo(f"The results so far are in {folder}.")
             raise
     rich.print(Markdown(report.markdown(ablation_run.record)))
     typer.echo(f"written to {folder}; chart: fastloop report {folder}")
-    raise typer.Exit(0 if complete else 1)
+    return complete
 
 
 def make_folder(folder: Path) -> Path:

@@ -64,7 +64,8 @@ def profile(
     show_messages()
     startup.start_again(resolved := startup.resolve_early(loaded))
     if look(resolved.recipe, folder, window, names(without)):
-        typer.echo(f"to measure these edits: {command_line('tune', given, {})}")
+        fastest = f"{recipe.removesuffix('.yaml')}.fast.yaml"
+        typer.echo(f"to measure these edits: {command_line('bench', given, {'--select': fastest})}")
 
 
 def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool:

@@ -1,4 +1,4 @@
-"""`fastloop tune`: what is planted to be slow is found, measured and undone; what breaks a promise is not."""
+"""`fastloop bench --select`: what is planted to be slow is found, measured and undone; what breaks a promise is not."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from fastloop.cli import main
 from fastloop.errors import UsageError
 from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_plugins._time import parse_time
+from fastloop_tools.bench.selected_recipe import text
+from fastloop_tools.bench.selection import Selection, decide
 from fastloop_tools.profile import observe
 from fastloop_tools.trials import pairs
 from fastloop_tools.trials.worker import Spec, Window, measure
-from fastloop_tools.tune.search import Search, decide
-from fastloop_tools.tune.write import text
 
 CODE = """
 import os
@@ -144,11 +144,11 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n")
     points = "".join(
-        f"{name} = planted_tune:{name.capitalize()}\n"
+        f"{name} = planted_edits:{name.capitalize()}\n"
         for name in ("awake", "brake", "cheat", "drag", "fails", "slowstart")
     )
     (metadata / "entry_points.txt").write_text(f"[fastloop.plugins]\n{points}")
-    (site / "planted_tune.py").write_text(PLUGINS)
+    (site / "planted_edits.py").write_text(PLUGINS)
     monkeypatch.syspath_prepend(site)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
     Path("net.py").write_text(CODE)
@@ -164,7 +164,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
         return "tiny.yaml"
 
     yield put
-    sys.modules.pop("planted_tune", None)
+    sys.modules.pop("planted_edits", None)
 
 
 @pytest.fixture
@@ -195,31 +195,34 @@ def command(
     return call
 
 
+SELECT = ("--select", "tiny.fast.yaml")
 SHORT = ("--steps", "4", "--seconds", "0", "--warmup", "1")
 
 
 @pytest.mark.slow
-def test_tune_adds_workers_for_slow_dataset(recipe, command):
-    done = forked.run("-m", "fastloop", "tune", recipe(sleep=0.005), "--budget", "5m", "--accept", "bitwise", *SHORT)
+def test_selection_adds_workers_for_slow_dataset(recipe, command):
+    done = forked.run(
+        "-m", "fastloop", "bench", recipe(sleep=0.005), *SELECT, "--budget", "5m", "--accept", "bitwise", *SHORT
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = load_recipe("tiny.tuned.yaml")
+    found = load_recipe("tiny.fast.yaml")
     assert found.plugins["dataloader-workers"] == {"num_workers": CORES}
-    record = json.loads(Path("tiny.tuned.json").read_text())
+    record = json.loads(Path("tiny.fast.json").read_text())
     assert record["check"]["numerics"]["verdict"] == "holds"
-    written = Path("tiny.tuned.yaml").read_text()
+    written = Path("tiny.fast.yaml").read_text()
     assert "times as fast as given" in written
     assert "# x " in written.split("dataloader-workers")[1].splitlines()[0]
     assert found.to_dict() == record["found"]
-    assert command("train", "tiny.tuned.yaml", "train.epochs=1", "--without", "progress")[0] == 0
+    assert command("train", "tiny.fast.yaml", "train.epochs=1", "--without", "progress")[0] == 0
 
 
 @pytest.mark.slow
-def test_tune_tries_edits_one_by_one_and_keeps_those_that_are_faster(recipe, command):
+def test_selection_tries_edits_one_by_one_and_keeps_those_that_are_faster(recipe, command):
     """`awake` claims most, and is fast; `drag` claims a speedup, and slows training; `fails` fails."""
     given = (recipe("awake", "drag", "fails", sleep=0.1), "--without", "dataloader-workers,fused-optimizer")
-    code, out = command("tune", *given, "--budget", "5m", "--accept", "bitwise", *SHORT)
+    code, out = command("bench", *given, *SELECT, "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert code == 0, out
-    record = json.loads(Path("tiny.tuned.json").read_text())
+    record = json.loads(Path("tiny.fast.json").read_text())
     trials = {trial["edit"]: trial for trial in record["trials"]}
     awake, drag, fails = (trials[f"plugins.{name}.on=True"] for name in ("awake", "drag", "fails"))
     assert awake["kept"], out
@@ -228,7 +231,7 @@ def test_tune_tries_edits_one_by_one_and_keeps_those_that_are_faster(recipe, com
     assert "plugin 'fails' (planted 1.0) failed in before_fit: ValueError: planted" in fails["why"]
     assert len(drag["ratios"]) == 1, "one measurement with the edit shows that it slows training"
     assert drag["ratios"][0] < 1 < awake["ratios"][0]
-    found = load_recipe("tiny.tuned.yaml").plugins
+    found = load_recipe("tiny.fast.yaml").plugins
     assert found["awake"] == {"on": True}
     assert found["drag"] in ({}, False)  # by noise it may be left out, since it costs nothing without the edit
     assert record["check"]["ratios"][0] >= 2
@@ -236,34 +239,36 @@ def test_tune_tries_edits_one_by_one_and_keeps_those_that_are_faster(recipe, com
 
 
 @pytest.mark.slow
-def test_tune_rejects_edit_that_breaks_its_numerics_class(recipe, command):
+def test_selection_rejects_edit_that_breaks_its_numerics_class(recipe, command):
     given = (recipe("cheat", sleep=0.005), "--without", "dataloader-workers")
-    code, out = command("tune", *given, "--budget", "5m", "--accept", "bitwise", *SHORT)
+    code, out = command("bench", *given, *SELECT, "--budget", "5m", "--accept", "bitwise", *SHORT)
     assert code == 0, out
     assert "plugins.cheat.on=True: x" in out
     assert "nothing is changed" in out
     assert "found nothing faster" in out
-    assert not Path("tiny.tuned.yaml").exists()
-    record = json.loads(Path("tiny.tuned.json").read_text())
+    assert not Path("tiny.fast.yaml").exists()
+    record = json.loads(Path("tiny.fast.json").read_text())
     assert record["check"]["numerics"]["verdict"] == "broken"
     assert not any(trial["kept"] for trial in record["trials"])
 
 
 @pytest.mark.slow
-def test_tune_skips_numerics_classes_that_are_not_accepted(recipe, command):
-    code, out = command("tune", recipe(sleep=0.005), "--budget", "5m", "--accept", "reduced-precision", *SHORT)
+def test_selection_skips_numerics_classes_that_are_not_accepted(recipe, command):
+    code, out = command(
+        "bench", recipe(sleep=0.005), *SELECT, "--budget", "5m", "--accept", "reduced-precision", *SHORT
+    )
     assert code == 0, out
-    record = json.loads(Path("tiny.tuned.json").read_text())
+    record = json.loads(Path("tiny.fast.json").read_text())
     assert {trial["numerics"] for trial in record["trials"]} <= {"reduced-precision"}
     assert "the time is over" not in out
 
 
-@pytest.mark.slow
-def test_tune_without_enough_budget_tries_nothing(recipe, command):
-    code, out = command("tune", recipe(sleep=0.005), "--budget", "1s", *SHORT)
-    assert code == 0, out
-    assert "the time is over before anything was tried: give at least --budget " in out
-    assert json.loads(Path("tiny.tuned.json").read_text())["trials"] == []
+def test_a_budget_too_short_for_one_edit_is_refused_after_the_first_measurement(recipe, command):
+    code, out = command("bench", recipe(), *SELECT, "--budget", "0.01s", *SHORT)
+    assert code == 2
+    assert "as given: " in out
+    assert "Give at least --budget " in out
+    assert not Path("tiny.fast.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -271,12 +276,14 @@ def test_tune_without_enough_budget_tries_nothing(recipe, command):
     [
         (["--budget", "soon"], "--budget soon: expected a time such as 90s, 10m or 1h."),
         (["--accept", "bitwize"], "--accept: there is no numerics class 'bitwize'. Did you mean 'bitwise'?"),
-        (["--output", "tiny.yaml"], "--output tiny.yaml: this is the recipe itself."),
+        (["--select", "tiny.yaml"], "--select tiny.yaml: this is the recipe itself."),
+        (["--select", "tiny.json"], "--select tiny.json: expected a .yaml file"),
+        (["--variants", "ema"], "--select: --variants belongs to the ablation"),
         (["--with", "nosuch"], "nosuch"),
     ],
 )
 def test_what_cannot_be_is_refused(recipe, command, arguments, said):
-    code, out = command("tune", recipe(), *arguments)
+    code, out = command("bench", recipe(), *SELECT, *arguments)
     assert code == 2
     assert said in out
 
@@ -288,24 +295,24 @@ def test_parse_time_accepts_units():
 
 
 @pytest.mark.slow
-def test_tune_with_failing_recipe_exits_1(recipe, command):
+def test_selection_with_failing_recipe_exits_1(recipe, command):
     Path("net.py").write_text(CODE.replace("nn.Linear(8, 3)", "nn.Linear(7, 3)"))
     recipe_path = Path("tiny.yaml")
     recipe()
     Path("net.py").write_text(CODE.replace("nn.Linear(8, 3)", "nn.Linear(7, 3)"))
-    code, out = command("tune", str(recipe_path), "--budget", "5m", *SHORT)
+    code, out = command("bench", str(recipe_path), *SELECT, "--budget", "5m", *SHORT)
     assert code == 1
     assert "the recipe cannot be measured" in out
 
 
 @pytest.mark.slow
-def test_tune_removes_plugin_that_slows_training_and_writes_into_another_folder(recipe, command):
+def test_selection_removes_plugin_that_slows_training_and_writes_into_another_folder(recipe, command):
     recipe("brake")
     Path("mine").mkdir()
     for name in ("tiny.yaml", "net.py"):
         Path(name).rename(Path("mine") / name)
     code, out = command(
-        "tune", "mine/tiny.yaml", "--budget", "5m", "--accept", "bitwise", "--output", "elsewhere.yaml", *SHORT
+        "bench", "mine/tiny.yaml", "--budget", "5m", "--accept", "bitwise", "--select", "elsewhere.yaml", *SHORT
     )
     assert code == 0, out
     assert load_recipe("elsewhere.yaml").plugins["brake"] is False
@@ -316,12 +323,14 @@ def test_tune_removes_plugin_that_slows_training_and_writes_into_another_folder(
 
 
 @pytest.mark.slow
-def test_tune_rejects_edit_with_startup_cost_above_its_savings(recipe, command):
-    code, out = command("tune", recipe("slowstart", sleep=0.005), "--budget", "60s", "--accept", "bitwise", *SHORT)
+def test_selection_rejects_edit_with_startup_cost_above_its_savings(recipe, command):
+    code, out = command(
+        "bench", recipe("slowstart", sleep=0.005), *SELECT, "--budget", "60s", "--accept", "bitwise", *SHORT
+    )
     assert code == 0, out
     assert "plugins.slowstart.on=True: x" in out
     assert "s once, which 24 steps do not save" in out
-    trial = json.loads(Path("tiny.tuned.json").read_text())["trials"][0]
+    trial = json.loads(Path("tiny.fast.json").read_text())["trials"][0]
     assert 24 < trial["pays_after"] < 400
     assert not trial["kept"]
 
@@ -351,7 +360,7 @@ def test_decide_measures_more_pairs_if_ratios_are_close(ratios, estimate, kept):
     assert decide(ratios, estimate) is kept
 
 
-def test_tune_written_recipe_round_trips():
+def test_selection_written_recipe_round_trips():
     tree = {
         "model": {"name": "some/model", "config": None},
         "data": {"files": {"train": ["a.csv", "b: c.csv"]}, "label": "yes", "text": "on # off"},
@@ -380,7 +389,7 @@ class Clock:
 @pytest.mark.parametrize(("step", "expected"), [(2.0, 1), (5.0, 1), (9.0, 5)])
 def test_last_check_ends_after_one_clear_pair(step, expected):
     given, found = (make_recipe({"train": {"lr": seconds}}) for seconds in (10.0, step))
-    search = Search(given, {"bitwise"}, 1e6, Clock(), Window(steps=8, seconds=5.0, warmup=2), print)  # type: ignore[arg-type] # it only measures
+    search = Selection(given, {"bitwise"}, 1e6, Clock(), Window(steps=8, seconds=5.0, warmup=2), print)  # type: ignore[arg-type] # it only measures
     search.measure(given)
     search.measure(found)
     search.best = found

@@ -1,4 +1,4 @@
-"""Search for the fastest recipe, one edit at a time.
+"""``fastloop bench --select``: finds the fastest recipe, one edit at a time.
 
 measure the given recipe, and profile its steps
 while there is time:
@@ -11,6 +11,7 @@ is not written
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -87,12 +88,16 @@ def decide(ratios: list[float], estimate: float = 0.0) -> bool | None:
     return median(ratios) >= LEAST
 
 
-class Search:
-    """One search. ``best`` is the fastest recipe so far, ``check`` the comparison of the given recipe with the result.
+class Selection:
+    """Finds the edits of a recipe that pay.
+
+    Attributes:
+        best: The fastest recipe so far.
+        check: The comparison of the given recipe with the result.
 
     Args:
         accept: Numerics classes that edits may have.
-        budget: Seconds that the search may take.
+        budget: Seconds that it may take.
         never: Plugins not to try.
     """
 
@@ -114,7 +119,7 @@ class Search:
         self.costs: dict[str, float] = {}
 
     def run(self) -> Recipe:
-        """Search; returns the fastest recipe.
+        """Try edits; returns the fastest recipe.
 
         Raises:
             FastloopError: The given recipe cannot be measured.
@@ -127,6 +132,7 @@ class Search:
             )
         rate, unit = speed(here)
         self.say(f"as given: {rate:,.1f} {unit}/s")
+        self.check_budget()
         while (trial := self.next(here)) is not None:
             self.trials.append(trial)
             here = self.compare(trial, here)
@@ -142,12 +148,25 @@ class Search:
             again = trial.edit in tried or (trial.estimate is not None and trial.plugin in refused)
             if again or trial.numerics not in self.accept:
                 continue
-            if (missing := self.cost(self.best) + self.reserve() - self.left()) <= 0:
+            if self.cost(self.best) + self.reserve() <= self.left():
                 return trial
-            enough = f" before anything was tried: give at least --budget {self.budget + missing:.0f}s"
-            self.say(f"the time is over{'' if self.trials else enough}")
+            self.say("the time is over")
             return None
         return None
+
+    def check_budget(self) -> None:
+        """Check that one edit can be tried, by the first measurement.
+
+        Raises:
+            UsageError: The rest of the budget is too short.
+        """
+        cost = self.cost(self.given)
+        missing = cost + self.reserve() - self.left()
+        if missing > 0:
+            raise UsageError(
+                f"--budget: a measurement takes {cost:.0f} s here, and to try one edit and check it takes five more. "
+                f"Give at least --budget {math.ceil(self.budget + missing)}s."
+            )
 
     def proposals(self, here: Measurement) -> Iterator[Trial]:
         """Yield edits of the best recipe so far: those with an estimate first, the largest before others."""
@@ -277,7 +296,7 @@ class Search:
         return 2 * (self.cost(self.given) + self.cost(self.best))
 
     def record(self) -> dict[str, Any]:
-        """The results of the search, for the report."""
+        """The results, for the file beside the recipe."""
         return {
             "given": self.given.to_dict(),
             "found": self.best.to_dict(),

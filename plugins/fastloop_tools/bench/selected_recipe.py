@@ -1,4 +1,4 @@
-"""Writes the tuned recipe as YAML, with the measured speedup of each line as a comment."""
+"""Writes the recipe of ``fastloop bench --select`` as YAML, with the measured speedup of each line as a comment."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from statistics import median
 from typing import Any
 
 from fastloop.recipe import Recipe, Train, anchored
+from fastloop_tools.bench.selection import ONCE, Selection, Trial
 from fastloop_tools.recipe_text import recipe_text
-from fastloop_tools.tune.search import ONCE, Search, Trial
 
 
-def factor(search: Search) -> str:
+def factor(selection: Selection) -> str:
     """The result of the last check as text."""
-    ratios = search.check["ratios"]
+    ratios = selection.check["ratios"]
     pairs = "one pair" if len(ratios) == 1 else f"{min(ratios):.2f} to {max(ratios):.2f} in {len(ratios)} pairs"
     return f"{median(ratios):.2f} times as fast as given ({pairs})"
 
 
-def tuned(search: Search, last: str, folder: Path) -> str:
-    """The recipe that a search found, as YAML, for a file in ``folder``. ``last``: the last line of its comment."""
+def selected_recipe(selection: Selection, last: str, folder: Path) -> str:
+    """The fastest recipe as YAML, for a file in ``folder``. ``last``: the last line of its comment."""
     remarks = {}
-    for trial in search.trials:
+    for trial in selection.trials:
         if trial.kept:
             key = trial.edit.partition("=")[0] if trial.edit.startswith(("data.", "train.", "model.")) else trial.plugin
             remarks[key] = f"{measured(trial)}; {trial.numerics}"
-    name, numerics = search.given.source.stem if search.given.source else "recipe", search.check["numerics"]
+    name, numerics = selection.given.source.stem if selection.given.source else "recipe", selection.check["numerics"]
     head = [
-        f"{name}, tuned on this machine: {factor(search)}.",
+        f"{name}, the fastest edits on this machine: {factor(selection)}.",
         f"Losses, {numerics['class']}: {numerics['verdict']}.",
         last,
     ]
-    best, source = search.best, search.best.source
+    best, source = selection.best, selection.best.source
     if source is not None and source.parent.resolve() != folder.resolve():
         parts = {name: getattr(best, name) for name in ("model", "data", "plugins", "references")}
         best = dataclasses.replace(best, **{name: anchored(part, source.parent) for name, part in parts.items()})

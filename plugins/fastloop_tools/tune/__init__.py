@@ -1,1 +1,0 @@
-"""``fastloop tune``: finds the fastest set of plugins for a recipe on this machine, by measuring."""

@@ -63,8 +63,8 @@ def on_signals(handler: Callable[[int, Any], Any], also_ignored: bool = False) -
     It does nothing outside the main thread: Python handles signals there only.
 
     Args:
-        also_ignored: Whether to handle signals that the process ignores, too. Shells start jobs in the background with
-            Ctrl-C ignored, so that a training goes on; a command that only measures should end with its script.
+        also_ignored: Whether to handle signals that the process ignores, too. Shells make background jobs ignore
+            Ctrl-C, which a training respects; a command that only measures should end with the script around it.
     """
     handled = SIGNALS if threading.current_thread() is threading.main_thread() else ()
     previous = {

@@ -233,7 +233,7 @@ def measure_ablation(
         sets: Sets of plugins to measure; empty: the recipe's plugins are added one by one.
         timeout: Seconds that a measurement may take; None: no limit.
         output: Folder of the results; empty: one in runs/.
-        words, options: Of the command line, for the report.
+        words, options: The words and options of the command line, for the report.
     """
     import rich
     from rich.markdown import Markdown

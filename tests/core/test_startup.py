@@ -30,7 +30,6 @@ HELP_NEEDS_NONE = (
         "packaging",
         "pluggy",
         "ctypes",
-        "json",
         "logging",
     ),
     "fastloop_plugins",

@@ -768,6 +768,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "memory/auto_micro_batch.py --resume",
     ),
     "measurements that take minutes, or depend on the machine": (
+        "bench/ablation.py --without",
         "bench/plan.py --with",
         "inference/benchmarks.py fastloop export",
         "bench/plan.py fastloop plugins",

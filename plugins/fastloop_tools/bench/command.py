@@ -45,8 +45,8 @@ def bench(
         str,
         output_file(
             "--select",
-            "Write the fastest recipe to this file: edits are tried one at a time, those with the largest estimate of "
-            "`fastloop profile` first, and kept if they are faster.",
+            "Write the fastest recipe to this file: edits are tried one at a time, those with the largest estimated "
+            "speedup first, and kept if they are faster.",
         ),
     ] = "",
     accept: Annotated[

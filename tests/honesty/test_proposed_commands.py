@@ -758,7 +758,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "strategies/_launcher.py fastloop train",
         "strategies/deepspeed.py --nproc",
         "strategies/deepspeed.py fastloop train",
-        "tasks/seq2seq.py fastloop evaluate",
     ),
     "a full disk, a lost file system, or a run that hangs: tests/reliability resumes such runs": (
         "checkpoint/store.py --resume",

@@ -62,13 +62,15 @@ def open_run(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Pat
 def build(resolved: ResolvedRecipe, extra: Sequence[Plugin] = (), resume: Path | None = None) -> Run:
     """Build a run, without writing anything. With ``recipe.inference``, build it without training data and
     optimizer."""
-    started, resolved = perf_counter(), resolved.with_extra(extra) if extra else resolved
-    recipe, build_one = resolved.recipe, partial(_build, resume_from=resume)
-    run = (
-        build_one(Run(recipe, resolved.plugins))
-        if recipe.selector is None
-        else recipe.selector.build_selected(resolved, build_one)
-    )
+    started = perf_counter()
+    if extra:
+        resolved = resolved.with_extra(extra)
+    recipe = resolved.recipe
+    build_one = partial(_build, resume_from=resume)
+    if recipe.selector is None:
+        run = build_one(Run(recipe, resolved.plugins))
+    else:
+        run = recipe.selector.build_selected(resolved, build_one)
     set_seed(recipe.train.seed + run.rank)  # training draws the same numbers however the model was built
     run.clock.seconds["startup"] = perf_counter() - started
     return run
@@ -148,11 +150,11 @@ def close_after(run: Run) -> Iterator[None]:
     with ExitStack() as run._until_closed:
         with _teardown_after_error(run), explain_errors(run), closing(run.loaders):
             yield
-        if (error := _teardown(run)) is not None:
+        error = _teardown(run)
+        if error is not None:
             if run._summary is not None:
-                folder.write_summary(
-                    run, run._summary | {"status": "failed", "reason": str(error) or type(error).__name__}
-                )
+                failure = {"status": "failed", "reason": str(error) or type(error).__name__}
+                folder.write_summary(run, run._summary | failure)
             raise error
 
 
@@ -204,20 +206,26 @@ def explain_errors(run: Run) -> Iterator[None]:
 
 
 def _build_accelerator(run: Run) -> None:
-    # torch does not know the quota of a control group
-    if (cores := platform_support.cores()) < len(platform_support.processors()):
+    cores = platform_support.cores()
+    if cores < len(platform_support.processors()):  # torch does not know the quota of a control group
         torch.set_num_threads(min(torch.get_num_threads(), cores))
     run.settings = run.plugins.configure(run.recipe)
     run.accelerator, run.processes = build_accelerator(run.recipe, run.plugins, run.settings)
     device = run.accelerator.device
-    run.device = device if device.type != "cpu" else torch.device("cpu")  # drop the index
-    run.clock = Clock(torch.accelerator.synchronize if device.type != "cpu" else lambda: None)
+    if device.type == "cpu":
+        run.device = torch.device("cpu")  # drop the index
+        run.clock = Clock(lambda: None)
+    else:
+        run.device = device
+        run.clock = Clock(torch.accelerator.synchronize)
     sharing = take_every(run.processes, run.settings.processes_per_batch)
-    run.loaders = Loaders(run.recipe, run.settings, sharing, *micro_batches(run.recipe, sharing.world_size))
+    micro_batch_size, micro_steps = micro_batches(run.recipe, sharing.world_size)
+    run.loaders = Loaders(run.recipe, run.settings, sharing, micro_batch_size, micro_steps)
 
 
 def _build_loaders(run: Run) -> None:
-    loaders, trains = run.loaders, run.recipe.inference is None
+    loaders = run.loaders
+    trains = run.recipe.inference is None
     datasets = run.hooks.build_datasets(run=run) or {}
     if trains and "train" not in datasets:
         raise PluginError(
@@ -235,7 +243,8 @@ def _build_loaders(run: Run) -> None:
         loaders.samplers[split] = run.hooks.build_sampler(run=run, split=split)
         loaders.collators[split] = run.hooks.build_collator(run=run, split=split)
     loaders.build()
-    steps, epoch_samples = (loaders.train.steps_per_epoch(), loaders.train.epoch_samples) if trains else (None, None)
+    steps = loaders.train.steps_per_epoch() if trains else None
+    epoch_samples = loaders.train.epoch_samples if trains else None
     run.schedule = Schedule(run.recipe.train, run.state, steps, epoch_samples, loaders.evaluation)
 
 
@@ -293,13 +302,14 @@ def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
     Raises:
         PluginError: The strategy returned something else.
     """
-    accelerator, strategy = run.accelerator, run.strategy
+    accelerator = run.accelerator
+    strategy = run.strategy
     restore_shared_state(accelerator)
     autocast = accelerator.native_amp
     if not strategy.sets_precision:
         model = accelerator.prepare_model(model, evaluation_mode=True)  # without DDP
-        # a strategy may have it wrapped
-        accelerator.native_amp = model._is_accelerate_prepared = False  # type: ignore[assignment]
+        accelerator.native_amp = False
+        model._is_accelerate_prepared = False  # type: ignore[assignment]  # a strategy may have it wrapped
     try:
         prepared = strategy.prepare(run, model, optimizer)
     finally:
@@ -322,10 +332,10 @@ def _set_train_mode(model: nn.Module) -> None:
         model.train()
     frozen = [name for name, module in model.named_modules() if not module.training]
     if frozen:
-        more = ", ..." * (len(frozen) > 3)
-        log.warning(
-            "%d modules stay in eval mode, as the model has them: %s%s", len(frozen), ", ".join(frozen[:3]), more
-        )
+        listed = ", ".join(frozen[:3])
+        if len(frozen) > 3:
+            listed += ", ..."
+        log.warning("%d modules stay in eval mode, as the model has them: %s", len(frozen), listed)
 
 
 # -- execute -----------------------------------------------------------------------------------------------------------

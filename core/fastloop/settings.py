@@ -124,21 +124,28 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
     fields = vars(settings)  # plugins may keep the object, and cannot assign to it
     names = fields.keys() - {"writers"}
     for plugin, call in plugins:
-        result = call(recipe=recipe, settings=settings)
+        changes = call(recipe=recipe, settings=settings)
+        if changes is None:
+            changes = {}
         where = f"{recipe.where}: plugin {plugin.name!r}: configure returned"
-        for name, value in _check_mapping({} if result is None else result, where).items():
+        for name, value in _check_mapping(changes, where).items():
             if name not in names:
                 raise PluginError(f"{where} {name!r}, which is no field of Settings.{did_you_mean(name, names)}")
             if not _has_type(value, name):
                 expected = Settings.__annotations__[name]
                 raise PluginError(f"{where} {name}: {value!r}, a {type(value).__name__}, expected {expected}.")
-            merges = isinstance(fields[name], Mapping)
-            parts = [f"{name}[{key!r}]" for key in _check_mapping(value, f"{where} {name}:")] if merges else [name]
-            for part in parts:
-                if (writer := settings.writers.setdefault(part, plugin.name)) != plugin.name:
+            before = fields[name]
+            if isinstance(before, Mapping):
+                written = [f"{name}[{key!r}]" for key in _check_mapping(value, f"{where} {name}:")]
+                fields[name] = MappingProxyType({**before, **value})
+            else:
+                written = [name]
+                fields[name] = value
+            for part in written:
+                writer = settings.writers.setdefault(part, plugin.name)
+                if writer != plugin.name:
                     problem = f"plugins {writer!r} and {plugin.name!r} both set {part}"
                     raise PluginError(f"{recipe.where}: {problem}. Remove one of them.")
-            fields[name] = MappingProxyType({**fields[name], **value}) if merges else value
         fields.update(settings.of("train"))
     return settings
 

@@ -6,8 +6,6 @@ and a read-only plugin must change no number that training depends on. The hooks
 steps, so later steps cost nothing. ``train_step`` is checked in every step.
 """
 
-# ruff: noqa: F401  # the return types in hookspecs name what is imported here
-
 from __future__ import annotations
 
 import copy
@@ -73,6 +71,18 @@ REMEDIES = {
 }
 """Hook or problem -> the advice for the plugin's author."""
 
+
+TYPES = {
+    "BatchSampler": BatchSampler,
+    "Batch": Batch,
+    "Future": Future,
+    "LRScheduler": LRScheduler,
+    "Optimizer": Optimizer,
+    "Output": Output,
+    "Tensor": Tensor,
+    "nn": nn,
+}
+"""Names in the annotations of hookspecs that hookspecs imports for type checkers alone."""
 
 CHECKS: WeakValueDictionary[int, HookChecks] = WeakValueDictionary()
 """``id`` of a run -> the checks of its hooks, which live as long as the replaced functions."""
@@ -248,21 +258,31 @@ class HookChecks:
 
 
 def _return_type(hook: str) -> str:
+    """The annotation of a hook's result, as hookspecs writes it."""
     return str(getattr(hookspecs, hook).__annotations__["return"])
+
+
+def _result_type(hook: str) -> Any:
+    """The type of a hook's result, such as ``dict[str, float] | None``: hookspecs' annotations are texts."""
+    names = vars(hookspecs) | TYPES
+    if hook == "build_metrics":
+        from torchmetrics import MetricCollection  # takes a second to import
+
+        names["MetricCollection"] = MetricCollection
+    return eval(_return_type(hook), names) or NoneType
 
 
 def _find_problem(hook: str, result: Any) -> str:
     """The type of a result, and the expected one; empty if the result is valid."""
-    expected = _return_type(hook)
-    if hook == "build_metrics":
-        from torchmetrics import MetricCollection
-    expected_type = eval(expected, vars(hookspecs) | globals(), locals()) or NoneType
+    expected_type = _result_type(hook)
     if result is None or not _matches(result, expected_type):
-        hint = (
-            ". An implementation with a yield is marked @hookimpl(wrapper=True)" if inspect.isgenerator(result) else ""
-        )
-        found = "None" if result is None else f"a {type(result).__name__}{_wrong_item(result, expected_type)}"
-        return f"{found}, expected {expected.removesuffix(' | None') if expected != 'None' else 'no result'}{hint}"
+        annotation = _return_type(hook)
+        expected = "no result" if annotation == "None" else annotation.removesuffix(" | None")
+        returned = "None" if result is None else f"a {type(result).__name__}{_wrong_item(result, expected_type)}"
+        problem = f"{returned}, expected {expected}"
+        if inspect.isgenerator(result):
+            problem += ". An implementation with a yield is marked @hookimpl(wrapper=True)"
+        return problem
     if hook == "compute_loss" and not (isinstance(result.loss, Tensor) and result.loss.dim() == 0):
         shape = f" of shape {tuple(result.loss.shape)}" if isinstance(result.loss, Tensor) else ""
         return f"an Output whose loss is a {type(result.loss).__name__}{shape}"
@@ -281,17 +301,14 @@ def _find_update_problem(updates: int, loss: Any, wraps: bool) -> str:
         updates: Calls of ``run.apply_gradients`` in this step.
         wraps: Whether it wraps the core's ``train_step``.
     """
-    if loss is None and not wraps:
+    leaves_step_to_core = loss is None and not wraps
+    if leaves_step_to_core and updates:
         return (
             "called run.apply_gradients and returned None. Return the step's loss, or leave the whole step to the core."
-            if updates
-            else ""
         )
-    return (
-        ""
-        if updates
-        else "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
-    )
+    if not leaves_step_to_core and not updates:
+        return "did not call run.apply_gradients, so no weight changed. Call it at least once, on every process."
+    return ""
 
 
 def _summary_in(arguments: tuple[Any, ...]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fastloop.distributed.groups import check_groups
 from fastloop.distributed.processes import Processes
@@ -47,12 +47,21 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
         other_device = world_size() == 1 and PartialState().device.type != device
         if other_device or AcceleratorState().mixed_precision != settings.mixed_precision:
             AcceleratorState._reset_state(reset_partial_state=other_device)
-    timeout = None if settings.process_timeout is None else timedelta(seconds=settings.process_timeout)
-    store = store_arguments() if world_size() > 1 else {}
-    connection = settings.init_handler.to_kwargs() if settings.init_handler else {}
+    connection: dict[str, Any] = {}
+    if settings.init_handler is not None:
+        connection |= settings.init_handler.to_kwargs()
+    timeout = None
+    if settings.process_timeout is not None:
+        timeout = timedelta(seconds=settings.process_timeout)
+        connection["timeout"] = timeout
+    if world_size() > 1:
+        connection |= store_arguments()
     # `cpu` is explicit, because otherwise Accelerate does not connect processes on CPUs
-    PartialState(cpu=device == "cpu", **connection, **({"timeout": timeout} if timeout else {}), **store)
-    handlers = [*filter(None, (settings.ddp_handler, settings.scaler_handler, settings.init_handler))]
+    PartialState(cpu=device == "cpu", **connection)
+    handlers = []
+    for handler in (settings.ddp_handler, settings.scaler_handler, settings.init_handler):
+        if handler is not None:
+            handlers.append(handler)
     accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=device == "cpu", kwargs_handlers=handlers)
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)

@@ -7,7 +7,6 @@ stay comparable.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import json
 import logging
@@ -25,6 +24,7 @@ from fastloop.recipe.references import check_reference, import_object
 from fastloop_plugins._cache import digest
 from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.rows.column import Column, in_blocks
+from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop
 from fastloop_plugins.rows.formats import Layout
 from fastloop_plugins.rows.options import Read
@@ -380,8 +380,12 @@ class TextData(StreamedData):
         for level, line in self.messages:
             logger.log(level, "%s", line)
 
-    def identity(self) -> str:
-        """A hash of the files that ``load`` reads, and of all options that affect its result."""
+    def identity(self, folder: Path | None = None) -> str:
+        """A hash of the files that ``load`` reads, and of all options that affect its result.
+
+        Args:
+            folder: Where the hashes of files are kept; see ``ContentHashes``.
+        """
         options = vars(self.options) | {
             "files": None,
             "label_map": sorted(map(str, (self.options.label_map or {}).items())),
@@ -398,10 +402,10 @@ class TextData(StreamedData):
             # labels are ids of these classes
             chosen["inference"] = [str(self.inference.model), self.inference.split, self.classes]
         facts = [json.dumps(chosen, sort_keys=True)]
+        hashes = ContentHashes(folder)
         for split, paths in self.files.items():
-            for path in paths:
-                with path.open("rb") as file:
-                    facts += [split, str(format_of(path)), hashlib.file_digest(file, "blake2b").hexdigest()]
+            for path, content in zip(paths, hashes.of(paths), strict=True):
+                facts += [split, str(format_of(path)), content]
         return digest(facts)
 
     def _read(self) -> dict[str, list[Table]]:

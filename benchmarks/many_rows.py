@@ -102,8 +102,8 @@ def main() -> None:
         f"Written by `python benchmarks/many_rows.py`, which describes how it measures: {options.rows:,} rows of text "
         f"in one JSONL file of {size / 1e9:.2f} GB, `text-classification`, with `token-cache`. The scan decodes lines.",
         "Without streaming, the first start tokenizes all texts, which are in a temporary file. The second maps the "
-        "token ids from the cache. Each row takes 32 bytes of memory then: its label, the length and the end of its "
-        "ids, and its place in the order of an epoch.",
+        "token ids from the cache. Each row takes 16 bytes of memory then: the end of its ids, and its place in the "
+        "order of an epoch.",
         "",
         table(["", "s to the first step", "peak MiB"], rows),
         "",

@@ -16,7 +16,7 @@ import shutil
 import stat
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastloop.runtime.platform_support import sync
+from fastloop_plugins._partial_entry import partial_entry
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,16 +154,23 @@ def flat(rows: Iterable[Sequence[int]]) -> Flat:
         return np.asarray(np.memmap(file, dtype=np.int32, mode="r")), np.frombuffer(lengths, dtype=np.int64)
 
 
-def kept(folder: Path, key: str, rows: Iterable[Sequence[int]], facts: dict[str, int] | None = None) -> Flat:
+def kept(
+    folder: Path, key: str, rows: Callable[[int], Iterable[Sequence[int]]], facts: dict[str, int] | None = None
+) -> Flat:
     """Rows of ids from the cache, mapped from disk. If they are not there, read ``rows`` and write them first.
 
     Args:
+        rows: Returns the rows from a number on. It is not 0 if a process that was killed has written the rows before.
         facts: Written beside the rows, after reading them. If the rows are there, it gets the facts that were written.
     """
     entry = folder / key
     found = read(entry, facts)
     if found is None:
-        _write(entry, rows, facts if facts is not None else {})
+        with partial_entry(entry, facts if facts is not None else {}) as partial:
+            if partial.rows:
+                logger.info("tokens: %d texts were written by a process that was ended, in %s", partial.rows, folder)
+            for row in rows(partial.rows):
+                partial.add(row)
         found = read(entry)
     else:
         logger.info("tokens: %d texts from %s", len(found[1]), entry)
@@ -179,7 +187,7 @@ def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
     if not entry.is_dir():
         return None
     try:
-        lengths = np.load(entry / "lengths.npy", allow_pickle=False)
+        lengths = np.asarray(np.load(entry / "lengths.npy", mmap_mode="r", allow_pickle=False))
         size = (entry / "ids.bin").stat().st_size
         if size != 4 * lengths.sum():
             raise ValueError(f"{size} bytes of ids, expected {4 * lengths.sum()}")
@@ -194,19 +202,6 @@ def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
     return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(
         0, np.int32
     ), lengths
-
-
-def _write(entry: Path, rows: Iterable[Sequence[int]], facts: dict[str, int]) -> None:
-    import numpy as np
-
-    with written(entry) as made:
-        lengths = array("q")
-        with (made / "ids.bin").open("wb") as file:
-            for row in rows:
-                lengths.append(len(row))
-                array("i", row).tofile(file)
-        np.save(made / "lengths.npy", np.frombuffer(lengths, dtype=np.int64), allow_pickle=False)
-        (made / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
 
 
 @contextmanager

@@ -163,6 +163,25 @@ class Tuples(Sequence[tuple[Any, ...]]):
         return list(zip(*found, strict=True)) if isinstance(index, slice) else tuple(found)
 
 
+class Rest(Sequence[Any]):
+    """Rows from a number on. The rows themselves are not copied."""
+
+    def __init__(self, rows: Sequence[Any], start: int) -> None:
+        self.rows, self.start = rows, start
+
+    def __len__(self) -> int:
+        return max(len(self.rows) - self.start, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.rows), self.start, None)
+
+    def __getitem__(self, index: Any) -> Any:
+        numbers = range(self.start, len(self.rows))[index]
+        if isinstance(numbers, range):
+            return [self.rows[number] for number in numbers]
+        return self.rows[numbers]
+
+
 def in_blocks(columns: Sequence[Iterable[Any]]) -> Iterator[tuple[int, list[list[Any]]]]:
     """Yield the first row and the values of each block of some columns; at least one block, which may be empty."""
     iterators, start = [iter(values) for values in columns], 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,7 +112,9 @@ def cache_token_ids(about: Iterable[str | bytes], rows: Iterable[Sequence[int]])
         rows: Ids of each text. An iterator, so that nothing is tokenized if the ids are cached.
     """
     folder = _cache.use_token_folder()
-    return _cache.flat(rows) if folder is None else _cache.kept(folder, _cache.digest(["rows", *about]), rows)
+    if folder is None:
+        return _cache.flat(rows)
+    return _cache.kept(folder, _cache.digest(["rows", *about]), lambda start: islice(rows, start, None))
 
 
 def join_ids(parts: Iterable[tuple[Sequence[int], bool]]) -> list[int]:

@@ -411,7 +411,8 @@ class TextTask(Plugin):
             self.text_model.problem_type = PROBLEM_TYPES[kind]
         self.data.classes, ids = self.order.names, np.array(self.order.ids)
         for split in (splits or {}).values():
-            if split.labels is not None and kind != "number":
+            is_reordered = not np.array_equal(ids, np.arange(len(ids)))
+            if split.labels is not None and kind != "number" and is_reordered:
                 split.labels = ids[split.labels] if kind == "class" else split.labels[:, ids.argsort()]
 
     def check_dataset(self, split: str, dataset: Any) -> None:

@@ -11,15 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastloop import RecipeError, __version__
 from fastloop_plugins import _cache
-from fastloop_plugins.rows.column import Column
+from fastloop_plugins.rows.column import Column, Rest
 from fastloop_plugins.text.batches import describe_cut
 from fastloop_plugins.text.columns import (
     Text,
@@ -40,6 +42,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 T = TypeVar("T", bound=Text)
+R = TypeVar("R")
+Encoder = Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]]
+"""Yields the ids of each row, given the tokenizer, the rows and the arguments."""
 
 
 CHARACTERS = 50
@@ -49,6 +54,8 @@ AT_ONCE, CHARACTERS_AT_ONCE = 1000, 2**22
 """Rows, and their characters, that the tokenizer gets at once."""
 
 
+PROGRESS = 30.0
+"""Seconds between two lines of the log about rows that are tokenized."""
 ENCODING = 4
 """Increase it when the same texts and arguments give other rows or facts, so that cached ones are not used."""
 
@@ -73,7 +80,7 @@ def read(
     data: TextData,
     model: TextModel,
     documents: bool = False,
-    encoder: Callable[[Any, Any, dict[str, Any]], Iterator[list[int]]] | None = None,
+    encoder: Encoder | None = None,
     first: int | None = None,
     **arguments: Any,
 ) -> dict[str, Split]:
@@ -108,7 +115,9 @@ def read(
     )  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
     if folder is not None and model.trained is None and data.files and data.stream is None and not data.rank_column:
-        source = folder / _cache.digest(["data", str(ENCODING), __version__, model.fingerprint(), how, data.identity()])
+        source = folder / _cache.digest(
+            ["data", str(ENCODING), __version__, model.fingerprint(), how, data.identity(folder)]
+        )
         if (found := _read_entry(source, data, bool(types))) is not None:
             return found
     splits = data.load()
@@ -125,17 +134,12 @@ def read(
             texts = Column(text for text in texts if not isinstance(text, str) or text.strip())
         texts = texts[:first] if first else texts
         facts = {"characters": sum(map(len, each_text(texts))) if encoder is None else 0}
-        if encoder is not None:
-            encoded = encoder(tokenizer, texts, arguments)
-        else:
-            encoded = encode(tokenizer, texts, arguments, facts)
-        if documents:
-            encoded = map(special_tokens(tokenizer).complete, encoded)
+        encode_from = partial(_encode_from, name, tokenizer, texts, encoder, documents, arguments, facts)
         if folder is None:
-            flat = _cache.flat(encoded)
+            flat = _cache.flat(encode_from(0))
         else:
             keys[name] = _cache.digest(chain([str(ENCODING), known, how], _content(texts, encoder is None)))
-            flat = _cache.kept(folder, keys[name], encoded, facts)
+            flat = _cache.kept(folder, keys[name], encode_from, facts)
         if facts.get("cut"):
             of = data.name_part(name)
             data.messages.append(
@@ -150,6 +154,48 @@ def read(
     if source is not None:
         _write_entry(source, data, found, keys)
     return found
+
+
+def _encode_from(
+    split: str,
+    tokenizer: Any,
+    texts: Sequence[Any],
+    encoder: Encoder | None,
+    documents: bool,
+    arguments: dict[str, Any],
+    facts: dict[str, int],
+    start: int,
+) -> Iterator[list[int]]:
+    """Yield the ids of the rows of a split from a number on. See ``read``."""
+    rest: Sequence[Any] = Rest(texts, start) if start else texts
+    encode_rows = partial(encode, facts=facts) if encoder is None else encoder
+    encoded = encode_rows(tokenizer, rest, arguments)
+    if documents:
+        encoded = map(special_tokens(tokenizer).complete, encoded)
+    return with_progress(encoded, f"tokens: {split}", start, len(texts))
+
+
+def with_progress(rows: Iterable[R], what: str, start: int, total: int) -> Iterator[R]:
+    """Yield rows. Logs how many there are, their speed and the time left, each ``PROGRESS`` seconds.
+
+    Args:
+        start: Rows before the first one.
+        total: Rows at the end.
+    """
+    begin = time.monotonic()
+    next_line = begin + PROGRESS
+    for number, row in enumerate(rows, 1):
+        yield row
+        now = time.monotonic()
+        if now < next_line:
+            continue
+        next_line = now + PROGRESS
+        speed = number / (now - begin)
+        left = (total - start - number) / speed
+        minutes, seconds = divmod(round(left), 60)
+        logger.info(
+            "%s: %d of %d rows, %.0f rows/s, %d:%02d min left", what, start + number, total, speed, minutes, seconds
+        )
 
 
 def _content(texts: Sequence[Any], plain: bool) -> Iterator[str]:
@@ -182,14 +228,13 @@ def encode(
 
     Args:
         texts: Texts, or pairs: see ``text.columns.encode_pairs``.
-        facts: ``cut`` becomes the number of texts that truncation shortens.
+        facts: The number of texts that truncation shortens is added to ``cut``, before each is yielded.
     """
-    count = 0
+    counts = {} if facts is None else facts
+    counts.setdefault("cut", 0)
     for ids, cut in encode_marked(tokenizer, texts, arguments):
-        count += cut
+        counts["cut"] += cut
         yield ids
-    if facts is not None:
-        facts["cut"] = count
 
 
 def encode_marked(tokenizer: Any, texts: Sequence[Text], arguments: dict[str, Any]) -> Iterator[tuple[list[int], bool]]:
@@ -305,7 +350,9 @@ def _read_entry(entry: Path, data: TextData, typed: bool) -> dict[str, Split] | 
             flat = _cache.read(entry.parent / key, facts)
             if flat is None:
                 return None
-            labels = np.load(entry / f"{name}.npy", allow_pickle=False) if data.options.label is not None else None
+            labels = None
+            if data.options.label is not None:
+                labels = np.asarray(np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False))
             if labels is not None and len(labels) != len(flat[1]):
                 raise ValueError(f"{name}: {len(labels)} labels of {len(flat[1])} texts")
             found[name] = Split(*flat, labels, typed, facts["characters"])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import multiprocessing
 import os
+import re
 import shutil
+import signal
 import stat
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +21,7 @@ import pytest
 from text_helpers import TINY, TINY_GPT, make_run
 
 from fastloop import PluginError
+from fastloop_plugins import _partial_entry
 from fastloop_plugins._cache import digest, kept
 from fastloop_plugins.data.token_cache import TokenCache
 from fastloop_plugins.text import tokens as _text_tokens
@@ -39,6 +46,11 @@ def run(task: str, cache: str | None = "cache", text: str = "fine", **data: Any)
     )
 
 
+def count_entries() -> int:
+    """The entries of the cache: one of token ids for each split, and one for the ``data`` section."""
+    return len([path for path in Path("cache").iterdir() if path.is_dir()])
+
+
 def samples(run: Any) -> dict[str, list[list[int]]]:
     return {
         split: [dataset[index]["input_ids"].tolist() for index in range(len(dataset))]
@@ -51,7 +63,7 @@ def test_a_second_run_maps_the_same_token_ids_from_disk_and_tokenises_nothing(ta
     caplog.set_level(logging.INFO, "fastloop")
     plain = samples(run(task, cache=None))
     assert samples(run(task)) == plain
-    assert len(list(Path("cache").iterdir())) == 2, "train and evaluate"
+    assert count_entries() == 2, "train and evaluate"
     assert " from cache/" not in caplog.text
     monkeypatch.setattr(_text_tokens, "encode", lambda *_: Unread())
     second = run(task)
@@ -71,18 +83,15 @@ class Unread:
 
 
 def test_other_texts_lengths_or_tokenizers_have_entries_of_their_own():
-    def entries() -> int:
-        return len(list(Path("cache").iterdir()))
-
     run("text-classification")
-    assert entries() == 2
+    assert count_entries() == 2
     longer = samples(run("text-classification", max_length=5))
-    assert entries() == 4
+    assert count_entries() == 4
     assert max(map(len, longer["train"])) == 5
     run("text-classification", text="dull")
-    assert entries() == 6
+    assert count_entries() == 6
     run("causal-lm")
-    assert entries() == 8
+    assert count_entries() == 8
 
 
 def pretrained(task: str, folder: str = "model", **data: Any) -> Any:
@@ -100,7 +109,7 @@ def test_a_pretrained_tokenizer_is_known_by_its_files_wherever_they_lie():
     shutil.copytree("one", "two")
     for name in ("two", str(Path("two").resolve())):
         pretrained("text-classification", name)
-    assert len(list(Path("cache").iterdir())) == 3, "train, evaluate, and which those are"
+    assert count_entries() == 3, "train, evaluate, and which those are"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -124,14 +133,14 @@ def test_a_second_run_on_the_same_files_reads_no_text(task, caplog, monkeypatch)
 @pytest.mark.slow
 def test_other_bytes_or_options_are_read_again():
     first = pretrained("text-classification")
-    seen = len(list(Path("cache").iterdir()))
+    seen = count_entries()
     for options in ({"limit": {"train": 7}}, {"validation_fraction": 0.5}, {"max_length": 5}):
         pretrained("text-classification", **options)
-        assert len(list(Path("cache").iterdir())) > seen, options
-        seen = len(list(Path("cache").iterdir()))
+        assert count_entries() > seen, options
+        seen = count_entries()
     Path("a.csv").write_text(Path("a.csv").read_text().replace("number 3 ", "NUMBER three "))
     assert samples(pretrained("text-classification"))["train"] != samples(first)["train"]
-    assert len(list(Path("cache").iterdir())) > seen
+    assert count_entries() > seen
 
 
 @pytest.mark.slow
@@ -169,27 +178,159 @@ def test_a_damaged_entry_is_made_again(caplog):
 
 
 def test_nothing_is_left_of_an_entry_that_fails_and_other_users_cannot_read_one():
-    def rows() -> Iterator[list[int]]:
+    def rows(start: int) -> Iterator[list[int]]:
         yield [1, 2]
-        raise KeyboardInterrupt
+        raise ValueError("a row that cannot be encoded")
 
-    with pytest.raises(KeyboardInterrupt):
-        kept(Path("cache"), "a", rows())
+    with pytest.raises(ValueError, match="cannot be encoded"):
+        kept(Path("cache"), "a", rows)
     assert list(Path("cache").iterdir()) == []
-    ids, lengths = kept(Path("cache"), "a", [[1, 2], [], [3]])
+    ids, lengths = kept(Path("cache"), "a", lambda start: [[1, 2], [], [3]][start:])
     assert (ids.tolist(), lengths.tolist()) == ([1, 2, 3], [2, 0, 1])
     assert stat.S_IMODE(Path("cache/a").stat().st_mode) == 0o700
-    assert kept(Path("cache"), "empty", [[]])[0].tolist() == []
+    assert sorted(path.name for path in Path("cache/a").iterdir()) == ["facts.json", "ids.bin", "lengths.npy"]
+    assert kept(Path("cache"), "empty", lambda _: [[]])[0].tolist() == []
+    assert kept(Path("cache"), "nothing", lambda _: [])[1].tolist() == []
 
 
 def test_two_that_write_the_same_at_once_both_have_it():
-    def rows() -> Iterator[list[int]]:
+    def rows(start: int) -> Iterator[list[int]]:
         yield [1, 2]
-        kept(Path("cache"), "a", [[1, 2], [3]])  # another process is quicker
+        kept(Path("cache"), "a", lambda start: [[1, 2], [3]][start:])  # another process is quicker
         yield [3]
 
-    assert kept(Path("cache"), "a", rows())[0].tolist() == [1, 2, 3]
+    assert kept(Path("cache"), "a", rows)[0].tolist() == [1, 2, 3]
     assert [path.name for path in Path("cache").iterdir()] == ["a"]
+
+
+# -- processes that are ended while they write -------------------------------------------------------------------------
+
+NUMBERS = [list(range(number % 7)) for number in range(1000)]
+"""Rows of token ids."""
+
+
+def write_slowly(facts: dict[str, int]) -> None:
+    """Write the rows, a part of a millisecond for each."""
+
+    def rows(start: int) -> Iterator[list[int]]:
+        for row in NUMBERS[start:]:
+            facts["cut"] = facts.get("cut", 0) + (len(row) == 6)
+            time.sleep(0.0005)
+            yield row
+
+    kept(Path("cache"), "a", rows, facts)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks processes")
+@pytest.mark.parametrize("seconds", [0.05, 0.15, 0.3])
+def test_after_sigkill_the_next_process_writes_only_the_rest_and_the_entry_is_the_same(seconds, monkeypatch, caplog):
+    monkeypatch.setattr(_partial_entry, "ROWS", 50)
+    caplog.set_level(logging.INFO, "fastloop")
+    asked = list[int]()
+
+    def rest(start: int) -> list[list[int]]:
+        asked.append(start)
+        facts["cut"] = facts.get("cut", 0) + sum(len(row) == 6 for row in NUMBERS[start:])
+        return NUMBERS[start:]
+
+    writer = multiprocessing.get_context("fork").Process(target=write_slowly, args=({},))
+    writer.start()
+    time.sleep(seconds)
+    assert writer.pid is not None
+    os.kill(writer.pid, signal.SIGKILL)
+    writer.join()
+    state = Path("cache/.a.partial/state.json")
+    done = json.loads(state.read_text())["rows"] if state.exists() else 0
+    facts: dict[str, int] = {}
+    ids, lengths = kept(Path("cache"), "a", rest, facts)
+    assert asked == [done]
+    assert done % 50 == 0
+    assert lengths.tolist() == [len(row) for row in NUMBERS]
+    assert ids.tolist() == [number for row in NUMBERS for number in row]
+    assert facts == {"cut": sum(len(row) == 6 for row in NUMBERS)}
+    assert [path.name for path in Path("cache").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("harm", ["ids cut", "no JSON", "more ids"])
+def test_rows_of_an_ended_process_that_are_not_whole_are_written_again(harm, monkeypatch):
+    monkeypatch.setattr(_partial_entry, "ROWS", 2)
+
+    def interrupted(start: int) -> Iterator[list[int]]:
+        yield from [[1, 2], [3], [4]]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kept(Path("cache"), "a", interrupted)
+    folder = Path("cache/.a.partial")
+    ids = (folder / "ids.bin").read_bytes()
+    if harm == "ids cut":
+        (folder / "ids.bin").write_bytes(ids[:-1])
+    elif harm == "no JSON":
+        (folder / "state.json").write_text("{")
+    else:  # written, but not noted, when the process was ended
+        (folder / "ids.bin").write_bytes(ids + b"rest")
+    starts = list[int]()
+
+    def rows(start: int) -> list[list[int]]:
+        starts.append(start)
+        return [[1, 2], [3], [4], [5, 6]][start:]
+
+    found, lengths = kept(Path("cache"), "a", rows)
+    assert (found.tolist(), lengths.tolist()) == ([1, 2, 3, 4, 5, 6], [2, 1, 1, 2])
+    assert starts == [2 if harm == "more ids" else 0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs locks of files")
+def test_a_second_process_does_not_go_on_with_the_rows_of_one_that_writes(monkeypatch):
+    monkeypatch.setattr(_partial_entry, "ROWS", 1)
+    starts = list[int]()
+
+    def other(start: int) -> list[list[int]]:
+        starts.append(start)
+        return [[1, 2], [3]]
+
+    def rows(start: int) -> Iterator[list[int]]:
+        yield [1, 2]
+        kept(Path("cache"), "a", other)
+        yield [3]
+
+    assert kept(Path("cache"), "a", rows)[0].tolist() == [1, 2, 3]
+    assert starts == [0]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_an_interrupted_run_tokenises_only_the_rest(task, monkeypatch):
+    plain = samples(run(task, cache=None))
+    monkeypatch.setattr(_partial_entry, "ROWS", 8)
+    encode, counts = _text_tokens.encode, list[int]()
+
+    def first_rows(*arguments: Any, **options: Any) -> Iterator[list[int]]:
+        for number, row in enumerate(encode(*arguments, **options)):
+            if number == 20:
+                raise KeyboardInterrupt
+            yield row
+
+    def counted(tokenizer: Any, texts: Any, arguments: Any, **options: Any) -> Iterator[list[int]]:
+        counts.append(len(texts))
+        return encode(tokenizer, texts, arguments, **options)
+
+    monkeypatch.setattr(_text_tokens, "encode", first_rows)
+    with pytest.raises(KeyboardInterrupt):
+        run(task)
+    monkeypatch.setattr(_text_tokens, "encode", counted)
+    assert samples(run(task)) == plain
+    assert counts == [36 - 16, 4]
+
+
+def test_the_log_has_the_speed_and_the_time_left(caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "fastloop")
+    monkeypatch.setattr(_text_tokens, "PROGRESS", 0.0)
+    rows = list(_text_tokens.with_progress(iter("abc"), "tokens: train", 5, 10))
+    assert rows == ["a", "b", "c"]
+    shown = [
+        re.fullmatch(r"tokens: train: (\d+) of 10 rows, \d+ rows/s, 0:00 min left", line) for line in caplog.messages
+    ]
+    assert [match and match[1] for match in shown] == ["6", "7", "8"]
 
 
 def test_hash_depends_on_text_boundaries():

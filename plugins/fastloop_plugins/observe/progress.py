@@ -89,7 +89,7 @@ class Progress(Plugin):
             self.copied = CopiedLoss(run.state.step, run.state.epoch, HostCopy(loss))
             if run.device.type != "cpu":
                 return  # it is shown after the next step, so that the host need not wait for this one
-        text = self.describe(run, self.copied)
+        text = self.describe(run, self.copied.step, self.copied.epoch, self.copied.loss.read().item())
         self.copied = None
         if self.bar is not None:
             self.bar.update(self.task, completed=run.state.step, description=text)
@@ -97,16 +97,21 @@ class Progress(Plugin):
             self.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
         self.next = perf_counter() + self.period
 
-    def describe(self, run: Run, copied: CopiedLoss) -> str:
-        """One line with the state of the run."""
+    def describe(self, run: Run, step: int, epoch: int, loss: float) -> str:
+        """One line with the state of the run.
+
+        Args:
+            step: The step of the loss.
+            epoch: The index of its epoch, from 0.
+        """
         seconds, samples = run.clock.read("train"), run.state.samples
         speed = (samples - self.mark[1]) / max(seconds - self.mark[0], 1e-9)
         of = f"/{run.total_steps}" if run.total_steps else ""
         of_epochs = f"/{run.schedule.epochs}" if run.schedule.epochs else ""
         parts = [
-            f"step {copied.step}{of}",
-            f"epoch {copied.epoch + 1}{of_epochs}",
-            f"loss {copied.loss.read().item():.4f}",
+            f"step {step}{of}",
+            f"epoch {epoch + 1}{of_epochs}",
+            f"loss {loss:.4f}",
             f"{speed:.1f} samples/s",
         ]
         if run.total_steps and speed:

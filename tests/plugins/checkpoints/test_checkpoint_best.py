@@ -65,7 +65,7 @@ def test_the_direction_of_the_metric_is_printed(tiny_run, capsys, options, mode,
     assert result.summary["best"]["mode"] == mode
     run = result.trainer.run
     progress = next(plugin for plugin in run.plugins if plugin.name == "progress")
-    assert f"{extreme} score {result.summary['best']['value']:.4f}" in progress.describe(run, 0.0)
+    assert f"{extreme} score {result.summary['best']['value']:.4f}" in progress.describe(run, 1, 0, 0.0)
     capsys.readouterr()
     show_summary(result.summary, run.folder)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("best")]

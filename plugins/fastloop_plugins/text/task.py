@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,8 +16,8 @@ from fastloop_plugins.models.label_order import name_classes
 from fastloop_plugins.rows.drop import with_drop_line
 from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.splits import Rows
-from fastloop_plugins.rows.table import Bad, RowError, text_column
-from fastloop_plugins.text.columns import each_text
+from fastloop_plugins.rows.table import Bad, RowError, show, text_column
+from fastloop_plugins.text.columns import column_names, each_text
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import TextModel
 from fastloop_plugins.text.options import padded_traits
@@ -98,17 +99,29 @@ class ColumnData(TextData):
     def find_columns(self) -> list[str]:
         self.places = places = dict[str, str]()
         for key in self.task.columns:
-            name, where = getattr(self.options, key), f"{self.where}.{key}"
-            if name is None:
-                raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
-            if not isinstance(name, str):
-                raise RecipeError(f"{where}: found {name!r}, expected a column: {self.subject} reads one here.")
-            if name in places:
-                raise RecipeError(
-                    f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
-                )
-            places[name] = key
+            where = f"{self.where}.{key}"
+            for name in self._named(key, where):
+                if name in places:
+                    raise RecipeError(
+                        f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
+                    )
+                places[name] = key
         return super().find_columns()
+
+    def _named(self, key: str, where: str) -> list[str]:
+        """The columns that an option names: one of texts, or any number of values."""
+        given = getattr(self.options, key)
+        if key in self.task.values:
+            return [] if given is None else column_names(given, where)
+        if given is None:
+            raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
+        if not isinstance(given, str):
+            raise RecipeError(f"{where}: found {given!r}, expected a column: {self.subject} reads one here.")
+        return [given]
+
+    def names_of(self, key: str) -> list[str]:
+        """The columns that the option ``data.<key>`` names."""
+        return [name for name, option in self.places.items() if option == key]
 
     def text_columns(self) -> dict[str, str]:
         return dict(self.places)
@@ -121,11 +134,15 @@ class ColumnData(TextData):
 
     def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
         key, found = self.places[name], list[str]()
-        if key not in self.task.conversations:
+        if key in self.task.conversations:
+            read = self.task.read_conversation
+        elif key in self.task.values:
+            read = read_value
+        else:
             return text_column(values, name, key, bad)
         for index, value in enumerate(values):
             try:
-                found.append(self.task.read_conversation(value, name, key))
+                found.append(read(value, name, key))
             except RowError as error:
                 bad(index, str(error))
                 found.append("")
@@ -138,6 +155,18 @@ class ColumnData(TextData):
         task, arguments = self.task, self.task.encoding_arguments()
         encode = StreamedRows(self, model.tokenizer, task.encode, task.build_dataset, arguments, labels)
         return self.stream.datasets(run, datasets, encode)
+
+
+def read_value(value: Any, name: str, key: str) -> str:
+    """The JSON of a value of the column ``name``, which ``data.<key>`` names.
+
+    Raises:
+        RowError: JSON has no such value.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise RowError(f"column {name!r} (data.{key}) holds {show(value)}, expected a value of JSON.") from None
 
 
 def name_row_errors(rows: Iterator[list[int]], bad: Bad) -> Iterator[list[int]]:
@@ -232,6 +261,8 @@ class TextTask(Plugin):
         columns: Options of ``data`` that name one column of texts each. Each text is a sequence of its own.
         inputs: Those of ``columns`` that a file to predict has; empty: the first one.
         conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
+        values: Those of ``columns`` that hold values of any JSON type. Such an option names a column, a list of columns, or
+            null. ``encode`` gets the JSON of each value, and ``data.names_of(option)`` are the columns.
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
             ``labels``: class ids (rows,) int64, or numbers (rows,) float32.
         auto_class: The Auto class of transformers that builds the model.
@@ -250,6 +281,7 @@ class TextTask(Plugin):
     columns: ClassVar[tuple[str, ...]] = ("text",)
     inputs: ClassVar[tuple[str, ...]] = ()
     conversations: ClassVar[tuple[str, ...]] = ()
+    values: ClassVar[tuple[str, ...]] = ()
     labels: ClassVar[str] = "none"
     auto_class: ClassVar[str] = "AutoModel"
     unused_modules: ClassVar[tuple[str, ...]] = ("pooler",)

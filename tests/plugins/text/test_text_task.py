@@ -451,3 +451,87 @@ def test_a_head_for_classes_keeps_the_ids_of_a_checkpoint():
     assert second.datasets["train"].labels.tolist()[:3] == [1, 0, 1]
     assert torch.equal(second.unwrap_model().classifier.weight, model.classifier.weight)
     assert "sequence_lengths" not in next(iter(second.train_loader.steps()))[0].inputs
+
+
+VALUES_TASK = """
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fastloop import Output, hookimpl, option
+from fastloop_plugins.text import Data, Model, Sequences, TextTask, compute
+
+
+@dataclass(kw_only=True)
+class ValueData(Data):
+    extra: str | list[str] | None = option("Columns of values.", default=None)
+
+
+class Rows(Sequences):
+    def __init__(self, split):
+        super().__init__(split.ids, split.lengths)
+        starts = self.ends - split.lengths
+        self.starts, self.lengths = starts + 1, split.ids[starts].astype("int64")
+
+    def __getitem__(self, index):
+        start = self.starts[index]
+        return {"input_ids": self.ids[start : start + self.lengths[index]]}
+
+    def values(self, index):
+        start = self.starts[index] + self.lengths[index]
+        return json.loads(bytes(self.ids[start : self.ends[index]].astype("uint8")))
+
+
+class Valued(TextTask):
+    name = "valued"
+    columns = ("text", "extra")
+    values = ("extra",)
+    sections = {"model": Model, "data": ValueData}
+    description = "reads values"
+
+    @staticmethod
+    def encode(tokenizer, rows, arguments):
+        for row in rows:
+            text, *values = (row,) if isinstance(row, str) else row
+            ids = tokenizer(text)["input_ids"]
+            yield [len(ids), *ids, *("[" + ",".join(values) + "]").encode()]
+
+    @staticmethod
+    def build_dataset(split, arguments):
+        return Rows(split)
+
+    @hookimpl
+    def compute_loss(self, model, batch):
+        return Output(compute(model, batch).last_hidden_state.square().mean())
+"""
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (None, [[], []]),
+        ("answer", [[3], [None]]),
+        (["kind", "answer"], [[{"a": [1, "é"]}, 3], [True, None]]),
+    ],
+    ids=["none", "one", "two"],
+)
+def test_values_of_any_json_type_reach_a_task(extra, expected):
+    Path("valued.py").write_text(VALUES_TASK)
+    rows = [{"text": "red dog", "kind": {"a": [1, "é"]}, "answer": 3}, {"text": "blue cat", "kind": True}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"files": {"train": "rows.jsonl"}, "validation_fraction": 0, "extra": extra}
+    run = build(resolve(recipe(task="valued.py:Valued", data=data)))
+    dataset = run.datasets["train"]
+    assert [dataset.values(index) for index in range(2)] == expected
+    task = next(plugin for plugin in run.plugins if plugin.name == "valued")
+    assert task.data.names_of("extra") == ([extra] if isinstance(extra, str) else extra or [])
+
+
+def test_a_value_that_json_lacks_is_refused():
+    Path("valued.py").write_text(VALUES_TASK)
+    Path("rows.py").write_text(
+        "import datetime\ndef rows():\n    return {'train': [{'text': 'red', 'day': datetime.date(2020, 1, 2)}]}\n"
+    )
+    data = {"files": None, "module": "rows.py:rows", "validation_fraction": 0, "extra": "day"}
+    with pytest.raises(RecipeError, match=r"row 1: column 'day' \(data.extra\) holds datetime.date\(2020, 1, 2\)"):
+        build(resolve(recipe(task="valued.py:Valued", data=data)))

@@ -54,10 +54,10 @@ Kinds of hooks:
 An implementation takes only the arguments it needs. To run code around a hook, mark the implementation
 ``@hookimpl(wrapper=True)``. ``environment``, ``configure``, chain hooks, ``save_state``, ``load_state`` and
 ``teardown`` cannot be wrapped. ``Plugin.hookspecs`` declares more hooks. With several processes, every hook except
-``log_scalars`` fires on each process, with the same counters, metrics and requests. A request of one process
-(``run.state.request_stop``) applies to all. Every process must call collective operations (``run.full_state_dict()``,
-``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files, and checkpoints hold only its result of
-``save_state``.
+``log_scalars`` and ``log_rows`` fires on each process, with the same counters, metrics and requests. A request of one
+process (``run.state.request_stop``) applies to all. Every process must call collective operations
+(``run.full_state_dict()``, ``run.processes.all_reduce_sum``). Only ``run.is_main`` writes files, and checkpoints hold
+only its result of ``save_state``.
 """
 
 from __future__ import annotations
@@ -248,6 +248,12 @@ def log_scalars(run: Run, scalars: Mapping[str, float], step: int) -> None:
     before an evaluation, a save or the end of the epoch. So read ``step``, not ``run.state.step``. A plugin that must
     act in that step declares ``waits_for_scalars``; the host then waits for the device at each log point.
     """
+
+
+@hookspec
+def log_rows(run: Run, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+    """Rows that a plugin gave to ``run.log_rows``, such as prompts with the answers of the model: column -> JSON value.
+    Fires at once, on the main process only, so call no collective operation."""
 
 
 @hookspec

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache
 from itertools import chain, repeat
@@ -301,6 +303,32 @@ class Run:
                 reduction, or (at a log point) processes logged different names.
         """
         self.scalars.add(name, value, reduce, self.device)
+
+    def log_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Log rows of values, such as prompts with the answers of the model. Plugins receive them at once, in the hook
+        ``log_rows``: `log` appends them to ``rows/NAME.jsonl`` in the run folder.
+
+        Rows of other processes than the main one are ignored.
+
+        Args:
+            name: A name for all rows of this kind, such as ``samples``: small letters, digits, ``-`` and ``_``.
+            rows: Column -> a value of JSON.
+
+        Raises:
+            PluginError: The name has other characters, or a row holds a value that JSON has not.
+        """
+        if not self.is_main:
+            return
+        if re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) is None:
+            raise PluginError(
+                f"run.log_rows: found the name {name!r}, expected small letters, digits, - and _, such as 'samples'."
+            )
+        for row in rows:
+            try:
+                json.dumps(row)
+            except (TypeError, ValueError) as error:
+                raise PluginError(f"run.log_rows({name!r}): a row is no JSON: {error}. Convert its values.") from None
+        self.hooks.log_rows(run=self, name=name, rows=rows, step=self.state.step)
 
     @property
     def interrupted(self) -> str | None:

@@ -165,6 +165,18 @@ def test_the_best_value_is_that_of_the_modes_which_the_runs_recorded(modes, best
     assert [cell.text for cell in cells if cell.best] == ([best] if best else [])
 
 
+def test_report_shows_the_newest_rows_of_each_name(folders, monkeypatch):
+    rows = Path(folders[0], "rows")
+    rows.mkdir()
+    lines = [{"step": 2, "answer": "an old one"}, {"step": 4, "answer": "<b>new</b>"}, {"step": 4, "score": [1]}]
+    (rows / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert report(monkeypatch, folders[0]) == 0
+    page = Path("report.html").read_text()
+    assert "Rows: samples of" in page
+    assert "&lt;b&gt;new&lt;/b&gt;" in page
+    assert "an old one" not in page
+
+
 def test_report_needs_no_network_or_script(folders, monkeypatch):
     report(monkeypatch, *folders)
     text = Path("report.html").read_text()

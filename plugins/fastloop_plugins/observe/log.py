@@ -7,7 +7,8 @@
 A log point has the step, the epoch from 1 and, over the steps since the last one, the mean ``loss``,
 ``samples_per_second`` and ``tokens_per_second``. ``grad_norm`` is the total 2-norm of its own step's gradients before
 clipping (null: infinite), ``lr`` the learning rate, ``memory_bytes`` what the device holds. An evaluation is an object
-with its ``split``.
+with its ``split``. Rows of ``run.log_rows``, such as samples of generated texts, are in ``rows/NAME.jsonl``, with their
+step.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import logging
 import math
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, __version__, hookimpl
@@ -64,6 +66,7 @@ class Log(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.offset = 0  # where the last line that was written ends
+        self.row_offsets: dict[str, int] = {}  # the same for each file of rows
         self.lost = False
         self.metrics: IO[bytes] | None = None
         self.handler: logging.Handler | None = None
@@ -85,6 +88,9 @@ class Log(Plugin):
         # a resumed run repeats the steps after its last checkpoint
         self.metrics.truncate(min(self.offset, path.stat().st_size))
         self.offset = self.metrics.seek(0, os.SEEK_END)
+        for file in (run.folder / "rows").glob("*.jsonl"):
+            with open(file, "ab", opener=no_follow) as opened:
+                opened.truncate(min(self.row_offsets.get(file.stem, 0), file.stat().st_size))
         self.handler = _LogFile(run.folder / "log.txt")
         self.handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         logger.addHandler(self.handler)
@@ -102,6 +108,18 @@ class Log(Plugin):
             self.write(run, step, named)
 
     @hookimpl
+    def log_rows(self, run: Run, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        lines = [json.dumps({"step": step, **row}, ensure_ascii=False) + "\n" for row in rows]
+        path = run.folder / "rows" / f"{name}.jsonl"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with open(path, "ab", opener=no_follow) as file:
+                file.write("".join(lines).encode())
+                self.row_offsets[name] = file.tell()
+        except OSError as error:
+            self.warn_once(path, error)
+
+    @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
         self.sync()
         summary["versions"] = self.versions
@@ -109,14 +127,15 @@ class Log(Plugin):
     @hookimpl
     def save_state(self) -> dict[str, Any]:
         self.sync()  # a checkpoint must not be ahead of the log after a loss of power
-        return {"offset": self.offset}
+        return {"offset": self.offset, "rows": dict(self.row_offsets)}
 
     @hookimpl
     def load_state(self, state: dict[str, Any]) -> None:
         from fastloop.checkpoint.form import check_form
 
-        check_form(state, {"offset": 0})
-        self.offset = state["offset"]
+        rows = state.get("rows", {})  # earlier checkpoints have none
+        check_form({"offset": state.get("offset"), "rows": [*rows.values()]}, {"offset": 0, "rows": [0]})
+        self.offset, self.row_offsets = state["offset"], dict(rows)
 
     @hookimpl(trylast=True)
     def teardown(self) -> None:  # last, to record the errors of other plugins' teardown
@@ -150,6 +169,10 @@ class Log(Plugin):
             self.metrics.flush()  # lines that a full disk rejects are written with the next line
             self.offset = self.metrics.tell()
         except OSError as error:
-            if not self.lost:
-                logger.warning("log: %s cannot be written: %s. Lines may be lost", run.folder / "metrics.jsonl", error)
-            self.lost = True
+            self.warn_once(run.folder / "metrics.jsonl", error)
+
+    def warn_once(self, path: Path, error: OSError) -> None:
+        """Log the first file that cannot be written."""
+        if not self.lost:
+            logger.warning("log: %s cannot be written: %s. Lines may be lost", path, error)
+        self.lost = True

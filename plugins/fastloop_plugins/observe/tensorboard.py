@@ -1,4 +1,4 @@
-"""Writes all logged values and metrics for TensorBoard to ``tensorboard/`` in the run folder.
+"""Writes all logged values, metrics and rows for TensorBoard to ``tensorboard/`` in the run folder.
 
     plugins:
       - tensorboard
@@ -9,7 +9,8 @@ View them with ``tensorboard --logdir runs``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Package, Plugin, hookimpl
@@ -27,7 +28,7 @@ class TensorBoard(Plugin):
     name = "tensorboard"
     read_only = True
     requirements = (Package("tensorboard", ">=2.18", extra="tensorboard"),)
-    description = "writes curves for TensorBoard"
+    description = "writes curves and samples for TensorBoard"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -56,6 +57,12 @@ class TensorBoard(Plugin):
             self.writer.flush()
 
     @hookimpl
+    def log_rows(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        if self.writer is not None:
+            self.writer.add_text(name, markdown_table(rows), step)
+            self.writer.flush()
+
+    @hookimpl
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:
         if self.writer is not None:
             reason = f": {summary['reason']}" if summary["reason"] else ""
@@ -66,3 +73,14 @@ class TensorBoard(Plugin):
         if self.writer is not None:
             self.writer.close()
             self.writer = None
+
+
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as a table in Markdown: the values of other types than text as JSON."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, ["---"] * len(names)]
+    for row in rows:
+        values = [row.get(name) for name in names]
+        lines.append([value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values])
+    escaped = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in line] for line in lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)

@@ -9,14 +9,15 @@ without its secrets. A resumed run is a new run of the tracker. The plugin ``ten
 
 The tracker's run ends with the status of ``summary.json``: in MLflow, a failed run is FAILED, and one that a signal
 interrupts is KILLED. One that early stopping ends is FINISHED. A name or value that a tracker refuses is replaced or
-cut, and reported once. fastloop's tests read the files of MLflow and offline W&B only.
+cut, and reported once. Rows of ``run.log_rows`` become tables of MLflow, W&B and ClearML. fastloop's tests read the
+files of MLflow and offline W&B only.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,21 @@ class Started:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Log values of a step."""
         self.tracker.log(self.names.metrics(values), step=step)
+
+    def log_rows(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> bool:
+        """Log rows as a table; returns whether the tracker has tables."""
+        columns = list(dict.fromkeys(column for row in rows for column in row))
+        if self.name == "mlflow":
+            import mlflow
+
+            data = {column: [row.get(column) for row in rows] for column in columns}
+            mlflow.log_table({"step": [step] * len(rows), **data}, f"{name}.json")
+            return True
+        if not hasattr(self.tracker, "log_table"):
+            return False
+        cells = [[row.get(column) for column in columns] for row in rows]
+        self.tracker.log_table(name, columns=columns, data=cells, step=step)
+        return True
 
     def finish(self, status: str, reason: str | None) -> None:
         """End the tracker's run.
@@ -107,6 +123,7 @@ class Trackers(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.started: list[Started] = []
+        self.without_tables = set[tuple[str, str]]()  # trackers and names of rows that the log has named
         self.status = "failed"  # unless the summary has another one
         self.reason: str | None = None
 
@@ -145,6 +162,13 @@ class Trackers(Plugin):
     def log_scalars(self, scalars: Mapping[str, float], step: int) -> None:
         for started in self.started:
             started.log(scalars, step)
+
+    @hookimpl
+    def log_rows(self, name: str, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        for started in self.started:
+            if not started.log_rows(name, rows, step) and (started.name, name) not in self.without_tables:
+                self.without_tables.add((started.name, name))
+                logger.info("trackers: %s has no tables, so it does not get the rows of %r", started.name, name)
 
     @hookimpl(trylast=True)
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ PLACES = {
     "Model": "model",
     "OtherModel": "model",
     "Ragged": "batches",
-    "RowError": "task",
+    "RowError": "streaming.rows",
     "Sequences": "batches",
     "Split": "tokens",
     "TextTask": "task",

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import Plugin, RecipeError, hookimpl
-from fastloop.errors import DataError
 from fastloop_plugins.models.checks import shortest
 from fastloop_plugins.models.label_order import name_classes
-from fastloop_plugins.rows.drop import with_drop_line
-from fastloop_plugins.rows.paths import format_of
 from fastloop_plugins.rows.splits import Rows
-from fastloop_plugins.rows.table import Bad, RowError, show, text_column
-from fastloop_plugins.text.columns import column_names, each_text
+from fastloop_plugins.rows.table import Bad
+from fastloop_plugins.text.column_data import ColumnData
+from fastloop_plugins.text.columns import each_text
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.model import TextModel
 from fastloop_plugins.text.options import padded_traits
+from fastloop_plugins.text.streaming.rows import name_row_errors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
     from fastloop import Batch, Run, Trait
     from fastloop.recipe import Recipe
     from fastloop_plugins.models.label_order import LabelOrder
-    from fastloop_plugins.rows.index import Row
     from fastloop_plugins.text.batches import Ragged, Sequences
     from fastloop_plugins.text.samples import Sample
     from fastloop_plugins.text.tokens import Split
@@ -76,110 +73,6 @@ class AnyModel(TextModel):
             )
 
 
-class ColumnData(TextData):
-    """The ``data`` section of a ``TextTask``: texts in one column, or in several that are tokenized by themselves.
-
-    Args:
-        task: Its ``columns``, ``labels`` and ``sections`` define what is read.
-    """
-
-    def __init__(self, recipe: Recipe, task: TextTask) -> None:
-        self.section = task.sections["data"]  # type: ignore[misc]
-        self.task, self.subject = task, f"the task {task.name!r}"
-        given = recipe.data.get("label") is not None
-        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
-        self.columns = [name for name, key in self.places.items() if key in task.prediction_columns()]
-        for path in self.every_file() if len(self.places) > 1 else ():
-            if format_of(path)[0] == ".txt":
-                raise RecipeError(
-                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(self.places)}. Use "
-                    "another format."
-                )
-
-    def find_columns(self) -> list[str]:
-        self.places = places = dict[str, str]()
-        for key in self.task.columns:
-            where = f"{self.where}.{key}"
-            for name in self._named(key, where):
-                if name in places:
-                    raise RecipeError(
-                        f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
-                    )
-                places[name] = key
-        return super().find_columns()
-
-    def _named(self, key: str, where: str) -> list[str]:
-        """The columns that an option names: one of texts, or any number of values."""
-        given = getattr(self.options, key)
-        if key in self.task.values:
-            return [] if given is None else column_names(given, where)
-        if given is None:
-            raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
-        if not isinstance(given, str):
-            raise RecipeError(f"{where}: found {given!r}, expected a column: {self.subject} reads one here.")
-        return [given]
-
-    def names_of(self, key: str) -> list[str]:
-        """The columns that the option ``data.<key>`` names."""
-        return [name for name, option in self.places.items() if option == key]
-
-    def text_columns(self) -> dict[str, str]:
-        return dict(self.places)
-
-    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
-        found = dict[str, list[Any]]()
-        for name, values in zip(self.places, columns, strict=True):
-            found[name] = self.read_column(values, name, with_drop_line(bad, name, values))
-        return found
-
-    def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
-        key, found = self.places[name], list[str]()
-        if key in self.task.conversations:
-            read = self.task.read_conversation
-        elif key in self.task.values:
-            read = read_value
-        else:
-            return text_column(values, name, key, bad)
-        for index, value in enumerate(values):
-            try:
-                found.append(read(value, name, key))
-            except RowError as error:
-                bad(index, str(error))
-                found.append("")
-        return found
-
-    def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
-        if self.stream is None:
-            return datasets
-        labels = self.stream.label_table(datasets) if self.labels else {}
-        task, arguments = self.task, self.task.encoding_arguments()
-        encode = StreamedRows(self, model.tokenizer, task.encode, task.build_dataset, arguments, labels)
-        return self.stream.datasets(run, datasets, encode)
-
-
-def read_value(value: Any, name: str, key: str) -> str:
-    """The JSON of a value of the column ``name``, which ``data.<key>`` names.
-
-    Raises:
-        RowError: JSON has no such value.
-    """
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):
-        raise RowError(f"column {name!r} (data.{key}) holds {show(value)}, expected a value of JSON.") from None
-
-
-def name_row_errors(rows: Iterator[list[int]], bad: Bad) -> Iterator[list[int]]:
-    """Yield these rows, and call ``bad`` with the number and problem of the one whose ``RowError`` ends them."""
-    count = 0
-    try:
-        for row in rows:
-            yield row
-            count += 1
-    except RowError as error:
-        bad(count, str(error))
-
-
 def refuse_row(data: TextData, row: Any, problem: str) -> None:
     """Raise an error that names a row in memory, by its content. Reads the rows again, to find the first such one."""
     for part in (part for parts in data._read().values() for part in parts):
@@ -187,44 +80,6 @@ def refuse_row(data: TextData, row: Any, problem: str) -> None:
         if row in rows:
             raise RecipeError(f"{part.row(rows.index(row) + 1)}: {problem}")
     raise RecipeError(f"{data.where}: {problem}")
-
-
-class StreamedRows:
-    """Turns streamed rows into samples, in the data workers.
-
-    Args:
-        encode: As ``TextTask.encode``.
-        build: As ``TextTask.build_dataset``.
-        arguments: The arguments of both.
-        table: Label in the files -> label of a sample.
-    """
-
-    def __init__(
-        self,
-        data: TextData,
-        tokenizer: Any,
-        encode: Callable[[Any, Sequence[Any], Mapping[str, Any]], Iterator[list[int]]],
-        build: Callable[[Split, Mapping[str, Any]], Any],
-        arguments: Mapping[str, Any],
-        table: Mapping[Any, Any] | None = None,
-    ) -> None:
-        from fastloop_plugins.text.streaming.dataset import LabelReader
-
-        self.data, self.tokenizer, self.arguments = data, tokenizer, arguments
-        self.encode, self.build = encode, build
-        self.labels = LabelReader(data, table or {}) if data.labels else None
-
-    def __call__(self, rows: list[Row], names: list[str]) -> list[dict[str, Any]]:
-        from fastloop_plugins._cache import flat
-        from fastloop_plugins.text.tokens import Split
-
-        def bad(index: int, problem: str) -> None:
-            raise DataError(f"{names[index]}: {problem}")
-
-        ids = self.encode(self.tokenizer, self.data.parse_rows(rows, names), self.arguments)
-        labels = None if self.labels is None else self.labels.read(rows, names)
-        samples = self.build(Split(*flat(name_row_errors(ids, bad)), labels), self.arguments)
-        return [samples[index] for index in range(len(samples))]
 
 
 def longest_and_shortest(dataset: Any) -> list[dict[str, Any]]:
@@ -261,7 +116,7 @@ class TextTask(Plugin):
         columns: Options of ``data`` that name one column of texts each. Each text is a sequence of its own.
         inputs: Those of ``columns`` that a file to predict has; empty: the first one.
         conversations: Those of ``columns`` that hold conversations. ``encode`` gets the JSON of a ``Chat`` for each.
-        values: Those of ``columns`` that hold values of any JSON type. Such an option names a column, a list of columns, or
+        values: Those of ``columns`` that hold values of any JSON type. Such an option names one, several, or
             null. ``encode`` gets the JSON of each value, and ``data.names_of(option)`` are the columns.
         labels: Whether rows have labels, which ``data.label`` names: none, optional or required. A batch then has
             ``labels``: class ids (rows,) int64, or numbers (rows,) float32.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ def render(found: Found, title: str) -> str:
         charts=[chart for chart in drawn if isinstance(chart, Chart)],
         panels=[chart for chart in drawn if isinstance(chart, Panel)],
         tables=_tables(found.runs),
+        rows=[(run.name, name, rows_table(rows)) for run in found.runs for name, rows in run.rows.items() if rows],
         evaluations=[shown for run in found.runs for shown in shown_evaluations(run)],
         sweeps=[(name, sweeps.table(record), sweeps.plots(record)) for name, record in found.sweeps],
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
@@ -111,6 +113,17 @@ def final_metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
         shown = [Cell("" if value is None else number(value), value is not None and value == best) for value in values]
         rows.append((f"{split} {name}", shown))
     return rows
+
+
+def rows_table(rows: list[dict[str, Any]]) -> Table:
+    """Rows of ``run.log_rows``, with their step first."""
+    names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
+    lines = []
+    for row in rows:
+        values = [row.get(name) for name in names]
+        texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
+        lines.append((str(row["step"]), [Cell(text) for text in texts]))
+    return Table("step", names, lines)
 
 
 def charts(runs: list[Trained]) -> list[Chart | Panel]:

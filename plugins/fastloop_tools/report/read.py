@@ -16,6 +16,8 @@ from fastloop_tools.report.metrics import MALFORMED, Series, read_log
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
 """The file that a folder has instead of a run -> its part of ``Found``."""
+MOST_ROWS = 20
+"""Most rows of ``run.log_rows`` on the page, for each name."""
 EVALUATIONS = "evaluation"
 """The folder in a run folder with results of ``fastloop evaluate``."""
 
@@ -76,6 +78,7 @@ class Trained:
         name: A short name, unique on the page.
         lines: Value -> its series, by the names in ``metrics.jsonl``: ``loss``, ``samples_per_second``, ...,
             ``validation accuracy``.
+        rows: Name -> the last rows of ``run.log_rows``: those of the newest step.
     """
 
     folder: Path
@@ -84,6 +87,7 @@ class Trained:
     recipe: dict[str, Any] = field(default_factory=dict)
     lines: dict[str, Series] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
+    rows: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -172,8 +176,23 @@ def _run(folder: Path, name: str) -> Trained:
     run.recipe = recipe if isinstance(recipe, dict) else {}
     if (path := folder / "metrics.jsonl").is_file():
         run.lines = read_log(path)
+    run.rows = {path.stem: read_last_rows(path) for path in sorted((folder / "rows").glob("*.jsonl"))}
     run.evaluations = [read_evaluation(path) for path in sorted((folder / EVALUATIONS).glob("*.json"))]
     return run
+
+
+def read_last_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of the newest step in a file of ``run.log_rows``, at most ``MOST_ROWS``.
+
+    Raises:
+        UsageError: The file cannot be read.
+    """
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    except (OSError, *MALFORMED) as error:
+        raise UsageError(f"{path}: cannot be read: {error}.") from None
+    return last[:MOST_ROWS]
 
 
 def read_evaluation(path: Path) -> Evaluation:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fastloop
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, PluginError, hookimpl
 from fastloop_plugins.observe.log import _LogFile
 
 
@@ -141,3 +141,50 @@ def test_summary_has_the_versions_that_ran(tiny_run):
         "torch": torch.__version__.partition("+")[0],
         "accelerate": accelerate.__version__,
     }
+
+
+class Samples(Plugin):
+    """Logs rows in every third step."""
+
+    name = "samples"
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        if run.state.step % 3 == 0:
+            run.log_rows("samples", [{"prompt": f"step {run.state.step}", "ids": [1, None]}, {"prompt": "ä|b"}])
+
+
+def sample_lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "rows" / "samples.jsonl").read_text().splitlines()]
+
+
+def test_rows_are_in_a_file_of_their_name(tiny_run):
+    folder = tiny_run(["log", Samples()]).trainer.run.folder
+    rows = sample_lines(folder)
+    assert [row["step"] for row in rows] == [3, 3, 6, 6, 9, 9, 12, 12, 15, 15, 18, 18]
+    assert rows[:2] == [{"step": 3, "prompt": "step 3", "ids": [1, None]}, {"step": 3, "prompt": "ä|b"}]
+
+
+def test_a_resumed_run_repeats_no_rows(tiny_run):
+    whole = sample_lines(tiny_run(["log", Samples()], output="whole").trainer.run.folder)
+    first = tiny_run(["log", Samples()], output="run", epochs=1, save_every=9)
+    with (first.trainer.run.folder / "rows" / "samples.jsonl").open("a") as file:
+        file.write('{"step": 10, "prompt": "after the checkpoint"}\n')
+    assert sample_lines(tiny_run(["log", Samples()], output="run", resume=True).trainer.run.folder) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "problem"),
+    [("../samples", {"a": 1}, "'../samples'"), ("samples", {"a": object()}, "JSON"), ("", {}, "''")],
+)
+def test_rows_that_no_file_can_hold_are_refused(tiny_run, name, row, problem):
+    class Wrong(Plugin):
+        name = "wrong"
+
+        @hookimpl
+        def after_step(self, run: Any) -> None:
+            run.log_rows(rows_name, [row])
+
+    rows_name = name
+    with pytest.raises(PluginError, match=problem):
+        tiny_run(["log", Wrong()])

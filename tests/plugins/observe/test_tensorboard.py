@@ -71,3 +71,26 @@ def test_a_missing_extra_is_an_error_that_names_the_install_command(tiny_run, mo
         PluginError, match=r"'tensorboard' needs tensorboard>=2\.18, .*pip install 'fastloop-train\[tensorboard\]'"
     ):
         tiny_run(["tensorboard"])
+
+
+def test_rows_are_tables(tiny_run):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Samples(Plugin):
+        name = "samples"
+
+        @hookimpl
+        def after_fit(self, run) -> None:
+            run.log_rows("samples", [{"prompt": "a|b", "answer": "one\ntwo"}, {"prompt": "c", "score": 0.5}])
+
+    result = tiny_run(["tensorboard", Samples()])
+    read = EventAccumulator(str(result.trainer.run.folder / "tensorboard"))
+    read.Reload()
+    (point,) = read.Tensors("samples/text_summary")
+    assert point.step == 18
+    assert point.tensor_proto.string_val[0].decode().splitlines() == [
+        "| prompt | answer | score |",
+        "| --- | --- | --- |",
+        "| a\\|b | one<br>two | null |",
+        "| c | null | 0.5 |",
+    ]

@@ -25,13 +25,15 @@ TRACKERS_OWN_WARNINGS = pytest.mark.filterwarnings("ignore")
 
 
 class Logs(Plugin):
-    """Logs a value of its own."""
+    """Logs a value of its own, and rows at two steps."""
 
     name = "logs"
 
     @hookimpl
     def after_step(self, run: Any) -> None:
         run.log("logs/step", run.state.step, reduce="max")
+        if run.state.step in (6, 12):
+            run.log_rows("samples", [{"prompt": "a", "answer": "b"}, {"prompt": f"step {run.state.step}"}])
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,9 @@ def test_mlflow_reads_the_run_back_from_sqlite(tiny_run, tmp_path, mlflow_client
     }.items() <= run.data.params.items()
     assert {*CURVES, "logs/step", "validation/loss", "summary/steps"} <= run.data.metrics.keys()
     assert run.data.metrics["summary/steps"] == 18
+    table = mlflow.load_table("samples.json", run_ids=[run.info.run_id])
+    assert table["step"].tolist() == [6, 6, 12, 12]
+    assert table["prompt"].tolist() == ["a", "step 6", "a", "step 12"]
     points = [(point.step, point.value) for point in mlflow_client.get_metric_history(run.info.run_id, "train/loss")]
     assert [step for step, _ in points] == [6, 12, 18]
     assert [value for _, value in points] == pytest.approx(
@@ -142,6 +147,7 @@ def test_wandb_offline_reads_the_run_back(tiny_run, tmp_path, wandb_offline):
     assert names == {("tiny", "first")}
     assert {*CURVES, "logs/step", "validation/loss", "summary/steps"} <= history.keys()
     assert list(map(float, history["logs/step"])) == [6, 12, 18]
+    assert any(name.startswith("samples") for name in history)
     assert "train.log_every" in config
 
 

@@ -20,7 +20,8 @@ from fastloop_plugins.tasks.tags.words import encode_rows
 from fastloop_plugins.text.batches import Ragged, Sequences
 from fastloop_plugins.text.chunks import EmptyTexts
 from fastloop_plugins.text.samples import show_tokens, split_rows
-from fastloop_plugins.text.task import AnyModel, name_row_errors
+from fastloop_plugins.text.streaming.rows import name_row_errors
+from fastloop_plugins.text.task import AnyModel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -22,7 +22,7 @@ from fastloop_plugins.text.forbidden_targets import Target
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.samples import show_tokens, split_rows
 from fastloop_plugins.text.special_tokens import SpecialTokens, end_of, name_tokens, special_tokens
-from fastloop_plugins.text.task import StreamedRows
+from fastloop_plugins.text.streaming.rows import StreamedRows
 from fastloop_plugins.text.tokens import encode
 
 if TYPE_CHECKING:

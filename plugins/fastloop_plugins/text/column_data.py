@@ -1,0 +1,114 @@
+"""The ``data`` section of a ``TextTask``: columns of texts, conversations and values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.rows.drop import with_drop_line
+from fastloop_plugins.rows.paths import format_of
+from fastloop_plugins.rows.table import Bad, RowError, show, text_column
+from fastloop_plugins.text.columns import column_names
+from fastloop_plugins.text.data import TextData
+from fastloop_plugins.text.streaming.rows import StreamedRows
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+    from fastloop_plugins.text.model import TextModel
+    from fastloop_plugins.text.task import TextTask
+
+
+class ColumnData(TextData):
+    """The ``data`` section of a ``TextTask``: texts in one column, or in several that are tokenized by themselves.
+
+    Args:
+        task: Its ``columns``, ``labels`` and ``sections`` define what is read.
+    """
+
+    def __init__(self, recipe: Recipe, task: TextTask) -> None:
+        self.section = task.sections["data"]  # type: ignore[misc]
+        self.task, self.subject = task, f"the task {task.name!r}"
+        given = recipe.data.get("label") is not None
+        super().__init__(recipe, labelled=task.labels == "required" or (task.labels == "optional" and given))
+        self.columns = [name for name, key in self.places.items() if key in task.prediction_columns()]
+        for path in self.every_file() if len(self.places) > 1 else ():
+            if format_of(path)[0] == ".txt":
+                raise RecipeError(
+                    f"{path}: a .txt file has one column, and {self.subject} reads {', '.join(self.places)}. Use "
+                    "another format."
+                )
+
+    def find_columns(self) -> list[str]:
+        self.places = places = dict[str, str]()
+        for key in self.task.columns:
+            where = f"{self.where}.{key}"
+            for name in self._named(key, where):
+                if name in places:
+                    raise RecipeError(
+                        f"{where}: found {name!r}, the column of data.{places[name]} too. Name another column."
+                    )
+                places[name] = key
+        return super().find_columns()
+
+    def _named(self, key: str, where: str) -> list[str]:
+        """The columns that an option names: one of texts, or any number of values."""
+        given = getattr(self.options, key)
+        if key in self.task.values:
+            return [] if given is None else column_names(given, where)
+        if given is None:
+            raise RecipeError(f"{where}: missing. Name a column of texts, such as data.{key}=COLUMN.")
+        if not isinstance(given, str):
+            raise RecipeError(f"{where}: found {given!r}, expected a column: {self.subject} reads one here.")
+        return [given]
+
+    def names_of(self, key: str) -> list[str]:
+        """The columns that the option ``data.<key>`` names."""
+        return [name for name, option in self.places.items() if option == key]
+
+    def text_columns(self) -> dict[str, str]:
+        return dict(self.places)
+
+    def parse(self, columns: Sequence[Sequence[Any]], bad: Bad) -> dict[str, list[Any]]:
+        found = dict[str, list[Any]]()
+        for name, values in zip(self.places, columns, strict=True):
+            found[name] = self.read_column(values, name, with_drop_line(bad, name, values))
+        return found
+
+    def read_column(self, values: Iterable[Any], name: str, bad: Bad) -> list[str]:
+        key, found = self.places[name], list[str]()
+        if key in self.task.conversations:
+            read = self.task.read_conversation
+        elif key in self.task.values:
+            read = read_value
+        else:
+            return text_column(values, name, key, bad)
+        for index, value in enumerate(values):
+            try:
+                found.append(read(value, name, key))
+            except RowError as error:
+                bad(index, str(error))
+                found.append("")
+        return found
+
+    def streamed(self, run: Run, datasets: Mapping[str, Any], model: TextModel) -> Mapping[str, Any]:
+        if self.stream is None:
+            return datasets
+        labels = self.stream.label_table(datasets) if self.labels else {}
+        task, arguments = self.task, self.task.encoding_arguments()
+        encode = StreamedRows(self, model.tokenizer, task.encode, task.build_dataset, arguments, labels)
+        return self.stream.datasets(run, datasets, encode)
+
+
+def read_value(value: Any, name: str, key: str) -> str:
+    """The JSON of a value of the column ``name``, which ``data.<key>`` names.
+
+    Raises:
+        RowError: JSON has no such value.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        raise RowError(f"column {name!r} (data.{key}) holds {show(value)}, expected a value of JSON.") from None

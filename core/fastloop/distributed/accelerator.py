@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop.distributed.groups import check_groups
 from fastloop.distributed.processes import Processes
-from fastloop.distributed.ranks import world_size
+from fastloop.distributed.ranks import check_variables, world_size
 from fastloop.distributed.rendezvous import store_arguments
-from fastloop.errors import PluginError
+from fastloop.errors import PluginError, UsageError
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop.settings import Settings
@@ -30,6 +30,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
 
     Raises:
         PluginError: A plugin set a precision that is not in ``PRECISIONS``; or see ``check_groups``.
+        UsageError: The variables of the launcher do not describe one group of processes.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, PartialState
@@ -40,6 +41,7 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
             f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
             "layers in before_prepare."
         )
+    check_variables(trains=recipe.inference is None)
     processes = world_size() if recipe.inference is None else 1
     check_groups(recipe, settings, processes)
     device = this_machine(recipe.train.device).device
@@ -63,6 +65,11 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
         if handler is not None:
             handlers.append(handler)
     accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=device == "cpu", kwargs_handlers=handlers)
+    if accelerator.num_processes != world_size():  # on an accelerator, it needs the local rank
+        raise UsageError(
+            f"the environment has {world_size()} processes, and torch connected {accelerator.num_processes}. Set "
+            "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, as torchrun and --nproc N do."
+        )
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)
     return accelerator, Processes(accelerator, timeout)

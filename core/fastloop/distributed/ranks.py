@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from fastloop.errors import UsageError
+
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Variables with the number of processes: of torchrun and accelerate, Intel MPI, Open MPI and MVAPICH. Accelerate reads
+them, too."""
+RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
+"""Variables of the same launchers with the index of this process."""
+SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
+"""Variable of Slurm's srun with the number of processes that it started side by side. torch does not read it."""
 LOOPBACK = "127.0.0.1"
 """The address on which the processes of one machine meet. No other machine reaches it."""
 
@@ -29,14 +38,57 @@ def planned(processes: int | None) -> Iterator[None]:
 
 
 def world_size() -> int:
-    """Number of processes, from the variables of torchrun, accelerate, Intel MPI, Open MPI or MVAPICH that Accelerate
-    reads."""
+    """Number of processes, from the variables of a launcher."""
     processes = _planned.get()
     if processes is not None:
         return processes
-    return _from_environment("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE") or 1
+    return _from_environment(*WORLD_SIZES) or 1
 
 
 def rank() -> int:
     """Index of this process, from 0."""
-    return _from_environment("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK") or 0
+    return _from_environment(*RANKS) or 0
+
+
+def check_variables(trains: bool) -> None:
+    """Check that the variables of a launcher describe one group of processes. torch would wait for processes that do
+    not come.
+
+    Args:
+        trains: Whether the run trains a model. Other commands may run side by side on their own.
+
+    Raises:
+        UsageError: A variable is missing, or is wrong.
+    """
+    remedy = "Start the processes with --nproc N or torchrun, which set all variables, or unset them for one process."
+    for name in (*WORLD_SIZES, *RANKS, "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if value and not value.isdecimal():
+            raise UsageError(f"the environment variable {name} is {value!r}, expected a whole number. {remedy}")
+    sizes = [name for name in WORLD_SIZES if os.environ.get(name)]
+    ranks = [name for name in RANKS if os.environ.get(name)]
+    processes = world_size()
+    if processes > 1:
+        missing = [] if ranks else ["RANK"]
+        # Accelerate has a default port for MPI
+        needed = ("MASTER_ADDR", "MASTER_PORT") if sizes[0] == "WORLD_SIZE" else ("MASTER_ADDR",)
+        missing += [name for name in needed if not os.environ.get(name)]
+        if missing:
+            raise UsageError(
+                f"the environment variable {sizes[0]} is {processes}, and {' and '.join(missing)} is not set. Each of "
+                f"several processes needs it. {remedy}"
+            )
+    if rank() >= processes:
+        found = f"{sizes[0]} is {processes}" if sizes else "WORLD_SIZE is not set"
+        raise UsageError(
+            f"the environment variable {ranks[0]} is {rank()}, and {found}. Expected a rank below the number of "
+            f"processes. {remedy}"
+        )
+    tasks = _from_environment(SLURM_TASKS) or 1
+    if trains and tasks > 1 and not sizes:
+        raise UsageError(
+            f"srun started {tasks} tasks ({SLURM_TASKS}), and WORLD_SIZE is not set: each task would train a model of "
+            "its own into the same folder. Start one task on each machine, and in it: fastloop train RECIPE --nproc N "
+            "--nnodes M --node-rank $SLURM_NODEID --master HOST:PORT. Or set WORLD_SIZE, RANK, LOCAL_RANK, "
+            f"MASTER_ADDR and MASTER_PORT. For separate runs, unset {SLURM_TASKS}."
+        )

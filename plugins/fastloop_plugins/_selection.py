@@ -1,8 +1,8 @@
 """Build a run with plugins that another plugin, such as ``auto``, selected; leave out those that fail with its model.
 
-A selected plugin leaves the run if one of its hooks raises while the run is built, or if a trial step fails with it and
-succeeds without it. So a recipe that trains without the selection trains with it. Plugins that a recipe lists, and
-strategies, are never left out.
+A selected plugin leaves the run if one of its hooks raises while the run is built, if the strategy refuses a setting of
+it, or if a trial step fails with it and succeeds without it. So a recipe that trains without the selection trains with
+it. Plugins that a recipe lists, and strategies, are never left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fastloop.data import Loader
 from fastloop.data.datasets import Filler
-from fastloop.errors import PluginCrash
+from fastloop.errors import FastloopError, PluginCrash, PluginError
 from fastloop.estimates import Recommendation
 from fastloop.evaluation_results import evaluating
 from fastloop.plugins.plugin import Numerics, Plugin
@@ -33,6 +33,7 @@ from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import hardware
 from fastloop.runtime.hardware import Machine
+from fastloop.strategy import method_that_raised
 from fastloop_plugins.auto import recommend_beside
 
 log = logging.getLogger("fastloop")
@@ -67,6 +68,18 @@ class SelectedFailure:
 
     plugin: str
     reason: str
+
+
+@dataclass(frozen=True)
+class StrategyRefusal:
+    """The error of a strategy that refused a run while it was built, in one line.
+
+    Attributes:
+        writers: The selected plugins that have set a setting, in call order. One of them may be the cause.
+    """
+
+    reason: str
+    writers: list[str]
 
 
 class SelectedBuild:
@@ -127,20 +140,23 @@ class SelectedBuild:
         discard(before.run)
         return self._build(self._new(left_out), left_out)
 
-    def _build(self, run: Run, left_out: dict[str, str]) -> BuiltRun:
-        """Build a run, and instead of it one without the selected plugins whose hooks raise. Every process must call
-        it.
+    def _build(self, run: Run, left_out: dict[str, str], raises_refusals: bool = False) -> BuiltRun:
+        """Build a run, and instead of it one without the selected plugins whose hooks raise, or whose settings the
+        strategy refuses. Every process must call it.
 
         Args:
             left_out: Plugin -> why it is left out.
+            raises_refusals: Raise what the strategy refuses.
         """
         while True:
-            own_failure = None
+            own_error: Exception | None = None
+            own_failure: SelectedFailure | StrategyRefusal | None = None
             try:
                 self.build(run)
             except Exception as error:
+                own_error = error
                 own_failure = self._blame(run, error)
-                if own_failure is None:
+                if own_failure is None or (raises_refusals and isinstance(own_failure, StrategyRefusal)):
                     raise
             with run.processes.explain_lost_connection():
                 answers = run.processes.all_gather_object(own_failure)
@@ -149,8 +165,28 @@ class SelectedBuild:
                 return BuiltRun(run, left_out)
             discard(run, is_torn_down=own_failure is not None)
             first = failures[0]
+            if isinstance(first, StrategyRefusal):
+                return self._build_accepted(first, own_error or PluginError(first.reason), left_out)
             left_out = left_out | {first.plugin: first.reason}
             run = self._new(left_out)
+
+    def _build_accepted(self, refusal: StrategyRefusal, error: Exception, left_out: dict[str, str]) -> BuiltRun:
+        """Build a run that the strategy does not refuse: without each of the plugins that may be the cause alone, then
+        without all of them.
+
+        Args:
+            error: The refusal, which is raised if the plugins are not its cause.
+        """
+        candidates = [[name] for name in refusal.writers]
+        if len(candidates) > 1:
+            candidates.append(refusal.writers)
+        for names in candidates:
+            without = left_out | dict.fromkeys(names, refusal.reason)
+            try:
+                return self._build(self._new(without), without, raises_refusals=True)
+            except FastloopError:
+                continue
+        raise error
 
     def _new(self, left_out: Collection[str]) -> Run:
         """A run without some of the selected plugins, not built yet."""
@@ -172,8 +208,9 @@ class SelectedBuild:
         )
         return Run(resolved.recipe, resolved.plugins)
 
-    def _blame(self, run: Run, error: Exception) -> SelectedFailure | None:
-        """The failure of the selected plugin whose hook raised an error; None for any other error."""
+    def _blame(self, run: Run, error: Exception) -> SelectedFailure | StrategyRefusal | None:
+        """The failure of the selected plugin whose hook raised an error, or the refusal of the strategy; None for any
+        other error."""
         name = ""
         if isinstance(error, PluginCrash):
             name = error.plugin
@@ -181,10 +218,22 @@ class SelectedBuild:
             failure = run.plugins.manager.take_failure(error)
             if failure is not None:
                 name = failure.plugin.name
-        if not any(plugin.name == name and self._is_selected(plugin) for plugin in run.plugins):
-            return None
         first_line = str(error).partition("\n")[0]
-        return SelectedFailure(name, first_line.removeprefix(f"{self.recipe.where}: plugins.{name}: "))
+        if any(plugin.name == name and self._is_selected(plugin) for plugin in run.plugins):
+            return SelectedFailure(name, first_line.removeprefix(f"{self.recipe.where}: plugins.{name}: "))
+        strategy = run.plugins.strategy
+        raised = name == strategy.name or method_that_raised(strategy, error) is not None
+        if raised and isinstance(error, FastloopError) and not isinstance(error, PluginCrash):
+            return StrategyRefusal(first_line.removeprefix(f"{self.recipe.where}: "), self._writers(run))
+        return None
+
+    def _writers(self, run: Run) -> list[str]:
+        """The selected plugins that have set a setting."""
+        settings = getattr(run, "settings", None)  # missing if the run failed before
+        if settings is None:
+            return []
+        names = set(settings.writers.values())
+        return [plugin.name for plugin in run.plugins if plugin.name in names and self._is_selected(plugin)]
 
     def _finish(self, built: BuiltRun) -> Run:
         """Log the plugins that were left out."""

@@ -16,7 +16,7 @@ from image_helpers import write_images
 from text_helpers import rows
 from training_runs import execute
 
-from fastloop import FastloopError, Plugin, PluginError, Run, Trainer, hookimpl
+from fastloop import FastloopError, Plugin, PluginError, Run, Strategy, Trainer, hookimpl
 from fastloop.errors import PluginCrash
 from fastloop.lifecycle import build
 from fastloop.plugins.resolve import resolve
@@ -338,6 +338,47 @@ def test_a_quick_check_and_a_resumed_run_leave_the_same_plugin_out(cli):
     found = weights(run)
     assert run.state.step == 3
     assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+class Refuses(Strategy):
+    """Takes no fused optimizer, or no bf16.
+
+    Args:
+        setting: ``fused``, ``bf16`` or ``everything``.
+    """
+
+    name = "refuses"
+
+    def __init__(self, setting: str) -> None:
+        super().__init__()
+        self.setting = setting
+
+    @hookimpl
+    def before_prepare(self, run: Run) -> None:
+        if self.setting == "bf16" and run.accelerator.mixed_precision == "bf16":
+            raise PluginError("recipe.yaml: plugins.refuses: takes no bf16")
+
+    def prepare(self, run: Run, model: Any, optimizer: Any) -> tuple[Any, Any]:
+        if self.setting == "everything" or (self.setting == "fused" and optimizer.defaults["fused"]):
+            raise PluginError(f"recipe.yaml: plugins.refuses: takes no {self.setting}")
+        return super().prepare(run, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("setting", "left_out", "kept"), [("fused", "fused-optimizer", "amp"), ("bf16", "amp", "fused-optimizer")]
+)
+def test_a_plugin_leaves_whose_setting_the_strategy_refuses(setting, left_out, kept):
+    recipe = text_recipe("bert", "auto")
+    assert {left_out, kept} <= resolve(recipe, CPU, [Refuses("nothing")]).recipe.selected.keys()
+    execute(make(recipe, Refuses(setting)))
+    trained = load_recipe("run/recipe.yaml").plugins
+    assert left_out not in trained
+    assert kept in trained
+
+
+def test_the_refusal_of_a_strategy_that_no_selected_plugin_causes_is_raised():
+    with pytest.raises(PluginError, match="takes no everything"):
+        make(text_recipe("bert", "auto"), Refuses("everything"))
 
 
 @pytest.mark.slow

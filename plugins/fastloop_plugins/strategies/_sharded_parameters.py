@@ -16,7 +16,7 @@ from fastloop import PluginError
 
 TENSOR_CODE = str(Path(torch.distributed.tensor.__file__).parent)
 """Folder of torch's code for divided tensors."""
-NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._BatchNorm)
+NORMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 """Layers that on a CPU take inputs in fp32 only with weights in fp32."""
 
 
@@ -96,6 +96,18 @@ def _small(group: dict[str, Any]) -> Iterator[nn.Parameter]:
         small = nn.Parameter(ones)
         small.grad = torch.ones_like(small)
         yield small
+
+
+def norms_with_statistics(model: nn.Module) -> list[nn.Module]:
+    """The norms that keep running statistics, such as batch norm. The statistics stay in fp32, and torch's kernels take
+    them only with weights in fp32."""
+    norms: list[nn.Module] = []
+    for module in model.modules():
+        if not isinstance(module, nn.modules.batchnorm._NormBase) or module.running_mean is None:
+            continue
+        if any(True for _ in module.parameters(recurse=False)):
+            norms.append(module)
+    return norms
 
 
 def match_norm_inputs(model: nn.Module) -> None:

@@ -4,8 +4,9 @@
       - fsdp
 
 With ``amp`` in bf16, weights are gathered in bf16, gradients are reduced in fp32, and the weights that the optimizer
-steps stay in fp32. ``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16. ``shard_within: 8``
-shards within groups of 8 processes, such as those of a machine (hybrid sharding). ``cpu_offload`` needs a GPU.
+steps stay in fp32. Norms with running statistics, such as batch norm, are gathered on their own, in fp32.
+``param_dtype: bf16`` without ``amp`` computes all of the forward pass in bf16. ``shard_within: 8`` shards within groups
+of 8 processes, such as those of a machine (hybrid sharding). ``cpu_offload`` needs a GPU.
 
 ``tensor: 4`` also divides each layer over 4 consecutive processes, which train on the same samples
 (`tensor-parallel`); the others shard. With ``shard_within: 4``, too, each 4 processes hold one copy of the model, as
@@ -140,7 +141,12 @@ class FSDP(DividingStrategy):
         from torch.distributed.tensor import Shard
 
         from fastloop_plugins.strategies._memory_layout import shard_dim
-        from fastloop_plugins.strategies._sharded_parameters import match_norm_inputs, refuse_scalars, refuse_ties
+        from fastloop_plugins.strategies._sharded_parameters import (
+            match_norm_inputs,
+            norms_with_statistics,
+            refuse_scalars,
+            refuse_ties,
+        )
 
         config, precision = self.config, run.accelerator.mixed_precision
         if precision not in ("no", "bf16"):
@@ -178,13 +184,17 @@ class FSDP(DividingStrategy):
         meta = MetaInit(run, model) if config.meta_device else None
         # without autocast, dtypes must match between blocks
         inner = policy if precision == "bf16" else replace(policy, output_dtype=None)
+        norms = norms_with_statistics(model) if given == "bf16" else []
+        for norm in norms:
+            fully_shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
         for block in reversed(blocks):  # inner blocks first
             fully_shard(block, reshard_after_forward=config.reshard_after_forward, mp_policy=inner, **options)
         fully_shard(model, mp_policy=policy, **options)
         if meta is not None:
             meta.share("cpu" if config.cpu_offload else run.device)
         remedy = "Use ddp with find_unused_parameters, or leave its class out of plugins.fsdp.blocks."
-        self.order = ModuleOrder(run, model, blocks, remedy) if blocks else None
+        gathered = [*blocks, *norms]
+        self.order = ModuleOrder(run, model, gathered, remedy) if gathered else None
         if config.hold_gradients or config.shard_within is not None:
             name = "set_requires_gradient_sync" if config.hold_gradients else "set_requires_all_reduce"
             model.no_sync = lambda: held_back(getattr(model, name))  # type: ignore[assignment] # Accelerate calls it

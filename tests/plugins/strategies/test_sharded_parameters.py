@@ -99,10 +99,10 @@ def test_parameters_without_dimensions_are_refused():
 class Final(nn.Module):
     """A norm outside the repeated blocks, as in GPT-2 and ViT."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(2)])
-        self.norm = nn.LayerNorm(4)
+        self.norm = norm
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -110,8 +110,18 @@ class Final(nn.Module):
         return self.norm(hidden)
 
 
-def test_a_norm_after_the_blocks_works_in_bf16_on_a_cpu():
-    model = sharded(Final(), "bf16")
+@pytest.mark.parametrize(
+    "norm",
+    [
+        nn.LayerNorm(4),
+        nn.BatchNorm1d(4),
+        nn.BatchNorm1d(4, track_running_stats=False),
+        nn.SyncBatchNorm(4).eval(),
+    ],
+    ids=["layer norm", "batch norm", "batch norm without statistics", "sync batch norm"],
+)
+def test_a_norm_after_the_blocks_works_in_bf16_on_a_cpu(norm):
+    model = sharded(Final(norm), "bf16")
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(3, 4)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())

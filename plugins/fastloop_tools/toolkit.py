@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from fastloop.recipe import make_recipe
     from fastloop.recipe.safe_yaml import load as load_yaml
     from fastloop.runtime.files import write as write_file
-    from fastloop_tools.recipe_text import recipe_text
+    from fastloop_tools.shared.recipe_text import recipe_text
 
 PLACES = {
     "choice": ("fastloop.cli.arguments", "choice"),
     "load_yaml": ("fastloop.recipe.safe_yaml", "load"),
     "make_recipe": ("fastloop.recipe", "make_recipe"),
     "output_file": ("fastloop.cli.arguments", "output_file"),
-    "recipe_text": ("fastloop_tools.recipe_text", "recipe_text"),
+    "recipe_text": ("fastloop_tools.shared.recipe_text", "recipe_text"),
     "write_file": ("fastloop.runtime.files", "write"),
 }
 """Public name -> its module, which is imported at the first use, and its name there."""

@@ -20,12 +20,13 @@ import pytest
 
 from fastloop.cli import main
 from fastloop.errors import UsageError
-from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, number, tick_labels, ticks
+from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, tick_labels, ticks
 from fastloop_tools.report.metrics import MOST, Series, read_log
 from fastloop_tools.report.page import MANY, Bar, final_metrics, scale
 from fastloop_tools.report.read import Trained, read
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
 from fastloop_tools.report.tables import differences, environment
+from fastloop_tools.shared.svg import number
 from fastloop_tools.trials.record import Record
 from fastloop_tools.trials.runs import TrialRun
 

@@ -19,9 +19,10 @@ import yaml
 from inference_runs import CLASSES, texts, train, write_csv, write_recipe
 from text_helpers import TINY_GPT
 
-from fastloop_tools.inference.worst import describe, score
+from fastloop_tools.inference.worst import score
 from fastloop_tools.report.page import MOST_CLASSES
 from fastloop_tools.report.read import read_evaluation
+from fastloop_tools.shared.sample_text import describe_sample
 
 CODE = """
 import torch
@@ -240,11 +241,11 @@ def test_samples_without_a_target_are_left_out():
 
 
 def test_inputs_are_described():
-    assert describe(("a text", 1), None) == "a text"
-    assert describe({"premise": "a", "label": 1}, None) == "premise: a"
-    assert describe((torch.tensor([1.0, 2.5]), 0), None) == "1, 2.5"
-    assert describe((torch.zeros(3, 8, 8), 0), None) == "(3, 8, 8) float32"
-    assert describe(object(), None) is None
+    assert describe_sample(("a text", 1), None) == "a text"
+    assert describe_sample({"premise": "a", "label": 1}, None) == "premise: a"
+    assert describe_sample((torch.tensor([1.0, 2.5]), 0), None) == "1, 2.5"
+    assert describe_sample((torch.zeros(3, 8, 8), 0), None) == "(3, 8, 8) float32"
+    assert describe_sample(object(), None) is None
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 import sys
@@ -52,16 +51,6 @@ def check_name(where: str, name: str, path: Path, wanted: Sequence[str] = ("conf
             )
     elif path.exists() or not is_hub_name(name):
         raise RecipeError(f"{where}: {name}: no such folder, and not a name that the hub could have.")
-
-
-def read_config(file: Path) -> dict[str, Any]:
-    """The JSON object of a model's file, such as ``config.json``; empty if the file cannot be read or holds another
-    value. The library that loads the model reports why."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 @cache

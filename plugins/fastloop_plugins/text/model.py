@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fastloop import RecipeError, option
 from fastloop.options import parse
+from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
 from fastloop_plugins.models.checks import unsupported
 from fastloop_plugins.models.hub import (
@@ -25,7 +26,6 @@ from fastloop_plugins.models.hub import (
     log_new,
     offline,
     quiet,
-    read_config,
 )  # fmt: skip
 from fastloop_plugins.models.label_order import CLASSIFIER, LabelOrder, label_order, name_classes, start_head_fresh
 from fastloop_plugins.models.vocabulary import fit_padding, longest_text, rows_needed, set_pad_id
@@ -139,7 +139,7 @@ class TextModel:
                 self._check_name(named, name)
         config = self.options.config
         if config is None:
-            config = read_config(recipe.find(self.options.name or "") / "config.json")
+            config = read_json_object(recipe.find(self.options.name or "") / "config.json")
         self._check_architecture(config)
         if key == "model" and recipe.inference is None:
             check_known_length(recipe, self.options.config, self.options.name, given, self.where)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import RecipeError
-from fastloop_plugins.models.hub import config_from_scratch, quiet, read_config
+from fastloop.runtime.files import read_json_object
+from fastloop_plugins.models.hub import config_from_scratch, quiet
 from fastloop_plugins.text.options import Data
 
 if TYPE_CHECKING:
@@ -73,4 +74,4 @@ def _read(folder: Path | None, name: str) -> Mapping[str, Any]:
     """The JSON object of a file in a folder; empty if it cannot be read."""
     if folder is None:
         return {}
-    return read_config(folder / name)
+    return read_json_object(folder / name)

@@ -11,9 +11,9 @@ from typing import Any
 from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
 from fastloop.errors import FastloopError, UsageError
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable
+from fastloop_tools.shared.tables import json_safe
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, verdict
-from fastloop_tools.trials.tables import json_safe
 from fastloop_tools.trials.worker import Window
 
 QUALITY_SEEDS = 3

@@ -190,11 +190,11 @@ def write_fastest(
     """
     from fastloop.errors import UsageError
     from fastloop.runtime.files import write
-    from fastloop_tools.bench.plan import check
     from fastloop_tools.bench.selected_recipe import factor, selected_recipe
     from fastloop_tools.bench.selection import Selection
+    from fastloop_tools.shared.changed_recipes import check
+    from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.pairs import TrialRunner
-    from fastloop_tools.trials.tables import dump
 
     resolved = check(recipe)
     recipe = resolved.recipe
@@ -242,9 +242,9 @@ def measure_ablation(
     from fastloop_tools.bench import report
     from fastloop_tools.bench.ablation import Bench
     from fastloop_tools.bench.plan import make_ablation
+    from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.pairs import TrialRunner
     from fastloop_tools.trials.runs import command_line
-    from fastloop_tools.trials.tables import dump
 
     by_reference = {reference: name for name, reference in recipe.references.items()}
     sets = [[by_reference.get(name, name) for name in listed] for listed in sets]

@@ -6,8 +6,8 @@ from statistics import fmean
 from typing import Any
 
 from fastloop.cli.numerics import BROKEN, FAILED
+from fastloop_tools.shared.tables import markdown_table
 from fastloop_tools.trials.measure import LOUD
-from fastloop_tools.trials.tables import markdown_table
 
 READING = (
     "Factors are medians of paired repeats, in real tokens/s if the task counts tokens, with 95% bootstrap intervals. "

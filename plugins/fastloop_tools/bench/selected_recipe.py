@@ -10,7 +10,7 @@ from typing import Any
 
 from fastloop.recipe import Recipe, Train, anchored
 from fastloop_tools.bench.selection import ONCE, Selection, Trial
-from fastloop_tools.recipe_text import recipe_text
+from fastloop_tools.shared.recipe_text import recipe_text
 
 
 def factor(selection: Selection) -> str:

@@ -25,8 +25,8 @@ from fastloop.estimates import StepProfile
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import Recipe
-from fastloop_tools.bench.plan import edited
 from fastloop_tools.profile.suggestions import show_speedup, speedup, suggest
+from fastloop_tools.shared.changed_recipes import edited
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, verdict
 from fastloop_tools.trials.worker import Window

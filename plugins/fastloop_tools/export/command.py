@@ -146,7 +146,7 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
     """
     from fastloop.export.card import ModelCard, is_own, rename
     from fastloop.recipe import Inference
-    from fastloop_plugins.models.hub import read_config
+    from fastloop.runtime.files import read_json_object
     from fastloop_tools.export.card import onnx_card
 
     exported = None
@@ -160,7 +160,7 @@ def write(recipe: Any, model: Path, made: Path, to: str, name: str, source: str)
         model, made, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*(WEIGHTS if to == "onnx" else (".*",)))
     )
     readme = made / "README.md"
-    names = read_config(model / (BASE_CONFIG if to == "adapter" else "config.json")).get("id2label") or {}
+    names = read_json_object(model / (BASE_CONFIG if to == "adapter" else "config.json")).get("id2label") or {}
     labels = {int(index): str(label) for index, label in names.items()}
     if exported is not None:
         readme.write_text(onnx_card(name, source, labels, exported), encoding="utf-8")
@@ -180,7 +180,7 @@ def write_int8(recipe: Any, model: Path, made: Path, to: str) -> None:
         made: The folder of the export.
     """
     from fastloop_tools.export import quantize as int8
-    from fastloop_tools.trials.tables import markdown_table, show_table
+    from fastloop_tools.shared.tables import markdown_table, show_table
 
     before = int8.size_of(made)
 

@@ -134,15 +134,15 @@ def check_model(model: Path, remote: bool) -> None:
         MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     )
 
+    from fastloop.runtime.files import read_json_object
     from fastloop_plugins.models.adapters import is_adapter
-    from fastloop_plugins.models.hub import read_config
 
     if is_adapter(model):
         raise UsageError(
             f"--tasks: {model}: found an adapter, expected a whole model. Merge it first: fastloop export RUN --to "
             "safetensors"
         )
-    config = read_config(model / "config.json")
+    config = read_json_object(model / "config.json")
     known = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(), *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.values()}
     found = config.get("architectures") or ["no transformers model"]
     if not known.intersection(found) and not (remote and "AutoModelForCausalLM" in (config.get("auto_map") or {})):
@@ -198,7 +198,7 @@ def read_results(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 def show_tasks(rows: Sequence[dict[str, Any]]) -> None:
     """Print the results as a table."""
-    from fastloop_tools.trials.tables import show_table
+    from fastloop_tools.shared.tables import show_table
 
     cells = [
         [row["task"], row["metric"], f"{row['value']:.4f}"]

@@ -174,7 +174,7 @@ def show(record: dict[str, Any], json_file: str) -> None:
     from rich.table import Table
 
     from fastloop.runtime.files import write
-    from fastloop_tools.trials.tables import show_table
+    from fastloop_tools.shared.tables import show_table
 
     text = json.dumps(secrets.hidden(record), indent=2) + "\n"
     if json_file == "-":
@@ -216,7 +216,7 @@ def show(record: dict[str, Any], json_file: str) -> None:
 
 def show_worst(rows: list[dict[str, Any]]) -> None:
     """Print the samples that the model got most wrong."""
-    from fastloop_tools.trials.tables import show_table
+    from fastloop_tools.shared.tables import show_table
 
     if not rows:
         typer.echo("--worst: the task gives no score for each class, so there is no order of its samples.")

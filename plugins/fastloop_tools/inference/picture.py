@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from fastloop_tools.report.charts import number, svg
+from fastloop_tools.shared.svg import number, svg
 
 CELL, EDGE, LEGEND, HEAD = 54, 16, 24, 32
 """Pixels of a cell, of the margin, of the line that names rows and columns, and of the title."""

@@ -95,9 +95,9 @@ def default_split(target: str, arguments: Sequence[str]) -> str:
     """
     if any("=" not in argument or argument.startswith("data") for argument in arguments):
         return "test"
-    from fastloop_tools.trials.runs import read_summary
+    from fastloop.runtime.files import read_json_object
 
-    summary = read_summary(Path(target))
+    summary = read_json_object(Path(target) / "summary.json")
     if summary.get("test") or not summary.get("validation"):
         return "test"
     log.info("%s: the run had no test split, so validation is evaluated (--split NAME: another one)", target)

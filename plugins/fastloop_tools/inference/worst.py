@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +13,7 @@ from torch import Tensor
 from fastloop import Run, loop
 from fastloop.evaluation_results import evaluating
 from fastloop_tools.inference.classes import class_names, classifies
-
-FEW_NUMBERS = 16
-"""Inputs of at most this many numbers are shown in full, others by their shape."""
+from fastloop_tools.shared.sample_text import describe_sample
 
 
 class Scored(NamedTuple):
@@ -60,7 +58,7 @@ def worst_samples(run: Run, split: str, count: int) -> list[dict[str, Any]]:
     return [
         {
             "index": one.sample,
-            "input": describe(dataset[one.sample], tokenizer) if hasattr(dataset, "__getitem__") else None,
+            "input": describe_sample(dataset[one.sample], tokenizer) if hasattr(dataset, "__getitem__") else None,
             "target": names[one.target],
             "prediction": names[one.prediction],
             "target_probability": torch.tensor(one.target_score).exp().item(),
@@ -91,21 +89,3 @@ def load_tokenizer(model: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(model, local_files_only=True)
-
-
-def describe(sample: Any, tokenizer: Any) -> str | None:
-    """A sample's input as text: decoded token ids, a text, or few numbers. The shape of a larger tensor; None for
-    anything else."""
-    if isinstance(sample, Mapping):
-        if tokenizer is not None and "input_ids" in sample:
-            return str(tokenizer.decode(sample["input_ids"], skip_special_tokens=True))
-        texts = [f"{key}: {value}" for key, value in sample.items() if isinstance(value, str)]
-        return "\n".join(texts) or None
-    inputs = sample[0] if isinstance(sample, Sequence) and not isinstance(sample, str) and len(sample) == 2 else sample
-    if isinstance(inputs, str):
-        return inputs
-    if isinstance(inputs, Tensor):
-        if inputs.numel() <= FEW_NUMBERS:
-            return ", ".join(f"{value:.4g}" for value in inputs.flatten().tolist())
-        return f"{tuple(inputs.shape)} {str(inputs.dtype).removeprefix('torch.')}"
-    return None

@@ -78,7 +78,7 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop_tools.profile import page
     from fastloop_tools.profile.observe import Observer
     from fastloop_tools.profile.suggestions import suggest
-    from fastloop_tools.trials.tables import dump
+    from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.worker import Spec, WarningCollector, train_short, whole_length
 
     trace = folder / f"rank{ranks.rank()}.trace.json"

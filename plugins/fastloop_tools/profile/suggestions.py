@@ -14,7 +14,7 @@ from fastloop.plugins.resolve import load_listed
 from fastloop.recipe import Recipe
 from fastloop.runtime.hardware import this_machine
 from fastloop_plugins._own_plugins import own_plugins
-from fastloop_tools.bench.plan import edited
+from fastloop_tools.shared.changed_recipes import edited
 from fastloop_tools.trials.statistics import break_even
 
 WORTH = 0.03

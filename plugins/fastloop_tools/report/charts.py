@@ -7,16 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import NamedTuple
 
 from fastloop_tools.report.metrics import Series
+from fastloop_tools.shared.svg import number
 
-TEXT = (
-    "text { font: 13px system-ui, sans-serif; fill: #222; } @media (prefers-color-scheme: dark) { text { fill: "
-    "#ddd; } }"
-)
-"""The style of text in an SVG document."""
 FEW = 20
 """Lines of at most this many points show their points."""
 CHARACTER = 7.7
@@ -229,33 +224,6 @@ def panel(title: str, series: Mapping[str, Series], unit: str = "", first: bool 
 def path(places: Sequence[tuple[float, float]]) -> str:
     """The ``d`` of an SVG path through points."""
     return "M" + "L".join(f"{x} {y}" for x, y in places)
-
-
-def svg(title: str, width: int, height: int, lines: Sequence[str], style: str) -> str:
-    """An SVG document of its own, for light and dark backgrounds.
-
-    Args:
-        lines: Its elements.
-        style: Rules for them, beside those of text.
-    """
-    head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img">'
-    )
-    return (
-        "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{TEXT} {style}</style>", *lines, "</svg>"]) + "\n"
-    )
-
-
-def number(value: float) -> str:
-    """A number as short text."""
-    if not math.isfinite(value):
-        return "-"
-    size = abs(value)
-    for least, unit, digits, suffix in ((1e9, 1e9, 3, "G"), (1e6, 1e6, 4, "M"), (1e4, 1e3, 4, "k")):
-        if size >= least:
-            return f"{value / unit:.{digits}g}{suffix}"
-    return f"{value:.3g}" if size and size < 1e-3 else f"{value:.4g}"
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

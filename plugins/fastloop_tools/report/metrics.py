@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastloop.errors import UsageError
+from fastloop_tools.shared.json_files import MALFORMED
 
 if TYPE_CHECKING:  # `fastloop --help` does not wait for numpy
     import numpy as np
@@ -19,8 +20,6 @@ Points = list[tuple[float, float]]
 """(step, value) of each point."""
 MOST = 300
 """Most points that a series keeps: a line of about one point for each of its pixels on the page."""
-MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
 BLOCK = 2**22
 """Bytes that are read at once."""
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 from fastloop.metric_modes import recorded_mode
 from fastloop_tools.inference.picture import Matrix, draw_matrix
 from fastloop_tools.report import sweeps
-from fastloop_tools.report.charts import Chart, Panel, line_chart, number, panel
+from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.metrics import Series
 from fastloop_tools.report.read import Evaluation, Found, Trained
 from fastloop_tools.report.tables import Cell, Table, differences, environment
+from fastloop_tools.shared.svg import number
 
 if TYPE_CHECKING:
     import jinja2

@@ -12,7 +12,8 @@ from typing import Any
 
 from fastloop.errors import UsageError
 from fastloop.recipe import safe_yaml
-from fastloop_tools.report.metrics import MALFORMED, Series, read_log
+from fastloop_tools.report.metrics import Series, read_log
+from fastloop_tools.shared.json_files import MALFORMED, read_json
 
 RECORDS = {"sweep.json": "sweeps", "bench.json": "ablations", "profile.json": "profiles"}
 """The file that a folder has instead of a run -> its part of ``Found``."""
@@ -211,19 +212,4 @@ def read_evaluation(path: Path) -> Evaluation:
         raise UsageError(
             f"{path}: expected the results that `fastloop evaluate` writes. Evaluate the run again, or remove the file."
         ) from None
-    return found
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        UsageError: The file cannot be read, or holds another value.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}.") from None
-    if not isinstance(found, dict):
-        raise UsageError(f"{path}: expected one JSON object.")
     return found

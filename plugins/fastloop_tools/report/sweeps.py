@@ -8,8 +8,9 @@ from decimal import Decimal
 from statistics import fmean, stdev
 from typing import Any
 
-from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, number, path, value_range
+from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, path, value_range
 from fastloop_tools.report.tables import Cell, Table
+from fastloop_tools.shared.svg import number
 
 SERIES = 6
 """Most lines in a plot. With more combinations of the other values, one line has the means over all of them."""

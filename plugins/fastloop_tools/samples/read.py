@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, hookspec
-from fastloop_tools.inference.worst import describe
+from fastloop_tools.shared.sample_text import describe_sample
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -103,4 +103,4 @@ def describe_samples(run: Run, count: int) -> Iterable[Sample]:
             pairs = list(sample.items())
         elif isinstance(sample, tuple) and len(sample) == 2:
             pairs = [("input", sample[0]), ("target", sample[1])]
-        yield [(str(name), describe(value, None) or f"{value!r:.200}") for name, value in pairs]
+        yield [(str(name), describe_sample(value, None) or f"{value!r:.200}") for name, value in pairs]

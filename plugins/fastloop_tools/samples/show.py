@@ -10,7 +10,7 @@ import rich
 from rich.text import Text
 
 from fastloop.recipe import secrets
-from fastloop_tools.untrusted.listing import visible
+from fastloop_tools.shared.visible_text import visible
 
 if TYPE_CHECKING:
     from fastloop_tools.samples.read import Sample

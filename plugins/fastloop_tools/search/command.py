@@ -86,9 +86,9 @@ def search(
     from fastloop_tools.search import space
     from fastloop_tools.search.study import collect, open_study, read_runs, storage_errors
     from fastloop_tools.search.worker import Worker
+    from fastloop_tools.shared.tables import show_table
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import Trials, monitored
-    from fastloop_tools.trials.tables import show_table
 
     axes, fixed = space.parse(values or ())
     if not axes:
@@ -181,7 +181,7 @@ def check_folder(folder: Path) -> None:
     """
     from fastloop.errors import UsageError
     from fastloop.runtime.files import check_links
-    from fastloop_tools.report.read import read_json
+    from fastloop_tools.shared.json_files import read_json
 
     if not folder.exists():
         return

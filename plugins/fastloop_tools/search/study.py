@@ -21,8 +21,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from fastloop.errors import FastloopError, UsageError
 from fastloop.metric_modes import MetricMode
 from fastloop.recipe import secrets
-from fastloop_tools.report.metrics import MALFORMED
 from fastloop_tools.report.tables import compare, flat
+from fastloop_tools.shared.json_files import MALFORMED
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 
 SQLITE_TIMEOUT = 60

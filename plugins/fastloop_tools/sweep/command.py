@@ -52,9 +52,10 @@ def sweep(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
+    from fastloop.runtime.files import read_json_object
     from fastloop_tools.sweep import grid
     from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import Trials, command_line, read_summary, stop
+    from fastloop_tools.trials.runs import Trials, command_line, stop
 
     parsed, added = grid.parse(values or ()), names(with_)
     options: dict[str, Any] = {"--with": added, "--without": names(without), "--seeds": seeds, "--folds": folds}
@@ -95,7 +96,7 @@ def sweep(
                     raise stop(code)
             trials.check_metric(run)
             if record.mode is None and run.status == "finished":
-                record.mode = trials.read_mode(read_summary(folder / run.name))
+                record.mode = trials.read_mode(read_json_object(folder / run.name / "summary.json"))
                 record.write()
     record.show()
     failed = [run for run in runs if run.status == "failed"]

@@ -13,7 +13,7 @@ from fastloop.cli import startup
 from fastloop.cli.numerics import BOUNDS, BROKEN, NOT_COMPARED, compare
 from fastloop.errors import FastloopError
 from fastloop.recipe import Recipe, make_recipe
-from fastloop_tools.bench.plan import with_only
+from fastloop_tools.shared.changed_recipes import with_only
 from fastloop_tools.trials.measure import LOUD, foreign_load, run_process
 from fastloop_tools.trials.worker import Spec, Window
 

@@ -15,11 +15,10 @@ from fastloop.metric_modes import MetricMode
 from fastloop.recipe import secrets
 from fastloop.runtime import files
 from fastloop_tools.report import sweeps
-from fastloop_tools.report.metrics import MALFORMED
-from fastloop_tools.report.read import read_json
+from fastloop_tools.shared.json_files import MALFORMED, read_json
+from fastloop_tools.shared.tables import show_table
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 from fastloop_tools.trials.statistics import mean_interval
-from fastloop_tools.trials.tables import show_table
 
 
 class Record:

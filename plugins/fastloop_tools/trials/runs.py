@@ -18,6 +18,7 @@ from fastloop.distributed import signals
 from fastloop.errors import UsageError, did_you_mean
 from fastloop.metric_modes import MetricMode, recorded_mode, unknown_mode
 from fastloop.recipe import Recipe, load_recipe, safe_yaml, secrets
+from fastloop.runtime.files import read_json_object
 from fastloop.runtime.step_folders import checkpoints
 
 STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
@@ -130,7 +131,7 @@ class Trials:
         resume = ["--resume="] if checkpoints(output) else []
         code = launch.launch(["train", *self.words, *own, *resume], self.nproc, 1, 0, None, output)
         run.status = "finished" if code == 0 else "stopped" if code in STOPPED else "failed"
-        summary = read_summary(output)
+        summary = read_json_object(output / "summary.json")
         if run.status == "finished":
             run.metrics = dict(summary.get("validation") or {}) or None
             kept = monitored(self.load(run.overrides))[0] == self.monitor
@@ -204,12 +205,3 @@ def monitored(recipe: Recipe) -> tuple[str | None, str, str]:
             metric = str(options.get("monitor", "loss"))
             return metric if plugin == "checkpoint-best" else None, metric, options.get("mode", "auto")
     return None, "loss", "auto"
-
-
-def read_summary(folder: Path) -> dict[str, Any]:
-    """The summary of a run; empty if it has written none."""
-    try:
-        found: dict[str, Any] = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}

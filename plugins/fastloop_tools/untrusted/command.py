@@ -25,7 +25,8 @@ def list_code(arguments: RecipeArguments, json_file: str) -> None:
     """
     from fastloop.errors import RecipeError
     from fastloop.runtime.files import write
-    from fastloop_tools.untrusted.listing import lines, list_recipe, visible
+    from fastloop_tools.shared.visible_text import visible
+    from fastloop_tools.untrusted.listing import lines, list_recipe
 
     loaded = arguments.load()
     secrets.forget()  # else a value of a key like `token` would hide the same text everywhere in the list

@@ -173,9 +173,3 @@ def lines(found: Listing) -> Iterator[str]:
     yield "  " + ", ".join(code.name for code in found.code if code.kind == "default plugin")
     yield from ("", "Files and addresses")
     yield from (f"  {item['key']}: {item['use']} {item['what']}" for item in found.files)
-
-
-def visible(text: str) -> str:
-    """A text without characters that change what a terminal shows, such as escape sequences: ``\\x1b`` instead of
-    them."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)

@@ -11,7 +11,7 @@ import pytest
 
 from fastloop import RecipeError
 from fastloop.recipe import load_recipe, make_recipe, safe_yaml
-from fastloop_tools.recipe_text import inline
+from fastloop_tools.shared.recipe_text import inline
 
 ROOT = Path(__file__).parents[3]
 BOOLEANS = ("no", "No", "NO", "off", "Off", "on", "ON", "yes", "Yes", "true", "True", "false", "FALSE")

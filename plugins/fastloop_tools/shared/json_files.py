@@ -1,0 +1,27 @@
+"""Records that commands write as JSON files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fastloop.errors import UsageError
+
+MALFORMED = (ArithmeticError, AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""Errors of reading a value from a record of another form. Pydantic's is a ``ValueError``."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        UsageError: The file cannot be read, or holds another value.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}.") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: expected one JSON object.")
+    return content

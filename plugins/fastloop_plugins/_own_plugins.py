@@ -1,13 +1,20 @@
-"""The plugins of fastloop's own package, from which `auto` and other commands choose."""
+"""The plugins of the fastloop project and of packages that a recipe names, from which `auto` and others choose."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
+from packaging.utils import canonicalize_name
+
+from fastloop.errors import RecipeError, did_you_mean
 from fastloop.plugins.declarations import warn_once
-from fastloop.plugins.installed import installed, is_own, name_and_version
+from fastloop.plugins.installed import distribution_name, installed, is_own, name_and_version
+from fastloop.plugins.packages import PACKAGES
 
 
 def own_plugins() -> list[str]:
-    """Names of the plugins that fastloop itself installs. Other packages are not imported before a recipe names them.
+    """Names of the plugins of fastloop and of the installed packages of the project. The name of their distribution
+    decides. Other packages are not imported before a recipe names them.
 
     Leaves out, with a warning, each name that another package uses, too.
     """
@@ -24,3 +31,44 @@ def own_plugins() -> list[str]:
                 f"commands leave out fastloop's. Uninstall that package, or list {key!r} in the recipe."
             )
     return [name for name, point in table.items() if is_own(point) and name == point.name]
+
+
+def plugins_of_packages(packages: Iterable[str], place: str) -> dict[str, str]:
+    """Plugin -> its distribution, for the plugins of other packages that a recipe names.
+
+    Leaves out, with a warning, a name that several packages use: a recipe lists such a plugin as ``package:name``.
+
+    Args:
+        packages: Names of distributions; case, ``-``, ``_`` and ``.`` do not matter.
+        place: The key of the recipe, for messages.
+
+    Raises:
+        RecipeError: A package is not installed, or has no plugin.
+    """
+    by_distribution: dict[str, list[str]] = {}
+    for key, point in installed().items():
+        by_distribution.setdefault(canonicalize_name(distribution_name(point)), []).append(key)
+    found: dict[str, str] = {}
+    for package in packages:
+        name = canonicalize_name(package)
+        if name not in by_distribution:
+            raise RecipeError(f"{place}: {_explain_missing(package, by_distribution)}")
+        for key in by_distribution[name]:
+            if ":" in key:
+                warn_once(
+                    f"{place}: the plugin {key!r} is left out: several packages use its name. List it by {key!r}."
+                )
+            else:
+                found[key] = package
+    return found
+
+
+def _explain_missing(package: str, known: Collection[str]) -> str:
+    """Why a package has no plugins to choose from, and how to install it."""
+    for own in PACKAGES:
+        if own.distribution == canonicalize_name(package):
+            return f"the package {package!r} is not installed. Install it: {own.install}."
+    suggestion = did_you_mean(package, known)
+    return (
+        f"no package {package!r} with plugins of fastloop is installed.{suggestion} Install it: pip install {package}."
+    )

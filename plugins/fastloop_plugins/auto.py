@@ -7,6 +7,11 @@ Each plugin's rule, its method ``recommend``, decides by device, dtypes, number 
 measures nothing; `fastloop bench --select` does. `fastloop plan` shows the reasons. Plugins that the recipe turns off
 (``packing: false``, ``--without packing``) stay off.
 
+It asks the plugins of fastloop and of the packages that are released with it, such as ``fastloop-cpu``, and those of
+the packages that the recipe names: ``auto: {packages: [speedy-kernels]}``. The name of a plugin's distribution decides.
+It asks plugins of other packages last. If one of them changes a choice of ``auto``, or replaces a plugin that is on by
+default, it logs a warning.
+
 `fastloop predict` and `fastloop evaluate` add it with ``numerics: reassociated`` to recipes that do not list it.
 
 While the run is built, a selected plugin that fails, or with which the loss, gradients or predictions of two samples
@@ -15,9 +20,11 @@ fail, is left out with a warning. ``numerics: changes-training`` also permits pl
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastloop")
 
+CPU_EXTRA = "cpu"
+"""The extra of fastloop that brings plugins for a CPU."""
 EFFECTS: tuple[str, ...] = get_args(Numerics)
 """The numerics classes, from the smallest effect to the largest."""
 
@@ -50,41 +59,46 @@ class Auto(Plugin):
         numerics: Numerics = option(
             "The largest effect on the numbers that a selected plugin may have.", default="reduced-precision"
         )
+        packages: list[str] = option("Names of further packages whose plugins may be selected.", default_factory=list)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.numerics = self.config.numerics  # type: ignore[assignment, misc]
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
-        """Ask each plugin of fastloop. A plugin that does not combine with the ones before it is left out."""
-        from fastloop.plugins.installed import load
-        from fastloop.plugins.resolve import resolve
-        from fastloop_plugins._own_plugins import own_plugins
+        """Ask each plugin of fastloop, and then each plugin of the packages that the recipe names.
 
-        candidates = [load(name) for name in sorted(own_plugins()) if name not in recipe.plugins and name != self.name]
-        candidates = [cls for cls in candidates if EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)]
-        if recipe.inference is not None:
-            candidates = [cls for cls in candidates if cls.for_inference]
-        # plugins that arrange the data come first: rules of others read it
-        candidates.sort(key=lambda cls: -EFFECTS.index(cls.numerics))
-        chosen: dict[str, Recommendation] = {}
-        plugins = {name: options for name, options in recipe.plugins.items() if name != self.name}
-        problem = self._problem(dataclasses.replace(recipe, plugins=dict(plugins), selected={}))
-        for cls in candidates:
-            trial = dataclasses.replace(recipe, plugins=dict(plugins), selected={})
-            found = cls.recommend(trial, machine)
-            if found is None or any(need.missing(cls(**found.options), machine) for need in cls.requirements):
+        A plugin that does not combine with the ones before it is left out. So a plugin of a package that excludes one
+        of fastloop's is left out, too; if it changes the choice of one in another way, ``auto`` logs a warning.
+        """
+        from fastloop_plugins._own_plugins import own_plugins, plugins_of_packages
+
+        packages = plugins_of_packages(self.config.packages, f"{recipe.place(self.name)}.packages")
+        own = [name for name in sorted(own_plugins()) if name not in packages]
+        selection = Selection(recipe, self.name, machine)
+        for cls in self._candidates(own, recipe):
+            selection.ask(cls)
+        for cls in self._candidates(packages, recipe):
+            before = selection.chosen()
+            selection.ask_stranger(cls, packages[cls.name])
+            warn_of_changes(before, selection.chosen(), f"{cls.name} of {packages[cls.name]}")
+        suggest_package(recipe, machine)
+        return selection.chosen()
+
+    def _candidates(self, names: Iterable[str], recipe: Recipe) -> list[type[Plugin]]:
+        """The plugins to ask, in order: those with the largest effect on the numbers arrange the data, which rules of
+        others read."""
+        from fastloop.plugins.installed import load
+
+        candidates = []
+        for name in names:
+            if name in recipe.plugins or name == self.name:
                 continue
-            trial.plugins[cls.name] = dict(found.options)
-            try:
-                resolve(trial, any_machine=True)
-            except PluginError as error:
-                if str(error) != problem:
-                    logger.info("auto: leaves out %s: %s", cls.name, error)
-                continue
-            plugins, chosen[cls.name] = trial.plugins, found
-        final = dataclasses.replace(recipe, plugins=plugins, selected={})
-        return {name: again for name in chosen if (again := recommend_beside(final, name, machine)) is not None}
+            cls = load(name)
+            is_permitted = EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)
+            if is_permitted and (recipe.inference is None or cls.for_inference):
+                candidates.append(cls)
+        return sorted(candidates, key=lambda cls: -EFFECTS.index(cls.numerics))
 
     def build_selected(self, resolved: ResolvedRecipe, build: Callable[[Run], Run]) -> Run:
         """Leave out plugins that fail with the run's model."""
@@ -92,19 +106,142 @@ class Auto(Plugin):
 
         return SelectedBuild(resolved, build).run()
 
-    def _problem(self, recipe: Recipe) -> str:
-        """The error of a recipe's own plugins; empty if there is none. It is reported when the recipe is resolved."""
-        from fastloop.plugins.resolve import resolve
-
-        try:
-            resolve(recipe, any_machine=True)
-        except PluginError as error:
-            return str(error)
-        return ""
-
     @hookimpl
     def check_run(self, run: Run) -> None:
         logger.warning("auto: no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
+
+
+class Selection:
+    """The plugins that ``auto`` has selected so far, beside those that a recipe lists.
+
+    Args:
+        recipe: The recipe, which stays as it is.
+        selector: The name of ``auto`` in it, which the selected plugins replace.
+    """
+
+    def __init__(self, recipe: Recipe, selector: str, machine: Machine) -> None:
+        listed = {name: options for name, options in recipe.plugins.items() if name != selector}
+        self.recipe = dataclasses.replace(recipe, plugins=listed, selected={})
+        self.machine = machine
+        self.names: list[str] = []
+        self.problem = problem_of(self.recipe)
+        """The error of the recipe's own plugins. It is reported when the recipe is resolved."""
+
+    def chosen(self) -> dict[str, Recommendation]:
+        """Each selected plugin with its recommendation beside all others, on which its options may depend. A plugin
+        that has none beside them is left out."""
+        recommendations = {}
+        for name in self.names:
+            recommendation = recommend_beside(self.recipe, name, self.machine)
+            if recommendation is not None:
+                recommendations[name] = recommendation
+        return recommendations
+
+    def ask(self, cls: type[Plugin]) -> None:
+        """Select a plugin if it recommends itself and combines with the plugins before it."""
+        recommendation = cls.recommend(copy_of(self.recipe), self.machine)
+        if recommendation is None or not self._is_met(cls, recommendation):
+            return
+        trial = self._with(cls, recommendation)
+        problem = problem_of(trial)
+        if not problem:
+            self.recipe = trial
+            self.names.append(cls.name)
+        elif problem != self.problem:
+            logger.info("auto: leaves out %s: %s", cls.name, problem)
+
+    def ask_stranger(self, cls: type[Plugin], package: str) -> None:
+        """Select a plugin of another package likewise. A rule that fails leaves it out with a warning; so do options
+        that the plugin refuses. A warning says if the rule changes the recipe that it reads, which has no effect, or
+        if the plugin replaces one that is on by default."""
+        shown = copy_of(self.recipe)
+        try:
+            recommendation = cls.recommend(shown, self.machine)
+            if recommendation is None or not self._is_met(cls, recommendation):
+                return
+            trial = self._with(cls, recommendation)
+        except Exception as error:
+            logger.warning(
+                "auto: leaves out %s of %s: its rule failed: %s: %s", cls.name, package, type(error).__name__, error
+            )
+            return
+        finally:
+            if shown != self.recipe:
+                logger.warning(
+                    "auto: the rule of %s of %s changes the recipe that it reads. The change has no effect.",
+                    cls.name,
+                    package,
+                )
+        problem = problem_of(trial)
+        if problem:
+            logger.info("auto: leaves out %s of %s: %s", cls.name, package, problem)
+            return
+        for name in replaced_defaults(self.recipe, trial):
+            logger.warning("auto: %s of %s replaces %r, which is on by default.", cls.name, package, name)
+        self.recipe = trial
+        self.names.append(cls.name)
+
+    def _is_met(self, cls: type[Plugin], recommendation: Recommendation) -> bool:
+        """Whether the machine and the installed packages meet the requirements of a plugin."""
+        plugin = cls(**recommendation.options)
+        return all(need.missing(plugin, self.machine) is None for need in cls.requirements)
+
+    def _with(self, cls: type[Plugin], recommendation: Recommendation) -> Recipe:
+        """The recipe with a further plugin."""
+        plugins = {**self.recipe.plugins, cls.name: dict(recommendation.options)}
+        return dataclasses.replace(self.recipe, plugins=plugins)
+
+
+def copy_of(recipe: Recipe) -> Recipe:
+    """A copy of a recipe for a rule to read: a change of it has no effect on the recipe."""
+    sections = {name: copy.deepcopy(getattr(recipe, name)) for name in ("model", "data", "train", "plugins")}
+    return dataclasses.replace(recipe, **sections)
+
+
+def problem_of(recipe: Recipe) -> str:
+    """The error of the plugins of a recipe; empty if there is none."""
+    from fastloop.plugins.resolve import resolve
+
+    try:
+        resolve(recipe, any_machine=True)
+    except PluginError as error:
+        return str(error)
+    return ""
+
+
+def replaced_defaults(before: Recipe, after: Recipe) -> list[str]:
+    """The plugins of a recipe that are not in the run of another one: default plugins, whose slots are filled there."""
+    from fastloop.plugins.resolve import resolve
+
+    remaining = resolve(after, any_machine=True).plugins.names()
+    try:
+        names = resolve(before, any_machine=True).plugins.names()
+    except PluginError:  # it is reported when the recipe is resolved
+        return []
+    return [name for name in names if name not in remaining]
+
+
+def warn_of_changes(before: Mapping[str, Recommendation], after: Mapping[str, Recommendation], who: str) -> None:
+    """Log each choice of ``auto`` that is another one beside a plugin of another package."""
+    for name, recommendation in before.items():
+        if name not in after:
+            logger.warning("auto: %s is not selected beside %s", name, who)
+        elif after[name].options != recommendation.options:
+            now, then = dict(after[name].options), dict(recommendation.options)
+            logger.warning("auto: beside %s, %s gets the options %s, without it %s", who, name, now, then)
+
+
+def suggest_package(recipe: Recipe, machine: Machine) -> None:
+    """Name the package that has more plugins for a CPU, if it is not installed."""
+    from fastloop.plugins.declarations import warn_once
+    from fastloop.plugins.packages import PACKAGES
+    from fastloop_plugins._models import model_type
+
+    if machine.device != "cpu" or model_type(recipe) is None:
+        return
+    for package in PACKAGES:
+        if package.extra == CPU_EXTRA and not importlib.util.find_spec(package.distribution.replace("-", "_")):
+            warn_once(f"auto: the package {package.distribution} makes this model faster on a CPU: {package.install}")
 
 
 def recommend_beside(recipe: Recipe, name: str, machine: Machine) -> Recommendation | None:
@@ -112,4 +249,5 @@ def recommend_beside(recipe: Recipe, name: str, machine: Machine) -> Recommendat
     from fastloop.plugins.resolve import load_listed
 
     others = {other: options for other, options in recipe.plugins.items() if other != name}
-    return load_listed(recipe, name).recommend(dataclasses.replace(recipe, plugins=others, selected={}), machine)
+    beside = dataclasses.replace(recipe, plugins=others, selected={})
+    return load_listed(recipe, name).recommend(copy_of(beside), machine)

@@ -80,14 +80,15 @@ for folder in sys.argv[1:]:
         os.chdir(folder)
         ignored = "ignore::pytest.PytestAssertRewriteWarning"  # fastloop.testing is imported above
         options = ["-q", "-W", "error", "-W", ignored, "-p", "no:cacheprovider", "-p", "no:xdist"]
-        code = pytest.main([*options, "-k", "not ConformanceOf", "tests"])
+        code = pytest.main([*options, "-m", "not slow", "-k", "not ConformanceOf", "tests"])
         sys.stdout.flush()
         os._exit(code)
     codes.append(os.waitstatus_to_exitcode(os.wait()[1]))
 sys.exit(any(codes))
 """
 """Runs the tests of several projects, each in a process forked from this one, so that all share its imports and its
-server of forked processes. A second conformance class of a project takes a minute, and is left out."""
+server of forked processes. A second conformance class of a project takes a minute, and is left out, and so are slow
+tests: `make test-slow` runs them in the checkout."""
 
 
 def build_wheels(into: Path, *projects: Path) -> list[Path]:
@@ -100,11 +101,22 @@ def build_wheels(into: Path, *projects: Path) -> list[Path]:
     return [into / name for name in done.stdout.split()]
 
 
+def link_without_ours(packages: Path, folder: Path) -> Path:
+    """Fill a folder with links to everything in a folder of packages, except metadata of the project's own packages. An
+    editable install leaves it there, and its plugins would be listed and could not be imported."""
+    folder.mkdir()
+    for path in packages.iterdir():
+        if not (path.name.startswith("fastloop_") and path.name.endswith(".dist-info")):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
 class CleanVenv:
     """A real venv in which nothing is installed but the given wheels.
 
     The site-packages of the interpreter that runs the tests come after the venv's own, so that torch is not installed
-    again. Their ``.pth`` files do not count there: an editable fastloop, as a checkout has, is not on the venv's path.
+    again. Their ``.pth`` files do not count there, nor does the metadata of fastloop and its packages: an editable
+    install, as a checkout has, is not on the venv's path.
 
     Attributes:
         folder: The venv's folder.
@@ -116,8 +128,9 @@ class CleanVenv:
         subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
         self.python = Path(sysconfig.get_path("scripts", "venv", vars={"base": str(folder)}), "python")
         site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
-        others = [path for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
-        (site / "beside.pth").write_text("\n".join(others) + "\n")
+        others = [Path(path) for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
+        beside = [link_without_ours(other, folder / f"beside{index}") for index, other in enumerate(others)]
+        (site / "beside.pth").write_text("\n".join(map(str, beside)) + "\n")
         if wheels:
             self.install(*wheels)
 

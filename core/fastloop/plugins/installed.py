@@ -156,14 +156,10 @@ def defaults() -> dict[str, importlib.metadata.EntryPoint]:
     """
     from fastloop_plugins.default_plugins import DEFAULT_PLUGINS  # the list of the plugins' own package
 
-    own = own_entry_points(GROUP)
+    # the metadata of other packages is not read: it may be malformed
+    named = [point for point in entry_points(GROUP) if point.name in DEFAULT_PLUGINS]
+    own = {point.name: point for point in named if distribution_name(point) == DISTRIBUTION}
     return {name: own[name] for name in DEFAULT_PLUGINS}
-
-
-def own_entry_points(group: str) -> dict[str, importlib.metadata.EntryPoint]:
-    """Name -> entry point of a group, by name, without those of other distributions than fastloop's main one."""
-    points = sorted(entry_points(group), key=lambda point: point.name)
-    return {point.name: point for point in points if distribution_name(point) == DISTRIBUTION}
 
 
 def is_own(point: importlib.metadata.EntryPoint) -> bool:

@@ -19,7 +19,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,12 +36,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
+@dataclass(frozen=True)
+class Entry:
+    """Token ids in the cache.
+
+    Attributes:
+        rows: Their number of rows.
+        size: Bytes on the disk.
+    """
+
+    path: Path
+    rows: int
+    size: int
+
+
 @dataclass
 class TokenFolder:
-    """A folder of cached token ids, and whether a task asked for it."""
+    """A folder of cached token ids, whether a task asked for it, and the entries that were read from it."""
 
     path: Path
     is_used: bool = False
+    entries: list[Entry] = field(default_factory=list)
+
+    def note(self, entry: Entry) -> None:
+        """Note an entry that was read, once."""
+        if entry not in self.entries:
+            self.entries.append(entry)
 
 
 IN_MEMORY = 2**22
@@ -198,6 +218,9 @@ def read(entry: Path, facts: dict[str, int] | None = None) -> Flat | None:
         logger.warning("tokens: %s is damaged (%s): its texts are tokenised again", entry, error)
         shutil.rmtree(entry, ignore_errors=True)
         return None
+    folder = TOKENS.get()
+    if folder is not None:
+        folder.note(Entry(entry, len(lengths), sum(file.stat().st_size for file in entry.iterdir())))
     # a plain array: slices of a memmap object cost more
     return np.asarray(np.memmap(entry / "ids.bin", dtype=np.int32, mode="r")) if size else np.empty(
         0, np.int32

@@ -54,18 +54,9 @@ class TokenCache(Plugin):
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
-        from fastloop_plugins._cache import own_part, tokens_kept_in, user_cache
+        from fastloop_plugins._cache import tokens_kept_in
 
-        try:
-            folder = own_part(
-                user_cache("tokens") if self.config.folder == "auto" else Path(self.config.folder).expanduser()
-            )
-        except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
-            where = (
-                f"{run.recipe.where}: plugins.token-cache.folder: "
-                f"{getattr(error, 'filename', None) or self.config.folder}"
-            )
-            raise PluginError(f"{where}: {getattr(error, 'strerror', None) or error}. Give another folder.") from None
+        folder = open_token_folder(self.config.folder, run.recipe.where)
         with tokens_kept_in(folder) as tokens:
             datasets = yield
         if not tokens.is_used:
@@ -75,3 +66,22 @@ class TokenCache(Plugin):
                 run.plugins.in_slot("task"),
             )
         return datasets
+
+
+def open_token_folder(given: str, where: str) -> Path:
+    """Create the folder of token ids.
+
+    Args:
+        given: The option ``folder``.
+        where: The recipe, for messages.
+
+    Raises:
+        PluginError: It cannot be used.
+    """
+    from fastloop_plugins._cache import own_part, user_cache
+
+    try:
+        return own_part(user_cache("tokens") if given == "auto" else Path(given).expanduser())
+    except (OSError, RuntimeError) as error:  # a RuntimeError: ~ of a user who has no home folder
+        place = f"{where}: plugins.token-cache.folder: {getattr(error, 'filename', None) or given}"
+        raise PluginError(f"{place}: {getattr(error, 'strerror', None) or error}. Give another folder.") from None

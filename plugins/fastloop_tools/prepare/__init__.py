@@ -1,0 +1,1 @@
+"""``fastloop prepare``: tokenizes the data of a recipe ahead."""

@@ -1,0 +1,96 @@
+"""Builds the datasets of a recipe in the cache of token ids, and no model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from fastloop import Plugin, UsageError, hookimpl
+from fastloop_plugins._cache import Entry, tokens_kept_in
+from fastloop_plugins.data.token_cache import TokenCache, open_token_folder
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop.recipe import Recipe
+
+
+@dataclass
+class PreparedData:
+    """Token ids that are on the disk.
+
+    Attributes:
+        folder: The folder of ``token-cache``.
+        entries: Its entries for the recipe: those of token ids.
+        is_selected: Whether the recipe has the plugin, and so trains on them.
+    """
+
+    folder: Path
+    entries: list[Entry]
+    is_selected: bool
+
+
+class DataBuilder(Plugin):
+    """Lets the task build its datasets with a folder of token ids. Data and a model that stand in for them end the
+    run."""
+
+    name = "data-builder"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.entries: list[Entry] = []
+
+    @hookimpl(wrapper=True)
+    def build_datasets(self, run: Run) -> Generator[None, Any, Mapping[str, Any]]:
+        with tokens_kept_in(self.folder) as tokens:
+            yield
+        self.entries = tokens.entries
+        return {"train": list(range(run.recipe.train.batch_size))}
+
+    @hookimpl
+    def build_model(self, run: Run) -> nn.Module:
+        return nn.Linear(1, 1)
+
+
+def prepare_data(recipe: Recipe) -> PreparedData:
+    """Tokenize the data of an expanded recipe, or find its token ids in the cache.
+
+    Raises:
+        RecipeError: The recipe or the data is wrong.
+        UsageError: The task keeps no token ids.
+    """
+    from fastloop.lifecycle import open_run
+    from fastloop.plugins.resolve import resolve
+    from fastloop.recipe import make_recipe
+
+    if recipe.data.get("streaming"):
+        raise UsageError(
+            f"{recipe.where}: data.streaming: the training files are read while training, so there is nothing to "
+            "prepare. Give data.streaming=false: then their token ids are mapped from the disk, too."
+        )
+    options = recipe.plugins.get(TokenCache.name)
+    is_selected = isinstance(options, dict)
+    given = options.get("folder", "auto") if isinstance(options, dict) else "auto"
+    folder = open_token_folder(str(given), recipe.where)
+    builder = DataBuilder(folder)
+    tree = recipe.to_dict()
+    tree["train"] |= {"device": "cpu"}
+    with tempfile.TemporaryDirectory(prefix="fastloop-prepare-") as scratch:
+        resolved = resolve(make_recipe(tree | {"output": f"{scratch}/run"}, recipe.source), any_machine=True)
+        plugins = resolved.plugins
+        writers = plugins.configure(resolved.recipe).writers
+        readers = {"task", writers.get("skip_unreadable")}  # other plugins expect the task's data
+        kept = [plugin.name for plugin in plugins if {plugin.slot, plugin.name} & readers - {None}]
+        with open_run(resolved.with_only(kept), [builder]):
+            pass
+    if not builder.entries:
+        raise UsageError(
+            f"{recipe.where}: the task {plugins.in_slot('task')!r} keeps no token ids. prepare is for tasks with the "
+            "trait 'cached-token-ids', without model.trust_remote_code."
+        )
+    return PreparedData(folder, builder.entries, is_selected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from training_runs import execute
 from fastloop.errors import RecipeError
 from fastloop_plugins.data.packing import Packing
 from fastloop_plugins.rows.table import RowError
+from fastloop_plugins.text.chat import tokens as _tokens
 from fastloop_plugins.text.chat.rows import Chat, read_chat
 from fastloop_plugins.text.chat.template import CHATML, ChatRenderer, answer_end
 from fastloop_plugins.text.chat.tokens import MaskedSequences, encode_rows
@@ -111,6 +113,41 @@ def test_rows_are_cut_after_their_last_token_with_a_loss():
     assert [found[index]["input_ids"].tolist() for index in range(len(found))] == [[1, 2, 3], [1, 2]]
     assert [found[index]["targets"].tolist() for index in range(len(found))] == [[-100, 3, -100], [2, -100]]
     assert (found.cut, found.dropped, found.lengths.tolist()) == (2, 3, [3, 2])
+
+
+@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize("max_length", [2, 3, 50])
+@pytest.mark.parametrize("at_once", [1, 7, 10_000])
+def test_the_last_token_with_a_loss_is_the_same_for_any_number_of_ids_at_once(at_once, max_length, drop, monkeypatch):
+    monkeypatch.setattr(_tokens, "AT_ONCE", at_once)
+    draw = np.random.default_rng(0)
+    rows = [draw.integers(-5, 5, draw.integers(0, 9)).astype(np.int32) for _ in range(200)]
+    found = MaskedSequences(np.concatenate(rows), np.array([len(row) for row in rows]), max_length, drop)
+    expected = []
+    for row in rows:
+        kept = row[:max_length]
+        with_loss = np.flatnonzero(kept[1:] >= 0) + 1
+        if len(with_loss):
+            expected.append(kept[: with_loss[-1] + 1])
+        elif not drop:
+            expected.append(kept[:0])
+    assert [found[index]["input_ids"].tolist() for index in range(len(found))] == [
+        np.where(row < 0, ~row, row).tolist() for row in expected
+    ]
+    with_three = [index for index, row in enumerate(expected) if 3 in row[1:]]
+    assert found.rows_with(3).tolist() == with_three
+
+
+def test_the_memory_of_masks_does_not_grow_with_the_ids():
+    rows, length = 40_000, 200
+    ids = np.ones(rows * length, np.int32)
+    lengths = np.full(rows, length)
+    tracemalloc.start()
+    found = MaskedSequences(ids, lengths, max_length=100)
+    found.rows_with(5)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < ids.nbytes  # the places of all tokens with a loss take twice as much
 
 
 def test_long_rows_are_counted_and_rows_without_an_answer_are_dropped(caplog):

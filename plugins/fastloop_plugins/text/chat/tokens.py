@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,8 @@ logger = logging.getLogger("fastloop")
 
 PLAIN: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
 """The tokenizer's arguments for a text that gets its special tokens from ``text.special_tokens``."""
+AT_ONCE = 2**20
+"""Token ids to look at in a pass: the places of all tokens with a loss would take more memory than the ids."""
 PROBED = 256
 """Rows to tokenize in full, to estimate how many are longer than a sample."""
 
@@ -149,8 +151,7 @@ class MaskedSequences(Sequences):
     def __init__(self, ids: NDArray[np.int32], lengths: NDArray[np.int64], max_length: int, drop: bool = True) -> None:
         super().__init__(ids, lengths)
         starts = self.ends - lengths
-        trained = np.concatenate([[-1], np.flatnonzero(ids >= 0)])
-        last = trained[np.searchsorted(trained, starts + np.minimum(lengths, max_length)) - 1]
+        last = last_trained(ids, starts, starts + np.minimum(lengths, max_length))
         has_loss = last > starts  # the first token of a row is no target
         self.cut, self.dropped = int((lengths > max_length).sum()), int((~has_loss).sum())
         kept = has_loss | (not drop)
@@ -178,10 +179,42 @@ class MaskedSequences(Sequences):
     def rows_with(self, token: int) -> NDArray[np.int64]:
         """The samples that have this token with a loss."""
         starts = self.ends - self.lengths
-        places = np.flatnonzero(self.ids == token)  # without a loss, it would be negative
+        places = find_ids(self.ids, lambda part: part == token)  # without a loss, it would be negative
         rows = np.searchsorted(starts, places, side="right") - 1
         is_target = (rows >= 0) & (places > starts[rows]) & (places < self.ends[rows])
         return np.unique(rows[is_target])
+
+
+def last_trained(ids: NDArray[np.int32], starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The place of the last token with a loss before each of ``ends``; -1: there is none.
+
+    For ids ``[~5, 6, ~7, ~8, 9]`` and ends ``[1, 3, 4, 5]``, it is ``[-1, 1, 1, 4]``.
+
+    Args:
+        ids: See ``MaskedSequences``.
+        starts: Where each row begins. Rows are in order.
+        ends: Places in the rows, one for each.
+    """
+    last = np.empty(len(ends), np.int64)
+    before = -1  # the last token with a loss before the rows of a pass
+    first = 0
+    while first < len(ends):
+        begin = starts[first]
+        stop = int(np.searchsorted(ends, begin + AT_ONCE, side="right"))
+        rows = slice(first, max(stop, first + 1))
+        trained = begin + np.flatnonzero(ids[begin : ends[rows.stop - 1]] >= 0)
+        trained = np.concatenate([[before], trained])
+        last[rows] = trained[np.searchsorted(trained, ends[rows]) - 1]
+        before, first = last[rows.stop - 1], rows.stop
+    return last
+
+
+def find_ids(ids: NDArray[np.int32], matches: Callable[[NDArray[np.int32]], NDArray[np.bool_]]) -> NDArray[np.int64]:
+    """The places of the ids that match."""
+    parts = [np.empty(0, np.int64)]
+    for start in range(0, len(ids), AT_ONCE):
+        parts.append(start + np.flatnonzero(matches(ids[start : start + AT_ONCE])))
+    return np.concatenate(parts)
 
 
 def find_answers(dataset: MaskedSequences, most: int) -> list[Target]:
@@ -224,7 +257,10 @@ def warn_about_unknown_tokens(datasets: Mapping[str, MaskedSequences], tokenizer
 def block_sequences(ids: NDArray[np.int32], size: int) -> Sequences:
     """Blocks of ``size`` tokens of texts, which are end to end. The last one may be shorter; a single token is none."""
     blocks, rest = divmod(len(ids), size)
-    return Sequences(ids, np.array([size] * blocks + [rest] * (rest > 1), dtype=np.int64))
+    lengths = np.full(blocks, size, np.int64)
+    if rest > 1:
+        lengths = np.append(lengths, rest)
+    return Sequences(ids, lengths)
 
 
 def next_token_batch(samples: list[dict[str, Any]], pad_token_id: int, mask: bool) -> Ragged:

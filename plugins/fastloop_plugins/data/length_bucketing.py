@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,8 @@ from fastloop_plugins._task_traits import recipe_traits
 from fastloop_plugins.data._shapes import MULTIPLE
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Generator
 
     from fastloop import Run, Settings
@@ -74,7 +76,7 @@ class LengthBucketing(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.known: dict[int, tuple[Any, Sequence[int]]] = {}  # id of a dataset -> the dataset and its lengths
+        self.known: dict[int, tuple[Any, NDArray[np.int64]]] = {}  # id of a dataset -> the dataset and its lengths
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -113,23 +115,25 @@ class LengthBucketing(Plugin):
                     "length-bucketing."
                 )
             lengths = self.lengths(dataset)
-            longest = max(range(len(lengths)), key=lengths.__getitem__)
-            if limit is not None and (width := self.width(lengths[longest])) > limit:
-                padded = f", padded to {width}" * (width > lengths[longest])
+            longest = int(lengths.argmax())
+            length = int(lengths[longest])
+            width = self.width(length)
+            if limit is not None and width > limit:
+                padded = f", padded to {width}" if width > length else ""
                 raise PluginError(
-                    f"{where}.max_tokens: sample {longest} of the {split} split has {lengths[longest]} tokens{padded}, "
+                    f"{where}.max_tokens: sample {longest} of the {split} split has {length} tokens{padded}, "
                     f"and {limit} are allowed. Set it to {width} or more, or cut samples to "
                     f"{limit // self.width(1) * self.width(1) or limit} (texts: data.max_length)."
                 )
         lengths = self.lengths(run.datasets["train"])
-        if min(lengths) == max(lengths):
+        if lengths.min() == lengths.max():
             logger.warning("length-bucketing: all samples have length %d: there is nothing to sort", lengths[0])
             return
         sampler: Any = run.train_loader.sampler
         size, micro = sampler.size, run.loaders.micro_batch_size
-        steps = [micro_batches for _, micro_batches in sampler.steps()]
-        plain = [list(range(first, min(first + micro, size))) for first in range(0, size, micro)]
-        shapes = self.shapes(lengths, (batch for step in steps for batch in step))
+        steps = -(-size // sampler.batch_size)
+        plain = (list(range(first, min(first + micro, size))) for first in range(0, size, micro))
+        shapes = self.shapes(lengths, (batch for _, step in sampler.steps() for batch in step))
         share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
         logger.info(
             "length-bucketing: %.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before
@@ -137,18 +141,18 @@ class LengthBucketing(Plugin):
         counts = (
             len(shapes),
             sum(shapes.values()),
-            sum(shapes.values()) / len(steps),
+            sum(shapes.values()) / steps,
             len({width for _, width in shapes}),
         )
         logger.info("length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths", *counts)
 
-    def shapes(self, lengths: Sequence[int], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
+    def shapes(self, lengths: NDArray[np.int64], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
         """(samples, width) -> number of batches with that shape."""
-        return Counter((len(batch), self.width(max(lengths[index] for index in batch))) for batch in batches)
+        return Counter((len(batch), self.width(int(lengths[batch].max()))) for batch in batches)
 
-    def padding(self, lengths: Sequence[int], shapes: Counter[tuple[int, int]]) -> float:
+    def padding(self, lengths: NDArray[np.int64], shapes: Counter[tuple[int, int]]) -> float:
         """The share of padding in the tokens computed in an epoch."""
-        return 1 - sum(lengths) / sum(samples * width * count for (samples, width), count in shapes.items())
+        return 1 - int(lengths.sum()) / sum(samples * width * count for (samples, width), count in shapes.items())
 
     def width(self, length: int) -> int:
         """The width of a batch whose longest sample has this length."""
@@ -160,15 +164,15 @@ class LengthBucketing(Plugin):
         ``Settings.split``."""
         lengths, limit = self.lengths(dataset), self.config.max_tokens
         assert limit is not None
-        ids = sorted(ids, key=lambda index: -lengths[index])
+        ids = by_length(lengths, ids)
         parts: list[list[int]] = []
         while ids:
-            fit = max(limit // self.width(max(lengths[ids[0]], 1)), 1)
+            fit = max(limit // self.width(max(int(lengths[ids[0]]), 1)), 1)
             parts.append(ids[:fit])
             ids = ids[fit:]
 
         def cost(part: list[int]) -> int:
-            return len(part) * self.width(lengths[part[0]])
+            return len(part) * self.width(int(lengths[part[0]]))
 
         while len(parts) % processes and max(map(len, parts)) > 1:
             largest = max((part for part in parts if len(part) > 1), key=cost)
@@ -182,34 +186,32 @@ class LengthBucketing(Plugin):
         import torch
 
         lengths = self.lengths(dataset)
-
-        def by_length(ids: list[int]) -> list[int]:
-            return sorted(ids, key=lambda index: -lengths[index])
-
         if generator is None:
-            return by_length(ids)
+            return by_length(lengths, ids)
         full = len(ids) // batch_size * batch_size
         batches = []
         for start in range(0, full, self.config.window * batch_size):
-            window = by_length(ids[start : min(start + self.config.window * batch_size, full)])
+            window = by_length(lengths, ids[start : min(start + self.config.window * batch_size, full)])
             batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
         shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
         # a short batch can only be the last
-        return [index for batch in [*shuffled, by_length(ids[full:])] for index in batch]
+        return [index for batch in [*shuffled, by_length(lengths, ids[full:])] for index in batch]
 
-    def lengths(self, dataset: Any) -> Sequence[int]:
+    def lengths(self, dataset: Any) -> NDArray[np.int64]:
         """The length of each sample, computed once for each dataset.
 
         Raises:
             PluginError: The samples have no lengths.
         """
         if id(dataset) not in self.known:
+            import numpy as np
+
             found = getattr(dataset, "lengths", None)
             try:
-                lengths = (
-                    list(found) if found is not None else [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
-                )
-            except (TypeError, KeyError, IndexError):
+                if found is None:
+                    found = [len(dataset[index]["input_ids"]) for index in range(len(dataset))]
+                lengths = np.asarray(found, np.int64)
+            except (TypeError, ValueError, KeyError, IndexError):
                 raise PluginError(
                     f"plugin 'length-bucketing': {type(dataset).__name__} has no lengths. "
                     "Give it an attribute `lengths`, a number for each sample, or samples that are mappings with "
@@ -218,3 +220,12 @@ class LengthBucketing(Plugin):
             # a file has many chunks
             self.known = {**(self.known if len(self.known) < 4 else {}), id(dataset): (dataset, lengths)}
         return self.known[id(dataset)][1]
+
+
+def by_length(lengths: NDArray[np.int64], ids: list[int]) -> list[int]:
+    """Sample ids, the longest first. Those of equal length keep their order."""
+    import numpy as np
+
+    chosen = np.asarray(ids, np.int64)
+    ordered: list[int] = chosen[np.argsort(-lengths[chosen], kind="stable")].tolist()
+    return ordered

@@ -30,6 +30,7 @@ from fastloop.errors import FastloopError, PluginError, RecipeError, SaveError
 from fastloop.plugins.manager import PluginSet, make_crash
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import ResolvedRecipe
+from fastloop.recipe import Recipe
 from fastloop.run import Run
 from fastloop.runtime import platform_support
 from fastloop.runtime.clock import Clock
@@ -80,6 +81,7 @@ def _build(run: Run, resume_from: Path | None) -> Run:
     recipe = run.recipe
     with _teardown_after_error(run), explain_errors(run):
         run.hooks.check_recipe(recipe=recipe, plugins=run.plugins)
+        check_task(recipe, run.plugins)
         _build_accelerator(run)
         if resume_from is not None:
             check_links(run.folder)
@@ -221,6 +223,20 @@ def _build_accelerator(run: Run) -> None:
     sharing = take_every(run.processes, run.settings.processes_per_batch)
     micro_batch_size, micro_steps = micro_batches(run.recipe, sharing.world_size)
     run.loaders = Loaders(run.recipe, run.settings, sharing, micro_batch_size, micro_steps)
+
+
+def check_task(recipe: Recipe, plugins: PluginSet) -> None:
+    """Check that a plugin of a run builds a model, before anything is loaded.
+
+    Raises:
+        PluginError: No plugin does: the recipe lists no task.
+    """
+    implementations = plugins.manager.hook.build_model.get_hookimpls()
+    if all(implementation.wrapper for implementation in implementations):
+        raise PluginError(
+            f"{recipe.where}: no plugin of this recipe builds a model. List a task, such as text-classification, with "
+            "its model and data. `fastloop plugins` shows the tasks."
+        )
 
 
 def _build_loaders(run: Run) -> None:

@@ -124,15 +124,23 @@ def check(run: Run) -> None:
         )
     if existing == run.folder and (existing / ".lock").exists() and ranks.rank() == 0:
         Lock(existing, run.recipe.where).release()
-    if (
-        run.resume_point is None
-        and existing == run.folder
-        and _files(existing)
-        and not (existing / "recipe.yaml").is_file()
-    ):
-        raise RecipeError(  # ``make`` moves an earlier run aside, but this may be a home folder
-            f"{run.recipe.where}: output: {run.folder} holds other files than a run's. Expected a new or empty folder, "
-            "or a run's."
+    if run.resume_point is None:
+        check_contents(run.folder, run.recipe.where)
+
+
+def check_contents(folder: Path, where: str) -> None:
+    """Check that a new run may use a folder: it does not exist, is empty, or holds an earlier run, which ``make`` moves
+    aside. Any other one may be a home folder.
+
+    Args:
+        where: The recipe, for the message.
+
+    Raises:
+        RecipeError: It holds other files.
+    """
+    if folder.is_dir() and _files(folder) and not (folder / "recipe.yaml").is_file():
+        raise RecipeError(
+            f"{where}: output: {folder} holds other files than a run's. Expected a new or empty folder, or a run's."
         )
 
 

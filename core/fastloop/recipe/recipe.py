@@ -43,11 +43,11 @@ from pydantic import PositiveInt
 
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
-from fastloop.plugins.installed import defaults
+from fastloop.plugins.installed import defaults, find_entry_point
 from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import interpolation, safe_yaml, secrets
 from fastloop.recipe.paths import anchored, check_path, find_path, find_recipe
-from fastloop.recipe.plugin_references import plugin_name, plugins_by_name
+from fastloop.recipe.plugin_references import plugin_name, plugins_by_name, split_file
 
 SECTIONS = ("model", "data", "train", "plugins", "output")
 
@@ -233,12 +233,17 @@ def load_recipe(
     tree = _read(path, read, references)
     for plugin in with_plugins:
         name = plugin_name(plugin, "--with", path, references)
+        if name not in tree["plugins"] and split_file(plugin) is None:
+            find_entry_point(plugin, "--with")  # a misspelled name is reported where it was written
         tree["plugins"][name] = tree["plugins"].get(name) or {}
     listed = set(tree["plugins"])
     tree = _apply(tree, overrides, str(path), references)
     overridden = [name for name in tree["plugins"] if name not in listed]
     for plugin in without_plugins:
-        tree["plugins"][plugin_name(plugin, "--without", path, {})] = False
+        name = plugin_name(plugin, "--without", path, {})
+        if name not in tree["plugins"] and split_file(plugin) is None:
+            find_entry_point(plugin, "--without")
+        tree["plugins"][name] = False
     recipe = make_recipe(tree, path, references)
     recipe.parents = read[1:]
     for name in overridden:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from fastloop import RecipeError
 from fastloop.cli import app
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, load_recipe
@@ -29,7 +30,12 @@ def imported(config: Any, *arguments: str, name: str = "config.yml") -> tuple[Re
     Path(name).write_text(text)
     result = CliRunner().invoke(app, ["import", name, "--output", "recipe.yaml", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return load_recipe("recipe.yaml"), result.output
+    written = yaml.safe_load(Path("recipe.yaml").read_text())
+    filled_in = []
+    for section, key in (("model", "name"), ("data", "files")):
+        if written.get(section, {}).get(key) == "???":
+            filled_in.append(f"{section}.{key}=filled-in")
+    return load_recipe("recipe.yaml", filled_in), result.output
 
 
 LORA = {
@@ -649,3 +655,14 @@ def test_tables_name_each_key_once():
     assert not converted & keys.REASONS.keys()
     assert not converted & keys.IRRELEVANT
     assert not keys.REASONS.keys() & keys.IRRELEVANT
+
+
+def test_what_a_file_does_not_name_is_written_as_a_value_to_fill_in():
+    Path("args.json").write_text(json.dumps({"output_dir": "out", "per_device_train_batch_size": 4}))
+    result = CliRunner().invoke(app, ["import", "args.json", "--output", "recipe.yaml"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    written = yaml.safe_load(Path("recipe.yaml").read_text())
+    assert (written["model"]["name"], written["data"]["files"]) == ("???", "???")
+    assert Path("recipe.yaml").read_text().count("# fill this in") == 2
+    with pytest.raises(RecipeError, match=r"^recipe.yaml: model.name: found '\?\?\?'"):
+        load_recipe("recipe.yaml")

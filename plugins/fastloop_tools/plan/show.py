@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import rich
@@ -12,10 +13,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from fastloop.checkpoint.folder import check_contents
 from fastloop.cli.arguments import RecipeArguments
 from fastloop.cli.messages import show_messages
 from fastloop.cli.option_table import describe
 from fastloop.distributed import ranks
+from fastloop.lifecycle import check_task
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import resolve
@@ -76,6 +79,8 @@ def make_plan(recipe: Recipe, nproc: int | None) -> Plan:
         resolved = resolve(recipe)
         plugins = resolved.plugins
         plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=plugins)
+        check_task(resolved.recipe, plugins)
+        check_contents(Path(resolved.recipe.output), recipe.where)
         settings = plugins.configure(resolved.recipe)
     return Plan(resolved.recipe, plugins, settings, world_size)
 

@@ -25,6 +25,31 @@ from fastloop.plugins.installed import distribution_name, installed, load
 from fastloop.recipe import load_recipe, shipped_recipes
 
 
+@pytest.mark.parametrize("option", ["--with", "--without"])
+def test_a_misspelled_plugin_is_reported_at_its_option(cli, option):
+    code, _, err = cli("plan", "quickstart", option, "emaa")
+    assert code == 2
+    assert err.startswith(f"error: {option}: no plugin 'emaa'")
+    assert "'ema'" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_plan_and_train_refuse_a_recipe_without_a_task(cli, command):
+    Path("recipe.yaml").write_text("train: {lr: 1e-3, epochs: 1}\n")
+    code, _, err = cli(command, "recipe.yaml")
+    assert code == 2
+    assert err.startswith("error: recipe.yaml: no plugin of this recipe builds a model")
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+def test_plan_and_train_refuse_an_output_folder_with_other_files(cli, command):
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("years")
+    code, _, err = cli(command, "digits_module", "output=mine")
+    assert code == 2
+    assert "output: mine holds other files" in err
+
+
 def test_program_prints_usage_error_to_stderr_and_exits_2():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(

@@ -11,6 +11,8 @@ from fastloop_migrate import preference
 if TYPE_CHECKING:
     from fastloop_migrate.convert import Conversion
 
+MISSING = "???"
+"""Stands for a value of the recipe that the user fills in, as in OmegaConf. fastloop refuses it by its key."""
 FILES = (".csv", ".tsv", ".json", ".jsonl", ".parquet", ".txt")
 """Suffixes of files that a recipe reads."""
 INSTRUCTIONS = {
@@ -75,8 +77,10 @@ def convert_trl(result: Conversion, given: Mapping[str, Any], trainer: str) -> N
             columns = "rows have prompt, chosen and rejected; with the prompt in both, set data.prompt: null"
         result.note("dataset_name", columns)
     else:
-        result.note("data", "the file names no data: set data.name or data.files, and the columns")
+        result.put("data.files", MISSING)
+        result.note("data", "the file names no data: set data.files, or data.name instead, and the columns")
     if "model_name_or_path" not in given:
+        result.put("model.name", MISSING)
         result.note("model", "the file names no model: set model.name")
     if result.take("assistant_only_loss"):
         result.put("data.messages", "messages")
@@ -95,7 +99,8 @@ def convert_axolotl(result: Conversion, trainer: str) -> None:
         result.note("val_set_size", f"{share} rows; set data.validation_fraction to their share")
     tests = [path for dataset in result.take("test_datasets", []) for path in local_files(dataset, result.folder)]
     if not datasets:
-        result.note("datasets", "the file names no data: set data.name or data.files, and the columns")
+        result.put("data.files", MISSING)
+        result.note("datasets", "the file names no data: set data.files, or data.name instead, and the columns")
         return
     if files:
         result.put(

@@ -35,6 +35,7 @@ def import_config(
     from fastloop_tools.toolkit import make_recipe, recipe_text, write_file
 
     from fastloop_migrate.convert import convert
+    from fastloop_migrate.data import MISSING
     from fastloop_migrate.read import read_config
 
     config, kind = read_config(file, format)
@@ -47,7 +48,12 @@ def import_config(
     head = [f"Made by `fastloop import` from {' '.join(file.name.split())} ({kind})."]
     if notes:
         head += ["Keys without an equal counterpart:", *(f"  {key}: {reason}" for key, reason in notes.items())]
-    text = recipe_text(recipe, head)
+    remarks = {}
+    for section in ("model", "data"):
+        for key, value in (recipe.get(section) or {}).items():
+            if value == MISSING:
+                remarks[f"{section}.{key}"] = "fill this in"
+    text = recipe_text(recipe, head, remarks)
     if output is None:
         typer.echo(text, nl=False)
         return

@@ -790,6 +790,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "fastloop_migrate/import_config.py fastloop train",
         "checkpoints/remote_output.py --resume",  # test_remote_output.py
         "export/source.py --checkpoint",  # test_export.py
+        "fastloop/lifecycle.py fastloop plugins",  # test_cli.py
         "new/command.py fastloop train",  # tests/packages
         "scale/estimate.py train.optimizer=",  # test_scale.py
         "scale/change.py plugins.{}.{}=",  # test_scale_advice.py

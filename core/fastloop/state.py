@@ -29,7 +29,8 @@ class State:
         epoch: Epochs completed.
         epoch_samples: Samples drawn in the current epoch, over all processes.
         samples: Samples trained on so far, over all processes, without those that the collator left out.
-        tokens: Tokens trained on so far, without padding, over all processes.
+        tokens: Tokens trained on so far, without padding, over all processes. A task whose step computes others than
+            those of its batches may add their number, over all processes, in ``train_step``.
         metrics: Split (``validation``, ``test``) -> its newest metrics.
         evaluated_at: Step of the newest evaluation on ``validation``; -1 before the first.
         best: ``{"step", "metric", "mode", "value", "path", "metrics"}`` of the best checkpoint, when a plugin keeps

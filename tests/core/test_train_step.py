@@ -204,6 +204,19 @@ def test_several_updates_are_one_step_of_the_counters_and_the_schedule(tiny_run,
     assert hook_calls.count(Call("after_step", ("run", "loss"))) == 18
 
 
+def test_a_task_adds_tokens_that_its_step_computes(tiny_run):
+    class Generates(Plain):
+        @hookimpl
+        def train_step(self, run, batches) -> Tensor:
+            run.state.tokens += 5
+            loss: Tensor = super().train_step(run, batches)
+            return loss
+
+    plain, more = tiny_run([]), tiny_run([Generates()])
+    assert more.trainer.run.state.tokens == plain.trainer.run.state.tokens + 5 * more.summary["steps"]
+    assert more.losses == plain.losses
+
+
 def test_none_leaves_the_step_to_the_core(tiny_run):
     class Sometimes(TwoUpdates):
         @hookimpl

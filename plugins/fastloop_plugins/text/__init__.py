@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.model import Model, OtherModel
     from fastloop_plugins.text.next_token_loss import add_loss
     from fastloop_plugins.text.options import Data, padded_traits, text_traits
+    from fastloop_plugins.text.reference import ReferenceModel
     from fastloop_plugins.text.special_tokens import end_tokens
     from fastloop_plugins.text.task import TextTask
     from fastloop_plugins.text.tokens import Split
@@ -32,6 +33,7 @@ PLACES = {
     "Model": "model",
     "OtherModel": "model",
     "Ragged": "batches",
+    "ReferenceModel": "reference",
     "RowError": "streaming.rows",
     "Sequences": "batches",
     "Split": "tokens",
@@ -62,6 +64,7 @@ __all__ = [
     "Model",
     "OtherModel",
     "Ragged",
+    "ReferenceModel",
     "RowError",
     "Sequences",
     "Split",

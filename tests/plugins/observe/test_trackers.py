@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import struct
@@ -75,9 +76,9 @@ def test_mlflow_reads_the_run_back_from_sqlite(tiny_run, tmp_path, mlflow_client
     }.items() <= run.data.params.items()
     assert {*CURVES, "logs/step", "validation/loss", "summary/steps"} <= run.data.metrics.keys()
     assert run.data.metrics["summary/steps"] == 18
-    table = mlflow.load_table("samples.json", run_ids=[run.info.run_id])
-    assert table["step"].tolist() == [6, 6, 12, 12]
-    assert table["prompt"].tolist() == ["a", "step 6", "a", "step 12"]
+    table = json.loads(Path(mlflow_client.download_artifacts(run.info.run_id, "samples.json")).read_text())
+    assert table["columns"] == ["step", "prompt", "answer"]
+    assert table["data"] == [[6, "a", "b"], [6, "step 6", None], [12, "a", "b"], [12, "step 12", None]]
     points = [(point.step, point.value) for point in mlflow_client.get_metric_history(run.info.run_id, "train/loss")]
     assert [step for step, _ in points] == [6, 12, 18]
     assert [value for _, value in points] == pytest.approx(

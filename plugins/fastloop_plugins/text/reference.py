@@ -1,0 +1,94 @@
+"""The model before training, beside the one that is trained."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fastloop import PluginError
+from fastloop.probing import probing
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fastloop import Run
+
+logger = logging.getLogger("fastloop")
+
+ROUNDING = 1e-4
+"""Largest change of the logits by adapters that do nothing yet, as a share of the largest logit."""
+
+
+class ReferenceModel:
+    """The model before training, for losses that compare the trained model with it.
+
+    With the adapters of `lora`, it is the model without them, and needs no memory. Otherwise it is a second model, with
+    the same weights on every process; so it is if the run continues an adapter.
+
+    Create it in ``before_prepare``, after `lora` and before plugins that shard the model: a task declares ``runs_after
+    = ("lora",)`` and ``runs_before = ("activation-checkpointing", "slot:strategy")``. A run that resumes gets the same
+    one, because its checkpoint is loaded later. Every process must call it.
+
+        @hookimpl
+        def before_prepare(self, run, model):
+            self.reference = ReferenceModel(run, model)
+
+        with self.reference.computing(run) as model:
+            logits = compute(model, batch).logits
+
+    Args:
+        model: The model of ``before_prepare``, a language model.
+
+    Raises:
+        PluginError: Only the main process has the weights.
+    """
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self.copy: nn.Module | None = None
+        is_meta = any(parameter.is_meta for parameter in model.parameters())
+        if any(run.processes.all_gather_object(is_meta)):
+            raise PluginError(
+                f"{run.recipe.where}: the model before training is needed as a second model, and {run.strategy.name!r} "
+                "builds the model on the main process only. Set meta_device: false."
+            )
+        if not has_idle_adapters(model):
+            self.copy = copy.deepcopy(model).eval().requires_grad_(False)
+            count = sum(parameter.numel() for parameter in self.copy.parameters())
+            logger.info("the model before training stays in memory: %s parameters", f"{count:,}")
+
+    @contextmanager
+    def computing(self, run: Run) -> Iterator[Any]:
+        """Yields the model before training. Inside the block, it is in eval mode, without gradients, and in the
+        precision of the run. Every process must enter it, and compute as many batches: the weights of adapters may be
+        sharded."""
+        import torch
+
+        from fastloop.evaluation_results import evaluating
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(run.accelerator.autocast())
+            if self.copy is None:
+                stack.enter_context(evaluating(run.model))
+                adapted: Any = run.unwrap_model()
+                stack.enter_context(adapted.disable_adapter())
+                yield run.model
+            else:
+                yield self.copy.to(run.device)
+
+
+def has_idle_adapters(model: Any) -> bool:
+    """Whether a model has adapters of peft that do not change its logits yet, as new ones."""
+    import torch
+
+    if not hasattr(model, "disable_adapter"):
+        return False
+    ids = torch.arange(8)[None] % model.config.get_text_config().vocab_size
+    with probing(model):
+        with_adapters = model(input_ids=ids, use_cache=False).logits
+        with model.disable_adapter():
+            without = model(input_ids=ids, use_cache=False).logits
+    return bool((with_adapters - without).abs().max() <= ROUNDING * without.abs().max())

@@ -1,0 +1,92 @@
+"""ReferenceModel: the model before training, while another one is trained."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+import torch
+from generation_runs import DATA, LLAMA, MODEL
+from test_generate import write_rows
+from text_helpers import make_run
+from training_runs import execute
+
+from fastloop import Plugin, hookimpl
+from fastloop_plugins.text import ReferenceModel
+from fastloop_plugins.training.lora import LoRA
+
+
+@pytest.fixture(autouse=True)
+def _rows(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_rows(tmp_path)
+
+
+class Refers(Plugin):
+    """Computes logits of the model before training, and of the trained one: before the first step and at the end."""
+
+    name = "refers"
+    runs_after = ("lora",)
+    runs_before = ("activation-checkpointing", "slot:strategy")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.training: list[bool] = []
+
+    @hookimpl
+    def before_prepare(self, run: Any, model: Any) -> None:
+        self.reference = ReferenceModel(run, model)
+
+    def compare(self, run: Any) -> None:
+        ids = torch.arange(5)[None]
+        with self.reference.computing(run) as model:
+            before = model(input_ids=ids, use_cache=False).logits
+            assert not before.requires_grad
+            self.training.append(model.training)
+        self.training.append(run.model.training)
+        run.model.eval()
+        with torch.no_grad():
+            self.found.append((before, run.model(input_ids=ids, use_cache=False).logits))
+        run.model.train()
+
+    @hookimpl
+    def before_step(self, run: Any) -> None:
+        if run.state.step == 0:
+            self.compare(run)
+
+    @hookimpl
+    def after_fit(self, run: Any) -> None:
+        self.compare(run)
+
+
+def refers(*plugins: Plugin, model: dict[str, Any] = MODEL, **train: Any) -> Refers:
+    plugin = Refers()
+    execute(make_run("causal-lm", model, DATA, [*plugins, plugin], batch_size=4, **train))
+    return plugin
+
+
+@pytest.mark.parametrize("adapters", [False, True], ids=["whole model", "adapters"])
+def test_it_stays_as_the_model_was(adapters):
+    plugin = refers(*[LoRA(r=2)] * adapters, model=MODEL | {"config": LLAMA | {"attention_dropout": 0.5}})
+    (before, trained_before), (after, trained_after) = plugin.found
+    torch.testing.assert_close(before, trained_before)
+    torch.testing.assert_close(after, before)
+    assert (trained_after - before).abs().max() > 1e-3
+    assert plugin.training == [False, True, False, True]
+    assert (plugin.reference.copy is None) == adapters
+
+
+def test_an_adapter_that_a_run_continues_is_a_part_of_it():
+    execute(make_run("causal-lm", MODEL, DATA, [], batch_size=4))
+    shutil.move("run/model", "base")
+    base = {"name": "base"}
+    execute(make_run("causal-lm", base, DATA, [LoRA(r=2, merge=False)], batch_size=4, lr=0.1))
+    shutil.move("run/model", "adapted")
+    plugin = refers(LoRA(adapter="adapted"), model=base)
+    (before, trained_before), (after, trained_after) = plugin.found
+    torch.testing.assert_close(before, trained_before)
+    torch.testing.assert_close(after, before)
+    assert plugin.reference.copy is not None
+    assert (trained_after - before).abs().max() > 1e-3

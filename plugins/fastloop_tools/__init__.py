@@ -1,3 +1,11 @@
-"""Commands implemented as plugins: ``fastloop bench``, ``profile``, ``report`` and ``new``.
+"""Commands that use the core: one folder a command, whose options are in the file that its entry point names.
 
-The core imports none of them."""
+bench, profile            # measure a recipe, its plugins and its steps
+sweep, search             # train a recipe with several values of keys
+plan                      # shows what would run; its parts: ``samples``, ``scale`` (memory), ``untrusted`` (code)
+inference                 # ``evaluate`` and ``predict``
+export, report, new       # write a model, a page about runs, or a package
+trainer                   # ``fastloop.Trainer``
+trials                    # processes, records and statistics of runs that are compared
+shared, toolkit           # helpers of several commands, and those that packages may use
+"""

@@ -8,6 +8,7 @@ folder of the test's own. Blocks in other languages (``sh``: takes long, or need
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import html
 import importlib
@@ -400,6 +401,34 @@ def test_it_names_paths_that_exist(page):
         if "my_plugin" not in word:
             found = [ROOT / word, *ROOT.glob(f"*/*/{word}"), *ROOT.glob(f"core/fastloop/*/{word}")]
             assert any(path.exists() for path in found), word
+
+
+PACKAGES = [
+    path
+    for folder in ("core/fastloop", "plugins/fastloop_plugins", "plugins/fastloop_tools")
+    for path in sorted((ROOT / folder).rglob("__init__.py"))
+    if "template" not in path.parts
+]
+
+
+def files_of_docstring(init: Path) -> list[str]:
+    """The names before the # in the lines of a package's docstring that describe its files."""
+    text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
+    named = []
+    for names in re.findall(r"^ *([a-z_]+(?:, [a-z_]+)*) +# ", text, re.MULTILINE):
+        named += names.split(", ")
+    return named
+
+
+def test_docstrings_of_packages_name_files_that_exist():
+    described = {init: files_of_docstring(init) for init in PACKAGES}
+    for init, names in described.items():
+        for name in names:
+            assert (init.parent / f"{name}.py").is_file() or (init.parent / name / "__init__.py").is_file(), (
+                init,
+                name,
+            )
+    assert sum(map(bool, described.values())) >= 6
 
 
 # -- the site ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,18 @@
-"""The command line, with one file per command. Only commands that need torch import it."""
+"""The command line. Only commands that need torch import it.
+
+One file a command: ``train``, ``plugins``, ``recipes``, ``schema``, ``doctor``; ``fastloop_tools`` has the others.
+The files around them::
+
+    commands, arguments   # the list of all commands, and the arguments that several have
+    launch                # starts the processes of ``--nproc``
+    startup, ending       # the start of a process until its run is open, and its end
+    messages, streams     # the log, errors and their exit codes, and the standard streams
+    summary, hook_timing  # tables at the end of a run
+    quick_checks          # ``--fast-dev-run`` and ``--overfit``
+    recipe_schema         # the JSON Schema of recipes
+    option_table          # the options of a plugin, for `plugins` and the docs
+    numerics              # compares losses, to verify a numerics class
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,8 @@
-"""Several processes: starting them, stopping them, Accelerate."""
+"""Several processes.
+
+ranks, rendezvous, groups      # who they are, where they meet, and who shares the samples of a step
+accelerator, processes         # how they are connected, and their collective operations
+buffers, tensors               # tensors that they share, or that are sharded over them
+signals                        # signals that stop them, and exit codes
+skipped_steps                  # optimizer steps that loss scaling skips, on all of them
+"""

@@ -280,6 +280,7 @@ def test_trainer_leaves_a_plugin_out_for_good(caplog):
             loss=torch.nn.functional.cross_entropy,
             batch_size=8,
             epochs=2,
+            device="cpu",  # the model takes its tensor as an array
         )
         trainer.recipe.output = f"run{len(plugins)}"
         trainer.fit()

@@ -72,7 +72,7 @@ class Adds(Plugin):
 
     @hookimpl
     def after_prepare(self, run: Any, model: Any) -> nn.Module:
-        head = nn.Linear(3, 3)
+        head = nn.Linear(3, 3).to(run.device)
         if self.known:
             run.optimizer.add_param_group({"params": list(head.parameters())})
         return nn.Sequential(model, head)

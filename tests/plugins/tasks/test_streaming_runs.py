@@ -223,7 +223,7 @@ def peak_memory(path: str) -> int:
     if (child := os.fork()) == 0:
         code = 1
         try:
-            run = classify(path, shuffle_buffer=500, lanes=8)
+            run = classify(path, shuffle_buffer=500, lanes=8, DEVICE="cpu")  # a forked process cannot use CUDA
             for _ in run.train_loader.batches():
                 pass
             os.write(writing, str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024).encode())

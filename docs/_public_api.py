@@ -34,7 +34,7 @@ from fastloop.cli.option_table import describe
 from fastloop.cli.plugins import hooks_of
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.evaluation_results import evaluating
-from fastloop.plugins.plugin import Observer
+from fastloop.plugins.declared_options import options_of
 from fastloop.recipe import Train
 from fastloop.runtime.random_states import preserve_random_states, random_states, restore_random_states
 from fastloop_plugins import text as text_toolkit
@@ -134,7 +134,7 @@ def recipe_lines() -> Iterator[tuple[str, str]]:
         yield f"recipe train.{option.name}", f"{option.type} = {option.default}"
     for name, cls in ours().items():
         yield f"plugin {name}", f"slot {cls.slot}, {cls.numerics}, hooks {', '.join(hooks_of(cls))}"
-        for option in describe(cls.Config) + (describe(Observer) if cls.read_only else []):
+        for option in describe(options_of(cls)):
             yield f"plugin {name}.{option.name}", f"{option.type} = {option.default}"
         for section, keys in cls.sections.items():
             for option in describe(keys):

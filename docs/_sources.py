@@ -35,9 +35,10 @@ from fastloop.cli.commands import Commands, own
 from fastloop.cli.option_table import OptionInfo, describe
 from fastloop.cli.plugins import hooks_of, is_wrapper, requirement
 from fastloop.cli.recipe_schema import recipe_schema, summary
+from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import defaults, installed, is_own, load
 from fastloop.plugins.packages import PLUGINS
-from fastloop.plugins.plugin import Observer, Plugin, When
+from fastloop.plugins.plugin import Plugin, When
 from fastloop.recipe import Train
 from fastloop_plugins import toolkit
 from fastloop_plugins.rows.drop import Condition
@@ -153,7 +154,6 @@ def plugin_lists() -> str:
     text = []
     for group, rows in sorted(groups.items()):
         text += [f"## {group}\n", *rows, ""]
-    text += ["Plugins that only observe also have this option:\n", option_list(describe(Observer))]
     return "\n".join(text)
 
 
@@ -175,7 +175,7 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
         "some options need": "; ".join(conditional),
         "adds metrics": ", ".join(f"`{metric}`" for metric in cls.adds_metrics),
     }
-    options = describe(cls.Config)
+    options = describe(options_of(cls))
     sections = " and ".join(f"[`{section}`](../recipe.md#{section})" for section in cls.sections)
     return "\n".join(
         [

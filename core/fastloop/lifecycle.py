@@ -175,16 +175,29 @@ def release(run: Run) -> None:
 
 
 def _teardown(run: Run) -> BaseException | None:
-    """Call every plugin's ``teardown``. Errors are logged; returns the first one."""
+    """Call every plugin's ``teardown``, then what plugins registered by ``on_teardown``, the last one first. Errors are
+    logged; returns the first one."""
     first: BaseException | None = None
-    for plugin, call in run.plugins.each("teardown"):
+    calls = [(plugin, partial(call, run=run)) for plugin, call in run.plugins.each("teardown")]
+    for plugin in reversed(run.plugins.plugins):
+        calls.append((plugin, partial(_undo, run, plugin)))
+    for plugin, call in calls:
         try:
-            call(run=run)
+            call()
         except BaseException as error:  # Ctrl-C also ends only one plugin's teardown
             failure = error if isinstance(error, KeyboardInterrupt | Stopped) else make_crash(plugin, "teardown", error)
             log.error("%s", str(failure) or f"plugin {plugin.name!r} was stopped in teardown by {type(error).__name__}")
             first = first or failure
     return first
+
+
+def _undo(run: Run, plugin: Plugin) -> None:
+    """Call what one plugin registered by ``on_teardown``. Its ``on_error`` applies, as to a hook."""
+    try:
+        plugin._undo.close()
+    except (Exception, SystemExit) as error:
+        if not run.plugins.manager.handle_error(plugin, "teardown", error):
+            raise
 
 
 @contextmanager

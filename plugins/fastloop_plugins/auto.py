@@ -25,7 +25,6 @@ import dataclasses
 import importlib.util
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 from fastloop import Plugin, PluginError, Recommendation, hookimpl, option
@@ -46,24 +45,21 @@ EFFECTS: tuple[str, ...] = get_args(Numerics)
 
 
 class Auto(Plugin):
-    """Replaces itself in the recipe by plugins that speed up training on this machine."""
+    """Selects the plugins that pay on this machine, and replaces itself in the recipe by them."""
 
     name = "auto"
     numerics = "reduced-precision"
-    description = "selects the plugins that pay on this machine"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        numerics: Numerics = option(
-            "The largest effect on the numbers that a selected plugin may have.", default="reduced-precision"
-        )
-        packages: list[str] = option("Names of further packages whose plugins may be selected.", default_factory=list)
+    largest_effect: Numerics = option(
+        "The largest effect on the numbers that a selected plugin may have.",
+        default="reduced-precision",
+        key="numerics",
+    )
+    packages: list[str] = option("Names of further packages whose plugins may be selected.", default_factory=list)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.numerics = self.config.numerics  # type: ignore[assignment, misc]
+        self.numerics = self.largest_effect  # type: ignore[assignment, misc]
 
     def select_plugins(self, recipe: Recipe, machine: Machine) -> dict[str, Recommendation]:
         """Ask each plugin of fastloop, and then each plugin of the packages that the recipe names.
@@ -73,7 +69,7 @@ class Auto(Plugin):
         """
         from fastloop_plugins._own_plugins import own_plugins, plugins_of_packages
 
-        packages = plugins_of_packages(self.config.packages, f"{recipe.place(self.name)}.packages")
+        packages = plugins_of_packages(self.packages, f"{recipe.place(self.name)}.packages")
         own = [name for name in sorted(own_plugins()) if name not in packages]
         selection = Selection(recipe, self.name, machine)
         for cls in self._candidates(own, recipe):
@@ -95,7 +91,7 @@ class Auto(Plugin):
             if name in recipe.plugins or name == self.name:
                 continue
             cls = load(name)
-            is_permitted = EFFECTS.index(cls.numerics) <= EFFECTS.index(self.config.numerics)
+            is_permitted = EFFECTS.index(cls.numerics) <= EFFECTS.index(self.largest_effect)
             if is_permitted and (recipe.inference is None or cls.for_inference):
                 candidates.append(cls)
         return sorted(candidates, key=lambda cls: -EFFECTS.index(cls.numerics))

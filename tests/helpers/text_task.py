@@ -54,11 +54,10 @@ class Pad:
 
 
 class ReviewTask(Plugin):
-    """Two classes of texts."""
+    """Classifies reviews."""
 
     name = "review-task"
     slot = "task"
-    description = "classifies reviews"
 
     @classmethod
     def declare_traits(cls, recipe: Recipe) -> Collection[Trait]:

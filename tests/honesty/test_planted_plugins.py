@@ -410,7 +410,6 @@ class Made(Plugin):
     """It is made for a test."""
 
     name = "{name}"
-    description = "what a test wants"
 '''
 CHECKS = ("declared", "numerics", "batch_norm", "saved_and_loaded", "killed", "processes[ddp]", "off")
 FIRST = {planted.check: name for name, planted in reversed(PLANTED.items())}

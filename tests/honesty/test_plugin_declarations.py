@@ -401,7 +401,7 @@ def test_overrides_reach_plugins_that_are_on_by_default():
     recipe()
     loaded = load_recipe("r.yaml", ["plugins.progress.every=1", "plugins.log.on_error=disable"])
     plugins = {plugin.name: plugin for plugin in resolve(loaded).plugins}
-    assert plugins["progress"].config.every == 1
+    assert plugins["progress"].every == 1
     assert plugins["log"].on_error == "disable"
     assert make_recipe(loaded.to_dict()).plugins == loaded.plugins, "the run folder's recipe keeps it"
     assert (
@@ -416,7 +416,7 @@ def test_overrides_reach_plugins_that_are_on_by_default():
         for plugin in resolve(load_recipe("r.yaml", ["plugins.module.loss=mse_loss"])).plugins
         if plugin.slot == "task"
     ]
-    assert task.config.loss == "mse_loss"
+    assert task.loss == "mse_loss"
 
 
 def test_an_override_turns_no_other_task_on():

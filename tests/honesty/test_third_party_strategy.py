@@ -21,11 +21,10 @@ from fastloop import Strategy, hookimpl
 
 
 class AllReduce(Strategy):
-    """Every process holds the whole model, and steps with the mean of the gradients."""
+    """Averages gradients over the processes, each of which holds the whole model."""
 
     name = "all-reduce"
     numerics = "reassociated"
-    description = "averages gradients over the processes"
 
     def prepare(self, run, model, optimizer):
         if run.world_size == 1:

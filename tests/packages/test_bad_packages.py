@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 HEAD = """'''A package.'''
 open("imported.txt", "a").write(__name__ + "\\n")
 from dataclasses import dataclass
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, hookimpl, option
 
 class It(Plugin):
     name = "{name}"
@@ -89,19 +89,19 @@ BAD = [
         "calls itself 'another'. Its `name` and its entry point must be the same.",
     ),
     Bad(
-        "config-value",
-        HEAD + "    Config = {'rate': 1}\n",
-        "its Config is {'rate': 1}, expected a dataclass: @dataclass(kw_only=True).",
+        "option-name",
+        HEAD + "    error: int = option('How many.', default=1)\n",
+        "It.error: no option can have this name, because it is an attribute of its base class. Rename it.",
     ),
     Bad(
-        "config-class",
-        HEAD + "    class Config:\n        rate = 1\n",
-        "expected a dataclass: @dataclass(kw_only=True).",
+        "option-without-type",
+        HEAD + "    rate = option('How many.', default=1)\n",
+        "It.rate: an option needs a type.",
     ),
     Bad(
-        "config-type",
-        HEAD + "    @dataclass\n    class Config:\n        rate: 'Nothing' = 1\n",
-        "its Config cannot be checked: NameError: ",
+        "option-type",
+        HEAD + "    rate: 'Nothing' = option('How many.', default=1)\n",
+        "its options cannot be checked: name 'Nothing' is not defined. Import it outside of TYPE_CHECKING",
     ),
     Bad(
         "constructor",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 from training_runs import execute
 
 import fastloop
-from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec
+from fastloop import Plugin, PluginCrash, PluginError, RecipeError, Trainer, UsageError, hookimpl, hookspec, option
 from fastloop.cli.hook_timing import HookTimer
 from fastloop.lifecycle import build
 from fastloop.plugins.hook_replacement import replace
@@ -32,16 +31,13 @@ pytest_plugins = ["installing"]
 QUIET = [{"log": False}, {"progress": False}]
 
 WARMTH = """
-from dataclasses import dataclass
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, hookimpl, option
 
 class Warmth(Plugin):
     "How warm it is."
     name = "warmth"
 
-    @dataclass(kw_only=True)
-    class Config:
-        degrees: float = 20.0
+    degrees: float = option("How warm.", default=20.0)
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -61,7 +57,7 @@ class Warmth(Plugin):
 
     @hookimpl
     def write_summary(self, summary):
-        summary["warmth"] = [self.config.degrees, self.steps]
+        summary["warmth"] = [self.degrees, self.steps]
 """
 COLD = """
 class Cold(Plugin):
@@ -321,8 +317,8 @@ def test_a_file_that_is_no_plugin_is_refused_when_the_recipe_is_read(code, said)
         ("import sys\nclass Warm(int):\n    name = 'warm'\nsys.exit(0)", "SystemExit: 0"),
         ("class Warm(int):\n    name = 'warm'", "is not a subclass of fastloop.Plugin"),
         (
-            "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    Config = 3",
-            "its Config is 3, expected a dataclass",
+            "from fastloop import Plugin, option\nclass Warm(Plugin):\n    name = 'warm'\n    log: int = option('')",
+            r"Warm\.log: no option can have this name",
         ),
         (
             "from fastloop import Plugin\nclass Warm(Plugin):\n    name = 'warm'\n    def __init__(self): 1 / 0",
@@ -343,7 +339,7 @@ def test_a_file_that_a_base_recipe_lists_is_found_from_its_folder():
     write("top/top.yaml", "extends: ../base/base.yaml\nplugins: [{warmth: {degrees: 4.0}}]\n")
     recipe = load_recipe("top/top.yaml")
     assert recipe.references == {"warmth": str(Path("base/warm.py").resolve())}
-    assert resolve(recipe, any_machine=True).plugins.plugins[0].config.degrees == 4.0
+    assert resolve(recipe, any_machine=True).plugins.plugins[0].degrees == 4.0
 
 
 def test_bench_calls_estimate_of_file_plugin_and_writes_its_entry():
@@ -541,9 +537,7 @@ class Watcher(Plugin):
         super().__init__(**options)
         self.steps = 0
 
-    @dataclass(kw_only=True)
-    class Config:
-        every: int = 1
+    every: int = option("Steps between two looks.", default=1)
 
     @hookimpl
     def after_step(self, run: Any) -> None:
@@ -560,7 +554,7 @@ def test_failing_observer_is_disabled_with_unchanged_numbers(tiny_run, caplog):
     plain = tiny_run()
     watcher = Watcher(on_error="disable", every=2)
     result = tiny_run([watcher])
-    assert (result.losses, watcher.steps, watcher.config.every) == (plain.losses, 3, 2)
+    assert (result.losses, watcher.steps, watcher.every) == (plain.losses, 3, 2)
     assert all(torch.equal(result.weights[name], plain.weights[name]) for name in plain.weights)
     why = f"plugin 'watcher' ({__name__}) failed in after_step: OSError: disk is full"
     assert result.summary["disabled"] == {"watcher": why}
@@ -599,7 +593,7 @@ def test_plugin_can_be_listed_only_where_allowed(install):
     plugin, *_ = resolve(
         make_recipe({"plugins": [{"watcher": {"on_error": "disable", "degrees": 1.0}}, *QUIET]})
     ).plugins
-    assert (plugin.on_error, plugin.config.degrees) == ("disable", 1.0)
+    assert (plugin.on_error, plugin.degrees) == ("disable", 1.0)
     for options, said in [
         (
             {"watcher": {"on_error": "ignore"}},

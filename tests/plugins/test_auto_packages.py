@@ -145,17 +145,12 @@ def test_a_plugin_that_replaces_a_default_one_is_reported(speedy, caplog):
 def test_a_choice_that_another_package_changes_is_reported(install, caplog):
     """``auto`` asks the first package before the second one, whose plugin changes options and rules of the first."""
     first = """
-import dataclasses
-
-from fastloop import Plugin, Recommendation
+from fastloop import Plugin, Recommendation, option
 
 class Wide(Plugin):
     \"\"\"Is wide.\"\"\"
     name = "wide"
-
-    @dataclasses.dataclass(kw_only=True)
-    class Config:
-        width: int = 8
+    width: int = option("How wide.", default=8)
 
     @classmethod
     def recommend(cls, recipe, machine):

@@ -540,8 +540,7 @@ CODE = """
 import logging, os
 import torch
 from torch import nn
-from fastloop import Plugin, hookimpl
-from dataclasses import dataclass
+from fastloop import Plugin, hookimpl, option
 
 def data(api_key, deep):
     assert api_key and deep["password"]
@@ -556,10 +555,8 @@ class Chatty(Plugin):
     name = "chatty"
     runs_after = ("log",)
 
-    @dataclass(kw_only=True)
-    class Config:
-        auth_token: str = ""
-        fail: bool = False
+    auth_token: str = option("A secret.", default="")
+    fail: bool = option("Whether it fails.", default=False)
 
     @hookimpl
     def before_fit(self, run):
@@ -577,11 +574,11 @@ class Chatty(Plugin):
 
     @hookimpl
     def write_summary(self, summary):
-        summary["chatty"] = [os.environ["HF_TOKEN"], {self.config.auth_token: 1}]
+        summary["chatty"] = [os.environ["HF_TOKEN"], {self.auth_token: 1}]
 
     @hookimpl
     def after_fit(self, run):
-        if self.config.fail:
+        if self.fail:
             raise ValueError(f"cannot log in as {os.environ['HF_TOKEN']} with {run.recipe.data}")
 """
 

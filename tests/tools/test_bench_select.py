@@ -53,7 +53,6 @@ def data(sleep=0.0, rank=None):
 
 PLUGINS = """
 import time
-from dataclasses import dataclass
 from fastloop import Plugin, SpeedupEstimate, hookimpl, option
 
 class Brake(Plugin):
@@ -72,9 +71,7 @@ class Claims(Plugin):
     "Estimates a speedup, which its option turns on."
     share = 0.9
 
-    @dataclass(kw_only=True)
-    class Config:
-        on: bool = option("Take effect.", default=False)
+    on: bool = option("Take effect.", default=False)
 
     @classmethod
     def estimate_speedup(cls, seen, recipe):
@@ -87,7 +84,7 @@ class Cheat(Claims):
 
     @hookimpl
     def before_fit(self, run):
-        if self.config.on:
+        if self.on:
             run.datasets["train"].sleep = 0.0
             run.datasets["train"].rows *= 3.0
 
@@ -97,7 +94,7 @@ class Slowstart(Claims):
 
     @hookimpl
     def before_epoch(self, run):
-        if self.config.on:
+        if self.on:
             run.datasets["train"].sleep = 0.0
             if not run.state.step:
                 time.sleep(5.0)
@@ -109,7 +106,7 @@ class Awake(Claims):
 
     @hookimpl
     def before_fit(self, run):
-        if self.config.on:
+        if self.on:
             run.datasets["train"].sleep = 0.0
 
 class Drag(Claims):
@@ -119,7 +116,7 @@ class Drag(Claims):
 
     @hookimpl
     def before_step(self):
-        if self.config.on:
+        if self.on:
             time.sleep(0.1)
 
 class Fails(Claims):
@@ -128,7 +125,7 @@ class Fails(Claims):
 
     @hookimpl
     def before_fit(self):
-        if self.config.on:
+        if self.on:
             raise ValueError("planted")
 """
 

@@ -85,10 +85,10 @@ def test_description_and_options_have_one_source(monkeypatch):
     files = render("night-watch")
     source = (
         files["src/night_watch/__init__.py"]
-        .replace("records the lowest", "keeps the lowest")
+        .replace("Records the lowest", "Keeps the lowest")
         .replace("two reads", "two looks")
     )
-    found = described(source.replace("] = 10", "] = 7"), "NightWatch")
+    found = described(source.replace("default=10", "default=7"), "NightWatch")
     monkeypatch.setattr(command, "described", lambda *_: found)
     changed = render("night-watch")
     assert "A fastloop plugin that keeps the lowest training loss of a run, and its step.\n" in changed["README.md"]

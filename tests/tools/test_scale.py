@@ -17,7 +17,9 @@ from transformers import AutoModelForSequenceClassification
 from typer.testing import CliRunner
 
 from fastloop.cli import app
+from fastloop.cli.option_table import describe
 from fastloop.errors import RecipeError, UsageError
+from fastloop.plugins.declared_options import options_of
 from fastloop.recipe import Recipe
 from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
 from fastloop_plugins.strategies._memory_layout import Layout, Weight
@@ -177,7 +179,7 @@ def test_fsdp_within_machines_holds_more_and_sends_the_gradients_shards_between_
     layout = large(processes=32, per_node=8)
     count = sum(weight.elements for weight in layout.weights)
     assert ("hsdp" in [row["name"] for row in _memory_fsdp.estimate(layout)]) == (
-        "shard_within" in FSDP.Config.__dataclass_fields__
+        "shard_within" in [row.name for row in describe(options_of(FSDP))]
     )
     hybrid = _memory_fsdp.sharded(layout, 8)
     assert held(hybrid) == pytest.approx(16 * count / 8)

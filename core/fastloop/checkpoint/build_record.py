@@ -61,7 +61,7 @@ class BuildRecord:
                 parameters.append([names.get(id(parameter), "(not in the model)"), list(parameter.shape)])
         recorded = {}
         for plugin in plugins:
-            options = secrets.hidden(plain(asdict(plugin._config)))
+            options = secrets.hidden(plain(plugin.option_values()))
             recorded[plugin.name] = {"numerics": plugin.numerics, "options": options}
         return cls(parameters=parameters, groups=groups, plugins=recorded)
 

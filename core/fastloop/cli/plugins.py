@@ -208,11 +208,11 @@ def show(name: str, as_json: bool) -> None:
     from rich.markup import escape
 
     from fastloop.cli.option_table import describe
+    from fastloop.plugins.declared_options import options_of
     from fastloop.plugins.installed import find_entry_point, load
-    from fastloop.plugins.plugin import Observer
 
     cls = load(name, "fastloop plugins")
-    options = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
+    options = describe(options_of(cls))
     text, recipe = documentation(cls)
     hooks = hooks_of(cls)
     facts = {

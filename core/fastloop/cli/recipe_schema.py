@@ -1,4 +1,4 @@
-"""Build a JSON Schema of recipes from the ``train`` section, every plugin's ``Config`` and every task's ``sections``.
+"""Build a JSON Schema of recipes from the ``train`` section, the options of every plugin and every task's ``sections``.
 
 Editors use it to complete and check recipes, and the docs are built from it: a table written by hand is wrong after the
 next change. The schema describes a single file. No key is required, because ``extends`` or the command line may set it,
@@ -12,8 +12,9 @@ import inspect
 from typing import Any
 
 from fastloop.options import adapter
+from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load, name_and_version
-from fastloop.plugins.plugin import Observer, Plugin
+from fastloop.plugins.plugin import Plugin
 from fastloop.recipe import Train
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -48,9 +49,7 @@ def recipe_schema(every: bool = False, others: bool = True) -> tuple[dict[str, A
             continue
         try:
             cls = load(name)
-            definitions[f"plugins.{name}"] = options = _mapping(cls.Config, f"plugins.{name}", summary(cls))
-            if cls.read_only:
-                options["properties"] |= _mapping(Observer, f"plugins.{name}", "")["properties"]
+            definitions[f"plugins.{name}"] = _mapping(options_of(cls), f"plugins.{name}", summary(cls))
             for section, keys in cls.sections.items():
                 sections[section].setdefault(keys, []).append(name)
         except Exception as error:

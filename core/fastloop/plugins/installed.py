@@ -140,12 +140,14 @@ def check_class(cls: Any, label: str) -> type[Plugin]:
     Raises:
         PluginError: It is not.
     """
-    from fastloop.options import check_options  # only here: the list of commands reads entry points alone
+    from fastloop.plugins.declared_options import (
+        check_declared,  # only here: the list of commands reads entry points alone
+    )
     from fastloop.plugins.plugin import Plugin
 
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
         raise PluginError(f"{label} is not a subclass of fastloop.Plugin.")
-    check_options(cls.Config, f"{label}: its Config")
+    check_declared(cls, label)
     return cls
 
 

@@ -3,10 +3,7 @@
     class Warmth(Plugin):
         name = "warmth"
         numerics = "bitwise"
-
-        @dataclass(kw_only=True)
-        class Config:
-            degrees: float = option("How warm.", default=20.0, ge=0)
+        degrees: float = option("How warm.", default=20.0, ge=0)
 
         @hookimpl
         def before_fit(self, run): ...
@@ -20,17 +17,21 @@ The resolver reads only declarations on the class, so it treats third-party plug
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import pluggy
 
-from fastloop.errors import RecipeError
+from fastloop.errors import PluginError, RecipeError
 from fastloop.metric_modes import MetricMode
-from fastloop.options import check_options, option, parse
+from fastloop.options import option, parse
+from fastloop.plugins.declared_options import check_declared, declare, options_of
 from fastloop.plugins.packages import DISTRIBUTION
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ if TYPE_CHECKING:
 _place: ContextVar[str] = ContextVar("_place", default="")
 
 hookimpl = pluggy.HookimplMarker("fastloop")
-
-ConfigT = TypeVar("ConfigT", covariant=True)
 
 Numerics = Literal["bitwise", "reassociated", "reduced-precision", "changes-training"]
 """How a plugin affects the numbers: same bits; same mathematics in another summation order; fewer bits; different
@@ -118,37 +117,35 @@ class Dtype:
 
 @dataclass(frozen=True)
 class When:
-    """A requirement that depends on options: ``When(lambda config: config.dtype == "fp8", Device("cuda"))``."""
+    """A requirement that depends on options: ``When(lambda plugin: plugin.dtype == "fp8", Device("cuda"))``."""
 
     condition: Callable[[Any], bool]
     need: Need
 
     def missing(self, plugin: Plugin, machine: Machine) -> str | None:
-        return self.need.missing(plugin, machine) if self.condition(plugin.config) else None
+        return self.need.missing(plugin, machine) if self.condition(plugin) else None
 
 
-@dataclass(kw_only=True)
-class Observer:
-    """The additional option of read-only plugins (``read_only``)."""
+class PluginLog(logging.LoggerAdapter[logging.Logger]):
+    """fastloop's log, in which each line begins with the name of a plugin."""
 
-    on_error: Literal["raise", "disable"] = option(
-        "If the plugin fails: fail the run, or disable the plugin and record it in the summary.", default="raise"
-    )
+    def __init__(self, name: str) -> None:
+        super().__init__(logging.getLogger("fastloop"))
+        self.plugin = name
 
-
-class HasConfig(Protocol[ConfigT]):
-    """A class with a nested class ``Config``: the type of ``Plugin.config`` follows from it."""
-
-    _config: Any
-
-    @property
-    def Config(self) -> type[ConfigT]: ...
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return f"{self.plugin}: {msg}", kwargs
 
 
 class Plugin:
-    """Base of every plugin: declarations on the class, options in ``config``, hooks as ``@hookimpl`` methods.
+    """Base of every plugin: declarations and options on the class, hooks as ``@hookimpl`` methods.
 
-    Options are keyword arguments, so a plugin also works without a recipe: ``Amp(dtype="bf16")``.
+    An option is a typed attribute, ``degrees: float = option("How warm.", default=20.0)``, which methods read as
+    ``self.degrees``. Subclasses inherit it. It cannot be assigned, and its name must not be that of another attribute
+    of this class or of a hook. Options are keyword arguments, so a plugin also works without a recipe:
+    ``Amp(dtype="bf16")``.
+
+    The first sentence of the class's docstring describes the plugin in `fastloop plan`.
 
     A plugin may declare hooks for other plugins to implement, in a class or module of functions marked with
     ``fastloop.hookspec``. These
@@ -168,13 +165,9 @@ class Plugin:
     Mark an implementation ``@hookimpl(optionalhook=True)`` if it also works without the plugin that declares the hook.
     Otherwise, list that plugin in ``requires``.
 
-    Attributes:
-        where: The recipe's entry, for messages: ``recipes/x.yaml: plugins.warmth``. The name, if Python made the
-            plugin.
-
     Raises:
         RecipeError: An option is unknown, of the wrong type or out of range.
-        PluginError: ``Config`` cannot describe options.
+        PluginError: The type of an option cannot be checked.
     """
 
     name: ClassVar[str] = ""
@@ -208,7 +201,7 @@ class Plugin:
     (``free``), which is logged and must take effect. The options that it leaves out are fixed in a task and
     if ``numerics`` is ``changes-training``, and free otherwise."""
     description: ClassVar[str] = ""
-    """The plugin's effect in a few words, for `fastloop plan`."""
+    """The first sentence of the class's docstring."""
     read_only: ClassVar[bool] = False
     """Whether a run without it computes the same numbers. It must not wrap hooks, implement
     hooks that change a run, or call collective operations (``run.processes.barrier``, ``run.full_state_dict``), so that
@@ -226,32 +219,68 @@ class Plugin:
     hookspecs: Any = None  # no ClassVar: mypy does not let a module override one
     """A class or module of hooks that the plugin declares."""
 
-    on_error: Literal["raise", "disable"] = "raise"
-    """For a ``read_only`` plugin: fail the run on an error, or disable the plugin. A disabled
-    plugin's ``teardown`` is still called, so that it can close files and end threads; no other hook is."""
+    where: str = ""
+    """The recipe's entry, for messages: ``recipes/x.yaml: plugins.warmth``. The name, if Python made the plugin."""
 
-    @dataclass(kw_only=True)
-    class Config:
-        """No options."""
+    on_error: Literal["raise", "disable"] = option(
+        "If the plugin fails: fail the run, or disable the plugin and record it in the summary.", default="raise"
+    )
+    """An option of ``read_only`` plugins alone. A disabled plugin's ``teardown`` is still called, so that it can close
+    files and end threads; no other hook is."""
+
+    _options_class: ClassVar[type]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        declare(cls)
+        if "description" in vars(cls):
+            raise PluginError(
+                f"{cls.__qualname__}.description: the first sentence of the class's docstring describes a plugin. "
+                "Write it there, and remove the attribute."
+            )
+        if cls.__doc__:
+            cls.description = first_sentence(cls.__doc__)
 
     def __init__(self, **options: Any) -> None:
-        self.where: str = _place.get() or self.name
-        where = self.where
-        if "on_error" in options and self.read_only:
-            self.on_error = parse(Observer, {"on_error": options.pop("on_error")}, where).on_error
-        check_options(type(self).Config, f"{where}: its Config")
-        if "on_error" in options and "on_error" not in [field.name for field in fields(type(self).Config)]:
-            raise RecipeError(
-                f"{where}.on_error: only read-only plugins can be disabled, and {self.name!r} changes the run. Remove "
-                "the option."
+        self.where = _place.get() or self.name
+        self._undo = ExitStack()
+        cls = type(self)
+        if "on_error" in options and not self.read_only:
+            raise self.error(
+                "on_error", f"only read-only plugins can be disabled, and {self.name!r} changes the run. Remove it."
             )
-        self._config = parse(type(self).Config, options, where)
+        check_declared(cls, self.where)
+        self._options: dict[str, Any] = parse(options_of(cls), options, self.where).__dict__
+        self._options.setdefault("on_error", "raise")
 
-    @property
-    def config(self: HasConfig[ConfigT]) -> ConfigT:
-        """The options: an instance of the nested dataclass ``Config``. Type checkers know its fields."""
-        config: ConfigT = self._config
-        return config
+    @cached_property
+    def log(self) -> PluginLog:
+        """fastloop's log. Each line begins with the plugin's name."""
+        return PluginLog(self.name)
+
+    def error(self, key: str, text: str) -> RecipeError:
+        """The error for the value of an option: ``raise self.error("match", "matches no parameter. ...")``.
+
+        It names the recipe, the plugin and the option. With ``""`` for ``key``, it is about the plugin as such.
+        """
+        place = f"{self.where}.{key}" if key else self.where
+        return RecipeError(f"{place}: {text}")
+
+    def on_teardown(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Call a function at the end of the run, also after an error: ``self.on_teardown(torch.set_num_threads, 4)``.
+
+        The run calls it after the hook ``teardown`` of all plugins, and the last registered function first.
+        """
+        self._undo.callback(function, *arguments)
+
+    def option_values(self) -> dict[str, Any]:
+        """Key of an option in recipes -> its value."""
+        return {field.name: self._options[field.name] for field in fields(options_of(type(self)))}
+
+    def set_option(self, key: str, value: Any) -> None:
+        """Replace the value of an option before the run is built, such as by one that a launcher's configuration asks
+        for."""
+        self._options[key] = value
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -294,7 +323,18 @@ class Plugin:
         return build(Run(resolved.recipe, resolved.plugins))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.config})"
+        options = ", ".join(f"{key}={value!r}" for key, value in self.option_values().items())
+        return f"{type(self).__name__}({options})"
+
+
+declare(Plugin)
+
+
+def first_sentence(text: str) -> str:
+    """The first sentence of a docstring, on one line, without its full stop and its double backquotes."""
+    paragraph = " ".join(inspect.cleandoc(text).partition("\n\n")[0].split())
+    sentence, _, _ = f"{paragraph} ".partition(". ")
+    return sentence.strip().removesuffix(".").replace("``", "")
 
 
 @contextmanager

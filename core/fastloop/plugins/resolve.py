@@ -254,7 +254,8 @@ def _add_defaults(recipe: Recipe, plugins: list[Plugin], reasons: dict[str, str]
             continue
         reason = cls.auto_enable(recipe)
         if reason:
-            plugins.append(cls())
+            with listed_at(recipe.place(cls.name)):
+                plugins.append(cls())
             reasons[name] = f"on by default: {reason}"
             if cls.slot is not None:
                 fills[cls.slot] = name

@@ -42,6 +42,7 @@ from fastloop.cli.numerics import BOUNDS, HOLDS, compare
 from fastloop.cli.option_table import describe
 from fastloop.errors import RecipeError, UsageError, did_you_mean
 from fastloop.options import parse
+from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, load
 from fastloop.plugins.plugin import Numerics, listed_at
 from fastloop.runtime.platform_support import KILL
@@ -116,8 +117,8 @@ class Conformance:
         if not cls.description:
             self.broken(
                 "to say what it changes",
-                "no `description`",
-                "Set it in the class, in a few words: `fastloop plan` shows it",
+                "no docstring of its class",
+                "Write one, whose first sentence `fastloop plan` shows",
             )
         study_results.resolved()
 
@@ -125,7 +126,7 @@ class Conformance:
         """Each option has a description, accepts its default, and rejects wrong types. An unknown option is an error
         with its path."""
         cls, where = load(self.plugin), f"recipe.yaml: plugins.{self.plugin}"
-        for field, row in zip(dataclasses.fields(cls.Config), describe(cls.Config), strict=True):
+        for field, row in zip(dataclasses.fields(options_of(cls)), describe(options_of(cls)), strict=True):
             if not row.help:
                 self.broken(
                     f"to document its option {row.name!r}",
@@ -135,7 +136,7 @@ class Conformance:
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             try:
                 parse(
-                    cls.Config,
+                    options_of(cls),
                     dict(self.options) | ({} if default is dataclasses.MISSING else {field.name: default}),
                     where,
                 )
@@ -159,19 +160,19 @@ class Conformance:
                 self.broken(
                     f"to refuse {what} by its path, {path}",
                     f"{error}",
-                    "Let `Config` check options, and pass its errors on",
+                    "Let `super().__init__(**options)` check options, and pass its errors on",
                 )
         except Exception as error:
             self.broken(
                 f"to refuse {what}",
                 f"{type(error).__name__}: {error}",
-                "Let `Config` check options, before anything else",
+                "Call `super().__init__(**options)` before anything else",
             )
         else:
             self.broken(
                 f"to refuse {what}",
                 "that it is taken",
-                "Declare options in the dataclass `Config`, each with a narrow type",
+                "Declare options by `name: TYPE = option(...)`, each with a narrow type",
             )
 
     def test_documented(self) -> None:

@@ -46,7 +46,6 @@ class AsyncSave(Plugin):
 
     name = "async-save"
     numerics = "bitwise"
-    description = "writes checkpoints in the background"
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

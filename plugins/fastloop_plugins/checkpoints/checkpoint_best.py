@@ -45,34 +45,29 @@ class Kept:
 
 
 class CheckpointBest(Plugin):
-    """The best weights by a metric of the evaluation."""
+    """Keeps the best weights by a metric of the evaluation, and ends with them."""
 
     name = "checkpoint-best"
     numerics = "bitwise"
     on_resume = {"monitor": "fixed", "mode": "fixed"}  # the values of the kept checkpoints are compared with new ones
     runs_after = ("ema",)  # inside its wrapper, so that it keeps the evaluated weights
-    description = "keeps the best weights, and ends with them"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        monitor: str = option("Metric of the evaluation.", default="loss")
-        mode: Literal["auto", "min", "max"] = option(
-            "Whether smaller or larger is better; auto: as the metric declares.", default="auto"
-        )
-        keep_checkpoints: int = option("Best checkpoints kept.", default=1, ge=1)
+    monitor: str = option("Metric of the evaluation.", default="loss")
+    mode: Literal["auto", "min", "max"] = option(
+        "Whether smaller or larger is better; auto: as the metric declares.", default="auto"
+    )
+    keep_checkpoints: int = option("Best checkpoints kept.", default=1, ge=1)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.monitor = Monitor(self.name, self.config.monitor, self.config.mode)
+        self.monitored = Monitor(self.name, self.monitor, self.mode)
         self.kept: list[Kept] = []  # best first
         # step of a resume checkpoint -> steps of the best then: it must find their folders
         self.saved: dict[int, list[int]] = {}
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        self.monitor.check(run)
+        self.monitored.check(run)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -97,7 +92,7 @@ class CheckpointBest(Plugin):
     def after_fit(self, run: Run) -> None:
         if not self.kept:
             logger.warning(
-                "checkpoint-best: no evaluation gave a %s that is a number: the last weights stay", self.monitor.name
+                "checkpoint-best: no evaluation gave a %s that is a number: the last weights stay", self.monitored.name
             )
             return
         from fastloop import checkpoint
@@ -149,10 +144,10 @@ class CheckpointBest(Plugin):
         """Keep the weights in place when they are among the best."""
         from fastloop import checkpoint
 
-        value = self.monitor.read(metrics)
+        value = self.monitored.read(metrics)
         step = run.state.step
-        worst = self.kept[-1].value if len(self.kept) == self.config.keep_checkpoints else None
-        if not self.monitor.better(value, worst):
+        worst = self.kept[-1].value if len(self.kept) == self.keep_checkpoints else None
+        if not self.monitored.better(value, worst):
             return
         weights, failed = run.strategy.model_state(run), False
         try:
@@ -169,10 +164,10 @@ class CheckpointBest(Plugin):
         if any(run.processes.all_gather_object(failed)):  # it is not kept: on all processes
             return
         place = 0
-        while place < len(self.kept) and not self.monitor.better(value, self.kept[place].value):
+        while place < len(self.kept) and not self.monitored.better(value, self.kept[place].value):
             place += 1
         self.kept.insert(place, Kept(step, value, dict(metrics), run.state.model_weights))
-        del self.kept[self.config.keep_checkpoints :]
+        del self.kept[self.keep_checkpoints :]
         self.tidy(run)
         run.state.best = self.best()
 
@@ -183,8 +178,8 @@ class CheckpointBest(Plugin):
         best = self.kept[0]
         return {
             "step": best.step,
-            "metric": self.monitor.name,
-            "mode": self.monitor.mode,
+            "metric": self.monitored.name,
+            "mode": self.monitored.mode,
             "value": best.value,
             "path": self.path(best.step),
             "metrics": dict(best.metrics),

@@ -16,7 +16,6 @@ A failed upload is repeated, then logged; if the last one fails, the command fai
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,24 +32,19 @@ logger = logging.getLogger("fastloop")
 
 
 class RemoteOutput(Plugin):
-    """Uploads logs, checkpoints and the exported model, and downloads the newest checkpoint."""
+    """Uploads the run folder. Downloads the newest checkpoint."""
 
     name = "remote-output"
     numerics = "bitwise"
-    requirements = (When(lambda config: config.url.startswith(("s3://", "s3a://")), Package("s3fs", extra="s3")),)
+    requirements = (When(lambda plugin: plugin.url.startswith(("s3://", "s3a://")), Package("s3fs", extra="s3")),)
     publishes = True
-    description = "uploads the run folder"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        url: str = option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)
-        folder: str | None = option(
-            "Name of the run's folder there; null: the name of the output folder.", default=None, min_length=1
-        )
-        every: float = option("Seconds between two searches for files to upload.", default=10.0, gt=0)
-        retries: int = option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", default=4, ge=0)
+    url: str = option("The folder for the run's folder: a URL of fsspec, or a path.", min_length=1)
+    folder: str | None = option(
+        "Name of the run's folder there; null: the name of the output folder.", default=None, min_length=1
+    )
+    every: float = option("Seconds between two searches for files to upload.", default=10.0, gt=0)
+    retries: int = option("Times that a failed upload is repeated, after 1, 2, 4, ... seconds.", default=4, ge=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -63,11 +57,11 @@ class RemoteOutput(Plugin):
 
         try:
             self.remote: RemoteFolder = RemoteFolder(
-                f"{self.config.url.rstrip('/')}/{self.config.folder or Path(recipe.output).absolute().name}"
+                f"{self.url.rstrip('/')}/{self.folder or Path(recipe.output).absolute().name}"
             )
         except (ImportError, ValueError) as error:
             problem = f"{error}. Expected a URL such as s3://bucket/runs, and an installed package for it."
-            raise PluginError(f"{self.where}.url: found {self.config.url!r}: {problem}") from None
+            raise PluginError(f"{self.where}.url: found {self.url!r}: {problem}") from None
 
     @hookimpl
     def before_resume(self, run: Run, folder: Path) -> None:
@@ -91,9 +85,8 @@ class RemoteOutput(Plugin):
         from fastloop_plugins.checkpoints._uploader import Uploader
 
         if run.is_main:
-            config = self.config
             self.uploader = Uploader(
-                self.remote, run.folder, run.recipe.train.keep_checkpoints, config.every, config.retries
+                self.remote, run.folder, run.recipe.train.keep_checkpoints, self.every, self.retries
             )
             self.uploader.start()
 

@@ -17,7 +17,6 @@ Samples with the same value are shuffled in each epoch. Evaluations keep their o
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, option
@@ -33,19 +32,14 @@ logger = logging.getLogger("fastloop")
 
 
 class Curriculum(Plugin):
-    """Arranges each epoch's samples by a value."""
+    """Orders the training samples by a value, in each epoch."""
 
     name = "curriculum"
     numerics = "changes-training"
-    description = "orders the training samples by a value"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        by: str = option("Attribute of the dataset, or key of each sample, with a number.", default="lengths")
-        column: str | None = option("Column of the rows of a text task, instead of by.", default=None)
-        descending: bool = option("Begin with the largest value.", default=False)
+    by: str = option("Attribute of the dataset, or key of each sample, with a number.", default="lengths")
+    column: str | None = option("Column of the rows of a text task, instead of by.", default=None)
+    descending: bool = option("Begin with the largest value.", default=False)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,7 +48,7 @@ class Curriculum(Plugin):
 
     @hookimpl(trylast=True)  # after that of the task, which reads its sections there
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
-        if self.config.column is None:
+        if self.column is None:
             return
         from fastloop_plugins.text.data import TextData
 
@@ -64,7 +58,7 @@ class Curriculum(Plugin):
             raise RecipeError(f"{recipe.where}: {where}: the task {task.name!r} reads no rows of texts. Use by.")
         if self.data.options.streaming:
             raise RecipeError(f"{recipe.where}: {where}: data.streaming reads rows in their order. Set it to false.")
-        self.data.rank_column, self.data.rank_option = self.config.column, where
+        self.data.rank_column, self.data.rank_option = self.column, where
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
@@ -80,14 +74,14 @@ class Curriculum(Plugin):
             )
         values = self.values(dataset)
         if min(values) == max(values):
-            what = self.config.column or self.config.by
+            what = self.column or self.by
             logger.warning("curriculum: all samples have %s %g: there is nothing to sort", what, values[0])
 
     def arrange(self, dataset: Any, ids: list[int], batch_size: int, generator: Generator | None) -> list[int]:
         """Order samples; see ``Settings.arrange``."""
         if generator is None:
             return ids
-        return sorted(ids, key=self.values(dataset).__getitem__, reverse=self.config.descending)
+        return sorted(ids, key=self.values(dataset).__getitem__, reverse=self.descending)
 
     def values(self, dataset: Any) -> list[float]:
         """The value of each sample, read once.
@@ -100,10 +94,10 @@ class Curriculum(Plugin):
 
             if not isinstance(dataset, Sequences) or len(dataset) != len(self.data.ranks):
                 count = f"{len(dataset)} samples ({type(dataset).__name__}) are not the {len(self.data.ranks)} rows"
-                raise PluginError(f"plugin 'curriculum': {count} that have a {self.config.column!r}. Use by.")
+                raise PluginError(f"plugin 'curriculum': {count} that have a {self.column!r}. Use by.")
             self.known = dataset, self.data.ranks.tolist()
         elif self.known[0] is not dataset:
-            by = self.config.by
+            by = self.by
             try:
                 found = getattr(dataset, by, None)
                 found = [dataset[place][by] for place in range(len(dataset))] if found is None else found

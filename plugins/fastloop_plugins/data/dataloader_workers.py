@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import NonNegativeInt
@@ -29,28 +28,23 @@ logger = logging.getLogger("fastloop")
 
 
 class DataLoaderWorkers(Plugin):
-    """Sets the number of worker processes and how far they read ahead."""
+    """Reads batches in worker processes. Sets their number and how far they read ahead."""
 
     name = "dataloader-workers"
     numerics = "bitwise"
     for_inference = True
-    description = "reads batches in worker processes"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        num_workers: NonNegativeInt | Literal["auto"] = option(
-            "Worker processes for each training process.", default="auto"
-        )
-        persistent_workers: bool = option("Keep the workers between epochs.", default=True)
-        prefetch_factor: int = option("Batches that each worker reads ahead.", default=2, ge=1)
-        timeout: float = option(
-            "Seconds to wait for a batch before the run ends with an error; 0: no limit.", default=600.0, ge=0
-        )
-        multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
-            "How workers start; null: the platform's default.", default=None
-        )
+    num_workers: NonNegativeInt | Literal["auto"] = option(
+        "Worker processes for each training process.", default="auto"
+    )
+    persistent_workers: bool = option("Keep the workers between epochs.", default=True)
+    prefetch_factor: int = option("Batches that each worker reads ahead.", default=2, ge=1)
+    timeout: float = option(
+        "Seconds to wait for a batch before the run ends with an error; 0: no limit.", default=600.0, ge=0
+    )
+    multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = option(
+        "How workers start; null: the platform's default.", default=None
+    )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -87,13 +81,13 @@ class DataLoaderWorkers(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        workers = self._auto() if self.config.num_workers == "auto" else self.config.num_workers
+        workers = self._auto() if self.num_workers == "auto" else self.num_workers
         if not workers:
             return {"num_workers": 0}
         from fastloop_plugins.data._watched_loader import WatchedLoader
 
         # the options have the names of settings
-        return {**vars(self.config), "num_workers": workers, "loader_class": WatchedLoader}
+        return {**self.option_values(), "num_workers": workers, "loader_class": WatchedLoader}
 
     def _auto(self) -> int:
         processors = platform_support.cores()
@@ -103,5 +97,5 @@ class DataLoaderWorkers(Plugin):
 
     @hookimpl
     def check_run(self) -> None:
-        if self.config.num_workers == "auto":
+        if self.num_workers == "auto":
             logger.info("dataloader-workers: %s", self.found)

@@ -28,13 +28,12 @@ T = TypeVar("T")
 
 
 class DevicePrefetch(Plugin):
-    """Copies batches on a separate stream, one step ahead."""
+    """Copies the next batches to the GPU during a step, on a separate stream."""
 
     name = "device-prefetch"
     numerics = "bitwise"
     runs_after = ("dataloader-workers",)
     for_inference = True
-    description = "copies the next batches to the GPU during a step"
     kind = ""  # device type; configure may run without check_recipe
 
     @classmethod

@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, option
@@ -34,23 +33,21 @@ POOLED = ("train", "validation")
 
 
 class Folds(Plugin):
-    """Replaces the training and validation datasets that the task built."""
+    """Validates on one fold of the training data, and trains on the others.
+
+    Replaces the datasets that the task built.
+    """
 
     name = "folds"
     numerics = "changes-training"
     for_inference = True
-    description = "validates on one fold of the training data, and trains on the others"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        number: int = option("The fold to validate on, from 0.", default=0, ge=0)
-        of: int = option("Number of folds.", default=5, ge=2)
+    number: int = option("The fold to validate on, from 0.", default=0, ge=0)
+    of: int = option("Number of folds.", default=5, ge=2)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        number, of = self.config.number, self.config.of
+        number, of = self.number, self.of
         if number >= of:
             raise RecipeError(
                 f"{recipe.where}: plugins.folds.number: found {number}, expected a number from 0 to {of - 1}."
@@ -71,7 +68,7 @@ class Folds(Plugin):
         for dataset in pooled:
             if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
                 raise RecipeError(f"{where}: {type(dataset).__name__} is iterable. Expected map-style data.")
-        size, (number, of) = sum(map(len, pooled)), (self.config.number, self.config.of)
+        size, (number, of) = sum(map(len, pooled)), (self.number, self.of)
         if size < of:
             raise RecipeError(f"{where}.of: found {of} folds for {size} samples. Expected at most {size}.")
         classes = classes_of(pooled)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, Recommendation, SpeedupEstimate, hookimpl, option
@@ -34,25 +33,20 @@ logger = logging.getLogger("fastloop")
 
 
 class LengthBucketing(Plugin):
-    """Batches samples of similar length."""
+    """Makes batches of samples of like length."""
 
     name = "length-bucketing"
     numerics = "changes-training"
     runs_after = ("compile",)  # which sets a multiple of its own
     for_inference = True
-    description = "makes batches of samples of like length"
     kind = ""  # of the device
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        window: int = option(
-            "Batches among whose samples lengths are matched: more is less padding and less chance.", default=100, ge=2
-        )
-        max_tokens: int | None = option(
-            "Tokens of a device's batch at most, padding included; null: no limit.", default=None, ge=1
-        )
+    window: int = option(
+        "Batches among whose samples lengths are matched: more is less padding and less chance.", default=100, ge=2
+    )
+    max_tokens: int | None = option(
+        "Tokens of a device's batch at most, padding included; null: no limit.", default=None, ge=1
+    )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: hardware.Machine) -> Recommendation | None:
@@ -81,7 +75,7 @@ class LengthBucketing(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.kind = hardware.this_machine(recipe.train.device).device
-        if self.config.max_tokens is None:
+        if self.max_tokens is None:
             return
         where = f"{recipe.where}: plugins.length-bucketing.max_tokens"
         if recipe.train.micro_batch_size is not None:
@@ -100,13 +94,13 @@ class LengthBucketing(Plugin):
         changes: dict[str, Any] = {"arrange": self.arrange}
         if self.kind == "cuda" and settings.pad_to_multiple_of is None:
             changes["pad_to_multiple_of"] = MULTIPLE
-        if self.config.max_tokens is not None:
+        if self.max_tokens is not None:
             changes["split"] = self.split
         return changes
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        where, limit = f"{run.recipe.where}: plugins.length-bucketing", self.config.max_tokens
+        where, limit = f"{run.recipe.where}: plugins.length-bucketing", self.max_tokens
         for split, loader in {"train": run.train_loader, **(run.eval_loaders if limit else {})}.items():
             dataset: Any = loader.dataset
             if loader.sampler is None:
@@ -162,7 +156,7 @@ class LengthBucketing(Plugin):
     def split(self, dataset: Any, ids: list[int], processes: int) -> list[list[int]]:
         """Split a step into micro-batches within ``max_tokens``, enough to keep all processes busy; see
         ``Settings.split``."""
-        lengths, limit = self.lengths(dataset), self.config.max_tokens
+        lengths, limit = self.lengths(dataset), self.max_tokens
         assert limit is not None
         ids = by_length(lengths, ids)
         parts: list[list[int]] = []
@@ -190,8 +184,8 @@ class LengthBucketing(Plugin):
             return by_length(lengths, ids)
         full = len(ids) // batch_size * batch_size
         batches = []
-        for start in range(0, full, self.config.window * batch_size):
-            window = by_length(lengths, ids[start : min(start + self.config.window * batch_size, full)])
+        for start in range(0, full, self.window * batch_size):
+            window = by_length(lengths, ids[start : min(start + self.window * batch_size, full)])
             batches += [window[first : first + batch_size] for first in range(0, len(window), batch_size)]
         shuffled = [batches[index] for index in torch.randperm(len(batches), generator=generator).tolist()]
         # a short batch can only be the last

@@ -50,14 +50,16 @@ PACKABLE = (*BERT_LIKE, "gpt2", "llama", "mistral", "qwen2")
 
 
 class Packing(Plugin):
-    """Replaces collator, attention and pooling by versions for packed rows."""
+    """Packs sequences end to end, so that no padding is computed.
+
+    Replaces collator, attention and pooling by versions for packed rows.
+    """
 
     name = "packing"
     numerics = "reassociated"
     runs_after = ("cls-last-layer", "attention", "fast-dropout", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
-    description = "packs sequences end to end, so that no padding is computed"
     collator: PackedCollator
 
     @classmethod

@@ -15,7 +15,6 @@ import logging
 import os
 import shutil
 from collections import Counter
-from dataclasses import dataclass
 from operator import length_hint
 from typing import IO, TYPE_CHECKING, Any, Literal
 
@@ -36,19 +35,12 @@ class AuditError(FastloopError):
 
 
 class SampleAudit(Plugin):
-    """Records which samples each process and worker trained on."""
+    """Records sample ids, and checks that each occurs once an epoch. The records name process and worker."""
 
     name = "sample-audit"
     numerics = "bitwise"
-    description = "records sample ids and checks that each occurs once an epoch"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        on_violation: Literal["error", "warn"] = option(
-            "What to do if samples are missing or repeated.", default="error"
-        )
+    on_violation: Literal["error", "warn"] = option("What to do if samples are missing or repeated.", default="error")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -185,7 +177,7 @@ class SampleAudit(Plugin):
             return
         expected = f"Every sample must occur once an epoch. The records are in {self.files.folder}."
         message = f"plugin 'sample-audit': epoch {epoch}: {wrong}. {expected}"
-        if self.config.on_violation == "error":
+        if self.on_violation == "error":
             raise AuditError(message)
         if run.is_main:
             logger.warning("%s", message)

@@ -11,7 +11,6 @@ if its text is not a string, or if it has no label. The log names the first skip
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
@@ -30,13 +29,8 @@ class SkipUnreadable(Plugin):
     numerics = "changes-training"
     on_resume = {"limit": "free"}
     for_inference = True
-    description = "skips samples that cannot be read"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        limit: int = option("Samples to skip before the run ends with an error.", default=100, ge=0)
+    limit: int = option("Samples to skip before the run ends with an error.", default=100, ge=0)
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
@@ -52,9 +46,9 @@ class SkipUnreadable(Plugin):
 
     @hookimpl
     def after_step(self, run: Run) -> None:
-        if run.state.unreadable > self.config.limit:
+        if run.state.unreadable > self.limit:
             raise DataError(
                 f"{run.state.unreadable} samples could not be read; plugins.skip-unreadable.limit is "
-                f"{self.config.limit}. "
+                f"{self.limit}. "
                 "log.txt in the run folder names the first ones."
             )

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,18 +31,13 @@ logger = logging.getLogger("fastloop")
 
 
 class TokenCache(Plugin):
-    """Reads and writes token ids in a cache on disk."""
+    """Caches token ids on disk."""
 
     name = "token-cache"
     numerics = "bitwise"
     for_inference = True
-    description = "caches token ids on disk"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        folder: str = option("Folder of token ids; auto: in the user's cache.", default="auto")
+    folder: str = option("Folder of token ids; auto: in the user's cache.", default="auto")
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -56,7 +50,7 @@ class TokenCache(Plugin):
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
         from fastloop_plugins._cache import tokens_kept_in
 
-        folder = open_token_folder(self.config.folder, run.recipe.where)
+        folder = open_token_folder(self.folder, run.recipe.where)
         with tokens_kept_in(folder) as tokens:
             datasets = yield
         if not tokens.is_used:

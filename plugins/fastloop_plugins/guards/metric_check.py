@@ -26,12 +26,14 @@ logger = logging.getLogger("fastloop")
 
 
 class MetricCheck(Plugin):
-    """Refuses metrics that do not fit the task's predictions and targets."""
+    """Tries the metrics on a batch before training.
+
+    Refuses those that do not fit the task's predictions and targets.
+    """
 
     name = "metric-check"
     numerics = "bitwise"
     for_inference = True
-    description = "tries the metrics on a batch before training"
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import CheckpointError, FastloopError, Plugin, PluginError, hookimpl, option
@@ -36,38 +35,33 @@ logger = logging.getLogger("fastloop")
 
 
 class NanGuard(Plugin):
-    """Checks loss and gradients of each step, and acts on values that are not finite."""
+    """Stops, skips or rolls back at NaN and infinite losses and gradients, and stops at a high loss."""
 
     name = "nan-guard"
     numerics = "bitwise"
-    description = "stops, skips or rolls back at NaN and infinite losses and gradients, stops at a high loss"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        action: Literal["stop", "skip", "rollback"] = option(
-            "What to do if a loss or gradient is not finite.", default="stop"
-        )
-        limit: int = option("How many times to skip or roll back before the run ends.", default=5, ge=1)
-        every: int = option("Steps between two checks, on devices other than a CPU.", default=10, ge=1)
-        spike: float = option("Standard deviations above the median from which a loss is a spike.", default=8.0, gt=0)
-        window: int = option("Steps that the median is computed over.", default=100, ge=MIN_WINDOW)
-        max_loss: float | None = option("The loss above which a log point counts as high.", default=None)
-        max_loss_patience: int = option("High log points in a row before the run ends.", default=3, ge=1)
-        max_loss_action: Literal["stop", "error"] = option("Whether such a run stops or fails.", default="stop")
+    action: Literal["stop", "skip", "rollback"] = option(
+        "What to do if a loss or gradient is not finite.", default="stop"
+    )
+    limit: int = option("How many times to skip or roll back before the run ends.", default=5, ge=1)
+    every: int = option("Steps between two checks, on devices other than a CPU.", default=10, ge=1)
+    spike: float = option("Standard deviations above the median from which a loss is a spike.", default=8.0, gt=0)
+    window: int = option("Steps that the median is computed over.", default=100, ge=MIN_WINDOW)
+    max_loss: float | None = option("The loss above which a log point counts as high.", default=None)
+    max_loss_patience: int = option("High log points in a row before the run ends.", default=3, ge=1)
+    max_loss_action: Literal["stop", "error"] = option("Whether such a run stops or fails.", default="stop")
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         # steps not checked yet: number, place, loss and gradient norm
         self.pending: list[tuple[int, list[int], Tensor]] = []
-        self.spikes = Spikes(self.config.window, self.config.spike)
+        self.spikes = Spikes(self.window, self.spike)
         self.counts = {"not_finite": 0, "acted": 0, "overflows": 0, "spikes": 0}
         self.high_log_points = 0  # in a row, up to the newest
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        names, action = run.plugins.names(), self.config.action
+        names, action = run.plugins.names(), self.action
         where = f"{run.recipe.where}: plugins.nan-guard.action: {action}:"
         if action == "skip" and "deepspeed" in names:
             raise PluginError(f"{where} 'deepspeed' does not expose the gradients. Use stop or rollback.")
@@ -90,7 +84,7 @@ class NanGuard(Plugin):
     @hookimpl
     def before_step(self, run: Run) -> None:
         self.place = [run.state.epoch, run.state.epoch_samples]
-        if self.config.action == "skip":  # batch norm updates its statistics before the check
+        if self.action == "skip":  # batch norm updates its statistics before the check
             self.buffers = [(buffer, buffer.clone()) for buffer in run.model.buffers() if buffer.is_floating_point()]
 
     @hookimpl
@@ -101,9 +95,9 @@ class NanGuard(Plugin):
     def before_optimizer_step(self, run: Run) -> None:
         numbers = loss_and_norm(run, self.loss)
         self.pending.append((run.state.step + 1, self.place, numbers))
-        if self.config.action == "skip":
+        if self.action == "skip":
             discard_step(run, ~numbers.isfinite().all(), self.buffers, self.skips_on_device)
-        if run.device.type == "cpu" or (run.state.step + 1) % self.config.every == 0:
+        if run.device.type == "cpu" or (run.state.step + 1) % self.every == 0:
             self.check_pending(run)
 
     @hookimpl
@@ -111,8 +105,8 @@ class NanGuard(Plugin):
         self.counts["overflows"] += run.step_was_skipped()
         if run.schedule.should_stop():
             self.check_pending(run)
-        if self.config.max_loss is not None and run.state.step % run.recipe.train.log_every == 0:
-            self.check_high_loss(run, loss.item(), self.config.max_loss)  # the same loss on all processes
+        if self.max_loss is not None and run.state.step % run.recipe.train.log_every == 0:
+            self.check_high_loss(run, loss.item(), self.max_loss)  # the same loss on all processes
 
     @hookimpl
     def after_epoch(self, run: Run) -> None:
@@ -156,7 +150,7 @@ class NanGuard(Plugin):
                 f"step {number}: the loss is {loss}, the gradients' norm {norm}; bad_batches.jsonl in "
                 f"{run.folder} names its samples."
             )
-            if self.config.action != "skip" or self.counts["acted"] == self.config.limit:
+            if self.action != "skip" or self.counts["acted"] == self.limit:
                 raise NotFinite(message + self.limit_reached(), place)
             self.counts["acted"] += 1
             logger.warning("%s fastloop skips it.", message)
@@ -171,29 +165,25 @@ class NanGuard(Plugin):
             self.high_log_points = 0
             return
         self.high_log_points += 1  # NaN and infinity count, too
-        if self.high_log_points < self.config.max_loss_patience:
+        if self.high_log_points < self.max_loss_patience:
             return
         reason = f"the loss is {loss:.6g}, and above {max_loss:g} at {self.high_log_points} log points in a row"
-        if self.config.max_loss_action == "error":
+        if self.max_loss_action == "error":
             raise FastloopError(f"{run.recipe.where}: plugins.nan-guard.max_loss: step {run.state.step}: {reason}.")
         run.state.request_stop(f"nan-guard: {reason}")
 
     def limit_reached(self) -> str:
         """The end of the error message of a run that may skip or roll back."""
-        done = {"skip": "skipped a step", "rollback": "rolled back"}.get(self.config.action)
+        done = {"skip": "skipped a step", "rollback": "rolled back"}.get(self.action)
         return (
-            f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.config.limit}."
+            f" The run has {done} {self.counts['acted']} times; plugins.nan-guard.limit is {self.limit}."
             if done
             else ""
         )
 
     @hookimpl
     def recover(self, run: Run, error: Exception) -> bool | None:
-        if (
-            not isinstance(error, NotFinite)
-            or self.config.action != "rollback"
-            or self.counts["acted"] == self.config.limit
-        ):
+        if not isinstance(error, NotFinite) or self.action != "rollback" or self.counts["acted"] == self.limit:
             return None
         logger.warning("%s", error)
         counts = self.counts

@@ -29,7 +29,7 @@ logger = logging.getLogger("fastloop")
 
 
 class OptimizerCheck(Plugin):
-    """Compares the model's parameters with the optimizer's, and examines the first optimizer steps.
+    """Checks that the optimizer trains the model's parameters. Examines the first optimizer steps, too.
 
     Attributes:
         names: Name of each parameter of the model as the optimizer was built for it, by ``id``.
@@ -40,7 +40,6 @@ class OptimizerCheck(Plugin):
 
     name = "optimizer-check"
     numerics = "bitwise"
-    description = "checks that the optimizer trains the model's parameters"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

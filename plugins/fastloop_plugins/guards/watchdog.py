@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Generator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
@@ -31,17 +30,12 @@ logger = logging.getLogger("fastloop")
 
 
 class Watchdog(Plugin):
-    """Monitors the progress of training in a thread."""
+    """Ends a run that hangs. A thread monitors the progress."""
 
     name = "watchdog"
     numerics = "bitwise"
-    description = "ends a run that hangs"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        timeout: float = option("Seconds without progress before the run ends.", default=600.0, gt=0)
+    timeout: float = option("Seconds without progress before the run ends.", default=600.0, gt=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,7 +48,7 @@ class Watchdog(Plugin):
         folder.mkdir(exist_ok=True)
         # teardown closes it
         self.stacks: IO[str] = open(folder / f"rank-{run.rank}.txt", "w", opener=no_follow)  # noqa: SIM115
-        self.heartbeats = RankHeartbeats(folder, run.rank, run.world_size, self.config.timeout)
+        self.heartbeats = RankHeartbeats(folder, run.rank, run.world_size, self.timeout)
         self.heartbeats.move("before the first step")
         self.heartbeats.write(run.state.step)
         self.over.clear()
@@ -103,17 +97,17 @@ class Watchdog(Plugin):
     @property
     def every(self) -> float:
         """Seconds between two checks."""
-        return float(min(self.config.timeout / 8, 5.0))
+        return float(min(self.timeout / 8, 5.0))
 
     def arm(self) -> None:
         """Restart faulthandler's timer, which ends the process even if native code holds the GIL and no Python thread
         can run."""
         assert sys.__stderr__ is not None
-        faulthandler.dump_traceback_later(self.config.timeout + self.every, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self.timeout + self.every, exit=True, file=sys.__stderr__)
 
     def watch(self, run: Run) -> None:
         """Check progress until ``over`` is set; the body of the thread."""
-        timeout, warned = self.config.timeout, False
+        timeout, warned = self.timeout, False
         while not self.over.wait(self.every):
             self.arm()
             idle = self.heartbeats.seconds_idle()

@@ -36,13 +36,12 @@ def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool, hooks_
     from torch._dynamo.exc import TorchDynamoException
 
     eager: Callable[..., Any] = module.forward if hooks_outside else module._call_impl
-    config = plugin.config
 
     def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no frame of its own, such as _call_impl
         return eager(*args, **kwargs)
 
     compiled: Callable[..., Any] = torch.compile(
-        call, backend=config.backend, mode=plugin.mode, dynamic=config.dynamic, fullgraph=config.fullgraph
+        call, backend=plugin.backend, mode=plugin.used_mode, dynamic=plugin.dynamic, fullgraph=plugin.fullgraph
     )
 
     def compiled_or_eager(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +53,7 @@ def compile_in_place(module: nn.Module, plugin: Compile, any_shape: bool, hooks_
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:  # errors of the model itself have other types and propagate
             plugin.failure = " ".join(str(error).split("\n\n")[0].split())[:300]
-            if config.on_failure == "error":
+            if plugin.on_failure == "error":
                 raise PluginError(
                     f"plugin 'compile': {type(module).__name__} cannot be compiled: {plugin.failure}"
                 ) from error

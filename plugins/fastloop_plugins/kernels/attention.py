@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
@@ -33,27 +32,22 @@ FLASH = "flash_attention_2"
 
 
 class Attention(Plugin):
-    """Sets the attention implementation of a transformers model."""
+    """Chooses the attention kernel of a transformers model."""
 
     name = "attention"
     numerics = "reassociated"
     runs_before = ("compile", "activation-checkpointing", "slot:strategy")
     requirements = (
-        When(lambda config: config.implementation == FLASH, Package("flash-attn")),
-        When(lambda config: config.implementation == FLASH, Device("cuda")),
-        When(lambda config: config.implementation == "blocked", Device("cpu")),
-        When(lambda config: config.implementation == "blocked", Package("fastloop-cpu", extra="cpu")),
+        When(lambda plugin: plugin.implementation == FLASH, Package("flash-attn")),
+        When(lambda plugin: plugin.implementation == FLASH, Device("cuda")),
+        When(lambda plugin: plugin.implementation == "blocked", Device("cpu")),
+        When(lambda plugin: plugin.implementation == "blocked", Package("fastloop-cpu", extra="cpu")),
     )
     for_inference = True
-    description = "chooses the attention kernel"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        implementation: Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "blocked"] = option(
-            "The kernel; auto: by device and precision.", default="auto"
-        )
+    implementation: Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "blocked"] = option(
+        "The kernel; auto: by device and precision.", default="auto"
+    )
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:
@@ -76,7 +70,7 @@ class Attention(Plugin):
                 "attention: %s is not a transformers model: its attention stays as it is", type(model).__name__
             )
             return
-        wanted: str = self.config.implementation
+        wanted: str = self.implementation
         reason = "the recipe sets it"
         if wanted == "auto":
             wanted, reason = self.choose(run, found)

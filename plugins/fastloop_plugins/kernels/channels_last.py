@@ -23,7 +23,10 @@ logger = logging.getLogger("fastloop")
 
 
 class ChannelsLast(Plugin):
-    """Sets ``torch.channels_last`` on 4-dimensional weights, and ``channels_last_3d`` on 5-dimensional ones."""
+    """Stores convolution weights channels-last.
+
+    Weights with 4 dimensions get ``torch.channels_last``, those with 5 ``channels_last_3d``.
+    """
 
     name = "channels-last"
     numerics = "reassociated"
@@ -33,7 +36,6 @@ class ChannelsLast(Plugin):
         "deepspeed": "it broadcasts contiguous weights only.",
     }
     for_inference = True
-    description = "stores convolution weights channels-last"
 
     @classmethod
     def estimate_speedup(cls, profile: StepProfile, recipe: Recipe) -> SpeedupEstimate | None:

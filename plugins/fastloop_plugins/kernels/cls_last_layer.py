@@ -31,13 +31,12 @@ one."""
 
 
 class ClsLastLayer(Plugin):
-    """Replaces the forward of the last block."""
+    """Computes the last layer only at the first token."""
 
     name = "cls-last-layer"
     numerics = "reassociated"
     runs_before = ("attention", "fast-dropout", "activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
-    description = "computes the last layer only at the first token"
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -23,7 +23,6 @@ import logging
 import os
 from collections.abc import Generator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import (
@@ -70,30 +69,23 @@ class Compile(Plugin):
     numerics = "reassociated"
     runs_after = ("slot:strategy", "lora", "activation-checkpointing")
     for_inference = True
-    description = "compiles the model"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        backend: str = option("A backend of torch.compile (`fastloop doctor` lists them).", default="inductor")
-        mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
-            "Mode of torch.compile.", default="default"
-        )
-        dynamic: bool | None = option(
-            "Kernels for any shape; null: from the first batch on if lengths vary, else from the second shape on.",
-            default=None,
-        )
-        fullgraph: bool = option("Refuse a model whose graph breaks.", default=False)
-        regional: bool = option("Compile the repeated blocks only: far less to compile, nearly as fast.", default=False)
-        capture_scalars: bool = option(
-            "Keep numbers that a model reads off tensors (`.item()`) in the graph.", default=False
-        )
-        recompile_limit: int = option("Graphs of one function before it runs eagerly.", default=16, ge=1)
-        cache: bool = option("Keep compiled code in the user's cache folder for later runs.", default=True)
-        on_failure: Literal["eager", "error"] = option(
-            "What to do with a model that cannot be compiled.", default="eager"
-        )
+    backend: str = option("A backend of torch.compile (`fastloop doctor` lists them).", default="inductor")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
+        "Mode of torch.compile.", default="default"
+    )
+    dynamic: bool | None = option(
+        "Kernels for any shape; null: from the first batch on if lengths vary, else from the second shape on.",
+        default=None,
+    )
+    fullgraph: bool = option("Refuse a model whose graph breaks.", default=False)
+    regional: bool = option("Compile the repeated blocks only: far less to compile, nearly as fast.", default=False)
+    capture_scalars: bool = option(
+        "Keep numbers that a model reads off tensors (`.item()`) in the graph.", default=False
+    )
+    recompile_limit: int = option("Graphs of one function before it runs eagerly.", default=16, ge=1)
+    cache: bool = option("Keep compiled code in the user's cache folder for later runs.", default=True)
+    on_failure: Literal["eager", "error"] = option("What to do with a model that cannot be compiled.", default="eager")
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -136,7 +128,7 @@ class Compile(Plugin):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.failure: str | None = None
-        self.mode: str = self.config.mode  # without CUDA graphs where none can be recorded
+        self.used_mode: str = self.mode  # without CUDA graphs where none can be recorded
         self.while_evaluating, self.records = 0.0, False
         self.settings = ExitStack()  # torch's settings, patched for the duration of the run
 
@@ -151,41 +143,41 @@ class Compile(Plugin):
         from torch._dynamo import list_backends, utils
         from torch._functorch import config as functorch
 
-        if self.config.backend not in (known := list_backends(exclude_tags=())):
+        if self.backend not in (known := list_backends(exclude_tags=())):
             raise PluginError(
-                f"plugins.compile.backend: torch has no {self.config.backend!r}. Expected one of: {', '.join(known)}."
+                f"plugins.compile.backend: torch has no {self.backend!r}. Expected one of: {', '.join(known)}."
             )
         torch._dynamo.reset()  # earlier runs in this process must not count towards the limit
         utils.counters.clear()
         utils.clear_compilation_metrics()
         utils.set_compilation_metrics_limit(METRICS)
         self.settings.callback(utils.set_compilation_metrics_limit, utils.DEFAULT_COMPILATION_METRICS_LIMIT)
-        set_here, limit = self.settings.enter_context, self.config.recompile_limit
-        set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.config.capture_scalars))
+        set_here, limit = self.settings.enter_context, self.recompile_limit
+        set_here(dynamo.patch(recompile_limit=limit, capture_scalar_outputs=self.capture_scalars))
         set_here(dynamo.patch(reorderable_logging_functions={*dynamo.reorderable_logging_functions, print}))
         # report failures in the forward, where they are caught
         set_here(functorch.patch(force_non_lazy_backward_lowering=True))
-        set_here(torch._inductor.config.patch(fx_graph_cache=self.config.cache))
+        set_here(torch._inductor.config.patch(fx_graph_cache=self.cache))
         set_here(torch._inductor.config.patch({"triton.cudagraph_dynamic_shape_warn_limit": SHAPES_TO_RECORD}))
         if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # torch sets this variable itself
             self.settings.callback(os.environ.pop, "TORCHINDUCTOR_CACHE_DIR", None)
-        if self.config.cache:
+        if self.cache:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_cache("compiled")))
-        self.mode = self.config.mode
+        self.used_mode = self.mode
         self.records = False
-        wanted = self.config.mode in WITHOUT_GRAPHS
+        wanted = self.mode in WITHOUT_GRAPHS
         if wanted and run.strategy.gathers_weights:
-            self.mode = WITHOUT_GRAPHS[self.config.mode]
+            self.used_mode = WITHOUT_GRAPHS[self.mode]
             logger.warning(
                 "compile: mode %s: CUDA graphs need weights that stay in place, and %s gathers them anew in each step: "
                 "none is recorded",
-                self.config.mode,
+                self.mode,
                 run.strategy.name,
             )
-        elif wanted and (self.config.backend != "inductor" or run.device.type != "cuda"):
+        elif wanted and (self.backend != "inductor" or run.device.type != "cuda"):
             logger.warning(
                 "compile: mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded",
-                self.config.mode,
+                self.mode,
             )
         elif wanted:
             self.records = True
@@ -194,7 +186,7 @@ class Compile(Plugin):
         shards = sharded_modules(model)
         targets = shards or self._targets(model)
         # a block takes tensors whose last size is constant, and compiles fast
-        any_shape = self.config.dynamic is None and targets == [model] and "padded" in recipe_traits(run.recipe)
+        any_shape = self.dynamic is None and targets == [model] and "padded" in recipe_traits(run.recipe)
         for module in targets:
             compile_in_place(module, self, any_shape, hooks_outside=bool(shards))
 
@@ -240,7 +232,7 @@ class Compile(Plugin):
             logger.warning(
                 "compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped
             )
-        if (again := found["recompilations"]) >= self.config.recompile_limit:
+        if (again := found["recompilations"]) >= self.recompile_limit:
             logger.warning(
                 "compile: %d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.",
                 again,
@@ -252,7 +244,7 @@ class Compile(Plugin):
 
     def _targets(self, model: nn.Module) -> list[nn.Module]:
         """The modules to compile: the model, or its repeated blocks."""
-        if not self.config.regional:
+        if not self.regional:
             return [model]
         blocks = transformer_blocks(model)
         if not blocks:

@@ -17,7 +17,6 @@ of the speed on an H200 with it (docs/benchmarks.md, GPU).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
@@ -33,22 +32,17 @@ if TYPE_CHECKING:
 
 
 class FusedLoss(Plugin):
-    """Replaces the forward of the head."""
+    """Computes head and loss in chunks, without all logits."""
 
     name = "fused-loss"
     numerics = "reassociated"
     runs_after = ("lora", "packing", "torchao-fp8", "liger")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
-    description = "computes head and loss in chunks, without all logits"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        chunk_tokens: int = option(
-            "Tokens whose logits exist at a time; liger-kernel has its own number.", default=1024, ge=1
-        )
+    chunk_tokens: int = option(
+        "Tokens whose logits exist at a time; liger-kernel has its own number.", default=1024, ge=1
+    )
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
@@ -71,7 +65,7 @@ class FusedLoss(Plugin):
 
         changed = with_loss(model)
         vocabulary = None if changed is None else changed.vocabulary
-        chunk = self.config.chunk_tokens
+        chunk = self.chunk_tokens
 
         def loss(head: Any, states: Tensor, targets: Tensor, reduction: Reduction, temperature: float) -> Tensor:
             return chunked_loss(head, states, targets, vocabulary, chunk)

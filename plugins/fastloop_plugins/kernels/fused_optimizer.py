@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import (
@@ -38,9 +37,9 @@ if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine
 
 
-def eight_bits(config: Any) -> bool:
+def eight_bits(plugin: Any) -> bool:
     """A condition for ``When``: whether the optimizer's moments are kept in 8 bits."""
-    return bool(config.implementation == "8bit")
+    return bool(plugin.implementation == "8bit")
 
 
 EIGHT_BITS = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")
@@ -60,8 +59,11 @@ def has_fused_kernel(recipe: Recipe) -> bool:
 
 
 class FusedOptimizer(Plugin):
-    """Sets ``fused=True`` or ``foreach=True`` on the recipe's optimizer, or builds the bitsandbytes optimizer of the
-    same name."""
+    """Steps the optimizer in one pass.
+
+    Sets ``fused=True`` or ``foreach=True`` on the recipe's optimizer, or builds the bitsandbytes optimizer of the same
+    name.
+    """
 
     name = "fused-optimizer"
     numerics = "reassociated"
@@ -69,15 +71,10 @@ class FusedOptimizer(Plugin):
         When(eight_bits, Device("cuda", "xpu", "cpu")),
         When(eight_bits, Package("bitsandbytes", ">=0.50", extra="optim8bit")),
     )
-    description = "steps the optimizer in one pass"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        implementation: Literal["fused", "foreach", "8bit"] = option(
-            "One fused kernel, one call for each operation, or moments in 8 bits.", default="fused"
-        )
+    implementation: Literal["fused", "foreach", "8bit"] = option(
+        "One fused kernel, one call for each operation, or moments in 8 bits.", default="fused"
+    )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -99,7 +96,7 @@ class FusedOptimizer(Plugin):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if eight_bits(self.config):
+        if eight_bits(self):
             self.numerics = "reduced-precision"  # type: ignore[assignment, misc] # this option lowers the precision
         else:  # another plugin's optimizer gets `fused` or `foreach` through run.settings.optimizer
             self.fallback_hooks = ("build_optimizer",)
@@ -108,9 +105,9 @@ class FusedOptimizer(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         from fastloop.optimizers.named import optimizer_function
 
-        wanted, name = self.config.implementation, recipe.train.optimizer_name
+        wanted, name = self.implementation, recipe.train.optimizer_name
         cls = optimizer_function(recipe)
-        if eight_bits(self.config):
+        if eight_bits(self):
             if name not in EIGHT_BITS:
                 known = ", ".join(EIGHT_BITS)
                 raise PluginError(
@@ -131,11 +128,11 @@ class FusedOptimizer(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {} if eight_bits(self.config) else {"optimizer": {self.config.implementation: True}}
+        return {} if eight_bits(self) else {"optimizer": {self.implementation: True}}
 
     @hookimpl
     def build_optimizer(self, run: Run, model: nn.Module) -> Optimizer | None:
-        if not eight_bits(self.config):
+        if not eight_bits(self):
             return None
         import bitsandbytes
         from torch.distributed.tensor import DTensor

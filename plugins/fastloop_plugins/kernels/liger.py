@@ -22,14 +22,13 @@ logger = logging.getLogger("fastloop")
 
 
 class Liger(Plugin):
-    """Patches the model with the kernels of liger-kernel."""
+    """Puts the fused kernels of liger-kernel into the model."""
 
     name = "liger"
     numerics = "reassociated"
     runs_before = ("lora", "activation-checkpointing", "compile", "slot:strategy")
     requirements = (Device("cuda"), Package("liger-kernel", ">=0.5", extra="liger"))
     for_inference = True
-    description = "puts fused kernels into the model"
 
     @hookimpl
     def before_prepare(self, model: nn.Module) -> None:

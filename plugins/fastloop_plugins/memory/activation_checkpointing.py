@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,30 +31,21 @@ norm."""
 
 
 class ActivationCheckpointing(Plugin):
-    """Wraps the forward of each block in torch's checkpoint."""
+    """Recomputes activations in backward. Wraps the forward of each block in torch's checkpoint."""
 
     name = "activation-checkpointing"
     numerics = "bitwise"
     runs_after = ("lora",)
-    description = "recomputes activations in backward"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        blocks: list[str] | None = option(
-            "Classes of the modules to recompute; null: the repeated blocks.", default=None
-        )
-        every: int = option("Recompute only every n-th block.", default=1, ge=1)
+    blocks: list[str] | None = option("Classes of the modules to recompute; null: the repeated blocks.", default=None)
+    every: int = option("Recompute only every n-th block.", default=1, ge=1)
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
-        found = transformer_blocks(
-            model, self.config.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks"
-        )
+        found = transformer_blocks(model, self.blocks, f"{run.recipe.where}: plugins.activation-checkpointing.blocks")
         inner = {id(part) for block in found for part in block.modules() if part is not block}
         # an outer block recomputes its inner ones
-        blocks = [block for block in found if id(block) not in inner][:: self.config.every]
+        blocks = [block for block in found if id(block) not in inner][:: self.every]
         if not blocks:
             logger.warning(
                 "activation-checkpointing: %s has no list of repeated blocks: nothing is recomputed. Set blocks.",
@@ -85,7 +75,7 @@ class ActivationCheckpointing(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         for plugin in run.plugins:
-            backend = getattr(plugin.config, "backend", "") if plugin.name == "compile" else ""
+            backend = plugin.option_values().get("backend", "") if plugin.name == "compile" else ""
             if "eager" in backend and "aot" not in backend:
                 raise PluginError(
                     f"{run.recipe.where}: plugins.compile.backend: {backend!r} does not support activation "

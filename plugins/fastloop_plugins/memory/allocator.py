@@ -15,7 +15,6 @@ import ctypes.util
 import logging
 import os
 import platform
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -46,19 +45,17 @@ SEGMENTS = "expandable_segments"
 
 
 class Allocator(Plugin):
-    """Sets tcmalloc or glibc's tunables on a CPU, and expandable segments on CUDA."""
+    """Keeps freed memory in the process, for the next step.
+
+    Sets tcmalloc or glibc's tunables on a CPU, and expandable segments on CUDA.
+    """
 
     name = "allocator"
     numerics = "bitwise"
-    description = "keeps freed memory in the process, for the next step"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        allocator: Literal["auto", "glibc", "tcmalloc", "jemalloc"] = option(
-            "Allocator of CPU memory; auto: tcmalloc if installed, else glibc.", default="auto"
-        )
+    allocator: Literal["auto", "glibc", "tcmalloc", "jemalloc"] = option(
+        "Allocator of CPU memory; auto: tcmalloc if installed, else glibc.", default="auto"
+    )
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -85,11 +82,11 @@ class Allocator(Plugin):
             )
         if platform.libc_ver()[0] != "glibc":
             return {}
-        wanted = "tcmalloc" if self.config.allocator == "auto" else self.config.allocator
+        wanted = "tcmalloc" if self.allocator == "auto" else self.allocator
         library = next(filter(None, map(ctypes.util.find_library, LIBRARIES.get(wanted, ()))), None)
         if library is not None:
             return {"LD_PRELOAD": library} | SETTINGS[wanted]
-        if self.config.allocator == wanted and wanted != "glibc":
+        if self.allocator == wanted and wanted != "glibc":
             raise PluginError(
                 f"{recipe.where}: plugins.allocator.allocator: {wanted} is not installed. Install it, or use auto."
             )

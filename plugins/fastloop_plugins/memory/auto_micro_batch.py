@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import FastloopError, Plugin, UsageError, hookimpl, option
@@ -32,18 +31,13 @@ class OutOfMemory(FastloopError):
 
 
 class AutoMicroBatch(Plugin):
-    """Catches out-of-memory errors and reduces the batch that caused them."""
+    """Halves micro-batches that do not fit into memory."""
 
     name = "auto-micro-batch"
     numerics = "reassociated"
-    description = "halves micro-batches that do not fit into memory"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        snapshot: bool = option("Write a report of the memory when it runs out.", default=True)
-        limit_gib: float | None = option("CPU: limit of a process's data, in GiB; null: no limit.", default=None, gt=0)
+    snapshot: bool = option("Write a report of the memory when it runs out.", default=True)
+    limit_gib: float | None = option("CPU: limit of a process's data, in GiB; null: no limit.", default=None, gt=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -54,9 +48,9 @@ class AutoMicroBatch(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        if self.config.limit_gib is not None and platform_support.resource is None:
+        if self.limit_gib is not None and platform_support.resource is None:
             raise UsageError(
-                f"{self.name}: limit_gib={self.config.limit_gib:g}: this platform has no memory limit. Set it to null."
+                f"{self.name}: limit_gib={self.limit_gib:g}: this platform has no memory limit. Set it to null."
             )
         path, found = run.folder / "micro_batch.json", None
         if run.is_main and path.is_file():
@@ -73,11 +67,11 @@ class AutoMicroBatch(Plugin):
     def before_fit(self, run: Run) -> None:
         if self.sizes and run.is_main:
             self.write(run)
-        if self.config.limit_gib is not None and run.device.type == "cpu":
+        if self.limit_gib is not None and run.device.type == "cpu":
             import resource  # not on Windows
 
             self.before = resource.getrlimit(resource.RLIMIT_DATA)
-            resource.setrlimit(resource.RLIMIT_DATA, (int(self.config.limit_gib * 2**30), self.before[1]))
+            resource.setrlimit(resource.RLIMIT_DATA, (int(self.limit_gib * 2**30), self.before[1]))
 
     @hookimpl
     def before_step(self) -> None:
@@ -106,7 +100,7 @@ class AutoMicroBatch(Plugin):
         by_plugin = loader.sampler is not None and loader.sampler.split is not None
         if pieces >= total if by_plugin else size == 1:
             return None  # a single sample does not fit
-        if self.config.snapshot:
+        if self.snapshot:
             write_memory_report(run, error, where)
         if by_plugin:
             pieces *= 2

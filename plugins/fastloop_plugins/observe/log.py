@@ -56,12 +56,11 @@ class _LogFile(logging.FileHandler):
 
 
 class Log(Plugin):
-    """metrics.jsonl and log.txt in the run folder."""
+    """Writes metrics.jsonl and log.txt into the run folder."""
 
     name = "log"
     read_only = True
     numerics = "bitwise"
-    description = "writes metrics.jsonl and log.txt"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
@@ -31,24 +30,19 @@ ROWS = 60
 
 
 class Profile(Plugin):
-    """Records traces of some steps, with regions and hooks by name."""
+    """Profiles a few steps. The traces show regions and hooks by name."""
 
     name = "profile"
     read_only = True
     numerics = "bitwise"
-    description = "profiles a few steps"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        wait: int = option("Steps to skip first.", default=5, ge=0)
-        warmup: int = option("Profiled steps to discard: the first ones are slower.", default=2, ge=1)
-        active: int = option("Steps to record.", default=5, ge=1)
-        repeat: int = option("Number of such cycles; 0: until the end.", default=1, ge=0)
-        memory: bool = option("Record allocations too.", default=False)
-        shapes: bool = option("Record the shapes of operations' inputs too.", default=False)
-        stacks: bool = option("Record the Python stack of operations too.", default=False)
+    wait: int = option("Steps to skip first.", default=5, ge=0)
+    warmup: int = option("Profiled steps to discard: the first ones are slower.", default=2, ge=1)
+    active: int = option("Steps to record.", default=5, ge=1)
+    repeat: int = option("Number of such cycles; 0: until the end.", default=1, ge=0)
+    memory: bool = option("Record allocations too.", default=False)
+    shapes: bool = option("Record the shapes of operations' inputs too.", default=False)
+    stacks: bool = option("Record the Python stack of operations too.", default=False)
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
@@ -57,24 +51,22 @@ class Profile(Plugin):
 
         from fastloop_plugins.observe._hook_regions import hook_regions
 
-        config, self.written = self.config, 0
+        self.written = 0
         kinds = [profiler.ProfilerActivity.CPU]
         if run.device.type == "cuda":
             kinds.append(profiler.ProfilerActivity.CUDA)
-        self.history = config.memory and run.device.type == "cuda"
+        self.history = self.memory and run.device.type == "cuda"
         if self.history:
             torch.cuda.memory._record_memory_history()
         self.folder, self.prefix, self.open = run.folder / "profile", f"rank{run.rank}", ExitStack()
         self.profiler = self.open.enter_context(
             profiler.profile(
                 activities=kinds,
-                schedule=profiler.schedule(
-                    wait=config.wait, warmup=config.warmup, active=config.active, repeat=config.repeat
-                ),
+                schedule=profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=self.repeat),
                 on_trace_ready=self.write,
-                record_shapes=config.shapes,
-                profile_memory=config.memory,
-                with_stack=config.stacks,
+                record_shapes=self.shapes,
+                profile_memory=self.memory,
+                with_stack=self.stacks,
                 acc_events=True,
             )
         )
@@ -109,4 +101,4 @@ class Profile(Plugin):
         if self.history:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]
         self.written += 1
-        logger.info("profile: %d steps written to %s", self.config.active, self.folder)
+        logger.info("profile: %d steps written to %s", self.active, self.folder)

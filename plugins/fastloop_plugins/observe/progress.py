@@ -34,19 +34,14 @@ class CopiedLoss:
 
 
 class Progress(Plugin):
-    """Prints step, loss, samples/s, time left and best value."""
+    """Shows step, loss, samples/s, time left and best value."""
 
     name = "progress"
     read_only = True
     numerics = "bitwise"
-    description = "shows step, loss, samples/s, time left, best value"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        every: float = option("Seconds between two plain lines, without a terminal or notebook.", default=10.0, gt=0)
-        refresh: float = option("Seconds between two updates of the bar.", default=0.25, gt=0)
+    every: float = option("Seconds between two plain lines, without a terminal or notebook.", default=10.0, gt=0)
+    refresh: float = option("Seconds between two updates of the bar.", default=0.25, gt=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -65,7 +60,7 @@ class Progress(Plugin):
 
         self.console = rich.get_console()
         is_live = self.console.is_terminal or self.console.is_jupyter
-        self.period = self.config.refresh if is_live else self.config.every
+        self.period = self.refresh if is_live else self.every
         self.next = perf_counter() + self.period if run.is_main else float("inf")
         self.mark = (run.clock.read("train"), run.state.samples)
         if run.is_main and self.console.is_jupyter:

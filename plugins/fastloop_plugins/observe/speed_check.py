@@ -40,12 +40,11 @@ SAVING = 10.0
 
 
 class SpeedCheck(Plugin):
-    """Estimates the time that unlisted plugins would save."""
+    """Names an unlisted plugin that would save time."""
 
     name = "speed-check"
     read_only = True
     numerics = "bitwise"
-    description = "names a plugin that would pay"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Plugin):
-    """Writes scalars, the recipe and the status of the run for TensorBoard."""
+    """Writes curves, the recipe and the status of the run for TensorBoard."""
 
     name = "tensorboard"
     read_only = True
     requirements = (Package("tensorboard", ">=2.18", extra="tensorboard"),)
-    description = "writes curves and samples for TensorBoard"
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)

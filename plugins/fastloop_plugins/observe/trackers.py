@@ -106,19 +106,14 @@ class Started:
 
 
 class Trackers(Plugin):
-    """Logs to the trackers that Accelerate supports, on the main process."""
+    """Logs to experiment trackers that Accelerate supports, such as MLflow and W&B."""
 
     name = "trackers"
     read_only = True
     publishes = True
-    description = "logs to experiment trackers, such as MLflow and W&B"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        trackers: list[str] = option(f"Trackers: {', '.join(RULES)}.", default_factory=list)
-        project: str = option("Project or experiment that the run belongs to.", default="fastloop", min_length=1)
+    trackers: list[str] = option(f"Trackers: {', '.join(RULES)}.", default_factory=list)
+    project: str = option("Project or experiment that the run belongs to.", default="fastloop", min_length=1)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -130,9 +125,9 @@ class Trackers(Plugin):
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: plugins.trackers.trackers"
-        if not self.config.trackers:
+        if not self.trackers:
             logger.warning("%s: lists no tracker, so nothing is logged. Expected some of: %s", where, ", ".join(RULES))
-        for name in self.config.trackers:
+        for name in self.trackers:
             if name == "tensorboard":
                 raise PluginError(f"{where}: found 'tensorboard'. List the plugin tensorboard instead.")
             if name not in RULES:
@@ -149,11 +144,11 @@ class Trackers(Plugin):
         self.status, self.reason = "failed", None  # an earlier fit has another one
         recipe = run.recipe
         parameters = dict(flatten(secrets.hidden(recipe.to_dict() | {"plugins": recipe.listed(recipe.plugins)})))
-        for name in self.config.trackers:
+        for name in self.trackers:
             rules = RULES[name]
             names = TrackerNames(name, rules)
             run_name = {rules.run_argument: names.run(run.folder.name)} if rules.run_argument else {}
-            tracker = LOGGER_TYPE_TO_CLASS[name](names.project(self.config.project), **run_name)
+            tracker = LOGGER_TYPE_TO_CLASS[name](names.project(self.project), **run_name)
             tracker.start()
             self.started.append(Started(name, tracker, names, parameters))
             tracker.store_init_configuration(names.params(parameters))

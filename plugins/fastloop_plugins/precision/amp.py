@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import (
@@ -50,12 +49,12 @@ ms a call."""
 
 
 def wants(dtype: str) -> Any:
-    """A condition for ``When``: whether the config's dtype is ``dtype``."""
-    return lambda config: config.dtype == dtype
+    """A condition for ``When``: whether the option dtype is ``dtype``."""
+    return lambda plugin: plugin.dtype == dtype
 
 
 class Amp(Plugin):
-    """Forward pass in bf16 or fp16; fp32 master weights."""
+    """Computes the forward pass in bf16 or fp16, with fp32 master weights."""
 
     name = "amp"
     slot = "precision"
@@ -64,24 +63,19 @@ class Amp(Plugin):
     requirements = (
         When(wants("bf16"), Dtype("bf16")),
         When(wants("fp16"), Dtype("fp16")),
-        When(lambda config: config.fp32_matmul is not None, Device("cuda")),
+        When(lambda plugin: plugin.fp32_matmul is not None, Device("cuda")),
     )
     for_inference = True
-    description = "forward pass in a smaller dtype"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        dtype: Literal["auto", "bf16", "fp16", "fp32"] = option("Dtype of the forward pass.", default="auto")
-        init_scale: float = option("fp16: the first factor that the loss is scaled with.", default=65536.0, gt=0)
-        growth_interval: int = option("fp16: steps without overflow before the factor doubles.", default=2000, ge=1)
-        fp32_matmul: Literal["high", "medium"] | None = option(
-            "Products of fp32 matrices, as in torch.set_float32_matmul_precision. high: TF32, or three bf16 products; "
-            "medium: one bf16 product.",
-            default=None,
-        )
-        tf32_convolutions: bool = option("With fp32_matmul: TF32 in cuDNN's convolutions, too.", default=True)
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = option("Dtype of the forward pass.", default="auto")
+    init_scale: float = option("fp16: the first factor that the loss is scaled with.", default=65536.0, gt=0)
+    growth_interval: int = option("fp16: steps without overflow before the factor doubles.", default=2000, ge=1)
+    fp32_matmul: Literal["high", "medium"] | None = option(
+        "Products of fp32 matrices, as in torch.set_float32_matmul_precision. high: TF32, or three bf16 products; "
+        "medium: one bf16 product.",
+        default=None,
+    )
+    tf32_convolutions: bool = option("With fp32_matmul: TF32 in cuDNN's convolutions, too.", default=True)
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -119,7 +113,7 @@ class Amp(Plugin):
                 raise
             message = f"{self.where}.dtype: fp8 is a plugin of its own. List 'torchao-fp8', and set dtype: bf16 here."
             raise RecipeError(message) from None
-        self.dtype: str = "no" if self.config.dtype == "fp32" else self.config.dtype  # as in Accelerate
+        self.precision: str = "no" if self.dtype == "fp32" else self.dtype  # as in Accelerate
         self.is_applied: bool | None = None
         self.recorders: list[RemovableHandle] = []
         self.fp32_settings: tuple[str, bool] | None = None
@@ -127,30 +121,29 @@ class Amp(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        if self.config.dtype != "auto":
+        if self.dtype != "auto":
             return
         from fastloop.runtime.hardware import this_machine
 
         machine = this_machine(recipe.train.device)
-        self.dtype = next((dtype for dtype in ("bf16", "fp16") if dtype in machine.dtypes), "no")
-        logger.info("amp: dtype auto is %s on %s (%s)", self.dtype, machine.device, machine.name)
+        self.precision = next((dtype for dtype in ("bf16", "fp16") if dtype in machine.dtypes), "no")
+        logger.info("amp: dtype auto is %s on %s (%s)", self.precision, machine.device, machine.name)
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        if self.dtype != "fp16":
-            return {"mixed_precision": self.dtype}
+        if self.precision != "fp16":
+            return {"mixed_precision": self.precision}
         from accelerate.utils import GradScalerKwargs
 
-        config = self.config
-        scaler = GradScalerKwargs(init_scale=config.init_scale, growth_interval=config.growth_interval)
-        return {"mixed_precision": self.dtype, "scaler_handler": scaler}
+        scaler = GradScalerKwargs(init_scale=self.init_scale, growth_interval=self.growth_interval)
+        return {"mixed_precision": self.precision, "scaler_handler": scaler}
 
     @hookimpl(trylast=True)
     def after_prepare(self, run: Run) -> None:
         """If the strategy applies the precision itself, record in the first step whether layers compute in the smaller
         dtype."""
         self.set_fp32_matmul()
-        if self.dtype == "no" or not run.strategy.sets_precision:
+        if self.precision == "no" or not run.strategy.sets_precision:
             run.plugins.unsubscribe(self, "before_optimizer_step")
             return
         for layer in run.unwrap_model().modules():
@@ -159,13 +152,13 @@ class Amp(Plugin):
 
     def set_fp32_matmul(self) -> None:
         """Change the precision of torch's fp32 products until ``teardown``, if the recipe asks for it."""
-        if self.config.fp32_matmul is None:
+        if self.fp32_matmul is None:
             return
         import torch
 
         self.fp32_settings = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
-        torch.set_float32_matmul_precision(self.config.fp32_matmul)
-        torch.backends.cudnn.allow_tf32 = self.config.tf32_convolutions
+        torch.set_float32_matmul_precision(self.fp32_matmul)
+        torch.backends.cudnn.allow_tf32 = self.tf32_convolutions
 
     @hookimpl(wrapper=True)
     def compute_loss(self, run: Run, model: nn.Module, batch: Any) -> Generator[None, Output, Output]:
@@ -214,7 +207,7 @@ class Amp(Plugin):
         finally:
             model.forward = forward
         cause = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0].rstrip('.')}"
-        fails = f"{type(model).__name__} computes in fp32 and fails in {self.dtype}: {cause}"
+        fails = f"{type(model).__name__} computes in fp32 and fails in {self.precision}: {cause}"
         return f"{run.recipe.where}: plugins.{self.name}: {fails}. Remove {self.name}."
 
     def record(self, layer: nn.Module, inputs: Any) -> None:

@@ -13,7 +13,7 @@ slower.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from fastloop import Device, Dtype, Package, Plugin, hookimpl, option
@@ -27,7 +27,7 @@ logger = logging.getLogger("fastloop")
 
 
 class TorchaoFp8(Plugin):
-    """Converts linear layers with torchao's ``convert_to_float8_training``."""
+    """Multiplies matrices in fp8, by torchao's ``convert_to_float8_training``."""
 
     name = "torchao-fp8"
     numerics = "reduced-precision"
@@ -35,25 +35,20 @@ class TorchaoFp8(Plugin):
     conflicts = {"lora": "adapters are too narrow for fp8, and peft does not merge into layers in fp8."}
     requirements = (Device("cuda"), Dtype("fp8"), Package("torchao", ">=0.10", extra="fp8"))
     for_inference = True
-    description = "multiplies matrices in fp8"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        recipe: Literal["tensorwise", "rowwise"] = option(
-            "One scale for each tensor, or for each row.", default="tensorwise"
-        )
-        min_features: int = option("Layers with fewer inputs or outputs are not converted.", default=1024, ge=16)
-        skip: tuple[str, ...] = option(
-            "Names of layers that are not converted.",
-            default=(
-                "lm_head",
-                "classifier",
-                "score",
-                "head",
-            ),
-        )
+    recipe: Literal["tensorwise", "rowwise"] = option(
+        "One scale for each tensor, or for each row.", default="tensorwise"
+    )
+    min_features: int = option("Layers with fewer inputs or outputs are not converted.", default=1024, ge=16)
+    skip: tuple[str, ...] = option(
+        "Names of layers that are not converted.",
+        default=(
+            "lm_head",
+            "classifier",
+            "score",
+            "head",
+        ),
+    )
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
@@ -64,22 +59,22 @@ class TorchaoFp8(Plugin):
 
         def suits(module: nn.Module, name: str) -> bool:
             """Whether fp8 units support the layer's sizes, and the layer is large enough to outweigh the casts."""
-            if not isinstance(module, nn.Linear) or set(self.config.skip) & set(name.split(".")):
+            if not isinstance(module, nn.Linear) or set(self.skip) & set(name.split(".")):
                 return False
-            found = all(size % 16 == 0 and size >= self.config.min_features for size in module.weight.shape)
+            found = all(size % 16 == 0 and size >= self.min_features for size in module.weight.shape)
             converted.extend([name] * found)
             return found
 
         # for any number of tokens
-        padded = replace(Float8LinearConfig.from_recipe_name(self.config.recipe), pad_inner_dim=True)
+        padded = replace(Float8LinearConfig.from_recipe_name(self.recipe), pad_inner_dim=True)
         convert_to_float8_training(model, module_filter_fn=suits, config=padded)
         if not converted:
             logger.warning(
                 "torchao-fp8: no linear layer has sizes that are multiples of 16, of %d or more: the model stays as "
                 "it is",
-                self.config.min_features,
+                self.min_features,
             )
             return
-        logger.info("torchao-fp8: %d linear layers, %s", len(converted), self.config.recipe)
+        logger.info("torchao-fp8: %d linear layers, %s", len(converted), self.recipe)
         if "compile" not in run.plugins.names():
             logger.warning("torchao-fp8: without the plugin compile, casting to fp8 may take longer than fp8 saves")

@@ -57,8 +57,8 @@ class Configuration:
         launcher = Launcher(recipe, plugin)
         take_over(launcher)
         self.half = False
-        options: Any = plugin.config
-        self.options: Any = options
+        options: Any = plugin
+        self.options: Any = plugin
         self.json: dict[str, Any] = {}
         self.file = recipe.where
         if options.config is not None:
@@ -133,7 +133,7 @@ class Configuration:
     def check_others(self, run: Run) -> None:
         """Refuse other plugins of the run that do not work with the stage, or warn about them."""
         names, sharded = run.plugins.names(), self.stage == 3
-        if sharded and any(plugin.name == "lora" and getattr(plugin.config, "merge", False) for plugin in run.plugins):
+        if sharded and any(plugin.name == "lora" and plugin.option_values().get("merge") for plugin in run.plugins):
             why = "stage 3 shards the weights that the adapters would be merged into."
             raise PluginError(
                 f"{run.recipe.where}: plugins 'deepspeed' and 'lora': {why} Set plugins.lora.merge: false, or stage: 2."

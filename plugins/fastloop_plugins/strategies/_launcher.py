@@ -7,6 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastloop import PluginError
+from fastloop.recipe import Train
 
 if TYPE_CHECKING:
     from fastloop import Plugin
@@ -49,17 +50,24 @@ class Launcher:
         plugin, plugins, asked = self.plugin.name, self.recipe.plugins, os.environ[variable]
         is_ours = not option.startswith("train.")
         key = option.removeprefix("train.")
-        holder: Any = self.plugin.config if is_ours else self.recipe.train
-        place, current = f"plugins.{plugin}.{key}" if is_ours else option, getattr(holder, key)
+        if is_ours:
+            place, current = f"plugins.{plugin}.{key}", self.plugin.option_values()[key]
+            default = type(self.plugin)().option_values()[key]
+        else:
+            place, current = option, getattr(self.recipe.train, key)
+            default = getattr(Train(), key)
         if current == value:
             return
         is_listed = is_ours and (plugins.get(plugin) or {}).get(key) is not None
-        if is_listed or current != getattr(type(holder)(), key):
+        if is_listed or current != default:
             raise PluginError(
                 f"{self.recipe.where}: accelerate's configuration asks for {asked!r} ({variable}), and {place} is "
                 f"{current!r}. Make them the same, or start with another launcher: fastloop train RECIPE --nproc N."
             )
-        setattr(holder, key, value)
+        if is_ours:
+            self.plugin.set_option(key, value)
+        else:
+            setattr(self.recipe.train, key, value)
         for need in self.plugin.requirements:
             if missing := need.missing(self.plugin, this_machine(self.recipe.train.device)):
                 raise PluginError(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError, Strategy, hookimpl
+from fastloop import PluginError, hookimpl
 from fastloop_plugins._models import transformers_model
+from fastloop_plugins.strategies._timeout import TimedStrategy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -82,7 +83,7 @@ class TensorGroup:
         self.drew_together = True
 
 
-class DividingStrategy(Strategy):
+class DividingStrategy(TimedStrategy):
     """A strategy that can divide layers.
 
     Attributes:

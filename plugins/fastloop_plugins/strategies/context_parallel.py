@@ -16,7 +16,6 @@ al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -43,7 +42,10 @@ WHOLE = ("packed", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length
 
 
 class ContextParallel(Plugin):
-    """Replaces attention, and lets the model's forward compute this process's tokens."""
+    """Divides the tokens of each sequence over processes.
+
+    Replaces attention, and lets the model's forward compute this process's tokens.
+    """
 
     name = "context-parallel"
     numerics = "reassociated"
@@ -56,13 +58,8 @@ class ContextParallel(Plugin):
         "fast-dropout": OWN,
         "tensor-parallel": "both divide the processes. Set plugins.fsdp.tensor to divide layers.",
     }
-    description = "divides the tokens of each sequence over processes"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        size: int | None = option("Consecutive processes that share a sequence; null: all.", default=None, ge=2)
+    size: int | None = option("Consecutive processes that share a sequence; null: all.", default=None, ge=2)
 
     @classmethod
     def divide_sequences(cls, model: nn.Module, size: int) -> ContextShare:
@@ -79,7 +76,7 @@ class ContextParallel(Plugin):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {"processes_per_batch": self.config.size or 0}
+        return {"processes_per_batch": self.size or 0}
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
@@ -99,7 +96,7 @@ class ContextParallel(Plugin):
             raise PluginError(f"{where}: {type(model).__name__} has no selectable attention. Use fsdp alone.")
         if getattr(found.config.get_text_config(), "output_router_logits", False):
             raise PluginError(f"{where}: the loss of a router needs whole sequences. Set output_router_logits: false.")
-        size = min(self.config.size or run.world_size, run.world_size)
+        size = min(self.size or run.world_size, run.world_size)
         divide: Any = torch.distributed.new_subgroups
         group = divide(size)[0] if size < run.world_size else None
         slices = _context_attention.Slices(size, run.rank % size, group)

@@ -20,12 +20,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Device, PluginError, Recommendation, Strategy, When, hookimpl, option
+from fastloop import Device, PluginError, Recommendation, When, hookimpl, option
 from fastloop.distributed.ranks import world_size
-from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
+from fastloop_plugins.strategies._timeout import TimedStrategy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -40,36 +39,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-class DDP(Strategy):
-    """Torch's DistributedDataParallel, through Accelerate."""
+class DDP(TimedStrategy):
+    """Averages gradients over the processes, by torch's DistributedDataParallel through Accelerate."""
 
     name = "ddp"
     numerics = "reassociated"
     shares_buffers = True
-    requirements = (When(lambda config: config.sync_batch_norm, Device("cuda")),)
-    description = "averages gradients over the processes"
+    requirements = (When(lambda plugin: plugin.sync_batch_norm, Device("cuda")),)
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        gradient_as_bucket_view: bool = option(
-            "Store gradients in the all-reduce buckets: saves one copy of them.", default=True
-        )
-        bucket_cap_mb: int = option(
-            "MiB of gradients in one all-reduce, which overlaps with backward.", default=25, ge=1
-        )
-        find_unused_parameters: bool = option(
-            "For a model whose forward does not use all weights in each step.", default=False
-        )
-        static_graph: bool = option(
-            "Every step uses the same weights in the same order, so torch can plan ahead.", default=False
-        )
-        sync_batch_norm: bool = option("Compute batch norm over the samples of all processes (CUDA).", default=False)
-        compress: Literal["bf16", "fp16"] | None = option(
-            "All-reduce gradients in this dtype: half the bytes.", default=None
-        )
-        timeout: float | str | None = option(TIMEOUT, default=None)
+    gradient_as_bucket_view: bool = option(
+        "Store gradients in the all-reduce buckets: saves one copy of them.", default=True
+    )
+    bucket_cap_mb: int = option("MiB of gradients in one all-reduce, which overlaps with backward.", default=25, ge=1)
+    find_unused_parameters: bool = option(
+        "For a model whose forward does not use all weights in each step.", default=False
+    )
+    static_graph: bool = option(
+        "Every step uses the same weights in the same order, so torch can plan ahead.", default=False
+    )
+    sync_batch_norm: bool = option("Compute batch norm over the samples of all processes (CUDA).", default=False)
+    compress: Literal["bf16", "fp16"] | None = option(
+        "All-reduce gradients in this dtype: half the bytes.", default=None
+    )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -90,7 +81,7 @@ class DDP(Strategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if self.config.compress is not None:
+        if self.compress is not None:
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
     @hookimpl
@@ -103,20 +94,19 @@ class DDP(Strategy):
     def configure(self) -> dict[str, Any]:
         from accelerate.utils import DistributedDataParallelKwargs
 
-        config = self.config
         handler = DistributedDataParallelKwargs(
-            gradient_as_bucket_view=config.gradient_as_bucket_view,
-            bucket_cap_mb=config.bucket_cap_mb,
-            find_unused_parameters=config.find_unused_parameters,
-            static_graph=config.static_graph,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            static_graph=self.static_graph,
         )
-        return {"ddp_handler": handler, **read_timeout(self)}
+        return {"ddp_handler": handler, **self.timeout_setting()}
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> nn.Module | None:
         from torch import nn
 
-        if self.config.sync_batch_norm:
+        if self.sync_batch_norm:
             converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
             return converted
         return None
@@ -127,21 +117,21 @@ class DDP(Strategy):
             if not model.state_dict().keys() & dict(model.named_buffers()).keys():
                 # training changes no buffer that is not saved
                 wrapped.broadcast_buffers = False  # type: ignore[assignment]
-            if self.config.compress is not None:
-                compress_gradients(wrapped, self.config.compress)
+            if self.compress is not None:
+                compress_gradients(wrapped, self.compress)
         return wrapped, optimizer
 
     @hookimpl
     def check_run(self, run: Run) -> None:
         if run.world_size == 1:
             logger.info("ddp: one process, so there are no gradients to average")
-        elif self.config.static_graph and run.settings.split is not None:
+        elif self.static_graph and run.settings.split is not None:
             splitter = run.settings.writers["split"]
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and "
                 f"{splitter!r} splits each step by the lengths of its samples. Set it to false."
             )
-        elif self.config.static_graph and run.loaders.micro_steps > 1:  # else an assertion in torch's reducer fails
+        elif self.static_graph and run.loaders.micro_steps > 1:  # else an assertion in torch's reducer fails
             fits = run.recipe.train.batch_size // run.world_size
             raise PluginError(
                 f"{run.recipe.where}: plugins.ddp.static_graph: torch cannot accumulate gradients with it, and each "

@@ -21,12 +21,11 @@ import os
 import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Package, PluginError, Strategy, hookimpl, option
+from fastloop import Package, PluginError, hookimpl, option
 from fastloop_plugins.strategies._deepspeed_config import Configuration
-from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
+from fastloop_plugins.strategies._timeout import TimedStrategy
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,8 +37,11 @@ if TYPE_CHECKING:
     from fastloop_plugins.strategies._module_order import ModuleOrder
 
 
-class DeepSpeed(Strategy):
-    """ZeRO through ``deepspeed.initialize``; the loop still controls steps, accumulation and the learning rate."""
+class DeepSpeed(TimedStrategy):
+    """Shards optimizer state, gradients and weights over the processes.
+
+    ``deepspeed.initialize`` does. The loop still controls steps, accumulation and the learning rate.
+    """
 
     name = "deepspeed"
     sets_precision = True  # the engine does
@@ -47,28 +49,22 @@ class DeepSpeed(Strategy):
     forwards_together = True
     numerics = "reassociated"
     requirements = (Package("deepspeed", ">=0.19", extra="deepspeed"),)
-    description = "shards optimizer state, gradients and weights over the processes"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        stage: Literal[0, 1, 2, 3] | None = option("ZeRO stage; null: the JSON's, else 2.", default=None)
-        offload_optimizer: bool | None = option(
-            "Keep the optimizer state in the host's memory and step there (stages 1 to 3); null: as the JSON.",
-            default=None,
-        )
-        offload_parameters: bool | None = option(
-            "Keep the weights in the host's memory (stage 3); null: as the JSON.", default=None
-        )
-        overlap_comm: bool | None = option(
-            "Overlap the reduction of gradients with backward; null: DeepSpeed's default.", default=None
-        )
-        bucket_size: int | None = option(
-            "Gradient elements reduced at once; null: DeepSpeed's default.", default=None, ge=1
-        )
-        config: str | None = option("A JSON file of DeepSpeed's own options.", default=None)
-        timeout: float | str | None = option(TIMEOUT, default=None)
+    stage: Literal[0, 1, 2, 3] | None = option("ZeRO stage; null: the JSON's, else 2.", default=None)
+    offload_optimizer: bool | None = option(
+        "Keep the optimizer state in the host's memory and step there (stages 1 to 3); null: as the JSON.",
+        default=None,
+    )
+    offload_parameters: bool | None = option(
+        "Keep the weights in the host's memory (stage 3); null: as the JSON.", default=None
+    )
+    overlap_comm: bool | None = option(
+        "Overlap the reduction of gradients with backward; null: DeepSpeed's default.", default=None
+    )
+    bucket_size: int | None = option(
+        "Gradient elements reduced at once; null: DeepSpeed's default.", default=None, ge=1
+    )
+    config: str | None = option("A JSON file of DeepSpeed's own options.", default=None)
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -87,7 +83,7 @@ class DeepSpeed(Strategy):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return read_timeout(self)
+        return self.timeout_setting()
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
         import torch

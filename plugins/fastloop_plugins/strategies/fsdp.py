@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, PluginError, When, hookimpl, option
@@ -32,7 +32,6 @@ from fastloop_plugins.strategies._gradients import Gradients
 from fastloop_plugins.strategies._meta_init import MetaInit
 from fastloop_plugins.strategies._module_order import ModuleOrder
 from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
-from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -46,42 +45,37 @@ logger = logging.getLogger("fastloop")
 
 
 class FSDP(DividingStrategy):
-    """Torch's ``fully_shard``, applied to each block and to the model."""
+    """Shards weights, gradients and optimizer state over the processes.
+
+    Torch's ``fully_shard`` is applied to each block and to the model.
+    """
 
     name = "fsdp"
     division = "plugins.fsdp.tensor"
     gathers_weights = True
     numerics = "reassociated"
     runs_after = ("lora", "activation-checkpointing")
-    requirements = (When(lambda config: config.cpu_offload, Device("cuda", "xpu")),)
-    description = "shards weights, gradients and optimizer state over the processes"
+    requirements = (When(lambda plugin: plugin.cpu_offload, Device("cuda", "xpu")),)
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        blocks: list[str] | None = option(
-            "Classes of modules to shard one by one; null: the repeated blocks.", default=None
-        )
-        reshard_after_forward: bool = option(
-            "Free a block's gathered weights between forward and backward.", default=True
-        )
-        shard_within: int | None = option("Processes that share one copy of the model; null: all.", default=None, ge=2)
-        tensor: int | None = option(
-            "Consecutive processes that divide each layer (tensor-parallel); null: none.", default=None, ge=2
-        )
-        param_dtype: Literal["fp32", "bf16"] | None = option(
-            "Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32.", default=None
-        )
-        reduce_dtype: Literal["fp32", "bf16"] = option("Dtype of the gradient reduction.", default="fp32")
-        hold_gradients: bool = option(
-            "Reduce gradients only in the last micro-step; keeps full gradients until then.", default=False
-        )
-        cpu_offload: bool = option("Keep the shards in the host's memory, and step there.", default=False)
-        meta_device: bool = option(
-            "Only the main process builds the model; the others receive their shards from it.", default=False
-        )
-        timeout: float | str | None = option(TIMEOUT, default=None)
+    blocks: list[str] | None = option(
+        "Classes of modules to shard one by one; null: the repeated blocks.", default=None
+    )
+    reshard_after_forward: bool = option("Free a block's gathered weights between forward and backward.", default=True)
+    shard_within: int | None = option("Processes that share one copy of the model; null: all.", default=None, ge=2)
+    tensor: int | None = option(
+        "Consecutive processes that divide each layer (tensor-parallel); null: none.", default=None, ge=2
+    )
+    param_dtype: Literal["fp32", "bf16"] | None = option(
+        "Dtype of gathered weights and of the forward pass; null: bf16 with amp, else fp32.", default=None
+    )
+    reduce_dtype: Literal["fp32", "bf16"] = option("Dtype of the gradient reduction.", default="fp32")
+    hold_gradients: bool = option(
+        "Reduce gradients only in the last micro-step; keeps full gradients until then.", default=False
+    )
+    cpu_offload: bool = option("Keep the shards in the host's memory, and step there.", default=False)
+    meta_device: bool = option(
+        "Only the main process builds the model; the others receive their shards from it.", default=False
+    )
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -100,9 +94,9 @@ class FSDP(DividingStrategy):
         super().__init__(**options)
         self.gradients: Gradients | None = None  # with one process
         self.order: ModuleOrder | None = None
-        if self.config.tensor:
+        if self.tensor:
             self.conflicts = CONFLICTS  # type: ignore[misc]
-        if "bf16" in (self.config.param_dtype, self.config.reduce_dtype):
+        if "bf16" in (self.param_dtype, self.reduce_dtype):
             self.numerics = "reduced-precision"  # type: ignore[misc, assignment]
 
     @hookimpl
@@ -110,7 +104,7 @@ class FSDP(DividingStrategy):
         from fastloop_plugins.strategies._fsdp_launcher import take_over
 
         take_over(recipe, self)
-        if self.config.tensor and self.config.meta_device:
+        if self.tensor and self.meta_device:
             raise PluginError(
                 f"{recipe.where}: plugins.fsdp.tensor: needs the full model in each process. Set "
                 "plugins.fsdp.meta_device: false."
@@ -118,9 +112,9 @@ class FSDP(DividingStrategy):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        settings = {"processes_per_batch": self.config.tensor} if self.config.tensor else {}
-        settings |= read_timeout(self)
-        if not self.config.cpu_offload:
+        settings = {"processes_per_batch": self.tensor} if self.tensor else {}
+        settings |= self.timeout_setting()
+        if not self.cpu_offload:
             return settings
         from accelerate.utils import InitProcessGroupKwargs
 
@@ -131,7 +125,7 @@ class FSDP(DividingStrategy):
     def build_model(self, run: Run) -> Generator[None, Any, Any]:
         import torch
 
-        with torch.device("meta") if self.config.meta_device and not run.is_main else nullcontext():
+        with torch.device("meta") if self.meta_device and not run.is_main else nullcontext():
             return (yield)
 
     @hookimpl
@@ -148,7 +142,7 @@ class FSDP(DividingStrategy):
             refuse_ties,
         )
 
-        config, precision = self.config, run.accelerator.mixed_precision
+        precision = run.accelerator.mixed_precision
         if precision not in ("no", "bf16"):
             raise PluginError(
                 f"{run.recipe.where}: plugins.fsdp: works in fp32 and bf16; the recipe's precision is {precision!r}."
@@ -158,19 +152,19 @@ class FSDP(DividingStrategy):
             return
         refuse_scalars(model, f"{run.recipe.where}: plugins.fsdp")
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
-        given = config.param_dtype or ("bf16" if precision == "bf16" else "fp32")
+        given = self.param_dtype or ("bf16" if precision == "bf16" else "fp32")
         policy = MixedPrecisionPolicy()
-        if "bf16" in (given, config.reduce_dtype):
-            policy = MixedPrecisionPolicy(dtypes[given], dtypes[config.reduce_dtype], torch.float32)
-        offload = CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy()
-        mesh, inner_mesh = make_meshes(run, config.shard_within, config.tensor)
+        if "bf16" in (given, self.reduce_dtype):
+            policy = MixedPrecisionPolicy(dtypes[given], dtypes[self.reduce_dtype], torch.float32)
+        offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
+        mesh, inner_mesh = make_meshes(run, self.shard_within, self.tensor)
         shards = mesh.size(mesh.ndim - 1)
         options: dict[str, Any] = {
             "mesh": mesh,
             "offload_policy": offload,
             "shard_placement_fn": lambda weight: Shard(shard_dim(weight.shape, shards)),
         }
-        blocks = transformer_blocks(model, config.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
+        blocks = transformer_blocks(model, self.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         blocks = [block for block in blocks if block is not model]  # it is sharded anyway
         if not blocks:
             logger.warning(
@@ -181,22 +175,22 @@ class FSDP(DividingStrategy):
             match_norm_inputs(model)
         if inner_mesh is not None:
             self.group = TensorGroup(run, model, inner_mesh, f"{run.recipe.where}: plugins.fsdp.tensor")
-        meta = MetaInit(run, model) if config.meta_device else None
+        meta = MetaInit(run, model) if self.meta_device else None
         # without autocast, dtypes must match between blocks
         inner = policy if precision == "bf16" else replace(policy, output_dtype=None)
         norms = norms_with_statistics(model) if given == "bf16" else []
         for norm in norms:
             fully_shard(norm, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), **options)
         for block in reversed(blocks):  # inner blocks first
-            fully_shard(block, reshard_after_forward=config.reshard_after_forward, mp_policy=inner, **options)
+            fully_shard(block, reshard_after_forward=self.reshard_after_forward, mp_policy=inner, **options)
         fully_shard(model, mp_policy=policy, **options)
         if meta is not None:
-            meta.share("cpu" if config.cpu_offload else run.device)
+            meta.share("cpu" if self.cpu_offload else run.device)
         remedy = "Use ddp with find_unused_parameters, or leave its class out of plugins.fsdp.blocks."
         gathered = [*blocks, *norms]
         self.order = ModuleOrder(run, model, gathered, remedy) if gathered else None
-        if config.hold_gradients or config.shard_within is not None:
-            name = "set_requires_gradient_sync" if config.hold_gradients else "set_requires_all_reduce"
+        if self.hold_gradients or self.shard_within is not None:
+            name = "set_requires_gradient_sync" if self.hold_gradients else "set_requires_all_reduce"
             model.no_sync = lambda: held_back(getattr(model, name))  # type: ignore[assignment] # Accelerate calls it
 
     def prepare(self, run: Run, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Any]:
@@ -250,7 +244,7 @@ class FSDP(DividingStrategy):
         finally:
             for module in shards:
                 if module is not root:  # the root keeps its weights until the backward pass
-                    module.set_reshard_after_forward(self.config.reshard_after_forward, recurse=False)
+                    module.set_reshard_after_forward(self.reshard_after_forward, recurse=False)
                 module.reshard()
 
     @hookimpl(wrapper=True, trylast=True)

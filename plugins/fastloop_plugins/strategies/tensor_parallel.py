@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import hookimpl, option
+from fastloop import hookimpl
 from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
-from fastloop_plugins.strategies._timeout import TIMEOUT, read_timeout
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,20 +32,13 @@ logger = logging.getLogger("fastloop")
 
 
 class TensorParallel(DividingStrategy):
-    """Torch's ``parallelize_module`` with the plan of the model."""
+    """Divides the layers of a transformers model over the processes. The model's plan says how."""
 
     name = "tensor-parallel"
     division = "plugins.tensor-parallel"
     numerics = "reassociated"
     runs_after = ("lora", "activation-checkpointing")
     conflicts = CONFLICTS
-    description = "divides the layers of a transformers model over the processes"
-
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        timeout: float | str | None = option(TIMEOUT, default=None)
 
     @classmethod
     def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
@@ -71,7 +62,7 @@ class TensorParallel(DividingStrategy):
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
-        return {"processes_per_batch": 0, **read_timeout(self)}
+        return {"processes_per_batch": 0, **self.timeout_setting()}
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:

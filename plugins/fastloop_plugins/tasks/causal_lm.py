@@ -27,7 +27,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,9 +62,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-class CausalLM(TextTask):
-    """Trains on blocks of ``data.max_length`` tokens with cross entropy of the next token. Reports ``perplexity``, and
-    ``bits_per_character`` of texts."""
+class CausalLM(SamplingOptions, GenerationOptions, TextTask):
+    """Trains a causal language model.
+
+    Blocks of ``data.max_length`` tokens have the cross entropy of the next token. Reports ``perplexity``, and
+    ``bits_per_character`` of texts.
+    """
 
     name = "causal-lm"
     on_resume = {
@@ -77,17 +79,12 @@ class CausalLM(TextTask):
     }
     sections = {"model": DecoderOptions, "data": LanguageData}
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
-    description = "model, data and loss of a causal language model"
     encoding_version = 2
     router_weight = 0.0
     data: LanguageTextData
     text_model: DecoderModel
 
-    @dataclass(kw_only=True)
-    class Config(SamplingOptions, GenerationOptions):
-        """Options of `fastloop predict`. The exported model has ``generation``, too."""
-
-        max_new_tokens: int = option("Tokens to generate for each text at most.", default=64, ge=1)
+    max_new_tokens: int = option("Tokens to generate for each text at most.", default=64, ge=1)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -107,9 +104,7 @@ class CausalLM(TextTask):
             self.data.templates = model.templates
         else:
             self.text_model = (CompletionModel if self.data.masked else DecoderModel)(recipe)
-        self.settings = check_generation(
-            self.config.generation, SHARED_SETTINGS, 1, recipe.where, f"plugins.{self.name}"
-        )
+        self.settings = check_generation(self.generation, SHARED_SETTINGS, 1, recipe.where, f"plugins.{self.name}")
         self._checked: dict[str, MaskedSequences] = {}
         self.adds_metrics = type(self).adds_metrics
         if not self.data.masked and recipe.plugins.get("folds", False) is False:
@@ -171,7 +166,7 @@ class CausalLM(TextTask):
         from fastloop_plugins.text.chunks import token_chunks
         from fastloop_plugins.text.special_tokens import special_tokens
 
-        where, new = f"{self.data.recipe.where}: plugins.causal-lm", self.config.max_new_tokens
+        where, new = f"{self.data.recipe.where}: plugins.causal-lm", self.max_new_tokens
         if source is None:
             raise RecipeError(
                 f"{where}: continues texts, and a split has blocks of tokens. Give a file or a text to predict."
@@ -262,7 +257,7 @@ class CausalLM(TextTask):
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
         tokenizer = self.text_model.tokenizer
-        settings = {"do_sample": False, "max_new_tokens": self.config.max_new_tokens, **self.config.sampling()}
+        settings = {"do_sample": False, "max_new_tokens": self.max_new_tokens, **self.sampling()}
         settings |= self.settings | {"pad_token_id": tokenizer.pad_token_id}
         with generating(run) as generator:
             # it stops at the end tokens of `generation_config`, as `generate` does for users of an exported model

@@ -25,10 +25,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, Package, Plugin, RecipeError, hookimpl, option
+from fastloop import Output, Package, RecipeError, hookimpl, option
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metrics
 from fastloop_plugins.tasks.image.data import Data, ImageData
@@ -50,8 +49,8 @@ TOP = 5
 """Number of classes among which ``top5_accuracy`` looks for the label."""
 
 
-class ImageClassification(Plugin):
-    """One class for each image."""
+class ImageClassification(ClassifierOptions):
+    """Trains a classifier of images: one class for each."""
 
     name = "image-classification"
     on_resume = {"metrics": "free", "threshold": "free"}
@@ -59,15 +58,10 @@ class ImageClassification(Plugin):
     fallback_hooks = ("compute_loss",)
     requirements = (Package("pillow", ">=11", extra="vision"),)
     sections = {"model": Model, "data": Data}
-    description = "model, data, loss and metrics of image classification"
 
-    @dataclass(kw_only=True)
-    class Config(ClassifierOptions):
-        """Options."""
-
-        threshold: float | None = option(
-            "Predict class 1 of two if its probability is above this; null: the likelier.", default=None, gt=0, lt=1
-        )
+    threshold: float | None = option(
+        "Predict class 1 of two if its probability is above this; null: the likelier.", default=None, gt=0, lt=1
+    )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -77,8 +71,8 @@ class ImageClassification(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data, self.model = ImageData(recipe), ImageModel(recipe)
         self.train_images: ImageDataset | None = None
-        self.loss = ClassLoss(self.config.loss, f"{recipe.where}: plugins.{self.name}.loss")
-        self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
+        self.criterion = ClassLoss(self.loss, f"{recipe.where}: plugins.{self.name}.loss")
+        self.metric_classes = find_metrics(self.metrics, recipe, f"plugins.{self.name}.metrics")
 
     def _load_config(self, recipe: Recipe) -> None:
         """Set the image processor, and in inference the classes, from the pretrained or exported model."""
@@ -110,7 +104,7 @@ class ImageClassification(Plugin):
         if recipe.inference is None:
             transform = Transform(self.model.processor, self.data.augment)
             self.train_images = datasets["train"] = ImageDataset(datasets["train"].files, transform, recipe.train.seed)
-        self.loss.set_weights(
+        self.criterion.set_weights(
             (lambda: datasets["train"].files.labels) if "train" in datasets else None, self.labels.names
         )
         return datasets
@@ -139,7 +133,7 @@ class ImageClassification(Plugin):
     def build_collator(self) -> Collator:
         from fastloop_plugins.tasks.image.batches import Collator
 
-        return Collator(self.loss)
+        return Collator(self.criterion)
 
     @hookimpl
     def build_model(self, run: Run) -> nn.Module:
@@ -159,9 +153,9 @@ class ImageClassification(Plugin):
         from torchmetrics.classification import MulticlassAccuracy
 
         where, count = f"{run.recipe.where}: plugins.{self.name}.metrics", len(self.labels.names)
-        metrics = classifier_metrics(self.metric_classes, self.config.metrics, where, count, self.config.threshold)
+        metrics = classifier_metrics(self.metric_classes, self.metrics, where, count, self.threshold)
         if count > TOP:
-            if "top5_accuracy" in self.config.metrics:
+            if "top5_accuracy" in self.metrics:
                 raise RecipeError(
                     f"{where}.top5_accuracy: the task has a metric 'top5_accuracy'. Call this one something else."
                 )
@@ -178,14 +172,14 @@ class ImageClassification(Plugin):
         images, classes, *_ = batch
         output = model(images)
         logits = getattr(output, "logits", output)
-        return Output(self.loss(logits.float(), classes), logits, classes)
+        return Output(self.criterion(logits.float(), classes), logits, classes)
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
         from fastloop_plugins.tasks.heads.metrics import prediction_columns
 
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
-        return {"file": list(batch[2]), **prediction_columns(output, self.labels.names, self.config.threshold)}
+        return {"file": list(batch[2]), **prediction_columns(output, self.labels.names, self.threshold)}
 
     @hookimpl
     def export_model(self, run: Run, folder: Path) -> Path:

@@ -60,31 +60,26 @@ class Data(Code):
 
 
 class Module(Plugin):
-    """Calls your own model, datasets, loss and metrics."""
+    """Trains a module of your own, with your datasets, loss and metrics."""
 
     name = "module"
     on_resume = {"metrics": "free"}
     slot = "task"
     sections = {"model": Model, "data": Data}
-    description = "trains a module of your own"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        loss: str | dict[str, Any] | None = option(
-            "focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model "
-            "returns .loss.",
-            default=None,
-        )
-        collate: str | None = option("file.py:name of a collator; null: stack tensors.", default=None)
-        metrics: dict[str, dict[str, Any]] = option(
-            "Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.", default_factory=dict
-        )
+    loss: str | dict[str, Any] | None = option(
+        "focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model "
+        "returns .loss.",
+        default=None,
+    )
+    collate: str | None = option("file.py:name of a collator; null: stack tensors.", default=None)
+    metrics: dict[str, dict[str, Any]] = option(
+        "Name -> {type: a class of torchmetrics, or file.py:name, and its arguments}.", default_factory=dict
+    )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        loss = self.config.loss
+        loss = self.loss
         self.loss_name = loss.get("name") if isinstance(loss, dict) else loss
         if loss is not None and not isinstance(self.loss_name, str):
             raise RecipeError(
@@ -92,7 +87,7 @@ class Module(Plugin):
             )
         weighted = isinstance(loss, dict) and loss.get("class_weights") is not None
         self.uses_classes = weighted or self.loss_name == "focal"
-        answered_if_set = {"build_collator": self.config.collate or weighted, "build_metrics": self.config.metrics}
+        answered_if_set = {"build_collator": self.collate or weighted, "build_metrics": self.metrics}
         self.fallback_hooks = ("compute_loss", *(hook for hook, value in answered_if_set.items() if not value))
 
     @classmethod
@@ -103,29 +98,29 @@ class Module(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         from fastloop.recipe.references import check_reference
 
-        self.recipe, self.where = recipe, recipe.where
+        self.recipe, self.file = recipe, recipe.where
         self.code: dict[str, Any] = {
             key: parse(cls, getattr(recipe, key), f"{recipe.where}: {key}") for key, cls in self.sections.items()
         }
         self.named = {f"{key}.module": code.module for key, code in self.code.items()}
-        if self.config.collate is not None:
-            self.named["plugins.module.collate"] = self.config.collate
+        if self.collate is not None:
+            self.named["plugins.module.collate"] = self.collate
         if self.loss_name is not None and ":" in self.loss_name:
             self.named["plugins.module.loss"] = self.loss_name
         for key, reference in self.named.items():
             check_reference(reference, recipe, key)
         weight_files(recipe)
-        self.loss: Any = None
+        self.criterion: Any = None
         self.counters: list[Any] = []  # the collator of each split
-        chosen: Any = self.config.loss
-        place, metrics = f"{recipe.where}: plugins.module.loss", self.config.metrics
+        chosen: Any = self.loss
+        place, metrics = f"{recipe.where}: plugins.module.loss", self.metrics
         if self.uses_classes:
-            self.loss = ClassLoss(chosen, place)
+            self.criterion = ClassLoss(chosen, place)
         elif self.loss_name is not None and "plugins.module.loss" not in self.named:
-            self.loss = torch_loss(chosen, place)
+            self.criterion = torch_loss(chosen, place)
         place = f"{recipe.where}: plugins.module.metrics"
         found = find_metrics(metrics, recipe, "plugins.module.metrics")
-        self.metrics = collect(make_metrics(found, metrics, place), place) if metrics else None
+        self.collection = collect(make_metrics(found, metrics, place), place) if metrics else None
 
     @hookimpl
     def build_datasets(self) -> Mapping[str, Any]:
@@ -135,21 +130,19 @@ class Module(Plugin):
         for key, found in self.found.items():
             if not callable(found):
                 problem = f"{self.named[key]} is of type {type(found).__name__}, expected a class or function."
-                raise RecipeError(f"{self.where}: {key}: {problem}")
+                raise RecipeError(f"{self.file}: {key}: {problem}")
         datasets = self._call("data")
         splits = ("train", "validation", "test")
         if not isinstance(datasets, Mapping):
             problem = f"returned a {type(datasets).__name__}, expected a mapping of {', '.join(splits)}."
-            raise RecipeError(f"{self.where}: data.module: {problem}")
+            raise RecipeError(f"{self.file}: data.module: {problem}")
         for split in datasets:
             if split not in splits:
-                raise RecipeError(
-                    f"{self.where}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}"
-                )
+                raise RecipeError(f"{self.file}: data.module: returned a split {split!r}.{did_you_mean(split, splits)}")
         if self.uses_classes:
-            self.loss.set_weights(lambda: targets_of(datasets.get("train"), self.loss.where))
+            self.criterion.set_weights(lambda: targets_of(datasets.get("train"), self.criterion.where))
         elif (loss := self.found.get("plugins.module.loss")) is not None:
-            self.loss = with_arguments(loss, self.config.loss or "", f"{self.where}: plugins.module.loss")
+            self.criterion = with_arguments(loss, self.loss or "", f"{self.file}: plugins.module.loss")
         return datasets
 
     @hookimpl
@@ -158,7 +151,7 @@ class Module(Plugin):
 
         remedy = "Let the dataset pad them, or name a collator: plugins.module.collate=FILE.py:NAME."
         collate = self.found.get("plugins.module.collate") or DefaultCollator(None, remedy)
-        self.counters.append(counter := TargetCounter(collate, self.loss))
+        self.counters.append(counter := TargetCounter(collate, self.criterion))
         return counter
 
     @hookimpl
@@ -167,7 +160,7 @@ class Module(Plugin):
 
         model = self._call("model")
         if not isinstance(model, nn.Module):
-            raise RecipeError(f"{self.where}: model.module: made a {type(model).__name__}, expected a torch.nn.Module.")
+            raise RecipeError(f"{self.file}: model.module: made a {type(model).__name__}, expected a torch.nn.Module.")
         run.new_weights = frozenset(load_weights(model, self.recipe, None))
         for counter in self.counters:
             counter.set_model(model)
@@ -175,7 +168,7 @@ class Module(Plugin):
 
     @hookimpl
     def build_metrics(self) -> MetricCollection | None:
-        return self.metrics
+        return self.collection
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
@@ -188,7 +181,7 @@ class Module(Plugin):
     def compute_loss(self, model: nn.Module, batch: Any) -> Output:
         from fastloop_plugins.tasks.heads.forward import forward
 
-        return forward(model, batch, self.loss)
+        return forward(model, batch, self.criterion)
 
     @hookimpl
     def predict(self, run: Run, batch: Any) -> Mapping[str, list[Any]]:
@@ -200,9 +193,9 @@ class Module(Plugin):
         try:
             return self.found[f"{key}.module"](**self.code[key].arguments)
         except ImportError as error:
-            raise RecipeError(f"{self.where}: {key}.module: {self.code[key].module}: {error}") from error
+            raise RecipeError(f"{self.file}: {key}.module: {self.code[key].module}: {error}") from error
         except TypeError as error:
             raise RecipeError(
-                f"{self.where}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: "
+                f"{self.file}: {key}.arguments: {self.code[key].module} was called with {self.code[key].arguments}: "
                 f"{error}."
             ) from error

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +69,8 @@ OWN_SETTINGS = SHARED_SETTINGS | {"num_beams": "num_beams"}
 """Setting of ``generate`` -> the option of the task that sets it."""
 
 
-class Seq2Seq(TextTask):
-    """Learns a target text for each input text with cross entropy of the next target token."""
+class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
+    """Trains an encoder-decoder on a target text for each input text."""
 
     name = "seq2seq"
     on_resume = {
@@ -93,21 +92,14 @@ class Seq2Seq(TextTask):
     encoding_version = 2
     _probe_inputs = ("input_ids", "attention_mask", "labels")
     adds_metrics: Mapping[str, MetricMode | None] = {"perplexity": "min"}
-    description = "model, data and loss of an encoder-decoder"
     data: PairTextData
     text_model: Seq2SeqModel
 
-    @dataclass(kw_only=True)
-    class Config(SamplingOptions, GenerationOptions):
-        """Options of evaluation and of `fastloop predict`."""
-
-        generate: bool = option(
-            "In evaluation, also generate the texts, for exact_match, bleu and chrf.", default=False
-        )
-        max_new_tokens: int | None = option(
-            "Tokens to generate for each text at most; null: data.max_target_length.", default=None, ge=1
-        )
-        num_beams: int = option("Candidates that beam search keeps; 1: no beam search.", default=1, ge=1)
+    generate: bool = option("In evaluation, also generate the texts, for exact_match, bleu and chrf.", default=False)
+    max_new_tokens: int | None = option(
+        "Tokens to generate for each text at most; null: data.max_target_length.", default=None, ge=1
+    )
+    num_beams: int = option("Candidates that beam search keeps; 1: no beam search.", default=1, ge=1)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -120,18 +112,18 @@ class Seq2Seq(TextTask):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if self.config.generate:
+        if self.generate:
             self.adds_metrics = {**self.adds_metrics, **dict.fromkeys(GENERATED, "max")}
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
         self.data = PairTextData(recipe, self)
-        self.new_tokens = self.config.max_new_tokens or self.data.options.max_target_length
-        beams, key = self.config.num_beams, f"plugins.{self.name}"
-        self.settings = check_generation(self.config.generation, OWN_SETTINGS, beams, recipe.where, key)
+        self.new_tokens = self.max_new_tokens or self.data.options.max_target_length
+        beams, key = self.num_beams, f"plugins.{self.name}"
+        self.settings = check_generation(self.generation, OWN_SETTINGS, beams, recipe.where, key)
         # with the start token; unlike max_new_tokens, arguments of `generate` replace max_length
         length = {"max_length": self.new_tokens + 1, "max_new_tokens": None}
-        exported = self._settings(self.config.sampling()) | length
+        exported = self._settings(self.sampling()) | length
         self.text_model = Seq2SeqModel(recipe, self.data.options.max_target_length, exported)
         self._checked: dict[str, PairSequences] = {}
 
@@ -198,7 +190,7 @@ class Seq2Seq(TextTask):
         if targets:
             fixed["labels"] = padded(targets, self.target_width(targets), IGNORED)
         references = [sample["reference"] for sample in samples if "reference" in sample]
-        if references and self.config.generate:
+        if references and self.generate:
             fixed["references"] = padded(references, max(1, *map(len, references)), 0)
         return Ragged(
             columns={"input_ids": (rows, self.text_model.tokenizer.pad_token_id)},
@@ -226,8 +218,8 @@ class Seq2Seq(TextTask):
         check_token_ids(self.settings, len(self.text_model.tokenizer), f"{run.recipe.where}: {key}.generation")
         model: nn.Module = super().build_model(run=run)
         self._for_metrics = generation_config(model, self._settings({}))
-        self._for_predictions = generation_config(model, self._settings(self.config.sampling()))
-        if run.recipe.inference is None or self.config.generate:
+        self._for_predictions = generation_config(model, self._settings(self.sampling()))
+        if run.recipe.inference is None or self.generate:
             targets = {name: self._targets(dataset) for name, dataset in self._checked.items()}
             warn_about_forbidden(self._for_metrics, targets, self.text_model.tokenizer, key, OWN_SETTINGS)
         self._checked.clear()
@@ -235,7 +227,7 @@ class Seq2Seq(TextTask):
 
     def _settings(self, sampling: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of ``generate``: greedy or by beam search, unless ``sampling`` draws tokens."""
-        own = {"do_sample": False, "num_beams": self.config.num_beams, "max_new_tokens": self.new_tokens}
+        own = {"do_sample": False, "num_beams": self.num_beams, "max_new_tokens": self.new_tokens}
         return {**own, **sampling, **self.settings}
 
     def _targets(self, dataset: PairSequences) -> list[Target]:
@@ -259,7 +251,7 @@ class Seq2Seq(TextTask):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        if self.config.generate:
+        if self.generate:
             with generating(run):  # an error of the strategy comes before training
                 pass
 
@@ -299,7 +291,7 @@ class Seq2Seq(TextTask):
     def evaluate(self, run: Run, split: str) -> Generator[None, dict[str, float], dict[str, float]]:
         metrics = yield
         metrics |= {"perplexity": math.exp(metrics["loss"]) if metrics["loss"] < 700 else math.inf}
-        if self.config.generate:
+        if self.generate:
             together = run.strategy.forwards_together
             write = partial(self._generate, run, config=self._for_metrics, together=together)
             metrics |= generated_metrics(run, split, self.text_model.tokenizer, write)

@@ -30,7 +30,7 @@ labels. ``f1`` follows scikit-learn: of class 1 with two classes, else the mean 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, SpeedupEstimate, hookimpl, option
@@ -56,8 +56,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.tokens import Split
 
 
-class TextClassification(TextTask):
-    """One class, any number of classes, or a number for each text."""
+class TextClassification(ClassifierOptions, TextTask):
+    """Trains a classifier of texts: one class, any number of classes, or a number for each."""
 
     name = "text-classification"
     on_resume = {"metrics": "free", "threshold": "free"}
@@ -68,19 +68,13 @@ class TextClassification(TextTask):
     reads_all = False
     data: TextData
     order: LabelOrder
-    description = "model, data, loss and metrics of text classification"
 
-    @dataclass(kw_only=True)
-    class Config(ClassifierOptions):
-        """Options."""
-
-        threshold: float | None = option(
-            "Predict class 1 of two, or each of any number, if its probability is above this; null: the "
-            "likelier, or 0.5.",
-            default=None,
-            gt=0,
-            lt=1,
-        )
+    threshold: float | None = option(
+        "Predict class 1 of two, or each of any number, if its probability is above this; null: the likelier, or 0.5.",
+        default=None,
+        gt=0,
+        lt=1,
+    )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -106,10 +100,10 @@ class TextClassification(TextTask):
     def check_recipe(self, recipe: Recipe) -> None:
         self.data, self.text_model = TextData(recipe, labelled=True), TextModel(recipe, classify=True)
         where = f"{recipe.where}: plugins.{self.name}"
-        self.loss = ClassLoss(self.config.loss, f"{where}.loss")
-        self.problem = make_problem(self.data.label_type, self.loss, self.config.threshold, where)
+        self.criterion = ClassLoss(self.loss, f"{where}.loss")
+        self.problem = make_problem(self.data.label_type, self.criterion, self.threshold, where)
         self.adds_metrics = self.problem.modes
-        self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
+        self.metric_classes = find_metrics(self.metrics, recipe, f"plugins.{self.name}.metrics")
 
     # -- texts: two columns are a pair of the tokenizer, and more are joined with its separator token ------------------
 
@@ -139,8 +133,8 @@ class TextClassification(TextTask):
         if "labels" not in batch.fixed:  # texts to predict: any labels, because nothing reads the loss
             sets = [len(self.order.names)] if self.data.label_type == "classes" else []
             batch.fixed["labels"] = torch.zeros(len(samples), *sets, dtype=torch.float32 if sets else torch.int64)
-        elif self.loss.weights is not None:
-            return replace(batch, loss_weight=self.loss.weight_of(batch.fixed["labels"]))
+        elif self.criterion.weights is not None:
+            return replace(batch, loss_weight=self.criterion.weight_of(batch.fixed["labels"]))
         return batch
 
     # -- model, loss and metrics ---------------------------------------------------------------------------------------
@@ -148,7 +142,8 @@ class TextClassification(TextTask):
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
         datasets = super().build_datasets(run=run)
-        self.loss.set_weights((lambda: datasets["train"].labels) if "train" in datasets else None, self.order.names)
+        train = datasets.get("train")
+        self.criterion.set_weights(None if train is None else lambda: train.labels, self.order.names)
         return datasets
 
     def _probe_samples(self, run: Run) -> list[dict[str, Any]]:
@@ -165,7 +160,7 @@ class TextClassification(TextTask):
     @hookimpl
     def build_metrics(self, run: Run) -> MetricCollection:
         where = f"{run.recipe.where}: plugins.{self.name}.metrics"
-        return self.problem.metrics(self.order.names, self.metric_classes, self.config.metrics, where)
+        return self.problem.metrics(self.order.names, self.metric_classes, self.metrics, where)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:

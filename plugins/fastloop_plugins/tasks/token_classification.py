@@ -24,7 +24,6 @@ not fit into ``max_length`` is divided between words.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Output, RecipeError, hookimpl, option
@@ -60,8 +59,8 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.tokens import Split
 
 
-class TokenClassification(TextTask):
-    """One tag for each word of a sentence."""
+class TokenClassification(ClassifierOptions, TextTask):
+    """Trains a classifier of words: one tag for each word of a sentence."""
 
     name = "token-classification"
     on_resume = {"metrics": "free", "scheme": "free"}
@@ -75,20 +74,15 @@ class TokenClassification(TextTask):
     data: TagTextData
     text_model: TagModel
     order: LabelOrder
-    description = "model, data, loss and metrics of token classification"
 
-    @dataclass(kw_only=True)
-    class Config(ClassifierOptions):
-        """Options."""
-
-        scheme: Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None = option(
-            "How tags describe entities, as in seqeval's strict mode; IOB2 is also called BIO, IOBES BIOES. null: "
-            "as in its default mode and in CoNLL's evaluation script.",
-            default=None,
-        )
-        label_tokens: Literal["first", "all"] = option(
-            "The tokens of a word that have its tag as their target.", default="first"
-        )
+    scheme: Literal["IOB1", "IOB2", "IOE1", "IOE2", "IOBES", "BILOU"] | None = option(
+        "How tags describe entities, as in seqeval's strict mode; IOB2 is also called BIO, IOBES BIOES. null: "
+        "as in its default mode and in CoNLL's evaluation script.",
+        default=None,
+    )
+    label_tokens: Literal["first", "all"] = option(
+        "The tokens of a word that have its tag as their target.", default="first"
+    )
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -99,8 +93,8 @@ class TokenClassification(TextTask):
         self.data = TagTextData(recipe)
         self.text_model = TagModel(recipe, self.data)
         self.place = f"{recipe.where}: plugins.{self.name}"
-        self.loss = ClassLoss(self.config.loss, f"{self.place}.loss")
-        self.metric_classes = find_metrics(self.config.metrics, recipe, f"plugins.{self.name}.metrics")
+        self.criterion = ClassLoss(self.loss, f"{self.place}.loss")
+        self.metric_classes = find_metrics(self.metrics, recipe, f"plugins.{self.name}.metrics")
 
     # -- sentences -----------------------------------------------------------------------------------------------------
 
@@ -122,19 +116,20 @@ class TokenClassification(TextTask):
 
         datasets, size = dict[str, TaggedSentences](), self.data.options.max_length
         for name, split in self.read_splits(run).items():
-            check_scheme(self.data.classes, name, split, self.config.scheme, f"plugins.{self.name}.scheme")
+            check_scheme(self.data.classes, name, split, self.scheme, f"plugins.{self.name}.scheme")
             datasets[name] = TaggedSentences(
                 split.ids, split.lengths, *self.text_model.room(size), split=name == "train"
             )
             datasets[name].warn(name, len(split.lengths))
         run.state.unreadable += self.data.unreadable
-        self.loss.set_weights((lambda: datasets["train"].tags()) if "train" in datasets else None, self.order.names)
+        train = datasets.get("train")
+        self.criterion.set_weights(None if train is None else train.tags, self.order.names)
         return self.data.streamed(run, datasets, self.text_model)
 
     @hookimpl(optionalhook=True)
     def show_samples(self, run: Run, count: int) -> Iterator[Sample]:
         split = self.read_splits(run, count)["train"]
-        return tagged_samples(self.data, self.text_model, split, self.config.label_tokens == "all")
+        return tagged_samples(self.data, self.text_model, split, self.label_tokens == "all")
 
     @hookimpl
     def build_prediction_data(self, source: Any, start: int, size: int) -> Iterator[TaggedSentences]:
@@ -144,8 +139,8 @@ class TokenClassification(TextTask):
         return sentence_chunks(sentences, start, size, self.text_model, self.data.options.max_length)
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Ragged:
-        every = self.config.label_tokens == "all"
-        return batch_sentences(samples, self.text_model, self.data.options.max_length, self.loss, every)
+        every = self.label_tokens == "all"
+        return batch_sentences(samples, self.text_model, self.data.options.max_length, self.criterion, every)
 
     # -- model, loss and metrics ---------------------------------------------------------------------------------------
 
@@ -173,7 +168,7 @@ class TokenClassification(TextTask):
     def build_metrics(self) -> MetricCollection:
         from fastloop_plugins.tasks.tags.metrics import tag_metrics
 
-        return tag_metrics(self.order.names, self.config.scheme, self.metric_classes, self.config.metrics, self.place)
+        return tag_metrics(self.order.names, self.scheme, self.metric_classes, self.metrics, self.place)
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: dict[str, Any]) -> Output:
@@ -183,7 +178,7 @@ class TokenClassification(TextTask):
 
         inputs = {name: value for name, value in batch.items() if name not in ("sentences", "rows")}
         logits = compute(model, inputs).logits
-        loss = self.loss(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        loss = self.criterion(logits.flatten(0, 1).float(), batch["labels"].flatten())
         # selecting the words waits for the device, and only metrics and predictions need them
         if torch.is_grad_enabled():
             return Output(loss)
@@ -196,4 +191,4 @@ class TokenClassification(TextTask):
         output = run.hooks.compute_loss(run=run, model=run.model, batch=batch)
         sentences: Any = run.datasets[run.loaders.first].words
         words = [sentences[row] for row in batch["rows"].tolist()]
-        return tag_columns(output, words, self.order.names, self.config.scheme)
+        return tag_columns(output, words, self.order.names, self.scheme)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
-from fastloop import RecipeError, option
+from fastloop import Plugin, RecipeError, option
 from fastloop.options import parse
 from fastloop_plugins.models.hub import MessagesOnce
 
@@ -83,8 +83,7 @@ class GenerationSettings:
     num_beams: int | None = option("Candidates that beam search keeps; 1: no beam search.", default=None, ge=1)
 
 
-@dataclass(kw_only=True)
-class GenerationOptions:
+class GenerationOptions(Plugin):
     """Options of tasks that generate texts."""
 
     generation: dict[str, Any] | None = option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import option
+from fastloop import Plugin, option
 from fastloop_plugins.rows.paths import FORMATS
 from fastloop_plugins.text.streaming.options import StreamingOptions
 
@@ -114,8 +114,7 @@ def language_traits(recipe: Recipe) -> set[Trait]:
     return padded_traits(recipe) | {"next-token-loss"}
 
 
-@dataclass(kw_only=True)
-class SamplingOptions:
+class SamplingOptions(Plugin):
     """Options of `fastloop predict` for tasks that generate texts."""
 
     temperature: float = option(

@@ -35,7 +35,7 @@ FROM_ADAPTER = {
 """Option -> its name in peft, for the options that a continued adapter decides."""
 
 
-def adapter_to_continue(config: LoRAOptions, recipe: Recipe) -> Adapter | None:
+def adapter_to_continue(lora: LoRAOptions, recipe: Recipe) -> Adapter | None:
     """The adapter to continue; None: a new one is made.
 
     Raises:
@@ -43,12 +43,12 @@ def adapter_to_continue(config: LoRAOptions, recipe: Recipe) -> Adapter | None:
     """
     name, where = recipe.model.get("name"), f"{recipe.where}: plugins.lora.adapter"
     of_model = find_adapter(recipe, name, f"{recipe.where}: model.name") if isinstance(name, str) else None
-    if config.adapter is None:
+    if lora.adapter is None:
         return of_model
-    adapter = find_adapter(recipe, config.adapter, where)
+    adapter = find_adapter(recipe, lora.adapter, where)
     if adapter is None:
         raise RecipeError(
-            f"{where}: {recipe.find(config.adapter)}: found no adapter_config.json. Expected the folder of a "
+            f"{where}: {recipe.find(lora.adapter)}: found no adapter_config.json. Expected the folder of a "
             "LoRA adapter, such as RUN/model of a run with merge: false."
         )
     if of_model is not None:
@@ -56,31 +56,31 @@ def adapter_to_continue(config: LoRAOptions, recipe: Recipe) -> Adapter | None:
     return adapter
 
 
-def new_adapter(config: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
+def new_adapter(lora: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
     """Wrap a model by peft, with adapters that have their initial values."""
     from peft import LoraConfig, get_peft_model
 
-    modules_to_save = config.modules_to_save
+    modules_to_save = lora.modules_to_save
     if modules_to_save is None:
         modules_to_save = owning_modules(model, run.new_weights or classifier_head(model))
         if modules_to_save:
             logger.info("lora: trained in full: %s", ", ".join(modules_to_save))
-    token_rows = new_token_rows(run, model, modules_to_save, config.merge)
-    if config.quantize:
+    token_rows = new_token_rows(run, model, modules_to_save, lora.merge)
+    if lora.quantize:
         from fastloop_plugins.training import _four_bit
 
         _four_bit.quantize(run, model, modules_to_save)
     options = LoraConfig(
-        r=config.r,
-        lora_alpha=config.alpha,  # type: ignore[arg-type] # peft divides it by r
-        lora_dropout=config.dropout,
-        target_modules=config.target_modules,
+        r=lora.r,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type] # peft divides it by r
+        lora_dropout=lora.dropout,
+        target_modules=lora.target_modules,
         modules_to_save=modules_to_save or None,
         trainable_token_indices=token_rows or None,
-        use_rslora=config.use_rslora,
-        use_dora=config.use_dora,
-        layers_to_transform=config.layers_to_transform,
-        init_lora_weights=config.init_lora_weights,  # type: ignore[arg-type]
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        layers_to_transform=lora.layers_to_transform,
+        init_lora_weights=lora.init_lora_weights,  # type: ignore[arg-type]
     )
     try:
         with quiet_peft():
@@ -89,10 +89,10 @@ def new_adapter(config: LoRAOptions, run: Run, model: nn.Module) -> PeftModel:
         kinds = ("Linear", "Conv1D", "FourBitLinear")
         linear = {name.rpartition(".")[2] for name, module in model.named_modules() if type(module).__name__ in kinds}
         raise PluginError(
-            f"plugin 'lora': target_modules: {config.target_modules}: {str(error).partition('. ')[0]}. "
+            f"plugin 'lora': target_modules: {lora.target_modules}: {str(error).partition('. ')[0]}. "
             f"Layers of this model: {', '.join(sorted(linear))}."
         ) from None
-    _check_layers(config.layers_to_transform, wrapped)
+    _check_layers(lora.layers_to_transform, wrapped)
     _check_magnitudes(wrapped)
     return wrapped
 
@@ -125,12 +125,12 @@ def _check_magnitudes(wrapped: PeftModel) -> None:
 
 
 def continue_adapter(
-    config: LoRAOptions, given: Collection[str], run: Run, model: nn.Module, adapter: Adapter
+    lora: LoRAOptions, given: Collection[str], run: Run, model: nn.Module, adapter: Adapter
 ) -> PeftModel:
     """Wrap a model by peft, with the weights of an adapter.
 
     Args:
-        given: The options of the recipe; the others of ``config`` have their defaults.
+        given: The options of the recipe; the others of ``lora`` have their defaults.
 
     Raises:
         RecipeError: An option contradicts the adapter, or the adapter is not one of this model.
@@ -138,7 +138,7 @@ def continue_adapter(
     where = f"{run.recipe.where}: plugins.lora"
     settings = read_settings(adapter.folder, where)
     for name in FROM_ADAPTER.keys() & given:
-        ours, theirs = getattr(config, name), getattr(settings, FROM_ADAPTER[name])
+        ours, theirs = getattr(lora, name), getattr(settings, FROM_ADAPTER[name])
         if isinstance(theirs, set):
             theirs = sorted(theirs)
         if ours is not None and ours != theirs and not (isinstance(ours, list) and sorted(ours) == theirs):
@@ -153,8 +153,8 @@ def continue_adapter(
     _check_classes(model, adapter, where)
     check_token_rows(model, settings.trainable_token_indices, f"{where}.adapter: {adapter.folder}")
     if "dropout" in given:
-        settings.lora_dropout = config.dropout
-    if config.quantize:
+        settings.lora_dropout = lora.dropout
+    if lora.quantize:
         from fastloop_plugins.training import _four_bit
 
         _four_bit.quantize(run, model, settings.modules_to_save or ())

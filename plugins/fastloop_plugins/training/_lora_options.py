@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Literal
 
-from fastloop import RecipeError, option
+from fastloop import Plugin, RecipeError, option
 
 INITIAL = r"gaussian|orthogonal|olora|pissa|pissa_niter_\d+"
 """Names of initial values that peft computes from the weights and random numbers alone, as a regular expression."""
@@ -14,8 +13,7 @@ CHANGES_BASE = ("olora", "pissa")
 """Start of the names of those for which peft also changes the frozen weights."""
 
 
-@dataclass(kw_only=True)
-class LoRAOptions:
+class LoRAOptions(Plugin):
     """The options of the plugin ``lora``."""
 
     r: int = option("Rank of the adapters.", default=8, ge=1)
@@ -44,9 +42,9 @@ class LoRAOptions:
     )
 
 
-def check_initial_values(config: LoRAOptions, where: str) -> None:
+def check_initial_values(lora: LoRAOptions, where: str) -> None:
     """Raise an error for a value of ``init_lora_weights`` that is unknown, or that the other options exclude."""
-    value = config.init_lora_weights
+    value = lora.init_lora_weights
     if isinstance(value, bool):
         return
     if not re.fullmatch(INITIAL, value):
@@ -54,10 +52,10 @@ def check_initial_values(config: LoRAOptions, where: str) -> None:
             f"{where}.init_lora_weights: found {value!r}, expected true, false, gaussian, orthogonal, olora, pissa "
             "or pissa_niter_N. Other values of peft need data or settings of their own."
         )
-    if value == "orthogonal" and config.r % 2:
-        raise RecipeError(f"{where}.init_lora_weights: orthogonal needs an even r, found {config.r}.")
-    if value.startswith(CHANGES_BASE) and (config.quantize or not config.merge):
-        option = "quantize" if config.quantize else "merge: false"
+    if value == "orthogonal" and lora.r % 2:
+        raise RecipeError(f"{where}.init_lora_weights: orthogonal needs an even r, found {lora.r}.")
+    if value.startswith(CHANGES_BASE) and (lora.quantize or not lora.merge):
+        option = "quantize" if lora.quantize else "merge: false"
         raise RecipeError(
             f"{where}.init_lora_weights: {value} changes the frozen weights, too, which {option} does not allow. "
             f"Leave one of them out."

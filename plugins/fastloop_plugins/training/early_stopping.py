@@ -10,7 +10,6 @@ weights; add ``checkpoint-best`` to restore the best ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, hookimpl, option
@@ -22,50 +21,45 @@ if TYPE_CHECKING:
 
 
 class EarlyStopping(Plugin):
-    """Stops after ``patience`` evaluations without improvement, or at a threshold."""
+    """Stops training after ``patience`` evaluations without improvement, or at a threshold."""
 
     name = "early-stopping"
     numerics = "changes-training"
     on_resume = {"patience": "free", "min_delta": "free", "threshold": "free"}
-    description = "may stop training before the last epoch"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        monitor: str = option("Metric of the evaluation.", default="loss")
-        mode: Literal["auto", "min", "max"] = option(
-            "Whether smaller or larger is better; auto: as the metric declares.", default="auto"
-        )
-        patience: int = option("Evaluations without improvement before stopping.", default=3, ge=1)
-        min_delta: float = option("Smallest change that counts as an improvement.", default=0.0, ge=0)
-        threshold: float | None = option("Stop as soon as the metric reaches this; null: no threshold.", default=None)
+    monitor: str = option("Metric of the evaluation.", default="loss")
+    mode: Literal["auto", "min", "max"] = option(
+        "Whether smaller or larger is better; auto: as the metric declares.", default="auto"
+    )
+    patience: int = option("Evaluations without improvement before stopping.", default=3, ge=1)
+    min_delta: float = option("Smallest change that counts as an improvement.", default=0.0, ge=0)
+    threshold: float | None = option("Stop as soon as the metric reaches this; null: no threshold.", default=None)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.monitor = Monitor(self.name, self.config.monitor, self.config.mode)
+        self.monitored = Monitor(self.name, self.monitor, self.mode)
         self.best: float | None = None
         self.waited = 0
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        self.monitor.check(run)
+        self.monitored.check(run)
 
     @hookimpl
     def after_evaluate(self, run: Run, split: str, metrics: dict[str, float]) -> None:
         if split != "validation":
             return
-        value, threshold = self.monitor.read(metrics), self.config.threshold
-        if threshold is not None and math.isfinite(value) and not self.monitor.better(threshold, value):
-            run.state.request_stop(f"early-stopping: {self.monitor.name} {value:.6g} reached {threshold:g}")
-        if self.monitor.better(value, self.best, by=self.config.min_delta):
+        value, threshold = self.monitored.read(metrics), self.threshold
+        if threshold is not None and math.isfinite(value) and not self.monitored.better(threshold, value):
+            run.state.request_stop(f"early-stopping: {self.monitored.name} {value:.6g} reached {threshold:g}")
+        if self.monitored.better(value, self.best, by=self.min_delta):
             self.best, self.waited = value, 0
             return
         self.waited += 1
-        if self.waited >= self.config.patience:
+        if self.waited >= self.patience:
+            metric = f"{self.monitored.name}{direction(self.monitored.mode)}"
             run.state.request_stop(
-                f"early-stopping: {self.monitor.name}{direction(self.monitor.mode)} did not improve on {self.best} in "
-                f"{self.waited} evaluations"
+                f"early-stopping: {metric} did not improve on {self.best} in {self.waited} evaluations"
             )
 
     @hookimpl

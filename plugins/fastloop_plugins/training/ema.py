@@ -22,7 +22,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
@@ -38,27 +37,22 @@ AVERAGED = "averaged"
 
 
 class EMA(Plugin):
-    """Averaged weights for evaluation and export."""
+    """Evaluates and exports averaged weights."""
 
     name = "ema"
     numerics = "changes-training"
     on_resume = {"batch_norm_batches": "free"}
     # the outer wrapper, so that checkpoint-best keeps the weights that were evaluated
     runs_before = ("checkpoint-best",)
-    description = "evaluates and exports averaged weights"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        decay: float = option("Share of the old average that an update keeps.", default=0.999, gt=0, lt=1)
-        update_every: int = option("Optimizer steps between updates.", default=1, ge=1)
-        warmup: bool = option("Start with a smaller decay.", default=True)
-        mean: bool = option("Take the plain mean of the updates; decay and warmup have no effect.", default=False)
-        start: int = option("Optimizer steps before the first update.", default=0, ge=0)
-        batch_norm_batches: int = option(
-            "Micro-batches to estimate the statistics of batch norm on; 0: keep those of training.", default=0, ge=0
-        )
+    decay: float = option("Share of the old average that an update keeps.", default=0.999, gt=0, lt=1)
+    update_every: int = option("Optimizer steps between updates.", default=1, ge=1)
+    warmup: bool = option("Start with a smaller decay.", default=True)
+    mean: bool = option("Take the plain mean of the updates; decay and warmup have no effect.", default=False)
+    start: int = option("Optimizer steps before the first update.", default=0, ge=0)
+    batch_norm_batches: int = option(
+        "Micro-batches to estimate the statistics of batch norm on; 0: keep those of training.", default=0, ge=0
+    )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -92,14 +86,14 @@ class EMA(Plugin):
 
     @hookimpl
     def after_step(self, run: Run) -> None:
-        step, config = run.state.step, self.config
-        if step % config.update_every or step <= config.start:
+        step = run.state.step
+        if step % self.update_every or step <= self.start:
             return
         import torch
 
         self.updates += 1
-        decay = min(config.decay, (1 + self.updates) / (10 + self.updates)) if config.warmup else config.decay
-        if config.mean or (config.start and self.updates == 1):
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
+        if self.mean or (self.start and self.updates == 1):
             decay = 1 - 1 / self.updates
         with torch.no_grad():
             for names in self.groups:
@@ -110,7 +104,7 @@ class EMA(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        if self.config.batch_norm_batches and run.train_loader.sampler is None:
+        if self.batch_norm_batches and run.train_loader.sampler is None:
             found = f"{type(run.train_loader.dataset).__name__} is iterable, and its samples cannot be read again"
             where = f"{run.recipe.where}: plugins.ema.batch_norm_batches"
             raise PluginError(f"{where}: {found}. Set it to 0.")
@@ -125,7 +119,7 @@ class EMA(Plugin):
         self.exchange()
         self.final = True  # from here on, the model has the averaged weights
         run.state.model_weights = AVERAGED
-        with estimated(run, self.config.batch_norm_batches, restore=False):
+        with estimated(run, self.batch_norm_batches, restore=False):
             pass
 
     @hookimpl(wrapper=True)
@@ -134,7 +128,7 @@ class EMA(Plugin):
 
         if self.final or not self.updates:
             return (yield)
-        with self.swapped(run), estimated(run, self.config.batch_norm_batches):
+        with self.swapped(run), estimated(run, self.batch_norm_batches):
             return (yield)
 
     @hookimpl

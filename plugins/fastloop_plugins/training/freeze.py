@@ -11,7 +11,6 @@ updates its statistics.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastloop import Plugin, RecipeError, hookimpl, option
@@ -25,25 +24,20 @@ log = logging.getLogger("fastloop")
 
 
 class Freeze(Plugin):
-    """Sets ``requires_grad`` to False before the optimizer is built, for any task."""
+    """Freezes parameters by name."""
 
     name = "freeze"
     numerics = "changes-training"
     runs_after = ("lora", "activation-checkpointing")
     runs_before = ("fsdp",)
-    description = "freezes parameters by name"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        match: str | list[str] = option("Pattern of parameter names, such as embeddings.*, or a list of them.")
+    match: str | list[str] = option("Pattern of parameter names, such as embeddings.*, or a list of them.")
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         from fastloop_plugins.training._patterns import matching, parameters_by_name
 
-        where, match = f"{run.recipe.where}: plugins.freeze.match", self.config.match
+        where, match = f"{run.recipe.where}: plugins.freeze.match", self.match
         parameters = parameters_by_name(model)
         for pattern in [match] if isinstance(match, str) else match:
             for name in matching(pattern, parameters, where):

@@ -34,11 +34,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Device, Package, Plugin, RecipeError, When, hookimpl
+from fastloop import Device, Package, RecipeError, When, hookimpl
 from fastloop_plugins.models.adapters import check_untied, importing_bitsandbytes, merge, quiet_peft, tied_and_adapted
 from fastloop_plugins.training._lora_export import replicate_adapters, task_type, write_base_config
 from fastloop_plugins.training._lora_model import (
@@ -58,13 +57,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger("fastloop")
 
 
-def quantizes(config: Any) -> bool:
+def quantizes(plugin: Any) -> bool:
     """A condition for ``When``: whether frozen weights are kept in 4 bits."""
-    return config.quantize is not None
+    return plugin.quantize is not None
 
 
-class LoRA(Plugin):
-    """Adds low-rank adapters with peft."""
+class LoRA(LoRAOptions):
+    """Trains low-rank adapters only, with peft."""
 
     name = "lora"
     numerics = "changes-training"
@@ -74,23 +73,18 @@ class LoRA(Plugin):
         When(quantizes, Device("cpu", "cuda", "xpu")),
         When(quantizes, Package("bitsandbytes", ">=0.50", extra="qlora")),
     )
-    description = "trains low-rank adapters only"
-
-    @dataclass(kw_only=True)
-    class Config(LoRAOptions):
-        """Options."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.given = set(options)
-        if quantizes(self.config):
+        if quantizes(self):
             self.conflicts = {  # type: ignore[misc]
                 "fsdp": "4-bit weights with their scales cannot be sharded. Use ddp, or leave quantize out.",
                 "deepspeed": "DeepSpeed shards and casts weights, which would damage those in 4 bits. Use ddp, or "
                 "leave quantize out.",
                 "tensor-parallel": "4-bit weights with their scales cannot be divided. Use ddp, or leave quantize out.",
             }
-        elif self.config.use_dora:
+        elif self.use_dora:
             reason = "DoRA normalizes whole weights, and this strategy divides them. Use ddp, or leave use_dora out."
             self.conflicts = dict.fromkeys(("fsdp", "deepspeed", "tensor-parallel"), reason)  # type: ignore[misc]
 
@@ -98,19 +92,19 @@ class LoRA(Plugin):
     def check_recipe(self, recipe: Recipe) -> None:
         where = f"{recipe.where}: plugins.lora"
         from_scratch = recipe.model.get("config") is not None
-        if quantizes(self.config) and from_scratch and recipe.model.get("weights") is None:
+        if quantizes(self) and from_scratch and recipe.model.get("weights") is None:
             raise RecipeError(
                 f"{where}.quantize: found model.config, which trains from scratch, and 4-bit weights are frozen. "
                 "Set model.name or model.weights to pretrained weights, or leave quantize out."
             )
         key = "config" if from_scratch else "weights"
-        if not self.config.merge and recipe.model.get(key) is not None:
+        if not self.merge and recipe.model.get(key) is not None:
             raise RecipeError(
                 f"{where}.merge: found false with model.{key}. An adapter alone needs a base model that can be loaded "
                 "again: name one with model.name, without model.weights. Or set merge: true."
             )
-        check_initial_values(self.config, where)
-        adapter_to_continue(self.config, recipe)
+        check_initial_values(self, where)
+        adapter_to_continue(self, recipe)
 
     @hookimpl
     def before_prepare(self, run: Run, model: nn.Module) -> nn.Module:
@@ -118,17 +112,17 @@ class LoRA(Plugin):
             import peft  # noqa: F401 # the others import it, too
 
         where = f"{run.recipe.where}: plugins.lora"
-        if not self.config.merge and run.recipe.model and not getattr(model, "name_or_path", ""):
+        if not self.merge and run.recipe.model and not getattr(model, "name_or_path", ""):
             raise RecipeError(
                 f"{where}.merge: found false. An adapter alone needs a base model that peft can load, and "
                 f"{type(model).__name__} comes from no folder of transformers. Set merge: true."
             )
-        adapter = adapter_to_continue(self.config, run.recipe)
+        adapter = adapter_to_continue(self, run.recipe)
         if adapter is None:
-            wrapped = new_adapter(self.config, run, model)
+            wrapped = new_adapter(self, run, model)
         else:
-            wrapped = continue_adapter(self.config, self.given, run, model, adapter)
-        if not self.config.merge and (layers := running_statistics(wrapped)):
+            wrapped = continue_adapter(self, self.given, run, model, adapter)
+        if not self.merge and (layers := running_statistics(wrapped)):
             raise RecipeError(
                 f"{where}.merge: found false. Training changes the running statistics of batch norm, and an adapter "
                 f"alone does not have them: {len(layers)} layers, such as {layers[0]}. Set merge: true, or list the "
@@ -146,14 +140,14 @@ class LoRA(Plugin):
     @hookimpl(wrapper=True)
     def export_model(self, run: Run, folder: Path) -> Generator[None, Any, Any]:
         adapted: Any = run.unwrap_model()
-        if not self.config.merge:
+        if not self.merge:
             adapted.peft_config["default"].task_type = task_type(adapted.get_base_model())
             with quiet_peft():
                 result = yield
             if run.is_main:
                 write_base_config(adapted.get_base_model(), folder)
             return result
-        if quantizes(self.config):
+        if quantizes(self):
             from fastloop_plugins.training import _four_bit
 
             _four_bit.dequantize(adapted)

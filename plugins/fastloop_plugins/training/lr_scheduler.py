@@ -20,7 +20,6 @@ same options. With ``CosineAnnealingLR`` or ``OneCycleLR``, it also needs the sa
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, RecipeError, UsageError, hookimpl, option
@@ -35,64 +34,54 @@ if TYPE_CHECKING:
 
 
 class LRSchedule(Plugin):
-    """Builds a scheduler that is stepped once an optimizer step."""
+    """Changes the learning rate over the run."""
 
     name = "lr-scheduler"
     numerics = "changes-training"
-    description = "changes the learning rate over the run"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        schedule: str = option(
-            "linear, cosine or constant; a class of torch, a name of transformers, or file.py:name.", default="linear"
-        )
-        warmup: int | float = option(
-            "Warm-up steps; a fraction below 1 is a share of the run's steps.", default=0, ge=0
-        )
-        min_ratio: float = option(
-            "Final learning rate as a share of the peak: for linear and cosine.", default=0.0, ge=0, le=1
-        )
-        arguments: dict[str, Any] = option(
-            "Keyword arguments of another schedule than the three.", default_factory=dict
-        )
+    schedule: str = option(
+        "linear, cosine or constant; a class of torch, a name of transformers, or file.py:name.", default="linear"
+    )
+    warmup: int | float = option("Warm-up steps; a fraction below 1 is a share of the run's steps.", default=0, ge=0)
+    min_ratio: float = option(
+        "Final learning rate as a share of the peak: for linear and cosine.", default=0.0, ge=0, le=1
+    )
+    arguments: dict[str, Any] = option("Keyword arguments of another schedule than the three.", default_factory=dict)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        config, where = self.config, f"{recipe.where}: plugins.lr-scheduler"
-        if config.schedule not in OWN:
-            self.made = find_schedule(config.schedule, config.arguments, recipe)
-            if config.min_ratio:
+        where = f"{recipe.where}: plugins.lr-scheduler"
+        if self.schedule not in OWN:
+            self.made = find_schedule(self.schedule, self.arguments, recipe)
+            if self.min_ratio:
                 raise RecipeError(
-                    f"{where}.min_ratio: is for linear and cosine, and the schedule is {config.schedule}. Use "
-                    "arguments."
+                    f"{where}.min_ratio: is for linear and cosine, and the schedule is {self.schedule}. Use arguments."
                 )
-        elif config.arguments:
+        elif self.arguments:
             raise RecipeError(
-                f"{where}.arguments: {config.schedule} has only warmup and min_ratio. Remove {min(config.arguments)!r}."
+                f"{where}.arguments: {self.schedule} has only warmup and min_ratio. Remove {min(self.arguments)!r}."
             )
 
     @hookimpl
     def build_scheduler(self, run: Run, optimizer: Optimizer) -> LRScheduler:
         from torch.optim.lr_scheduler import LambdaLR
 
-        total, config = run.total_steps, self.config
-        if config.schedule not in OWN:
-            return make_schedule(config.schedule, self.made, run, optimizer, config.warmup, config.arguments)
-        if total is None and (config.schedule != "constant" or isinstance(config.warmup, float)):
+        total = run.total_steps
+        if self.schedule not in OWN:
+            return make_schedule(self.schedule, self.made, run, optimizer, self.warmup, self.arguments)
+        if total is None and (self.schedule != "constant" or isinstance(self.warmup, float)):
             raise UsageError(
                 f"plugin {self.name!r}: the data has no known length, so the run has no known end. Set train.max_steps."
             )
-        warmup = warmup_steps(config.warmup, total, run.recipe.where)
+        warmup = warmup_steps(self.warmup, total, run.recipe.where)
 
         def ratio(step: int) -> Any:
             if step < warmup:
                 return step / warmup
-            if config.schedule == "constant" or total is None:
+            if self.schedule == "constant" or total is None:
                 return 1.0
             progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-            shape = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-            return config.min_ratio + (1 - config.min_ratio) * shape
+            shape = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+            return self.min_ratio + (1 - self.min_ratio) * shape
 
         return LambdaLR(optimizer, ratio)

@@ -15,7 +15,6 @@ for LLM Training", 2025.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastloop import Plugin, RecipeError, hookimpl, option
@@ -29,18 +28,15 @@ if TYPE_CHECKING:
 
 
 class MuonOptimizer(Plugin):
-    """A dict of two optimizers, ``muon`` and ``adamw``. Does nothing for other optimizers than Muon: the recipe's key
-    changes training."""
+    """Steps 2-D weights with Muon, and the rest with AdamW.
+
+    Does nothing for other optimizers than Muon: the recipe's key changes training.
+    """
 
     name = "muon-optimizer"
     fallback_hooks = ("build_optimizer",)
-    description = "steps 2-D weights with Muon, and the rest with AdamW"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        adamw: list[str] = option("Patterns of 2-D weights that AdamW steps, such as head.*.", default_factory=list)
+    adamw: list[str] = option("Patterns of 2-D weights that AdamW steps, such as head.*.", default_factory=list)
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:
@@ -59,7 +55,7 @@ class MuonOptimizer(Plugin):
             return None
         where = f"{run.recipe.where}: plugins.muon-optimizer.adamw"
         parameters = parameters_by_name(model)
-        kept = {id(parameters[name]) for pattern in self.config.adamw for name in matching(pattern, parameters, where)}
+        kept = {id(parameters[name]) for pattern in self.adamw for name in matching(pattern, parameters, where)}
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         output = getattr(model, "get_output_embeddings", lambda: None)()
         kept |= {id(weight) for module in [*tables, output] if module is not None for weight in module.parameters()}

@@ -11,7 +11,6 @@ padded batch. Here, ``packing`` draws from the same range. Evaluations and expor
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Plugin, PluginError, hookimpl, option
@@ -27,20 +26,15 @@ if TYPE_CHECKING:
 
 
 class Neftune(Plugin):
-    """Noise on embeddings."""
+    """Adds noise to the embeddings in training."""
 
     name = "neftune"
     numerics = "changes-training"
     conflicts = {"context-parallel": "it divides texts, and the noise depends on their lengths."}
-    description = "adds noise to the embeddings in training"
     lengths: Tensor | None = None
     handle: Any = None
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        alpha: float = option("Scale of the noise; the paper has 5 to 15.", default=5.0, gt=0)
+    alpha: float = option("Scale of the noise; the paper has 5 to 15.", default=5.0, gt=0)
 
     @hookimpl(tryfirst=True)  # before the task reads its data
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
@@ -75,7 +69,7 @@ class Neftune(Plugin):
 
         if self.lengths is None:
             return None
-        scale = self.config.alpha / (self.lengths * embeddings.shape[-1]).sqrt()
+        scale = self.alpha / (self.lengths * embeddings.shape[-1]).sqrt()
         return embeddings + (2 * torch.rand_like(embeddings) - 1) * scale[..., None].to(embeddings.dtype)
 
     @hookimpl

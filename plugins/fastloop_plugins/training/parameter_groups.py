@@ -50,10 +50,12 @@ class Group:
 
 
 class ParameterGroups(Plugin):
-    """Regroups the parameters of the optimizer that the run has, whichever plugin built it."""
+    """Gives some parameters their own learning rate, weight decay or other arguments.
+
+    Regroups the parameters of the optimizer that the run has, whichever plugin built it.
+    """
 
     name = "parameter-groups"
-    description = "gives some parameters their own learning rate, weight decay or other arguments"
 
     @classmethod
     def auto_enable(cls, recipe: Recipe) -> str | None:

@@ -133,13 +133,15 @@ def described(source: str, title: str) -> dict[str, Any]:
     """``description``, ``numerics`` and ``options`` of the class ``title`` in the text of a plugin's file, for the
     other files."""
     from fastloop.cli.option_table import describe
+    from fastloop.plugins.declared_options import options_of
 
     module = ModuleType("fastloop_tools.new.example")
     sys.modules[module.__name__] = module  # dataclasses look up annotations there
     try:
         exec(source, vars(module))
         cls = vars(module)[title]
-        return {"description": cls.description, "numerics": cls.numerics, "options": describe(cls.Config)}
+        description = cls.description[0].lower() + cls.description[1:]
+        return {"description": description, "numerics": cls.numerics, "options": describe(options_of(cls))}
     finally:
         del sys.modules[module.__name__]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from fastloop.cli.messages import show_messages
 from fastloop.cli.option_table import describe
 from fastloop.distributed import ranks
 from fastloop.lifecycle import check_task
+from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import resolve
@@ -139,14 +139,11 @@ def show_plugin(number: int, plugin: Plugin, plan: Plan) -> None:
 
 def changed_options(plugin: Plugin) -> list[str]:
     """``NAME=VALUE`` of the options that differ from their defaults, with secrets hidden."""
-    defaults = {info.name: info.default for info in describe(type(plugin).Config)}
+    defaults = {info.name: info.default for info in describe(options_of(type(plugin)))}
     changed = []
-    for field in dataclasses.fields(plugin.config):
-        value = getattr(plugin.config, field.name)
-        if value is not None and str(value) != defaults[field.name]:
-            changed.append(f"{field.name}={secrets.hidden(value, secrets.is_secret(field.name))}")
-    if plugin.on_error != "raise":
-        changed.append(f"on_error={plugin.on_error}")
+    for name, value in plugin.option_values().items():
+        if value is not None and str(value) != defaults[name]:
+            changed.append(f"{name}={secrets.hidden(value, secrets.is_secret(name))}")
     return changed
 
 

@@ -81,7 +81,7 @@ class Command:
         )
         removed = [name for name in (before, CHECKPOINTING) if name and self._drops(name, variant, recipe)]
         given: dict[str, Any] = (recipe.plugins.get(variant.plugin) or {}) if variant.plugin == before else {}
-        defaults = vars(load_listed(recipe, variant.plugin).Config()) if given else {}
+        defaults = load_listed(recipe, variant.plugin)().option_values() if given else {}
         others = {key for other in variants if other.plugin == variant.plugin for key in other.options}
         wanted = {**{key: defaults[key] for key in given if key in others}, **variant.options}
         options = {key: value for key, value in wanted.items() if key not in given or given[key] != value}

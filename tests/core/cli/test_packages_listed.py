@@ -19,9 +19,7 @@ pytest_plugins = ["installing"]
 
 WARMTH = '''"""How warm it is."""
 
-from dataclasses import dataclass
-
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, hookimpl, option
 
 
 class Warmth(Plugin):
@@ -29,19 +27,17 @@ class Warmth(Plugin):
     slot = "weather"
     read_only = True
 
-    @dataclass(kw_only=True)
-    class Config:
-        degrees: float = 20.0
-        fails: int = -1
+    degrees: float = option("How warm.", default=20.0)
+    fails: int = option("The process that fails.", default=-1)
 
     @hookimpl
     def after_step(self, run):
-        if run.rank == self.config.fails and run.state.step == 2:
+        if run.rank == self.fails and run.state.step == 2:
             raise OSError("too hot")
 
     @hookimpl
     def write_summary(self, summary):
-        summary["warmth"] = self.config.degrees
+        summary["warmth"] = self.degrees
 '''
 CODE = """
 import torch

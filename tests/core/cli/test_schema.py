@@ -20,8 +20,8 @@ from fastloop.cli.option_table import describe
 from fastloop.cli.recipe_schema import recipe_schema
 from fastloop.cli.schema import schema as command
 from fastloop.errors import UsageError
+from fastloop.plugins.declared_options import options_of
 from fastloop.plugins.installed import installed, is_own, load
-from fastloop.plugins.plugin import Observer
 from fastloop.recipe import SECTIONS, Train, shipped_recipes
 from fastloop_tools.plan.command import plan
 
@@ -60,7 +60,7 @@ def test_schema_is_valid_and_lists_plugins(schema):
 @pytest.mark.parametrize("name", OURS)
 def test_it_has_every_option_of_every_plugin(schema, name):
     options, cls = schema["$defs"][f"plugins.{name}"]["properties"], load(name)
-    rows = describe(cls.Config) + (describe(Observer) if cls.read_only else [])
+    rows = describe(options_of(cls))
     assert {row.name: row.help for row in rows} == {key: value["description"] for key, value in options.items()}
 
 
@@ -157,16 +157,13 @@ def test_schema_allows_third_party_options_and_sections(schema, listed):
 
 
 WARMTH = """
-from dataclasses import dataclass
 from fastloop import Plugin, option
 
 class Warmth(Plugin):
     '''Keeps it warm.'''
     name = "warmth"
 
-    @dataclass(kw_only=True)
-    class Config:
-        degrees: float = option("How warm.", default=20.0, ge=0)
+    degrees: float = option("How warm.", default=20.0, ge=0)
 """
 
 

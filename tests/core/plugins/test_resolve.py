@@ -9,7 +9,6 @@ import importlib.metadata
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -26,6 +25,7 @@ from fastloop import (
     Settings,
     When,
     hookimpl,
+    option,
 )
 from fastloop.plugins.installed import installed, load
 from fastloop.plugins.manager import PluginSet
@@ -60,15 +60,12 @@ def refusal(*plugins: Any, machine: Machine = CPU) -> str:
 
 
 PLUGIN = """
-from dataclasses import dataclass
-from fastloop import Plugin, hookimpl
+from fastloop import Plugin, hookimpl, option
 
 class Warmth(Plugin):
     name = "warmth"
 
-    @dataclass(kw_only=True)
-    class Config:
-        degrees: float = 20.0
+    degrees: float = option("How warm.", default=20.0)
 
     @hookimpl
     def after_fit(self):
@@ -84,7 +81,7 @@ def test_an_installed_plugin_is_found_without_being_imported_and_loaded_when_nam
     assert resolve(recipe(), CPU).plugins.names() == []
     assert "warm_pack" not in sys.modules  # installed is not active
     (plugin,) = resolve(recipe({"warmth": {"degrees": 25.0}}), CPU).plugins
-    assert plugin.config.degrees == 25.0
+    assert plugin.degrees == 25.0
     assert "warm_pack" in sys.modules
 
 
@@ -178,7 +175,7 @@ def test_default_plugins_come_last_with_reason_and_can_be_disabled():
 def test_a_default_plugin_that_is_listed_keeps_its_options_and_place():
     resolution = resolve(make_recipe({"plugins": [{"progress": {"every": 3}}, "ema"]}), CPU).plugins
     assert resolution.names() == ["progress", "ema", "log", "metric-check", "optimizer-check", "speed-check"]
-    assert resolution.plugins[0].config.every == 3
+    assert resolution.plugins[0].every == 3
     assert resolution.reasons["progress"] == "listed in the recipe"
 
 
@@ -303,11 +300,9 @@ def test_missing_device_or_dtype_is_rejected_with_available_ones():
 def test_requirement_may_depend_on_options():
     class Picky(Plugin):
         name = "picky"
-        requirements = (When(lambda config: config.fast, Device("cuda")),)
+        requirements = (When(lambda plugin: plugin.fast, Device("cuda")),)
 
-        @dataclass(kw_only=True)
-        class Config:
-            fast: bool = False
+        fast: bool = option("Whether it is fast.", default=False)
 
     assert order(Picky()) == ["picky"]
     assert "needs a device of type cuda" in refusal(Picky(fast=True))

@@ -234,7 +234,6 @@ HEAD = '''"""A plugin for a test.
       - {name}
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -245,17 +244,12 @@ class Made(Plugin):
     """It is made for a test."""
 
     name = "{name}"
-    description = "what a test wants"
 '''
 ALONE = 'conflicts = {"slot:strategy": "it is for one process."}\n'
-GOOD = '''
+GOOD = """
 numerics = "bitwise"
 
-@dataclass(kw_only=True)
-class Config:
-    """Options."""
-
-    every: int = option("Steps between two looks.", default=1, ge=1)
+every: int = option("Steps between two looks.", default=1, ge=1)
 
 def __init__(self, **options):
     super().__init__(**options)
@@ -263,7 +257,7 @@ def __init__(self, **options):
 
 @hookimpl
 def after_step(self, run):
-    self.seen += run.state.step % self.config.every == 0
+    self.seen += run.state.step % self.every == 0
 
 @hookimpl
 def save_state(self):
@@ -272,7 +266,7 @@ def save_state(self):
 @hookimpl
 def load_state(self, state):
     self.seen = state["seen"]
-'''
+"""
 SHOWN = "# good\n\nParity class `bitwise`.\n\n| option | default |\n|---|---|\n| `every` | 1 |\n"
 SCALES = """
 @hookimpl
@@ -306,20 +300,12 @@ def after_step(self, run):
     if run.state.step == 5:
         raise RuntimeError("out of luck")
 """
-UNDOCUMENTED = '''
-@dataclass(kw_only=True)
-class Config:
-    """Options."""
-
-    strength: float = 1.0
-'''
-TAKES_ANYTHING = '''
-@dataclass(kw_only=True)
-class Config:
-    """Options."""
-
-    strength: Any = option("How strong.", default=1.0)
-'''
+UNDOCUMENTED = """
+strength: float = option("How strong.", default=1.0)
+"""
+TAKES_ANYTHING = """
+strength: Any = option("How strong.", default=1.0)
+"""
 BY_RANK = """
 numerics = "changes-training"
 

@@ -55,7 +55,7 @@ def checked(
         plugin = {"deepspeed": DeepSpeed, "fsdp": FSDP}[name](**(recipe.plugins[name] or {}))
         plugin.check_recipe(recipe)
     assert recipe.plugins[name] == {
-        key: value for key, value in vars(plugin.config).items() if key in (recipe.plugins[name] or {})
+        key: value for key, value in plugin.option_values().items() if key in (recipe.plugins[name] or {})
     }
     return recipe
 

@@ -172,7 +172,7 @@ def test_balanced_weights_come_from_the_training_labels():
     counts = torch.from_numpy(run.datasets["train"].labels).bincount()
     assert counts[0] > counts[1] > 0
     (task,) = [plugin for plugin in run.plugins if plugin.name == "text-classification"]
-    torch.testing.assert_close(task.loss.weights, (counts.sum() / (2 * counts.double())).float(), rtol=0, atol=0)
+    torch.testing.assert_close(task.criterion.weights, (counts.sum() / (2 * counts.double())).float(), rtol=0, atol=0)
 
 
 def test_packed_rows_and_micro_batches_give_the_weighted_loss_of_one_big_batch():

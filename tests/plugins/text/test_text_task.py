@@ -487,7 +487,6 @@ class Valued(TextTask):
     columns = ("text", "extra")
     values = ("extra",)
     sections = {"model": Model, "data": ValueData}
-    description = "reads values"
 
     @staticmethod
     def encode(tokenizer, rows, arguments):

@@ -81,7 +81,7 @@ def test_new_weights_are_trained_and_exported(task, kind, data, tmp_path, monkey
     def export_twice(run):
         trained["logits"] = logits(run.unwrap_model(), batch)
         run.hooks.export_model(run=run, folder=run.folder / "model")
-        next(plugin for plugin in run.plugins if plugin.name == "lora").config.merge = True
+        next(plugin for plugin in run.plugins if plugin.name == "lora").set_option("merge", True)
         run.hooks.export_model(run=run, folder=run.folder / "merged")
 
     monkeypatch.setattr(lifecycle, "_export", export_twice)

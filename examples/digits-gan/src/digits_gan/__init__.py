@@ -11,7 +11,6 @@ loss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Batch, Output, Plugin, hookimpl, option
@@ -23,24 +22,19 @@ if TYPE_CHECKING:
 
 
 class GAN(Plugin):
-    """Updates the generator, then the discriminator."""
+    """Trains a generator and a discriminator in turn."""
 
     name = "gan"
     numerics = "changes-training"
-    description = "trains a generator and a discriminator in turn"
     network = "discriminator"  # whose loss is computed
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        beta1: float = option("First momentum of Adam, for both networks.", default=0.5, ge=0, lt=1)
+    beta1: float = option("First momentum of Adam, for both networks.", default=0.5, ge=0, lt=1)
 
     @hookimpl
     def build_optimizer(self, run: Run, model: nn.Module) -> dict[str, Optimizer]:
         from torch.optim import Adam
 
-        arguments = {"lr": run.recipe.train.lr, "betas": (self.config.beta1, 0.999), **run.settings.optimizer}
+        arguments = {"lr": run.recipe.train.lr, "betas": (self.beta1, 0.999), **run.settings.optimizer}
         return {
             name: Adam(model.get_submodule(name).parameters(), **arguments) for name in ("discriminator", "generator")
         }

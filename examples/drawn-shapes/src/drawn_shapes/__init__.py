@@ -13,7 +13,6 @@ replaces it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, Plugin, RecipeError, hookimpl, option
@@ -30,24 +29,19 @@ NOISE = 0.1
 
 
 class DrawnShapes(Plugin):
-    """Draws the images and classifies them."""
+    """Trains a classifier of drawn shapes."""
 
     name = "drawn-shapes"
     slot = "task"
     fallback_hooks = ("build_model", "compute_loss")  # another plugin may answer these instead
-    description = "trains a classifier of drawn shapes"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        size: int = option("Height and width of an image in pixels.", default=16, ge=8)
-        count: int = option(
-            "Training images. The validation and the test split have a quarter as many each.", default=2000, ge=4
-        )
-        classes: int = option("Number of shapes to use.", default=len(SHAPES), ge=2, le=len(SHAPES))
-        channels: int = option("Channels of the first convolution; the second has twice as many.", default=16, ge=1)
-        seed: int = option("Seed of the images, independent of train.seed.", default=0, ge=0)
+    size: int = option("Height and width of an image in pixels.", default=16, ge=8)
+    count: int = option(
+        "Training images. The validation and the test split have a quarter as many each.", default=2000, ge=4
+    )
+    classes: int = option("Number of shapes to use.", default=len(SHAPES), ge=2, le=len(SHAPES))
+    channels: int = option("Channels of the first convolution; the second has twice as many.", default=16, ge=1)
+    seed: int = option("Seed of the images, independent of train.seed.", default=0, ge=0)
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
@@ -64,20 +58,20 @@ class DrawnShapes(Plugin):
         import torch
         from torch.utils.data import TensorDataset
 
-        config, datasets = self.config, {}
+        datasets = {}
         for number, (split, count) in enumerate(
-            {"train": config.count, "validation": config.count // 4, "test": config.count // 4}.items()
+            {"train": self.count, "validation": self.count // 4, "test": self.count // 4}.items()
         ):
-            rng = np.random.default_rng((config.seed, number))  # a split does not depend on the sizes of the others
-            labels = rng.integers(config.classes, size=count)
-            datasets[split] = TensorDataset(torch.from_numpy(draw(labels, config.size, rng)), torch.from_numpy(labels))
+            rng = np.random.default_rng((self.seed, number))  # a split does not depend on the sizes of the others
+            labels = rng.integers(self.classes, size=count)
+            datasets[split] = TensorDataset(torch.from_numpy(draw(labels, self.size, rng)), torch.from_numpy(labels))
         return datasets
 
     @hookimpl
     def build_model(self) -> nn.Module:
         from torch import nn
 
-        channels = self.config.channels
+        channels = self.channels
         return nn.Sequential(
             nn.Conv2d(1, channels, 3, padding=1),
             nn.ReLU(),
@@ -86,7 +80,7 @@ class DrawnShapes(Plugin):
             nn.ReLU(),
             nn.AdaptiveMaxPool2d(4),
             nn.Flatten(),
-            nn.Linear(2 * channels * 16, self.config.classes),
+            nn.Linear(2 * channels * 16, self.classes),
         )
 
     @hookimpl
@@ -94,7 +88,7 @@ class DrawnShapes(Plugin):
         from torchmetrics import MetricCollection
         from torchmetrics.classification import MulticlassAccuracy
 
-        return MetricCollection({"accuracy": MulticlassAccuracy(self.config.classes, average="micro")})
+        return MetricCollection({"accuracy": MulticlassAccuracy(self.classes, average="micro")})
 
     @hookimpl
     def compute_loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Output:

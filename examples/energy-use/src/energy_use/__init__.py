@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,20 +29,15 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyUse(Plugin):
-    """Writes energy and processor time to the summary and the log."""
+    """Measures joules and processor time, for the summary and the log."""
 
     name = "energy-use"
     numerics = "bitwise"
     read_only: ClassVar[bool] = True
-    description = "measures joules and processor time"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        every: int = option(
-            "Steps between reads of the counters, some of which wrap around within minutes.", default=20, ge=1
-        )
+    every: int = option(
+        "Steps between reads of the counters, some of which wrap around within minutes.", default=20, ge=1
+    )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -57,7 +51,7 @@ class EnergyUse(Plugin):
 
     @hookimpl
     def after_step(self, run: Run) -> None:
-        if run.state.step % self.config.every == 0:
+        if run.state.step % self.every == 0:
             self.read_counters()
 
     @hookimpl

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -28,30 +27,23 @@ logger = logging.getLogger("fastloop")
 
 
 class LayerFreezing(Plugin):
-    """Freezes more and more layers during training."""
+    """Freezes the first layers during training, more and more of them."""
 
     name = "layer-freezing"
     numerics = "changes-training"
     conflicts = {"slot:strategy": "strategies decide before training which weights have gradients."}
-    description = "freezes the first layers during training"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        share: float = option("Share of the layers that are frozen at the end.", default=0.5, gt=0, lt=1)
-        start: float = option("Share of the run's steps after which freezing begins.", default=0.2, ge=0, lt=1)
-        until: float = option("Share of the run's steps after which all of them are frozen.", default=0.6, gt=0, le=1)
-        layers: str | None = option(
-            "Name of the model's ModuleList or Sequential of layers; null: the longest outermost one.", default=None
-        )
-
-        def __post_init__(self) -> None:
-            if self.start >= self.until:
-                raise ValueError(f"start {self.start} is not before until {self.until}.")
+    share: float = option("Share of the layers that are frozen at the end.", default=0.5, gt=0, lt=1)
+    start: float = option("Share of the run's steps after which freezing begins.", default=0.2, ge=0, lt=1)
+    until: float = option("Share of the run's steps after which all of them are frozen.", default=0.6, gt=0, le=1)
+    layers: str | None = option(
+        "Name of the model's ModuleList or Sequential of layers; null: the longest outermost one.", default=None
+    )
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        if self.start >= self.until:
+            raise self.error("start", f"found {self.start}, which is not before until: {self.until}.")
         self.frozen = self.least = self.counted = 0
         self.with_gradients: list[int] = []
 
@@ -66,30 +58,29 @@ class LayerFreezing(Plugin):
             raise PluginError(
                 f"{where} needs the length of the run, and the data has no known length. Set train.max_steps."
             )
-        self.layers = self.find_layers(run.unwrap_model(), where)
-        self.most = int(self.config.share * len(self.layers) + 1e-9)  # 0.29 x 100 is a little less than 29
+        self.blocks = self.find_layers(run.unwrap_model(), where)
+        self.most = int(self.share * len(self.blocks) + 1e-9)  # 0.29 x 100 is a little less than 29
         if not self.most:
             logger.warning(
                 "layer-freezing: nothing to freeze: share %g of the %d layers found in %s is none",
-                self.config.share,
-                len(self.layers),
+                self.share,
+                len(self.blocks),
                 type(run.unwrap_model()).__name__,
             )
 
     @hookimpl
     def before_step(self, run: Run) -> None:
-        config = self.config
-        progress = (run.state.step / run.total_steps - config.start) / (config.until - config.start)
+        progress = (run.state.step / run.total_steps - self.start) / (self.until - self.start)
         due = max(self.least, int(self.most * min(max(progress, 0.0), 1.0) + 1e-9))
         if due <= self.frozen:
             return
-        model, before = run.unwrap_model(), {id(weight) for weight in self.layers[due].parameters()}
+        model, before = run.unwrap_model(), {id(weight) for weight in self.blocks[due].parameters()}
         for weight in takewhile(lambda weight: id(weight) not in before, model.parameters()):
             weight.requires_grad_(False)
             weight.grad = None
         self.frozen = due
         logger.info(
-            "layer-freezing: step %d: the first %d of %d layers are frozen", run.state.step, due, len(self.layers)
+            "layer-freezing: step %d: the first %d of %d layers are frozen", run.state.step, due, len(self.blocks)
         )
 
     @hookimpl
@@ -113,7 +104,7 @@ class LayerFreezing(Plugin):
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:
         summary["layer-freezing"] = {
-            "layers": len(getattr(self, "layers", ())),
+            "layers": len(getattr(self, "blocks", ())),
             "frozen": self.frozen,
             "parameters_with_gradients": self.with_gradients,
         }
@@ -126,7 +117,7 @@ class LayerFreezing(Plugin):
         """
         from torch import nn
 
-        name = self.config.layers
+        name = self.layers
         if name is None:
             return max(sequences(model), key=len, default=[])
         named = {

@@ -7,15 +7,13 @@ Evaluation, checkpoints and the export use averaged weights. Method: Stich, "Loc
 Little", 2019.
 """
 
-from dataclasses import dataclass
-
 from fastloop import PluginError, Strategy, hookimpl, option
 
 from local_sgd import weights
 
 
 class LocalSGD(Strategy):
-    """A strategy that exchanges weights."""
+    """Averages weights over the processes every few steps."""
 
     name = "local-sgd"
     numerics = "changes-training"
@@ -23,11 +21,8 @@ class LocalSGD(Strategy):
         "ema": "it averages the weights of each process.",
         "nan-guard": "it expects equal gradients on all processes.",
     }
-    description = "averages weights over the processes every few steps"
 
-    @dataclass(kw_only=True)
-    class Config:
-        every: int = option("Optimizer steps between two averages.", default=8, ge=1)
+    every: int = option("Optimizer steps between two averages.", default=8, ge=1)
 
     def prepare(self, run, model, optimizer):
         if run.accelerator.mixed_precision == "fp16":  # an overflow would skip the step of one process
@@ -46,7 +41,7 @@ class LocalSGD(Strategy):
 
     @hookimpl
     def after_step(self, run):
-        if run.state.step % self.config.every == 0:
+        if run.state.step % self.every == 0:
             weights.average(run)
 
     @hookimpl

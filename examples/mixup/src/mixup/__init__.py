@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,22 +34,17 @@ def mix(collate: Callable[[list[Any]], Any], alpha: float, samples: list[Any]) -
 
 
 class Mixup(Plugin):
-    """A collator for the training split, and a loss for its batches."""
+    """Mixes pairs of training samples. The loss is that of both targets."""
 
     name = "mixup"
     numerics = "changes-training"
-    description = "mixes pairs of training samples"
 
-    @dataclass(kw_only=True)
-    class Config:
-        alpha: float = option(
-            "Of Beta(alpha, alpha): small values leave most samples almost unmixed.", default=0.2, gt=0
-        )
+    alpha: float = option("Of Beta(alpha, alpha): small values leave most samples almost unmixed.", default=0.2, gt=0)
 
     @hookimpl(wrapper=True)
     def build_collator(self, split: str) -> Generator[None, Any, Any]:
         collate = yield
-        return partial(mix, collate, self.config.alpha) if split == "train" else collate
+        return partial(mix, collate, self.alpha) if split == "train" else collate
 
     @hookimpl
     def compute_loss(self, run: Run, model: nn.Module, batch: Any) -> Output | None:

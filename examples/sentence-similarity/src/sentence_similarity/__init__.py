@@ -32,21 +32,16 @@ class PairData(Data):
 
 
 class SentenceSimilarity(TextTask):
-    """Learns from pairs of similar texts, or from pairs with a similarity."""
+    """Learns vectors of texts from pairs, similar ones or ones with a similarity."""
 
     name = "sentence-similarity"
     columns = ("text", "other")
     labels = "optional"
     sections = {"model": Model, "data": PairData}
-    description = "learns vectors of texts from pairs"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        temperature: float = option(
-            "Divides the similarities; smaller values weigh the most similar wrong text more.", default=0.05, gt=0
-        )
+    temperature: float = option(
+        "Divides the similarities; smaller values weigh the most similar wrong text more.", default=0.05, gt=0
+    )
 
     @hookimpl
     def compute_loss(self, model: Any, batch: Mapping[str, Any]) -> Output:
@@ -57,7 +52,7 @@ class SentenceSimilarity(TextTask):
         if "labels" in batch:
             found = (first * second).sum(1)
             return Output(mse_loss(found, batch["labels"]), found, batch["labels"])
-        similar = first @ second.T / self.config.temperature
+        similar = first @ second.T / self.temperature
         rows = torch.arange(len(first), device=first.device)
         return Output(cross_entropy(similar, rows), similar.argmax(1) == rows, torch.ones_like(rows))
 

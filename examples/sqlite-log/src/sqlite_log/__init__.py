@@ -7,7 +7,6 @@ Tables: ``runs`` (id, folder) and ``scalars`` (run, step, name, value; NaN becom
 """
 
 import sqlite3
-from dataclasses import dataclass
 
 from fastloop import Plugin, hookimpl, option
 
@@ -20,25 +19,20 @@ WRITE = "INSERT OR REPLACE INTO scalars VALUES (?, ?, ?, ?)"
 
 
 class SQLiteLog(Plugin):
-    """Two tables: runs and their values."""
+    """Writes logged values to a SQLite database, with one table for runs and one for values."""
 
     name = "sqlite-log"
     read_only = True
-    description = "writes logged values to a SQLite database"
     database: sqlite3.Connection | None = None  # on the main process, from before_fit to teardown
     id: int | None = None  # of the run, on the main process
 
-    @dataclass(kw_only=True)
-    class Config:
-        file: str = option(
-            "Path of the database, relative to the folder that holds the run folder.", default="runs.sqlite"
-        )
+    file: str = option("Path of the database, relative to the folder that holds the run folder.", default="runs.sqlite")
 
     @hookimpl
     def before_fit(self, run):
         if run.is_main:
             # seconds to wait for other runs
-            self.database = sqlite3.connect(run.folder.parent / self.config.file, timeout=60)
+            self.database = sqlite3.connect(run.folder.parent / self.file, timeout=60)
             with self.database as database:  # a transaction
                 database.execute(RUNS)
                 database.execute(SCALARS)

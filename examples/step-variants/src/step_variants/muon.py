@@ -11,7 +11,6 @@ Training", 2025.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastloop import Plugin, PluginError, hookimpl, option
@@ -23,21 +22,16 @@ if TYPE_CHECKING:
 
 
 class Muon(Plugin):
-    """A dict of two optimizers, ``muon`` and ``adamw``."""
+    """Steps matrices with Muon, and the rest with AdamW."""
 
     name = "muon"
     numerics = "changes-training"
-    description = "steps matrices with Muon, and the rest with AdamW"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        momentum: float = option("Momentum of Muon.", default=0.95, ge=0, lt=1)
-        adamw: list[str] = option(
-            "Matrices whose names contain one of these keep AdamW.",
-            default_factory=lambda: ["embed", "head", "classifier"],
-        )
+    momentum: float = option("Momentum of Muon.", default=0.95, ge=0, lt=1)
+    adamw: list[str] = option(
+        "Matrices whose names contain one of these keep AdamW.",
+        default_factory=lambda: ["embed", "head", "classifier"],
+    )
 
     @hookimpl
     def build_optimizer(self, run: Run, model: nn.Module) -> dict[str, Optimizer]:
@@ -45,7 +39,7 @@ class Muon(Plugin):
 
         train, matrices, rest = run.recipe.train, [], []
         for name, weight in model.named_parameters():
-            is_matrix = weight.ndim == 2 and not any(part in name for part in self.config.adamw)
+            is_matrix = weight.ndim == 2 and not any(part in name for part in self.adamw)
             (matrices if is_matrix else rest).append(weight)
         matrices, rest = ([weight for weight in weights if weight.requires_grad] for weights in (matrices, rest))
         if not matrices or not rest:
@@ -53,6 +47,6 @@ class Muon(Plugin):
             raise PluginError(f"{run.recipe.where}: plugins.muon.adamw: found {found}. Both need some.")
         shared = {"lr": train.lr, "weight_decay": train.weight_decay}
         return {
-            "muon": optim.Muon(matrices, momentum=self.config.momentum, adjust_lr_fn="match_rms_adamw", **shared),
+            "muon": optim.Muon(matrices, momentum=self.momentum, adjust_lr_fn="match_rms_adamw", **shared),
             "adamw": optim.AdamW(rest, **shared, **run.settings.optimizer),
         }

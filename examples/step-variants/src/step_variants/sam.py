@@ -10,7 +10,6 @@ time. Method: Foret et al., "Sharpness-Aware Minimization for Efficiently Improv
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fastloop import Batch, Plugin, hookimpl, option
@@ -21,18 +20,13 @@ if TYPE_CHECKING:
 
 
 class SAM(Plugin):
-    """Two passes over the micro-batches of each step."""
+    """Applies gradients of the worst point near the weights. Each step passes twice over its micro-batches."""
 
     name = "sam"
     numerics = "changes-training"
     conflicts = {"deepspeed": "DeepSpeed does not expose the gradients."}
-    description = "applies gradients of the worst point near the weights"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        rho: float = option("Distance of the second pass from the weights, as a 2-norm.", default=0.05, gt=0)
+    rho: float = option("Distance of the second pass from the weights, as a 2-norm.", default=0.05, gt=0)
 
     @hookimpl
     def train_step(self, run: Run, batches: list[Batch]) -> Tensor:
@@ -48,7 +42,7 @@ class SAM(Plugin):
             with torch.no_grad():
                 norm = total_norm(weight.grad for weight in weights)  # loss scaling cancels out below
                 for weight in weights:
-                    weight.add_(weight.grad * (self.config.rho / (norm + 1e-12)))
+                    weight.add_(weight.grad * (self.rho / (norm + 1e-12)))
             run.optimizer.zero_grad()
             restore_random_states(states)
             run.accumulate_gradients(batches)

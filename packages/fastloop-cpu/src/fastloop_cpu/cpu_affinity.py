@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Plugin, Recommendation, SpeedupEstimate, hookimpl, option
@@ -35,24 +34,19 @@ them."""
 
 
 class CpuAffinity(Plugin):
-    """Sets threads, pinning, how threads wait, and the handling of denormals."""
+    """Pins processes to cores, sets their thread count, and lets waiting threads sleep on a busy machine."""
 
     name = "cpu-affinity"
     numerics = "reassociated"
-    description = "pins processes to cores, sets their thread count, and lets waiting threads sleep on a busy machine"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        count: int | None = option("Threads of a process; null: one for each of its cores.", default=None, ge=1)
-        pin: bool = option("Pin each process to its own cores (Linux).", default=True)
-        wait: Literal["auto", "passive", "active"] | None = option(
-            "Waiting threads sleep (passive) or spin (active); auto: sleep if other programs are busy; null: as "
-            "OpenMP chooses.",
-            default="auto",
-        )
-        denormals: bool = option("Compute with numbers below 1e-38 instead of flushing them to zero.", default=False)
+    count: int | None = option("Threads of a process; null: one for each of its cores.", default=None, ge=1)
+    pin: bool = option("Pin each process to its own cores (Linux).", default=True)
+    wait: Literal["auto", "passive", "active"] | None = option(
+        "Waiting threads sleep (passive) or spin (active); auto: sleep if other programs are busy; null: as "
+        "OpenMP chooses.",
+        default="auto",
+    )
+    denormals: bool = option("Compute with numbers below 1e-38 instead of flushing them to zero.", default=False)
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:
@@ -80,8 +74,8 @@ class CpuAffinity(Plugin):
 
     @hookimpl
     def environment(self) -> dict[str, str]:
-        if self.config.wait != "auto":
-            return {"OMP_WAIT_POLICY": self.config.wait} if self.config.wait else {}
+        if self.wait != "auto":
+            return {"OMP_WAIT_POLICY": self.wait} if self.wait else {}
         if "OMP_WAIT_POLICY" in os.environ:
             return {}
         load = ForeignLoad()
@@ -96,12 +90,12 @@ class CpuAffinity(Plugin):
         local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         share = pinned[local * len(pinned) // size : (local + 1) * len(pinned) // size] or pinned
         self.before: dict[str, Any] = {"threads": torch.get_num_threads(), "processors": pinned}
-        if self.config.pin and size > 1:
+        if self.pin and size > 1:
             pin(share)
         # fewer threads than cores in a control group with a quota
         quota = max(1, len(share) * cores() // len(pinned))
-        torch.set_num_threads(self.config.count or quota)
-        if not self.config.denormals and not torch.set_flush_denormal(True):
+        torch.set_num_threads(self.count or quota)
+        if not self.denormals and not torch.set_flush_denormal(True):
             logger.warning("cpu-affinity: this processor cannot flush denormal numbers to zero")
         logger.info("cpu-affinity: %d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
 

@@ -32,14 +32,13 @@ REPLACED = ("sdpa", "fast_dropout", "fastloop_blocked", "packed_sdpa", "packed_f
 
 
 class CpuAttention(Plugin):
-    """Replaces the attention of a transformers model."""
+    """Computes attention on a CPU in one kernel."""
 
     name = "cpu-attention"
     numerics = "reduced-precision"
     runs_after = ("attention", "fast-dropout", "cls-last-layer", "packing", "lora")
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
-    description = "computes attention on a CPU in one kernel"
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -27,13 +27,12 @@ logger = logging.getLogger("fastloop")
 
 
 class CpuLayers(Plugin):
-    """Replaces the forward of the modules around the products."""
+    """Computes norms and activations on a CPU in one pass. Replaces the forward of the modules around the products."""
 
     name = "cpu-layers"
     numerics = "reduced-precision"
     runs_before = ("cls-last-layer", "activation-checkpointing", "slot:strategy", "compile")
     for_inference = True
-    description = "computes norms and activations on a CPU in one pass"
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

@@ -28,14 +28,16 @@ NAME = "fast_dropout"
 
 
 class FastDropout(Plugin):
-    """Replaces ``nn.Dropout`` and the dropout in transformers' attention, on a CPU."""
+    """Draws dropout masks from a faster generator, on a CPU.
+
+    Replaces ``nn.Dropout`` and the dropout in transformers' attention.
+    """
 
     name = "fast-dropout"
     numerics = "reassociated"
     runs_before = ("activation-checkpointing", "slot:strategy", "compile")
     runs_after = ("attention",)
     for_inference = True
-    description = "draws dropout masks from a faster generator"
 
     @classmethod
     def recommend(cls, recipe: Recipe, machine: Machine) -> Recommendation | None:

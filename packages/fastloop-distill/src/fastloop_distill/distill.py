@@ -10,11 +10,9 @@ plugins:
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Output, Plugin, RecipeError, UsageError, hookimpl
-
-from fastloop_distill.options import DistillOptions
+from fastloop import Output, Plugin, RecipeError, UsageError, hookimpl, option
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -24,7 +22,7 @@ CLASSIFIERS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassific
 
 
 class Distill(Plugin):
-    """Adds losses between the outputs of student and teacher to the loss of the task."""
+    """Learns the outputs of a teacher, too, beside the loss of the task."""
 
     name = "distill"
     numerics = "changes-training"
@@ -36,13 +34,24 @@ class Distill(Plugin):
         "context-parallel": "it divides the tokens over the processes.",
     }
     runs_after = ("lora", "freeze")  # which would freeze the projections
-    description = "learns the outputs of a teacher, too"
     student: Any = None
-    Config = DistillOptions
+
+    teacher: str = option("The teacher: a run, the folder of a model, or a name on the hub.")
+    temperature: float = option("Divides the logits of both before their softmax.", default=2.0, gt=0)
+    weight: float = option("Share of the soft loss; the task's loss has the rest.", default=0.5, ge=0, le=1)
+    states: Literal["none", "mse", "cosine"] = option(
+        "The loss between hidden states of student and teacher.", default="none"
+    )
+    states_weight: float = option("Factor of the loss between hidden states.", default=1.0, gt=0)
+    teacher_layers: list[int] = option(
+        "The teacher's layer for each one of the student, from 0; empty: spread evenly.", default_factory=list
+    )
+    layers: list[int] = option("Train only these layers of model.name, from 0; empty: all.", default_factory=list)
+    cache_mb: int = option("Memory of a process for logits of texts, in MiB; 0: no cache.", default=64, ge=0)
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        if self.config.states != "none":
+        if self.states != "none":
             reason = "for texts, it leaves out hidden states of the last layer, and distill.states compares all."
             self.conflicts = self.conflicts | dict.fromkeys(("packing", "cls-last-layer"), reason)
             self.conflicts |= {"fsdp": "its hooks do not act on hidden states, which distill.states reads."}
@@ -52,7 +61,7 @@ class Distill(Plugin):
         from fastloop_distill.cache import Cache
         from fastloop_distill.teacher import Teacher
 
-        self.where, layers = f"{recipe.where}: plugins.distill", self.config.layers
+        layers = self.layers
         self.task = next(plugin for plugin in plugins if plugin.slot == "task")
         self.auto = getattr(self.task, "auto_class", "")
         if "next-token-loss" in self.task.declare_traits(recipe):
@@ -65,17 +74,17 @@ class Distill(Plugin):
             raise RecipeError(f"{where}.class_weights: the soft loss counts all samples alike. Remove one of both.")
         if layers and (recipe.model.get("name") is None or layers != sorted({*layers}) or layers[0] < 0):
             raise RecipeError(f"{self.where}.layers: found {layers}, expected layers of model.name in their order.")
-        self.teacher = Teacher(recipe, self.config.teacher, self.auto)
-        self.cache = Cache(self.config.cache_mb * 2**20)
+        self.teacher_model = Teacher(recipe, self.teacher, self.auto)
+        self.cache = Cache(self.cache_mb * 2**20)
 
     @hookimpl(wrapper=True)
     def build_datasets(self, run: Run) -> Generator[None, Any, Any]:
         if (kind := getattr(self.task.data, "label_type", "class")) != "class":
             raise RecipeError(f"{run.recipe.where}: data.label_type: found {kind}, and distill needs class.")
-        self.teacher.check_inputs(self.task.text_model, self.task.data.options.max_length)
+        self.teacher_model.check_inputs(self.task.text_model, self.task.data.options.max_length)
         datasets = yield
         if self.auto in CLASSIFIERS:
-            self.teacher.check_labels(self.task.order.names)
+            self.teacher_model.check_labels(self.task.order.names)
         return datasets
 
     @hookimpl(wrapper=True)
@@ -83,25 +92,25 @@ class Distill(Plugin):
         from fastloop_distill.student import keep_layers, pair_layers
 
         model = yield
-        if self.config.layers:
-            keep_layers(model, self.config.layers, f"{self.where}.layers")
-        self.pairs = pair_layers(model, self.teacher.config, self.config.teacher_layers, self.where)
+        if self.layers:
+            keep_layers(model, self.layers, f"{self.where}.layers")
+        self.pairs = pair_layers(model, self.teacher_model.config, self.teacher_layers, self.where)
         return model
 
     @hookimpl
     def before_prepare(self, model: Any) -> None:
         from fastloop_distill.student import add_projections
 
-        if self.config.states != "none":
-            add_projections(model, self.teacher.config)
+        if self.states != "none":
+            add_projections(model, self.teacher_model.config)
 
     @hookimpl
     def after_prepare(self, run: Run) -> None:
         from fastloop_distill.student import Student
 
         dtypes = (weight.dtype for weight in run.unwrap_model().parameters() if weight.is_floating_point())
-        self.teacher.load(run.device, next(dtypes))
-        self.student = Student(run.unwrap_model(), self.config.states != "none")
+        self.teacher_model.load(run.device, next(dtypes))
+        self.student = Student(run.unwrap_model(), self.states != "none")
 
     @hookimpl
     def before_step(self) -> None:
@@ -117,22 +126,24 @@ class Distill(Plugin):
             return output
         found, self.student.output = self.student.output, None
         with run.accelerator.autocast():
-            soft, states = compare(found, batch, self.teacher, self.cache, self.config, self.pairs)
+            soft, states = compare(found, batch, self.teacher_model, self.cache, self, self.pairs)
         run.log("distill/soft_loss", soft)
-        output.loss = (1 - self.config.weight) * output.loss + self.config.weight * soft
+        output.loss = (1 - self.weight) * output.loss + self.weight * soft
         if states is not None:
             run.log("distill/states_loss", states)
-            output.loss = output.loss + self.config.states_weight * states
+            output.loss = output.loss + self.states_weight * states
         return output
 
     @hookimpl
     def save_state(self, run: Run) -> dict[str, Any]:
-        return {"teacher": self.teacher.digest} | self.cache.save(run.processes)
+        return {"teacher": self.teacher_model.digest} | self.cache.save(run.processes)
 
     @hookimpl
     def load_state(self, run: Run, state: dict[str, Any]) -> None:
-        if state["teacher"] != self.teacher.digest:
-            raise UsageError(f"{self.where}.teacher: {self.teacher.name} has other weights than before the break.")
+        if state["teacher"] != self.teacher_model.digest:
+            raise UsageError(
+                f"{self.where}.teacher: {self.teacher_model.name} has other weights than before the break."
+            )
         self.cache.load(state, run.processes)
 
     @hookimpl(wrapper=True)

@@ -10,10 +10,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Output, RecipeError, hookimpl
+from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import Model, TextTask, compute
+from pydantic import PositiveInt
 
 from fastloop_embeddings.cached_gradients import CachedGradients
 from fastloop_embeddings.modules import (
@@ -23,7 +24,7 @@ from fastloop_embeddings.modules import (
     make_modules,
     read_modules,
 )
-from fastloop_embeddings.options import RANKINGS, SCORED, SPANS_ROWS, EmbeddingOptions, PairData, PairTask, key_of
+from fastloop_embeddings.options import RANKINGS, SCORED, SPANS_ROWS, PairData, PairTask, key_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,22 +40,44 @@ class Embedding(PairTask):
 
     name = "embedding"
     sections = {"model": Model, "data": PairData}
-    description = "learns vectors of texts"
 
-    Config = EmbeddingOptions
+    loss: Literal["multiple_negatives", "cosent", "cosine", "triplet"] = option(
+        "The loss: the first and the last need similar texts, the others a score for each row.",
+        default="multiple_negatives",
+    )
+    pooling: Literal["mean", "first", "last"] | None = option(
+        "Which tokens give the vector of a text; null: those of a Sentence Transformers model, or mean.", default=None
+    )
+    normalize: bool | None = option(
+        "Scale the vectors to length 1; null: as a Sentence Transformers model does, or true.", default=None
+    )
+    temperature: float = option("multiple_negatives, cosent: divides similarities.", default=0.05, gt=0)
+    margin: float = option("triplet: how much nearer the similar text must be.", default=1.0, gt=0)
+    query_prompt: str | None = option(
+        "Text before each text of data.text; null: the model's prompt for queries, or none.", default=None
+    )
+    document_prompt: str | None = option(
+        "Text before each text of data.other and data.negative; null: the model's, or none.", default=None
+    )
+    predicted_column: Literal["text", "other"] = option(
+        "The column that a file to predict has: data.text or data.other.", default="text", key="predict"
+    )
+    dims: list[PositiveInt] = option(
+        "Sum the loss over the first so many numbers of vectors; empty: use all.", default_factory=list
+    )
 
     head: Head  # of the built model
     _modules: SentenceModules | None = None
 
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
-        loss = self.config.loss
+        loss = self.loss
         if loss == "triplet" and recipe.data.get("negative") is None:
             raise RecipeError(f"{recipe.where}: data.negative: missing, and the loss triplet reads it. Name a column.")
         # of scores: torchmetrics does not declare which values of pearson are better
         self.adds_metrics = dict.fromkeys(("pearson",) if loss in SCORED else ("recall@10", *RANKINGS), "max")
-        self.read_columns(recipe, loss in SCORED)
-        self.cached = CachedGradients(len(self.columns), self.vectors, self.loss)
+        self.read_columns(recipe, loss, scored=loss in SCORED)
+        self.cached = CachedGradients(len(self.columns), self.vectors, self.batch_loss)
         self.recipe = recipe
         self._modules = self.read_base(download=False)
 
@@ -64,10 +87,10 @@ class Embedding(PairTask):
         folder = find_folder(self.recipe, self.text_model.options, download)
         base = None if folder is None else read_modules(folder, f"{self.recipe.where}: model.name")
         if base is not None:
-            check_options(self.config, base, f"{self.recipe.where}: plugins.embedding")
+            check_options(self, base, f"{self.recipe.where}: plugins.embedding")
             return base
         is_on_hub = folder is None and self.text_model.options.name is not None
-        return None if is_on_hub and not download else make_modules(self.config)
+        return None if is_on_hub and not download else make_modules(self)
 
     def sentence_modules(self) -> SentenceModules:
         """The modules that compute a vector."""
@@ -79,14 +102,14 @@ class Embedding(PairTask):
     def prompts(self) -> dict[str, str]:
         """The prompts of the recipe, or those of the base."""
         query, document = self.sentence_modules().find_prompts()
-        if self.config.query_prompt is not None:
-            query = self.config.query_prompt
-        if self.config.document_prompt is not None:
-            document = self.config.document_prompt
+        if self.query_prompt is not None:
+            query = self.query_prompt
+        if self.document_prompt is not None:
+            document = self.document_prompt
         return {"query": query, "document": document}
 
     def prediction_columns(self) -> tuple[str, ...]:
-        return (self.config.predict,)
+        return (self.predicted_column,)
 
     def encoding_arguments(self) -> dict[str, Any]:
         prompts = self.prompts()
@@ -105,12 +128,12 @@ class Embedding(PairTask):
 
     def check_dataset(self, split: str, dataset: Any) -> None:
         super().check_dataset(split, dataset)
-        if self.config.loss == "multiple_negatives":
+        if self.loss == "multiple_negatives":
             self.check_negatives(split, dataset)
 
     @hookimpl
     def train_step(self, run: Run, batches: list[Batch]) -> Any:
-        return self.cached.step(run, batches) if self.config.loss in SPANS_ROWS else None
+        return self.cached.step(run, batches) if self.loss in SPANS_ROWS else None
 
     def build_batch(self, samples: list[dict[str, Any]]) -> Any:
         """As in ``TextTask``, and ``keys``: a number for each text, (texts,) int64, by which the loss and metrics find
@@ -126,8 +149,8 @@ class Embedding(PairTask):
         from fastloop_embeddings.head import NAME, build_head
 
         size = self.vector_size()
-        if self.config.dims and max(self.config.dims) > size:
-            found = f"found {max(self.config.dims)}, and vectors of the model have {size} numbers"
+        if self.dims and max(self.dims) > size:
+            found = f"found {max(self.dims)}, and vectors of the model have {size} numbers"
             raise RecipeError(f"{run.recipe.where}: plugins.embedding.dims: {found}. Expected at most {size}.")
         model = super().build_model(run)
         pooled = self.hidden_size() * len(self.sentence_modules().pooling_modes())
@@ -179,26 +202,26 @@ class Embedding(PairTask):
 
         vectors, scores = self.vectors(model, batch), batch.get("labels")
         columns, keys = vectors.chunk(len(self.columns)), self.cached.row_keys(batch)
-        loss = self.cached.next_loss(vectors) if self.cached.waiting else self.loss(columns, scores, keys)
+        loss = self.cached.next_loss(vectors) if self.cached.waiting else self.batch_loss(columns, scores, keys)
         if scores is not None:
             return Output(loss, torch.cosine_similarity(*columns), scores)
         return Output(loss, torch.stack(columns, 1), keys)
 
-    def loss(self, columns: Any, scores: Any, keys: Any) -> Any:
+    def batch_loss(self, columns: Any, scores: Any, keys: Any) -> Any:
         """The loss of the vectors of each column, (N, D) each, summed over ``dims``. ``keys``: (N, columns)."""
         import torch
 
         from fastloop_embeddings import losses
 
         with torch.autocast(columns[0].device.type, enabled=False):  # similarities in 16 bits would round too much
-            parts = [losses.truncate(columns, size) for size in self.config.dims] or [columns]
-            return torch.stack([losses.compute(part, scores, self.config, keys) for part in parts]).sum()
+            parts = [losses.truncate(columns, size) for size in self.dims] or [columns]
+            return torch.stack([losses.compute(part, scores, self, keys) for part in parts]).sum()
 
     @hookimpl
     def build_metrics(self) -> Any:
         from fastloop_embeddings.metrics import Retrieval, collect
 
-        return collect(None if self.config.loss in SCORED else Retrieval())
+        return collect(None if self.loss in SCORED else Retrieval())
 
     def rank(self, run: Run, collection: Any) -> Any:
         return collection.search(run, self, self.vectors)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop import RecipeError
 
 if TYPE_CHECKING:
-    from fastloop_embeddings.options import EmbeddingOptions
+    from fastloop_embeddings.embedding import Embedding
 
 logger = logging.getLogger("fastloop")
 
@@ -328,7 +328,7 @@ def read_score_activation(folder: Path, where: str) -> str | None:
     return None if name is None else str(name)
 
 
-def make_modules(options: EmbeddingOptions) -> SentenceModules:
+def make_modules(options: Embedding) -> SentenceModules:
     """The modules of a model that is not of Sentence Transformers."""
     mode = POOLINGS[options.pooling or "mean"]
     pooling = {key: name == mode for key, name in LEGACY_MODES.items() if name in POOLINGS.values()}
@@ -343,7 +343,7 @@ def make_modules(options: EmbeddingOptions) -> SentenceModules:
     return SentenceModules(modules=modules)
 
 
-def check_options(options: EmbeddingOptions, base: SentenceModules, where: str) -> None:
+def check_options(options: Embedding, base: SentenceModules, where: str) -> None:
     """Raise an error for an option of the recipe that contradicts the modules of the base.
 
     Args:

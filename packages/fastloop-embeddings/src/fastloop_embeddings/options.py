@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError, hookimpl, option
 from fastloop_plugins.text import Data, TextTask
-from pydantic import PositiveInt
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -49,47 +48,6 @@ class RankedData(PairData):
     )
 
 
-@dataclass(kw_only=True)
-class EmbeddingOptions:
-    """Options of ``embedding``."""
-
-    loss: Literal["multiple_negatives", "cosent", "cosine", "triplet"] = option(
-        "The loss: the first and the last need similar texts, the others a score for each row.",
-        default="multiple_negatives",
-    )
-    pooling: Literal["mean", "first", "last"] | None = option(
-        "Which tokens give the vector of a text; null: those of a Sentence Transformers model, or mean.", default=None
-    )
-    normalize: bool | None = option(
-        "Scale the vectors to length 1; null: as a Sentence Transformers model does, or true.", default=None
-    )
-    temperature: float = option("multiple_negatives, cosent: divides similarities.", default=0.05, gt=0)
-    margin: float = option("triplet: how much nearer the similar text must be.", default=1.0, gt=0)
-    query_prompt: str | None = option(
-        "Text before each text of data.text; null: the model's prompt for queries, or none.", default=None
-    )
-    document_prompt: str | None = option(
-        "Text before each text of data.other and data.negative; null: the model's, or none.", default=None
-    )
-    predict: Literal["text", "other"] = option(
-        "The column that a file to predict has: data.text or data.other.", default="text"
-    )
-    dims: list[PositiveInt] = option(
-        "Sum the loss over the first so many numbers of vectors; empty: use all.", default_factory=list
-    )
-
-
-@dataclass(kw_only=True)
-class RerankerOptions:
-    """Options of ``reranker``."""
-
-    loss: Literal["multiple_negatives", "binary", "list_net"] = option(
-        "The loss: the first needs pairs that fit, the others a score for each pair.", default="multiple_negatives"
-    )
-    negatives: int = option("multiple_negatives: documents of other rows for each query.", default=4, ge=0)
-    temperature: float = option("multiple_negatives: divides scores between 0 and 1.", default=0.1, gt=0)
-
-
 def key_of(ids: NDArray[np.int32]) -> int:
     """A number for the ids of a text: 64 bits with a sign. Equal texts have equal ones."""
     return int.from_bytes(blake2b(ids.tobytes(), digest_size=8).digest(), "little", signed=True)
@@ -100,12 +58,12 @@ class PairTask(TextTask):
 
     folder: Path | None  # of the collection
 
-    def read_columns(self, recipe: Any, scored: bool) -> None:
+    def read_columns(self, recipe: Any, loss: str, scored: bool) -> None:
         """Check the recipe. ``scored``: rows have a score each; otherwise texts that fit, and maybe one that does
         not."""
         data, negative = f"{recipe.where}: data", recipe.data.get("negative") is not None
         if scored and negative:
-            raise RecipeError(f"{data}.negative: the loss {self.config.loss} reads a score for each pair. Remove it.")
+            raise RecipeError(f"{data}.negative: the loss {loss} reads a score for each pair. Remove it.")
         self.columns = ("text", "other", "negative") if negative else ("text", "other")
         self.labels = "required" if scored else "none"
         TextTask.check_recipe(self, recipe)

@@ -10,13 +10,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Output, RecipeError, hookimpl
+from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import Model, Ragged, compute, padded_traits
 
 from fastloop_embeddings.modules import find_folder, read_score_activation
-from fastloop_embeddings.options import NO_VALIDATION, RANKINGS, PairTask, RankedData, RerankerOptions
+from fastloop_embeddings.options import NO_VALIDATION, RANKINGS, PairTask, RankedData
 from fastloop_embeddings.pairs import Joiner, draw, group
 
 if TYPE_CHECKING:
@@ -39,9 +39,12 @@ class Reranker(PairTask):
     unused_modules = ()
     reads_all = False  # the model reads the first token of a pair
     sections = {"model": Model, "data": RankedData}
-    description = "learns scores of pairs of texts"
 
-    Config = RerankerOptions
+    loss: Literal["multiple_negatives", "binary", "list_net"] = option(
+        "The loss: the first needs pairs that fit, the others a score for each pair.", default="multiple_negatives"
+    )
+    negatives: int = option("multiple_negatives: documents of other rows for each query.", default=4, ge=0)
+    temperature: float = option("multiple_negatives: divides scores between 0 and 1.", default=0.1, gt=0)
 
     activation: nn.Module  # of scores, set with the model
     activation_name: str  # as Sentence Transformers writes it
@@ -52,13 +55,13 @@ class Reranker(PairTask):
 
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
-        loss = self.config.loss
+        loss = self.loss
         if loss != "binary" and recipe.data.get("streaming"):
             problem = f"the loss {loss} reads several rows at once. Use the loss binary."
             raise RecipeError(f"{recipe.where}: data.streaming: {problem}")
         # of scores: torchmetrics does not declare which values of pearson are better
         self.adds_metrics = dict.fromkeys(("pearson",) if loss == "binary" else RANKINGS, "max")
-        self.read_columns(recipe, loss != "multiple_negatives")
+        self.read_columns(recipe, loss, scored=loss != "multiple_negatives")
         base = find_folder(recipe, self.text_model.options, download=False)
         if base is not None:
             read_score_activation(base, f"{recipe.where}: model.name")
@@ -80,12 +83,12 @@ class Reranker(PairTask):
             raise RecipeError(f"{run.recipe.where}: {NO_VALIDATION}")
         lists = dict[str, Any]()
         for split, rows in datasets.items():
-            if self.config.loss == "list_net":
+            if self.loss == "list_net":
                 lists[split] = group(rows)
-            elif self.config.loss == "multiple_negatives":
+            elif self.loss == "multiple_negatives":
                 self.check_negatives(split, rows)
                 seed = run.recipe.train.seed if split == "train" else 0  # other runs are evaluated on the same texts
-                lists[split] = draw(rows, self.columns[1:], self.config.negatives, seed)
+                lists[split] = draw(rows, self.columns[1:], self.negatives, seed)
             elif (labels := getattr(rows, "labels", None)) is not None and not 0 <= labels.min() <= labels.max() <= 1:
                 found = f"found numbers from {labels.min():g} to {labels.max():g}, and the loss binary needs 0 to 1"
                 raise RecipeError(f"{run.recipe.where}: data.label: {split}: {found}.")
@@ -141,19 +144,19 @@ class Reranker(PairTask):
         if labels is None:  # pairs to predict, with which `packing` tries the model
             return Output(scores.mean(), scores)
         lists = scores.new_zeros(labels.shape).masked_scatter(~labels.isnan(), scores)
-        pair = (scores, labels[:, 0]) if self.config.loss == "binary" else (lists, labels)
-        return Output(compute_of_lists(lists, labels, self.config), *pair)
+        pair = (scores, labels[:, 0]) if self.loss == "binary" else (lists, labels)
+        return Output(compute_of_lists(lists, labels, self), *pair)
 
     @hookimpl
     def build_metrics(self) -> Any:
         from fastloop_embeddings.metrics import Ranking, collect
 
-        return collect(None if self.config.loss == "binary" else Ranking())
+        return collect(None if self.loss == "binary" else Ranking())
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         scores = self.activation(self.scores(run.model, batch))
-        if "labels" not in batch or self.config.loss == "binary":
+        if "labels" not in batch or self.loss == "binary":
             return {"score": scores}
         sizes = (~batch["labels"].isnan()).sum(1).tolist()  # a sample of a split has the scores of its documents
         return {"score": [part.tolist() for part in scores.split(sizes)]}

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, hookimpl, option
@@ -38,26 +37,21 @@ logger = logging.getLogger("fastloop")
 
 
 class TransformersCallbacks(Plugin):
-    """Calls ``TrainerCallback`` objects at the matching hooks."""
+    """Runs callbacks of the HF Trainer at the matching hooks."""
 
     name = "transformers-callbacks"
     numerics = "changes-training"
     on_resume = {"callbacks": "free", "arguments": "free"}
     publishes = True
     waits_for_scalars = True  # a callback may stop the run in on_log
-    description = "runs callbacks of the HF Trainer"
 
-    @dataclass(kw_only=True)
-    class Config:
-        """Options."""
-
-        callbacks: list[str | dict[str, dict[str, Any]]] = option(
-            "package.module:Class or file.py:Class; with arguments: {package.module:Class: {...}}.",
-            default_factory=list,
-        )
-        arguments: dict[str, Any] = option(
-            "Further fields of TrainingArguments for callbacks to read.", default_factory=dict
-        )
+    callbacks: list[str | dict[str, dict[str, Any]]] = option(
+        "package.module:Class or file.py:Class; with arguments: {package.module:Class: {...}}.",
+        default_factory=list,
+    )
+    arguments: dict[str, Any] = option(
+        "Further fields of TrainingArguments for callbacks to read.", default_factory=dict
+    )
 
     events: TrainerEvents
     """The callbacks, once the run is built."""
@@ -76,8 +70,8 @@ class TransformersCallbacks(Plugin):
         with importing_bitsandbytes():  # transformers' Trainer imports peft
             from fastloop_migrate._trainer_arguments import check_arguments, find_callbacks
 
-            self.found = find_callbacks(self.config.callbacks, recipe, f"{key}.callbacks")
-        check_arguments(self.config.arguments, recipe, f"{key}.arguments")
+            self.found = find_callbacks(self.callbacks, recipe, f"{key}.callbacks")
+        check_arguments(self.arguments, recipe, f"{key}.arguments")
         if not self.found:
             logger.warning("%s: %s.callbacks lists no callback, so the plugin does nothing", recipe.where, key)
 
@@ -93,7 +87,7 @@ class TransformersCallbacks(Plugin):
             except Exception as error:
                 where = f"{run.recipe.where}: plugins.transformers-callbacks.callbacks: {cls.__name__}"
                 raise PluginError(f"{where} cannot be made: {type(error).__name__}: {error}") from error
-        self.events = TrainerEvents(run, callbacks, training_arguments(run, self.config.arguments))
+        self.events = TrainerEvents(run, callbacks, training_arguments(run, self.arguments))
         self.events.fire("on_init_end")
 
     @hookimpl

@@ -10,12 +10,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import Output, RecipeError, hookimpl
+from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import Model, WithPlaces
 
-from fastloop_preference.options import DPOOptions, PairData
+from fastloop_preference.options import PairData
 from fastloop_preference.policy import PolicyTask, mean_of_step
 
 if TYPE_CHECKING:
@@ -24,19 +24,23 @@ if TYPE_CHECKING:
 
 
 class DPO(PolicyTask):
-    """Learns to prefer the chosen completion of each row."""
+    """Learns to prefer the chosen completion of each row (DPO, IPO, ORPO)."""
 
     name = "dpo"
     sections = {"model": Model, "data": PairData}
-    description = "learns from pairs of completions (DPO, IPO, ORPO)"
     targets: Any = None  # mean number of targets of a chosen completion with its prompt, for orpo
 
-    Config = DPOOptions
+    loss: Literal["sigmoid", "robust", "ipo", "orpo"] = option(
+        "The loss; orpo trains without a reference.", default="sigmoid"
+    )
+    label_smoothing: float = option(
+        "robust: share of rows whose chosen completion is the worse one.", default=0.0, ge=0, lt=0.5
+    )
 
     @property
     def reads_prompts(self) -> bool:  # type: ignore[override]
         """Whether the loss needs the log-probabilities of prompts, too."""
-        return self.config.loss == "orpo"
+        return self.loss == "orpo"
 
     @hookimpl(wrapper=True, specname="build_collator", tryfirst=True)  # around that of `packing`
     def add_places(self) -> Generator[None, Any, Callable[[list[Any]], Batch]]:
@@ -45,15 +49,15 @@ class DPO(PolicyTask):
     @hookimpl
     def check_recipe(self, recipe: Any) -> None:
         super().check_recipe(recipe)
-        self.has_reference = self.config.loss != "orpo"
-        if self.config.label_smoothing and self.config.loss != "robust":
+        self.has_reference = self.loss != "orpo"
+        if self.label_smoothing and self.loss != "robust":
             where = f"{recipe.where}: plugins.dpo.label_smoothing"
-            raise RecipeError(f"{where}: it is for the loss robust, and the loss is {self.config.loss}. Remove it.")
+            raise RecipeError(f"{where}: it is for the loss robust, and the loss is {self.loss}. Remove it.")
 
     @hookimpl
     def before_step(self, run: Run, batches: list[Batch]) -> None:
         super().before_step(run, batches)
-        if self.config.loss == "orpo":  # it averages over the tokens of the whole step
+        if self.loss == "orpo":  # it averages over the tokens of the whole step
             counts = [batch.inputs["sizes"].chunk(2)[0][: batch.samples, 0].sum() - batch.samples for batch in batches]
             self.targets = mean_of_step(run, sum(counts).float(), batches)
 
@@ -67,16 +71,16 @@ class DPO(PolicyTask):
         from fastloop_preference import losses
 
         found, tokens = self.log_probabilities(model, batch), batch["sizes"].view(2, -1, 2)
-        if self.config.loss == "orpo":
+        if self.loss == "orpo":
             rewards = found[:, 0].view(2, -1) / tokens[..., 1]
             size = self.targets if self.targets is not None else tokens[0, :, 0].float().mean() - 1
-            loss = losses.orpo(rewards, self.config) - found[:, 1].view(2, -1)[0] / size
+            loss = losses.orpo(rewards, self) - found[:, 1].view(2, -1)[0] / size
         else:
             rewards = self.ratios(run, found[:, 0], batch).view(2, -1)
-            loss = losses.dpo(rewards, tokens[..., 1], self.config)
-        return self.output(model, batch, loss, self.config.beta * rewards.T)
+            loss = losses.dpo(rewards, tokens[..., 1], self)
+        return self.output(model, batch, loss, self.beta * rewards.T)
 
     def rewards(self, run: Run, batch: Mapping[str, Any]) -> Tensor:
         if self.has_reference:
             return super().rewards(run, batch)
-        return self.config.beta * self.log_probabilities(run.model, batch)[:, 0] / batch["sizes"][:, 1]
+        return self.beta * self.log_probabilities(run.model, batch)[:, 0] / batch["sizes"][:, 1]

@@ -14,10 +14,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, RecipeError, hookimpl
+from fastloop import Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import Model, Ragged, WithPlaces, compute_all
 
-from fastloop_preference.options import KTOOptions, LabelledData
+from fastloop_preference.options import LabelledData
 from fastloop_preference.policy import PolicyTask, mean_of_step
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ LABELS = (["False", "True"], ["false", "true"], ["0", "1"])
 
 
 class KTO(PolicyTask):
-    """Learns to prefer good completions.
+    """Learns from completions that are good or not (KTO).
 
     The divergence of the model from its reference is estimated over all rows of an optimizer step, or of an evaluated
     split, from each prompt with the completion of another row.
@@ -39,7 +39,6 @@ class KTO(PolicyTask):
     completions = 1
     sections = {"model": Model, "data": LabelledData}
     conflicts = {"packing": "it computes each prompt with the completion of another row in a batch of its own."}
-    description = "learns from completions that are good or not (KTO)"
     divergence: Any = None
     adds_metrics: Mapping[str, MetricMode | None] = {  # without pairs, there are no accuracies
         "rewards/chosen": None,
@@ -47,7 +46,8 @@ class KTO(PolicyTask):
         "rewards/margins": "max",
     }
 
-    Config = KTOOptions
+    desirable_weight: float = option("Weight of the loss of good completions.", default=1.0, gt=0)
+    undesirable_weight: float = option("Weight of the loss of other completions.", default=1.0, gt=0)
 
     @hookimpl
     def build_datasets(self, run: Run) -> Mapping[str, Any]:
@@ -100,8 +100,8 @@ class KTO(PolicyTask):
         ratios = self.ratios(run, self.log_probabilities(model, batch)[:, 0], batch)
         if divergence is None:  # a plugin tries the model before training
             divergence = self.distances(run, model, batch).mean().clamp(min=0)
-        both = (self.config.beta * ratios)[:, None].where(torch.stack([good, ~good], 1), torch.nan)
-        return self.output(model, batch, losses.kto(ratios, good, divergence, self.config), both)
+        both = (self.beta * ratios)[:, None].where(torch.stack([good, ~good], 1), torch.nan)
+        return self.output(model, batch, losses.kto(ratios, good, divergence, self), both)
 
     def keyed(self, model: Any, batch: Mapping[str, Any]) -> Any:
         import torch

@@ -1,7 +1,6 @@
 """Options of the tasks, and of their section ``data``."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from fastloop import option
 from fastloop_plugins.text import Data
@@ -35,35 +34,3 @@ class LabelledData(PromptData):
     label: str = option(
         "The column of labels: true or 1 for a good completion, false or 0 for another.", default="label"
     )
-
-
-BETA = "Multiplies rewards: a larger one keeps the model nearer to its reference."
-
-
-@dataclass(kw_only=True)
-class DPOOptions:
-    """Options of ``dpo``."""
-
-    beta: float = option(BETA, default=0.1, gt=0)
-    loss: Literal["sigmoid", "robust", "ipo", "orpo"] = option(
-        "The loss; orpo trains without a reference.", default="sigmoid"
-    )
-    label_smoothing: float = option(
-        "robust: share of rows whose chosen completion is the worse one.", default=0.0, ge=0, lt=0.5
-    )
-
-
-@dataclass(kw_only=True)
-class KTOOptions:
-    """Options of ``kto``."""
-
-    beta: float = option(BETA, default=0.1, gt=0)
-    desirable_weight: float = option("Weight of the loss of good completions.", default=1.0, gt=0)
-    undesirable_weight: float = option("Weight of the loss of other completions.", default=1.0, gt=0)
-
-
-@dataclass(kw_only=True)
-class RewardOptions:
-    """Options of ``reward-model``."""
-
-    center: float = option("Weight of the squared sum of both rewards, which keeps them near 0.", default=0.0, ge=0)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Any
 
-from fastloop import hookimpl
+from fastloop import hookimpl, option
 from fastloop_plugins.text import Ragged, add_loss, chunk_log_probabilities, log_probabilities, pool
 
 from fastloop_preference.task import PreferenceTask
@@ -36,6 +36,8 @@ class PolicyTask(PreferenceTask):
     has_reference = True
     reference: Reference | None = None
     loaded: Any = None  # the model before training, to predict rows that the run did not have
+
+    beta: float = option("Multiplies rewards: a larger one keeps the model nearer to its reference.", default=0.1, gt=0)
 
     def join(self, signed: Sequence[Any], count: int) -> Ragged:
         """Adds ``targets``, the next token of each, -100 where the loss does not need it; ``completion``, 1 if that is
@@ -139,7 +141,7 @@ class PolicyTask(PreferenceTask):
 
     def rewards(self, run: Run, batch: Mapping[str, Any]) -> Tensor:
         """The reward of each completion, for predictions."""
-        return self.config.beta * self.ratios(run, self.log_probabilities(run.model, batch)[:, 0], batch)
+        return self.beta * self.ratios(run, self.log_probabilities(run.model, batch)[:, 0], batch)
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fastloop import Output, hookimpl
+from fastloop import Output, hookimpl, option
 from fastloop_plugins.text import Model, compute
 
-from fastloop_preference.options import PairData, RewardOptions
+from fastloop_preference.options import PairData
 from fastloop_preference.task import PreferenceTask
 
 if TYPE_CHECKING:
@@ -23,16 +23,15 @@ if TYPE_CHECKING:
 
 
 class RewardModel(PreferenceTask):
-    """Learns scores of completions."""
+    """Learns scores of completions from pairs."""
 
     name = "reward-model"
     auto_class = "AutoModelForSequenceClassification"
     keep = "whole"
     sections = {"model": Model, "data": PairData}
     conflicts = {"packing": "transformers reads the score of a text at its last token, which only padded rows have."}
-    description = "learns scores of completions from pairs"
 
-    Config = RewardOptions
+    center: float = option("Weight of the squared sum of both rewards, which keeps them near 0.", default=0.0, ge=0)
 
     @hookimpl
     def build_model(self, run: Run) -> Any:
@@ -49,7 +48,7 @@ class RewardModel(PreferenceTask):
         from fastloop_preference import losses
 
         scores = self.scores(model, batch).view(2, -1)
-        return self.output(model, batch, losses.reward(scores, self.config.center), scores.T)
+        return self.output(model, batch, losses.reward(scores, self.center), scores.T)
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from fastloop import RecipeError, UsageError, option
+from fastloop import Plugin, RecipeError, UsageError, option
 from fastloop.errors import did_you_mean
 from fastloop.options import parse
 
@@ -26,8 +26,7 @@ LEGACY = ("size_average", "reduce")
 NEEDS_MEAN = "fastloop needs the mean, which it weights by samples."
 
 
-@dataclass(kw_only=True)
-class ClassifierOptions:
+class ClassifierOptions(Plugin):
     """Options that all tasks with classes have."""
 
     loss: str | dict[str, Any] = option(

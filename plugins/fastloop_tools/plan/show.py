@@ -23,7 +23,7 @@ from fastloop.plugins.manager import PluginSet
 from fastloop.plugins.plugin import Plugin
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Recipe, secrets
-from fastloop.runtime.hardware import this_machine
+from fastloop.runtime import hardware
 from fastloop.settings import Settings
 from fastloop_tools.plan.code_files import code_files
 
@@ -163,7 +163,7 @@ def changed_settings(plugin: Plugin, settings: Settings) -> list[str]:
 def show_facts(plan: Plan, batch: str) -> None:
     """Print the recipe's file, the device, the batch, the loss, the length and the output folder."""
     recipe = plan.recipe
-    machine = this_machine(recipe.train.device)
+    machine = hardware.this_machine(recipe.train.device)
     typer.echo(f"recipe   {recipe.where}")
     typer.echo(f"device   {machine.device} ({machine.name}), computes in {', '.join(machine.dtypes)}")
     typer.echo(f"batch    {batch}")

@@ -22,7 +22,7 @@ from test_evaluate import CODE
 from text_helpers import TINY_GPT
 
 from fastloop import UsageError
-from fastloop_tools.inference.output import Output
+from fastloop_tools.inference.output import PredictionOutput
 
 
 @pytest.fixture(scope="module")
@@ -153,15 +153,15 @@ def test_an_interrupted_job_continues(trained, cli, monkeypatch, out):
     command = [trained / "run", trained / "test.csv", "--chunk", 8, "--out"]
     predict(cli, *command, f"whole-{out}")
     added: list[int] = []
-    add = Output.add
+    add = PredictionOutput.add
 
-    def interrupt(self: Output, columns: Any, last: bool) -> None:
+    def interrupt(self: PredictionOutput, columns: Any, last: bool) -> None:
         added.append(len(self.parts))
         if added == [0, 1, 2]:
             raise KeyboardInterrupt
         add(self, columns, last)
 
-    monkeypatch.setattr(Output, "add", interrupt)
+    monkeypatch.setattr(PredictionOutput, "add", interrupt)
     code, _, _ = cli("predict", *map(str, command), out)
     assert code == 130
     assert not Path(out).exists()
@@ -202,11 +202,11 @@ def test_a_killed_job_continues(trained, cli):
 def test_another_job_does_not_continue(trained, cli, monkeypatch):
     command = [trained / "run", "rows.csv", "--chunk", 4, "--out", "out.csv"]
     write_csv(Path("rows.csv"), texts(10))
-    finish = Output.finish
-    monkeypatch.setattr(Output, "finish", lambda self: None)
+    finish = PredictionOutput.finish
+    monkeypatch.setattr(PredictionOutput, "finish", lambda self: None)
     predict(cli, *command)
     assert len(list(Path("out.csv.parts").glob("0*"))) == 3
-    monkeypatch.setattr(Output, "finish", finish)
+    monkeypatch.setattr(PredictionOutput, "finish", finish)
     write_csv(Path("rows.csv"), texts(7))
     assert "the parts of another job are removed" in predict(cli, *command)
     assert len(read("out.csv")) == 7
@@ -216,10 +216,10 @@ def test_a_complete_job_only_writes_the_file(trained, cli, monkeypatch):
     command = [trained / "run", trained / "test.csv", "--out", "out.csv"]
     predict(cli, *command)
     whole = Path("out.csv").read_bytes()
-    finish = Output.finish
-    monkeypatch.setattr(Output, "finish", lambda self: None)
+    finish = PredictionOutput.finish
+    monkeypatch.setattr(PredictionOutput, "finish", lambda self: None)
     predict(cli, *command)
-    monkeypatch.setattr(Output, "finish", finish)
+    monkeypatch.setattr(PredictionOutput, "finish", finish)
     monkeypatch.setattr("fastloop_tools.inference.target.open_inference", None)
     predict(cli, *command)
     assert Path("out.csv").read_bytes() == whole
@@ -309,7 +309,7 @@ def test_tensors_are_written_as_arrays(tmp_path, out):
     from pyarrow import parquet
 
     vectors = torch.arange(10, dtype=torch.float32).view(5, 2)
-    output = Output(tmp_path / out, {})
+    output = PredictionOutput(tmp_path / out, {})
     output.add({"vector": [*vectors[:3]]}, last=False)
     output.add({"vector": [*vectors[3:], None]}, last=True)
     output.finish()
@@ -322,7 +322,7 @@ def test_tensors_are_written_as_arrays(tmp_path, out):
     np.testing.assert_array_equal(found, expected)
     if out == "out.parquet":
         assert str(parquet.read_schema(tmp_path / out).field("vector").type) == "list<element: float>"
-    two = Output(tmp_path / f"two-{out}", {})
+    two = PredictionOutput(tmp_path / f"two-{out}", {})
     rows = {"label": ["a", "b"], "score": [*torch.tensor([0.5, 1.0])]}
     if out == "out.npy":
         with pytest.raises(UsageError, match=r"\.npy holds one column of numbers, and the task predicts label, score"):

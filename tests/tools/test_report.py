@@ -23,7 +23,7 @@ from fastloop.errors import UsageError
 from fastloop_tools.report.charts import CHARACTER, FULL, SMALL, line_chart, tick_labels, ticks
 from fastloop_tools.report.metrics import MOST, Series, read_log
 from fastloop_tools.report.page import MANY, Bar, final_metrics, scale
-from fastloop_tools.report.read import Trained, read
+from fastloop_tools.report.read import TrainedRun, read
 from fastloop_tools.report.sweeps import ALL, SERIES, axis, plots
 from fastloop_tools.report.tables import differences, environment
 from fastloop_tools.shared.svg import number
@@ -161,7 +161,7 @@ def test_the_best_value_is_that_of_the_modes_which_the_runs_recorded(modes, best
     summaries: list[dict[str, Any]] = [{"validation": {"hamming": 0.1}}, {"validation": {"hamming": 0.4}}]
     for summary, mode in zip(summaries, modes, strict=False):
         summary["metric_modes"] = {"hamming": mode}
-    runs = [Trained(Path(name), name, summary) for name, summary in zip("ab", summaries, strict=True)]
+    runs = [TrainedRun(Path(name), name, summary) for name, summary in zip("ab", summaries, strict=True)]
     ((_, cells),) = final_metrics(runs)
     assert [cell.text for cell in cells if cell.best] == ([best] if best else [])
 

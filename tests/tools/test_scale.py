@@ -26,7 +26,7 @@ from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_tools.scale.activations import Activations, LiveBytes, equal_blocks, extrapolate, micro_step
 from fastloop_tools.scale.change import smallest_change
-from fastloop_tools.scale.estimate import Variant, estimate
+from fastloop_tools.scale.estimate import MemoryVariant, estimate
 from fastloop_tools.scale.sizes import format_size, parse_bytes, unit_for
 
 CHECKPOINTING = "activation-checkpointing"
@@ -41,7 +41,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def variant(
     recipe: Recipe, name: str = "ddp", checkpointing: bool = False, processes: int = 1, **options: Any
-) -> Variant:
+) -> MemoryVariant:
     found = estimate(recipe, processes, **options)
     return next(row for row in found.variants if row.name == name and row.checkpointing == checkpointing)
 
@@ -285,7 +285,7 @@ def test_the_smallest_change_fits_and_changes_the_least():
     plain, less = totals["ddp", False], totals["ddp", True]
     assert less < plain
 
-    def change(memory: float) -> Variant | None:
+    def change(memory: float) -> MemoryVariant | None:
         return smallest_change([replace(row, fits=row.total <= memory) for row in variants])
 
     one = change((less + plain) / 2)

@@ -89,7 +89,7 @@ class ReadOnlyChecks:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ElementSample:
     """Some elements of the tensors of one device.
 
     Attributes:
@@ -107,7 +107,7 @@ class Sample:
 class TrainingNumbers:
     """Some elements of weights, buffers and gradients on this process, and the learning rates."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[ElementSample, ...]
     learning_rates: tuple[float, ...]
 
     def difference(self, after: TrainingNumbers) -> str:
@@ -135,7 +135,7 @@ def read_numbers(run: Run) -> TrainingNumbers:
     samples = []
     for device, parts in data.items():
         sizes = tuple(part.numel() for part in parts)
-        samples.append(Sample(tuple(names[device]), sizes, torch.cat(parts)))
+        samples.append(ElementSample(tuple(names[device]), sizes, torch.cat(parts)))
     optimizer = getattr(run, "optimizer", None)  # built after the model
     groups = [] if optimizer is None else optimizer.param_groups
     return TrainingNumbers(tuple(samples), tuple(float(group["lr"]) for group in groups if "lr" in group))
@@ -187,7 +187,7 @@ def _some_elements(tensor: Tensor) -> Tensor:
     return as_bytes(flat[::step])
 
 
-def _first_other_name(before: Sample, now: Sample) -> str:
+def _first_other_name(before: ElementSample, now: ElementSample) -> str:
     """The first tensor that is in one of two samples only, or has another size."""
     known = set(zip(before.names, before.sizes, strict=True))
     for name, size in zip(now.names, now.sizes, strict=True):
@@ -200,7 +200,7 @@ def _first_other_name(before: Sample, now: Sample) -> str:
     return "the order of the weights"
 
 
-def _first_other_element(before: Sample, now: Sample) -> str:
+def _first_other_element(before: ElementSample, now: ElementSample) -> str:
     """The first tensor with another element."""
     start = 0
     for name, size in zip(before.names, before.sizes, strict=True):

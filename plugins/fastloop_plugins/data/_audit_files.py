@@ -14,7 +14,7 @@ SHOWN = 5
 """Ids that a message lists at most."""
 
 
-class Files:
+class AuditFiles:
     """The files ``rank-R.jsonl`` of every process that ever took part in a run."""
 
     def __init__(self, folder: Path) -> None:
@@ -81,7 +81,7 @@ class EpochProblems:
     unknown: int
     lost: int = 0
 
-    def text(self, files: Files, epoch: int) -> str:
+    def text(self, files: AuditFiles, epoch: int) -> str:
         """A description for messages; empty if there is no problem."""
         parts = []
         if self.missing:

@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from fastloop import FastloopError, Plugin, PluginError, hookimpl, option
 from fastloop.runtime.files import check_links, no_follow
-from fastloop_plugins.data._audit_files import Files, check
+from fastloop_plugins.data._audit_files import AuditFiles, check
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -72,7 +72,7 @@ class SampleAudit(Plugin):
 
     @hookimpl
     def before_fit(self, run: Run) -> None:
-        self.files = files = Files(run.folder / "sample-audit")
+        self.files = files = AuditFiles(run.folder / "sample-audit")
         dataset = run.datasets["train"]
         self.has_ids = run.train_loader.stream is None or not getattr(dataset, "shards_itself", False)
         if run.is_main:
@@ -87,7 +87,7 @@ class SampleAudit(Plugin):
             files.cut(run.rank, run.state.step)
         self.file = open(files.path(run.rank), "a", opener=no_follow)  # noqa: SIM115 # teardown closes it
 
-    def _open(self, run: Run, files: Files) -> None:
+    def _open(self, run: Run, files: AuditFiles) -> None:
         """Create the folder. For a resumed run, include the records from before."""
         if run.resume_point is not None:
             source = run.resume_point[0].resolve().parent.parent / "sample-audit"

@@ -15,7 +15,7 @@ BLOCK = 1024
 """Queries that share a mask of (queries, keys) booleans: 32 MiB for 32,768 keys."""
 
 
-class Slices:
+class SequenceSlices:
     """The part of each sequence that this process computes, and the state of the current batch.
 
     A sequence is cut into twice as many slices as there are processes. A process has one from the front and the one at
@@ -48,7 +48,7 @@ class _Gather(torch.autograd.Function):
     """Gathers the tensors of all processes. The gradient of each is summed over the processes."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, slices: Slices) -> Any:
+    def forward(ctx: Any, tensor: Tensor, slices: SequenceSlices) -> Any:
         ctx.slices = slices
         parts = [torch.empty_like(tensor) for _ in range(slices.size)]
         torch.distributed.all_gather(parts, tensor, group=slices.group)
@@ -62,7 +62,7 @@ class _Gather(torch.autograd.Function):
 
 
 def attention(
-    slices: Slices,
+    slices: SequenceSlices,
     module: Any,
     query: Tensor,
     key: Tensor,

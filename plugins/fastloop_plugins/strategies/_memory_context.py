@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from fastloop_plugins.strategies._context_attention import NAME, Slices, attention, mask
+from fastloop_plugins.strategies._context_attention import NAME, SequenceSlices, attention, mask
 
 
-class ContextShare(Slices):
+class ContextShare(SequenceSlices):
     """The slices of the first process, which exchanges nothing.
 
     Args:

@@ -17,7 +17,7 @@ from fastloop_plugins.strategies._tensor_group import find_plan
 from fastloop_plugins.strategies._tensor_plan import GATHERED, SummedGradients, rule_of, styles
 
 
-class Share:
+class TensorShare:
     """The share that one of several processes has of a model.
 
     Args:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fastloop import Run
-    from fastloop_plugins.strategies._memory_tensor import Share
+    from fastloop_plugins.strategies._memory_tensor import TensorShare
 
 SAME_SAMPLES = {
     "auto-micro-batch": "it divides a step's samples over the processes, and here some train on the same ones.",
@@ -95,15 +95,15 @@ class DividingStrategy(TimedStrategy):
     division: str
 
     @classmethod
-    def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> Share:
+    def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> TensorShare:
         """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
 
         Raises:
             PluginError: The model or the precision is refused.
         """
-        from fastloop_plugins.strategies._memory_tensor import Share
+        from fastloop_plugins.strategies._memory_tensor import TensorShare
 
-        return Share(model, processes, precision, f"{where}: {cls.division}")
+        return TensorShare(model, processes, precision, f"{where}: {cls.division}")
 
     @hookimpl
     def check_run(self, run: Run) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
-    from fastloop_plugins.strategies._context_attention import Slices
+    from fastloop_plugins.strategies._context_attention import SequenceSlices
     from fastloop_plugins.strategies._memory_context import ContextShare
 
 logger = logging.getLogger("fastloop")
@@ -99,14 +99,14 @@ class ContextParallel(Plugin):
         size = min(self.size or run.world_size, run.world_size)
         divide: Any = torch.distributed.new_subgroups
         group = divide(size)[0] if size < run.world_size else None
-        slices = _context_attention.Slices(size, run.rank % size, group)
+        slices = _context_attention.SequenceSlices(size, run.rank % size, group)
         AttentionInterface.register(_context_attention.NAME, partial(_context_attention.attention, slices))
         AttentionMaskInterface.register(_context_attention.NAME, _context_attention.mask)
         found.set_attn_implementation(_context_attention.NAME)
         divide_forward(found, slices)
 
 
-def divide_forward(model: Any, slices: Slices) -> None:
+def divide_forward(model: Any, slices: SequenceSlices) -> None:
     """Let the forward of a model with ``targets`` compute this process's tokens. Its loss is the process's share of the
     mean over all tokens, times the number of processes, which average their gradients."""
     import torch

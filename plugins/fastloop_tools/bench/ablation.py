@@ -23,7 +23,7 @@ loads data and a model."""
 
 
 @dataclass(kw_only=True)
-class Settings(Window):
+class AblationSettings(Window):
     """The size of the measurements.
 
     Attributes:
@@ -51,7 +51,7 @@ class Bench:
     def __init__(
         self,
         ablation: Ablation,
-        settings: Settings,
+        settings: AblationSettings,
         runner: TrialRunner,
         facts: Mapping[str, Any],
         say: Callable[[str], None],

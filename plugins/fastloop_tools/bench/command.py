@@ -29,7 +29,7 @@ from fastloop.runtime import platform_support
 if TYPE_CHECKING:
     from fastloop.plugins.plugin import Plugin
     from fastloop.recipe import Recipe
-    from fastloop_tools.bench.ablation import Settings
+    from fastloop_tools.bench.ablation import AblationSettings
     from fastloop_tools.trials.worker import Window
 
 SELECTION_BUDGET = "10m"
@@ -104,7 +104,7 @@ def bench(
     environment = dict(os.environ)  # before plugins are resolved, which may set variables
     from fastloop.errors import UsageError
     from fastloop_plugins._time import parse_time
-    from fastloop_tools.bench.ablation import Settings
+    from fastloop_tools.bench.ablation import AblationSettings
     from fastloop_tools.trials.worker import Window
 
     if ranks.world_size() > 1:
@@ -128,7 +128,7 @@ def bench(
             loaded = load(recipe, overrides, names(with_), without)
             write_fastest(loaded, Path(select), classes, seconds_allowed, window, environment, names(without))
             return
-        settings = Settings(
+        settings = AblationSettings(
             warmup=5 if warmup is None else warmup,
             steps=30 if steps is None else steps,
             seconds=10.0 if seconds is None else seconds,
@@ -220,7 +220,7 @@ def measure_ablation(
     recipe: Recipe,
     sets: list[list[str]],
     leave_one_out: bool,
-    settings: Settings,
+    settings: AblationSettings,
     environment: Mapping[str, str],
     timeout: float | None,
     output: str,

@@ -28,7 +28,7 @@ Columns = Mapping[str, Any]
 """Name -> a value for each row: a list, or an array of numbers, (rows, ...)."""
 
 
-class Output:
+class PredictionOutput:
     """Predictions on their way to a file, or to stdout as JSON lines.
 
     Args:

@@ -20,7 +20,7 @@ from fastloop_tools.inference.evaluate import Target
 
 if TYPE_CHECKING:
     from fastloop.run import Run
-    from fastloop_tools.inference.output import Output
+    from fastloop_tools.inference.output import PredictionOutput
 
 log = logging.getLogger("fastloop")
 
@@ -53,7 +53,7 @@ def predict(
     order. An interrupted job with --out continues after the last complete chunk, if the same command is
     repeated.
     """
-    from fastloop_tools.inference.output import Output
+    from fastloop_tools.inference.output import PredictionOutput
     from fastloop_tools.inference.target import load, open_inference
 
     if ranks.world_size() > 1:
@@ -70,7 +70,7 @@ def predict(
     recipe = load(
         target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
     )
-    output = Output(out, None if name == "-" else describe(recipe, target, name))
+    output = PredictionOutput(out, None if name == "-" else describe(recipe, target, name))
     if out is None:
         import rich
 
@@ -130,7 +130,7 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     }
 
 
-def predict_chunks(run: Run, chunks: Iterator[Any], output: Output, threaded: bool) -> None:
+def predict_chunks(run: Run, chunks: Iterator[Any], output: PredictionOutput, threaded: bool) -> None:
     """Predict chunks in order.
 
     Args:

@@ -76,13 +76,13 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop.estimates import StepProfile
     from fastloop.runtime.files import write
     from fastloop_tools.profile import page
-    from fastloop_tools.profile.observe import Observer
+    from fastloop_tools.profile.observe import ProfileObserver
     from fastloop_tools.profile.suggestions import suggest
     from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.worker import Spec, WarningCollector, train_short, whole_length
 
     trace = folder / f"rank{ranks.rank()}.trace.json"
-    observer = Observer(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
+    observer = ProfileObserver(Spec(recipe={}, source=None, **vars(window)), WarningCollector(), trace)
     run = train_short(recipe, observer, ("log", "progress", "speed-check"))
     run.processes.close()
     if not run.is_main:

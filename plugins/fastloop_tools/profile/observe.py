@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fastloop.state import Batch
 
 
-class Observer(StepMeter):
+class ProfileObserver(StepMeter):
     """Times a window of steps, then records ``spec.profile_steps`` steps under the profiler, and stops the run.
 
     Args:

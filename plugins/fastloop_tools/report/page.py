@@ -14,8 +14,8 @@ from fastloop_tools.inference.picture import Matrix, draw_matrix
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.metrics import Series
-from fastloop_tools.report.read import Evaluation, Found, Trained
-from fastloop_tools.report.tables import Cell, Table, differences, environment
+from fastloop_tools.report.read import Evaluation, Found, TrainedRun
+from fastloop_tools.report.tables import Cell, ReportTable, differences, environment
 from fastloop_tools.shared.svg import number
 
 if TYPE_CHECKING:
@@ -77,22 +77,26 @@ def _templates() -> jinja2.Environment:
     return templates
 
 
-def _tables(runs: list[Trained]) -> list[tuple[str, str, Table]]:
+def _tables(runs: list[TrainedRun]) -> list[tuple[str, str, ReportTable]]:
     """Headings, ids and tables: the final metrics, and in which keys and facts the runs differ."""
     names, many = [run.name for run in runs], len(runs) > MANY
-    tables = [("Final metrics", "metrics", Table("metric", names, final_metrics(runs), numbers=True))]
+    tables = [("Final metrics", "metrics", ReportTable("metric", names, final_metrics(runs), numbers=True))]
     if len(runs) > 1:
         for heading, id, rows in (
             ("Where the recipes differ", "differences", differences([run.recipe for run in runs])),
             ("Where the environments differ", "environments", environment([run.summary or {} for run in runs])),
         ):
             tables.append(
-                (heading, id, Table("key", names, [(key, [Cell(value) for value in values]) for key, values in rows]))
+                (
+                    heading,
+                    id,
+                    ReportTable("key", names, [(key, [Cell(value) for value in values]) for key, values in rows]),
+                )
             )
     return [(heading, id, table.transposed("run") if many else table) for heading, id, table in tables if table.rows]
 
 
-def final_metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
+def final_metrics(runs: list[TrainedRun]) -> list[tuple[str, list[Cell]]]:
     """Final metrics: name -> the value of each run, and whether it is the best one. No value is the best if the runs do
     not know, or do not agree, whether a lower or a higher value is better."""
     names = dict.fromkeys(
@@ -116,7 +120,7 @@ def final_metrics(runs: list[Trained]) -> list[tuple[str, list[Cell]]]:
     return rows
 
 
-def rows_table(rows: list[dict[str, Any]]) -> Table:
+def rows_table(rows: list[dict[str, Any]]) -> ReportTable:
     """Rows of ``run.log_rows``, with their step first."""
     names = [name for name in dict.fromkeys(name for row in rows for name in row) if name != "step"]
     lines = []
@@ -124,10 +128,10 @@ def rows_table(rows: list[dict[str, Any]]) -> Table:
         values = [row.get(name) for name in names]
         texts = [value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values]
         lines.append((str(row["step"]), [Cell(text) for text in texts]))
-    return Table("step", names, lines)
+    return ReportTable("step", names, lines)
 
 
-def charts(runs: list[Trained]) -> list[Chart | Panel]:
+def charts(runs: list[TrainedRun]) -> list[Chart | Panel]:
     """The curves of each value that any run has: loss, metrics, learning rate, throughput, then all others."""
     keys = dict.fromkeys(
         key
@@ -142,7 +146,7 @@ def charts(runs: list[Trained]) -> list[Chart | Panel]:
     return [chart for chart in drawn if chart is not None]
 
 
-def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
+def _curves(key: str, runs: list[TrainedRun]) -> Chart | Panel | None:
     title, unit, factor = TITLES.get(key, (key, key.removeprefix("validation "), 1.0))
     series = {run.name: run.lines.get(key, Series()).scaled(factor) for run in runs}
     if len(runs) > MANY:
@@ -154,7 +158,7 @@ def _curves(key: str, runs: list[Trained]) -> Chart | Panel | None:
 # -- evaluations -------------------------------------------------------------------------------------------------------
 
 
-def shown_evaluations(run: Trained) -> list[dict[str, Any]]:
+def shown_evaluations(run: TrainedRun) -> list[dict[str, Any]]:
     """The evaluations of a run, as the template shows them."""
     return [
         {
@@ -168,7 +172,7 @@ def shown_evaluations(run: Trained) -> list[dict[str, Any]]:
     ]
 
 
-def _outdated(run: Trained, found: Evaluation) -> str:
+def _outdated(run: TrainedRun, found: Evaluation) -> str:
     """A remark if the run has trained on since its evaluation."""
     steps = (run.summary or {}).get("steps")
     if steps is None or found.steps is None or steps == found.steps:
@@ -182,7 +186,7 @@ def _matrix(found: Evaluation) -> Matrix | None:
     return draw_matrix([row.name for row in found.classes], found.confusion)
 
 
-def _evaluation_tables(found: Evaluation) -> list[tuple[str, str, Table]]:
+def _evaluation_tables(found: Evaluation) -> list[tuple[str, str, ReportTable]]:
     """Headings, keys and tables: the metrics of each class and, without a matrix, the most frequent confusions."""
     tables = []
     if found.classes:
@@ -190,7 +194,7 @@ def _evaluation_tables(found: Evaluation) -> list[tuple[str, str, Table]]:
         for row in found.classes:
             texts = [f"{value:.4f}" for value in (row.precision, row.recall, row.f1)] + [f"{row.samples:,}"]
             rows.append((row.name, [Cell(text) for text in texts]))
-        tables.append(("Classes", "classes", Table("class", columns, rows, numbers=True)))
+        tables.append(("Classes", "classes", ReportTable("class", columns, rows, numbers=True)))
     if len(found.classes) > MOST_CLASSES:
         counts = [
             (count, target, prediction)
@@ -203,7 +207,9 @@ def _evaluation_tables(found: Evaluation) -> list[tuple[str, str, Table]]:
             (found.classes[target].name, [Cell(found.classes[prediction].name), Cell(f"{count:,}")])
             for count, target, prediction in counts[:PAIRS]
         ]
-        tables.append(("Most frequent confusions", "confusions", Table("target", ["prediction", "samples"], pairs)))
+        tables.append(
+            ("Most frequent confusions", "confusions", ReportTable("target", ["prediction", "samples"], pairs))
+        )
     return tables
 
 

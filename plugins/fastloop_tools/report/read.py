@@ -72,7 +72,7 @@ class Evaluation:
 
 
 @dataclass
-class Trained:
+class TrainedRun:
     """A run folder.
 
     Attributes:
@@ -95,7 +95,7 @@ class Trained:
 class Found:
     """The contents of the page."""
 
-    runs: list[Trained] = field(default_factory=list)
+    runs: list[TrainedRun] = field(default_factory=list)
     ablations: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     profiles: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     sweeps: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -165,8 +165,8 @@ def _is_run(folder: Path) -> bool:
     )
 
 
-def _run(folder: Path, name: str) -> Trained:
-    run = Trained(folder, name)
+def _run(folder: Path, name: str) -> TrainedRun:
+    run = TrainedRun(folder, name)
     if (folder / "summary.json").is_file():
         run.summary = read_json(folder / "summary.json")
         _check(Found([run]), folder / "summary.json")

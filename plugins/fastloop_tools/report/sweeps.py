@@ -9,7 +9,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, path, value_range
-from fastloop_tools.report.tables import Cell, Table
+from fastloop_tools.report.tables import Cell, ReportTable
 from fastloop_tools.shared.svg import number
 
 SERIES = 6
@@ -108,7 +108,7 @@ def axis(texts: Sequence[str], key: str) -> tuple[dict[str, float], str]:
     return numbers, key
 
 
-def table(record: Mapping[str, Any]) -> Table:
+def table(record: Mapping[str, Any]) -> ReportTable:
     """The points of a sweep."""
     rows = []
     for point in record["points"]:
@@ -122,4 +122,4 @@ def table(record: Mapping[str, Any]) -> Table:
     better = record.get("better")
     measured = record["monitor"] + (f" ({better} is better)" if better else "")
     columns = ["runs", measured, "deviation", "minus best", "95% interval"]
-    return Table("point", columns, rows, numbers=True)
+    return ReportTable("point", columns, rows, numbers=True)

@@ -23,7 +23,7 @@ class Cell(NamedTuple):
 
 
 @dataclass
-class Table:
+class ReportTable:
     """A table with a head and names of rows.
 
     Attributes:
@@ -36,11 +36,11 @@ class Table:
     rows: list[tuple[str, list[Cell]]]
     numbers: bool = False
 
-    def transposed(self, corner: str) -> Table:
+    def transposed(self, corner: str) -> ReportTable:
         """The table with its columns as rows."""
         cells = zip(*(cells for _, cells in self.rows), strict=True)
         rows = [(name, list(row)) for name, row in zip(self.columns, cells, strict=True)]
-        return Table(corner, [name for name, _ in self.rows], rows, self.numbers)
+        return ReportTable(corner, [name for name, _ in self.rows], rows, self.numbers)
 
 
 def differences(recipes: Sequence[Mapping[str, Any]]) -> Rows:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     Sample = Sequence[tuple[str, str | Sequence[tuple[str, str | None]]]]
 
 
-class Hooks:
+class SampleHooks:
     """The hook that a task may implement."""
 
     @hookspec(firstresult=True)
@@ -37,7 +37,7 @@ class SampleReader(Plugin):
     """Asks the task for samples while the run is built. The run gets data and a model that stand in for the task's."""
 
     name = "sample-reader"
-    hookspecs = Hooks
+    hookspecs = SampleHooks
 
     def __init__(self, count: int) -> None:
         super().__init__()

@@ -16,7 +16,7 @@ from fastloop_tools.scale.model import quiet
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
-    from fastloop_tools.scale.estimate import Variant
+    from fastloop_tools.scale.estimate import MemoryVariant
 
 CHECKPOINTING = "activation-checkpointing"
 
@@ -68,7 +68,7 @@ class Command:
             return False
         return True
 
-    def changed(self, recipe: Recipe, variant: Variant, variants: Iterable[Variant]) -> Command:
+    def changed(self, recipe: Recipe, variant: MemoryVariant, variants: Iterable[MemoryVariant]) -> Command:
         """The command that trains a variant.
 
         Args:
@@ -102,7 +102,7 @@ class Command:
         return dataclasses.replace(command, left_out=left_out)
 
     @staticmethod
-    def _drops(name: str, variant: Variant, recipe: Recipe) -> bool:
+    def _drops(name: str, variant: MemoryVariant, recipe: Recipe) -> bool:
         """Whether a variant leaves out a plugin of the recipe."""
         keeps = variant.checkpointing if name == CHECKPOINTING else name == variant.plugin
         return recipe.plugins.get(name, False) is not False and not keeps
@@ -114,13 +114,15 @@ def strategy_of(recipe: Recipe) -> str | None:
     return next((name for name in listed if load_listed(recipe, name).slot == "strategy"), None)
 
 
-def smallest_change(variants: Sequence[Variant], accepts: Callable[[Variant], bool] = lambda _: True) -> Variant | None:
+def smallest_change(
+    variants: Sequence[MemoryVariant], accepts: Callable[[MemoryVariant], bool] = lambda _: True
+) -> MemoryVariant | None:
     """The accepted variant that fits with the fewest changes of the recipe, and among those with the least traffic."""
     current = next((variant for variant in variants if variant.listed), None)
     if current is not None and current.fits is not False:
         return None
 
-    def changes(variant: Variant) -> tuple[float, ...]:
+    def changes(variant: MemoryVariant) -> tuple[float, ...]:
         if current is None:
             return (1 + variant.checkpointing + bool(variant.host), variant.wire)
         different = variant.plugin != current.plugin

@@ -24,7 +24,7 @@ logger = logging.getLogger("fastloop")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Variant:
+class MemoryVariant:
     """A strategy with its options. Sizes are bytes of one process.
 
     Attributes:
@@ -95,8 +95,8 @@ class Estimate:
     micro_batch_size: int
     micro_steps: int
     device_memory: float | None
-    variants: list[Variant] = field(default_factory=list)
-    smallest_change: Variant | None = None
+    variants: list[MemoryVariant] = field(default_factory=list)
+    smallest_change: MemoryVariant | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
@@ -147,7 +147,7 @@ def estimate(
     with ExitStack() as opened:
 
         @cache
-        def build(samples: int, strategy: Any = None, size: int = 1) -> Share:
+        def build(samples: int, strategy: Any = None, size: int = 1) -> ModelShare:
             with quiet() if build.cache_info().misses > 1 else nullcontext():
                 fake = opened.enter_context(open_fake(resolved, settings.mixed_precision, samples))
             model, counter = fake.run.unwrap_model(), None
@@ -155,7 +155,7 @@ def estimate(
                 counter = strategy.divide_model(model, size, fake.precision, recipe.where)
             elif context > 1:
                 counter = divider.divide_sequences(model, context)
-            return Share(fake, listed.get(CHECKPOINTING, {}), counter)
+            return ModelShare(fake, listed.get(CHECKPOINTING, {}), counter)
 
         whole = build(micro_batch_size)
         result = Estimate(
@@ -213,14 +213,14 @@ def estimate(
                             _variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth)
                         )
 
-    def accepts(variant: Variant) -> bool:
+    def accepts(variant: MemoryVariant) -> bool:
         return command is None or command.changed(recipe, variant, result.variants).is_accepted()
 
     result.smallest_change = smallest_change(result.variants, accepts)
     return result
 
 
-class Share:
+class ModelShare:
     """The part of a model that one process has.
 
     Args:
@@ -261,13 +261,13 @@ def _variant(
     memory: float | None,
     flops: float | None,
     bandwidth: float | None,
-) -> Variant:
+) -> MemoryVariant:
     parts = {name: float(row[name]) for name in ("weights", "gradients", "optimizer", "buckets")}
     parts["buckets"] = max(parts["buckets"], float(row.get("alone", 0)) - found.peak)
     total, work = sum(parts.values()) + found.peak, found.flops * layout.micro_steps
     wire = float(row["wire"]) + found.sent * layout.micro_steps
     known = flops is not None and bandwidth is not None
-    return Variant(
+    return MemoryVariant(
         name=row["name"],
         plugin=plugin,
         options=row["options"],

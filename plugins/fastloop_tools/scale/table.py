@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from fastloop.recipe import secrets
-from fastloop_tools.scale.estimate import Estimate, Variant
+from fastloop_tools.scale.estimate import Estimate, MemoryVariant
 from fastloop_tools.scale.sizes import format_size, unit_for
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ COLUMNS = {
     "weight": "weights", "grad": "gradients", "optim": "optimizer", "activ": "activations", "bucket": "buckets",
     "total": "total", "wire": "wire",
 }  # fmt: skip
-"""Head of a column -> the field of ``Variant``."""
+"""Head of a column -> the field of ``MemoryVariant``."""
 
 
 def write_json(found: Estimate, file: str) -> None:
@@ -94,6 +94,6 @@ def notes(found: Estimate, recipe: Recipe, command: Command, unit: str, size: fl
     yield from ("  " + line for line in command.changed(recipe, best, found.variants).lines(76))
 
 
-def label(variant: Variant) -> str:
+def label(variant: MemoryVariant) -> str:
     """A variant's name, with activation checkpointing."""
     return variant.name + " + activation checkpointing" * variant.checkpointing

@@ -249,9 +249,9 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
         resolved = startup.resolve_early(recipe)
         meter = StepMeter(spec, warnings)
         if spec.profile_steps:
-            from fastloop_tools.profile.observe import Observer
+            from fastloop_tools.profile.observe import ProfileObserver
 
-            meter = Observer(spec, warnings)
+            meter = ProfileObserver(spec, warnings)
         run, summary = run_recipe(resolved, meter)
         whole = {"seconds": summary["train_seconds"], "steps": summary["steps"]}
         found = whole if spec.evaluates else meter.result(run)

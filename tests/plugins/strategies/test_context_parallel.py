@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from fastloop.testing import ProcessResult
 from fastloop.testing.tasks import write_texts
-from fastloop_plugins.strategies._context_attention import Slices
+from fastloop_plugins.strategies._context_attention import SequenceSlices
 from fastloop_plugins.strategies.context_parallel import divide_forward
 from fastloop_plugins.text.next_token_loss import add_loss
 
@@ -105,7 +105,7 @@ def test_the_shares_of_the_processes_add_up(first):
     for rank in range(2):
         model: Any = Bigrams()
         add_loss(model)
-        divide_forward(model, Slices(2, rank, None))
+        divide_forward(model, SequenceSlices(2, rank, None))
         loss = model(ids, targets).loss
         loss.backward()
         losses.append(float(loss.detach()))

@@ -1,0 +1,331 @@
+"""Every plugin, and how two processes train it in comparison with one: one row a plugin, in ``ROWS``.
+
+``groups`` makes runs of several plugins that hold every pair of plugins that a recipe may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, permutations
+from typing import Any
+
+from world_runs import Case
+
+from fastloop.plugins.installed import load
+from fastloop.testing import LANGUAGE, TEXTS
+
+MODULE = {"loss": "cross_entropy", "metrics": {"accuracy": {"type": "MulticlassAccuracy", "num_classes": 3}}}
+VECTORS: Mapping[str, Any] = {
+    "model": {"module": "world_runs:Net"},
+    "data": {"module": "world_runs:vectors"},
+    "plugins": [{"module": MODULE}],
+}
+"""A model with all kinds of weights and buffers."""
+
+IMAGES: Mapping[str, Any] = {
+    "model": {"module": "fastloop.testing.tasks:Convolutions"},
+    "data": {"module": "fastloop.testing.tasks:images"},
+    "plugins": [{"module": MODULE}],
+}
+IMAGE_FILES: Mapping[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "swin",
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [1, 2],
+            "window_size": 2,
+            "patch_size": 4,
+            "drop_path_rate": 0.0,
+        },
+    },
+    "data": {
+        "module": "fastloop_plugins.datasets.digit_images:digit_images",
+        "arguments": {"train": 35, "validation": 16, "test": 0, "size": 16, "folder": "images"},
+        "image_size": 16,
+        "augment": None,
+    },
+}
+DATES: Mapping[str, Any] = {
+    "model": {
+        "config": {
+            "model_type": "bart",
+            "d_model": 16,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2,
+            "encoder_ffn_dim": 32,
+            "decoder_ffn_dim": 32,
+            "max_position_embeddings": 48,
+        },
+        "tokenizer": {"kind": "bpe", "vocab_size": 300},
+    },
+    "data": {
+        "module": "fastloop_plugins.datasets.dates:dates",
+        "arguments": {"train": 35, "validation": 16, "test": 8},
+        "target": "iso",
+        "max_length": 32,
+        "max_target_length": 16,
+    },
+}
+TAGGED: Mapping[str, Any] = {
+    "model": TEXTS["model"],
+    "data": {
+        "module": "fastloop_plugins.datasets.dispatches:dispatches",
+        "arguments": {"train": 35, "validation": 16, "test": 8},
+        "tags": "tags",
+        "max_length": 32,
+    },
+}
+WIDE: Mapping[str, Any] = {
+    **TEXTS,
+    "model": TEXTS["model"] | {"config": TEXTS["model"]["config"] | {"hidden_size": 64}},
+    "plugins": [{"amp": {"dtype": "bf16"}}, "packing"],
+}
+"""``TEXTS`` with heads of 32 features, in bf16 and packed: the CPU kernels accept it."""
+TASKS = {
+    "vectors": VECTORS,
+    "images": IMAGES,
+    "image files": IMAGE_FILES,
+    "texts": TEXTS,
+    "language": LANGUAGE,
+    "dates": DATES,
+    "tagged": TAGGED,
+    "wide": WIDE,
+}
+STRATEGIES: Mapping[str, Mapping[str, Any]] = {
+    "ddp": {"ddp": {}},
+    "fsdp": {"fsdp": {}},
+    "deepspeed": {"deepspeed": {"stage": 2}},
+}
+
+
+ADAMW = {"optimizer": "AdamW", "lr": 1e-2}
+"""The other rows train with SGD: AdamW magnifies rounding errors of weights whose gradient is zero, such as the biases
+of attention keys."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """How a plugin is trained.
+
+    Attributes:
+        task: A name in ``TASKS``. The plugins of ``vectors`` are also paired with those of other tasks.
+        options: Options of the plugin.
+        train: Keys of ``train``.
+        strategies: Names in ``STRATEGIES`` that it is trained under. Pairs are trained under ``ddp`` and ``fsdp``.
+        refuses: Plugin -> why no recipe has both, where neither declares it. Also of strategies.
+        is_slow: Pair it on its own task only.
+        rounds: Why it sums in another order in one process than in two, under ``ddp``; empty: it does not.
+    """
+
+    task: str = "vectors"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    train: Mapping[str, Any] = field(default_factory=dict)
+    strategies: Sequence[str] = ("ddp", "fsdp")
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    is_slow: bool = False
+    rounds: str = ""
+
+
+ROWS: Mapping[str, Row] = {
+    "activation-checkpointing": Row(),
+    "allocator": Row(),
+    "amp": Row(options={"dtype": "bf16"}),
+    "async-save": Row(),
+    "attention": Row(task="texts", options={"implementation": "eager"}),
+    "auto": Row(task="texts"),
+    "auto-micro-batch": Row(),
+    "causal-lm": Row(task="language"),
+    "channels-last": Row(task="images", strategies=("ddp",)),
+    "checkpoint-best": Row(options={"monitor": "loss"}),
+    "cls-last-layer": Row(task="texts"),
+    "compile": Row(options={"backend": "aot_eager", "cache": False}, is_slow=True),
+    "cpu-affinity": Row(options={"denormals": False}, rounds="a process alone computes with the threads of all cores"),
+    "cpu-attention": Row(task="wide"),
+    "cpu-layers": Row(task="wide"),
+    "curriculum": Row(task="texts", refuses={"length-bucketing": "both order the samples"}),
+    "dataloader-workers": Row(options={"num_workers": 1}),
+    "ddp": Row(train=ADAMW, strategies=("ddp",)),
+    "deepspeed": Row(train=ADAMW, strategies=("deepspeed",)),
+    "device-prefetch": Row(),
+    "early-stopping": Row(options={"monitor": "loss", "patience": 1, "min_delta": 0.5}),
+    "ema": Row(options={"decay": 0.5}),
+    "folds": Row(train={"drop_last": True}, refuses={"sample-audit": "each epoch leaves samples out"}),
+    "freeze": Row(options={"match": "*orm*"}),
+    "fsdp": Row(train=ADAMW, strategies=("fsdp",)),
+    "fused-loss": Row(task="language", options={"chunk_tokens": 16}),
+    "fused-optimizer": Row(train=ADAMW, refuses={"muon-optimizer": "torch has no fused kernel of it"}),
+    "image-classification": Row(task="image files"),
+    "length-bucketing": Row(task="texts", options={"window": 2}),
+    "log": Row(),
+    "lora": Row(task="texts", options={"r": 2}),
+    "lr-scheduler": Row(),
+    "metric-check": Row(),
+    "module": Row(),
+    "muon-optimizer": Row(train={"optimizer": "Muon", "lr": 1e-2}, strategies=("ddp",)),
+    "nan-guard": Row(options={"action": "skip"}),
+    "optimizer-check": Row(),
+    "packing": Row(task="texts"),
+    "parameter-groups": Row(train={"parameter_groups": [{"match": "*weight", "lr": 0.02}]}),
+    "profile": Row(options={"wait": 1, "warmup": 1, "active": 1}),
+    "progress": Row(),
+    "remote-output": Row(options={"url": "uploads"}),
+    "sample-audit": Row(),
+    "seq2seq": Row(task="dates"),
+    "skip-unreadable": Row(),
+    "speed-check": Row(),
+    "tensorboard": Row(),
+    "text-classification": Row(task="texts"),
+    "token-cache": Row(task="texts", options={"folder": "tokens"}),
+    "token-classification": Row(task="tagged"),
+    "trackers": Row(options={"trackers": []}),
+    "transformers-callbacks": Row(options={"callbacks": ["transformers:PrinterCallback"]}),
+    "watchdog": Row(),
+}
+"""Plugin -> its row. ``NOT_COMPARED`` has the others."""
+
+NOT_COMPARED: Mapping[str, str] = {
+    "context-parallel": "test_context_parallel.py: its processes train on the same samples, of a causal language model",
+    "fast-dropout": "dropout draws other numbers on each process",
+    "liger": "it needs CUDA",
+    "neftune": "its noise is drawn on each process",
+    "tensor-parallel": "test_tensor_parallel.py: its processes train on the same samples, of a model with a plan",
+    "torchao-fp8": "it needs CUDA",
+}
+"""Plugin -> why two processes need not train as one does, or where the comparison is."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Plugins that are trained together.
+
+    Attributes:
+        strategies: Names in ``STRATEGIES``.
+    """
+
+    task: str
+    plugins: tuple[str, ...]
+    strategies: Sequence[str]
+
+    @property
+    def name(self) -> str:
+        """The plugins of the group."""
+        return "+".join(self.plugins)
+
+    def options(self) -> dict[str, Any]:
+        """The plugins, as a recipe lists them."""
+        # the recipe of ``vectors`` lists ``module``, with its options, and cases add their strategy
+        return {name: dict(ROWS[name].options) for name in self.plugins if name not in ("module", *STRATEGIES)}
+
+    def train(self) -> dict[str, Any]:
+        """Keys of ``train``."""
+        train: dict[str, Any] = {}
+        for name in self.plugins:
+            train |= ROWS[name].train
+        return train
+
+    def alone(self) -> Case:
+        """The run of one process."""
+        return Case(
+            name=f"{self.task} {self.name} alone",
+            task=TASKS[self.task],
+            plugins=self.options(),
+            train=self.train(),
+            turns=2,
+        )
+
+    def together(self, strategy: str) -> Case:
+        """The run of two processes."""
+        return Case(
+            name=f"{self.task} {self.name} {strategy}",
+            task=TASKS[self.task],
+            plugins={**self.options(), **STRATEGIES[strategy]},
+            train=self.train(),
+        )
+
+
+def single_groups() -> list[Group]:
+    """Each plugin of ``ROWS``. Bitwise ones are trained under one strategy here, and in pairs under ``fsdp``."""
+    groups = []
+    for name, row in ROWS.items():
+        strategies = row.strategies
+        if row.task in PAIRED_TASKS and load(name).numerics == "bitwise":
+            strategies = strategies[:1]
+        groups.append(Group(row.task, (name,), strategies))
+    return groups
+
+
+GROUP_SIZE = 10
+"""Plugins that are trained together at most: more of them need fewer runs, and hide what one of them does."""
+
+
+PAIRED_TASKS = ("vectors", "texts", "language", "wide")
+"""Tasks on which plugins are paired."""
+UNPAIRED = ("ddp", "deepspeed", "fsdp", "module")
+"""Plugins that are in other runs anyway."""
+
+
+def pair_groups() -> list[Group]:
+    """Groups that hold each pair of plugins that a recipe may hold. Every second group has ``fsdp``, if its plugins
+    train with it."""
+    groups: list[Group] = []
+    for task in PAIRED_TASKS:
+        names = paired_on(task)
+        special = [name for name in names if ROWS[name].task == task]
+        allowed = {frozenset(pair) for pair in combinations(names, 2) if may_share(pair)}
+        wanted = [pair for pair in map(frozenset, combinations(names, 2)) if pair in allowed and pair & set(special)]
+        for plugins in cover(names, allowed, wanted):
+            strategy = "fsdp" if len(groups) % 2 else "ddp"
+            if any(strategy not in ROWS[name].strategies for name in plugins):
+                strategy = "ddp"
+            groups.append(Group(task, plugins, (strategy,)))
+    return groups
+
+
+def paired_on(task: str) -> list[str]:
+    """The plugins of a task, and those of ``vectors``, which suit all tasks."""
+    names = []
+    for name, row in ROWS.items():
+        if name not in UNPAIRED and (row.task == task or (row.task == "vectors" and not row.is_slow)):
+            names.append(name)
+    return names
+
+
+def may_share(pair: Collection[str]) -> bool:
+    """Whether a recipe may hold both plugins."""
+    for name, other in permutations(pair):
+        if other in load(name).conflicts or other in ROWS[name].refuses:
+            return False
+    first, second = (load(name).slot for name in pair)
+    return first is None or first != second
+
+
+def cover(
+    names: Sequence[str], allowed: Collection[frozenset[str]], wanted: Sequence[frozenset[str]]
+) -> list[tuple[str, ...]]:
+    """Groups of up to ``GROUP_SIZE`` names that hold all wanted pairs, and only allowed ones. Each begins with the
+    first wanted pair that no group holds yet, and takes the name that brings the most of them, until none does.
+
+    For the wanted and allowed pairs ab, ac, bc and ad, the groups are abc and ad.
+    """
+    left = dict.fromkeys(wanted)
+    groups = []
+    while left:
+        group = sorted(next(iter(left)), key=names.index)
+        while len(group) < GROUP_SIZE:
+            gains = {}
+            for name in names:
+                pairs = [frozenset((name, member)) for member in group]
+                if name not in group and all(pair in allowed for pair in pairs):
+                    gains[name] = sum(pair in left for pair in pairs)
+            best = max(gains, key=lambda name: gains[name], default=None)
+            if best is None or gains[best] == 0:
+                break
+            group.append(best)
+        for pair in combinations(group, 2):
+            left.pop(frozenset(pair), None)
+        groups.append(tuple(sorted(group, key=names.index)))
+    return groups

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastloop.hookspecs import hookspec
     from fastloop.metric_modes import MetricMode
     from fastloop.options import option
+    from fastloop.plugins.manager import PluginSet
     from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, Trait, When, hookimpl
     from fastloop.recipe import Recipe
     from fastloop.run import Run
@@ -40,6 +41,7 @@ __all__ = [
     "Plugin",
     "PluginCrash",
     "PluginError",
+    "PluginSet",
     "Recipe",
     "RecipeError",
     "Recommendation",
@@ -65,6 +67,7 @@ MODULES = {
     "hookspecs": ("hookspec",),
     "metric_modes": ("MetricMode",),
     "options": ("option",),
+    "plugins.manager": ("PluginSet",),
     "plugins.plugin": ("Device", "Dtype", "Package", "Plugin", "Trait", "When", "hookimpl"),
     "recipe": ("Recipe",),
     "run": ("Run",),

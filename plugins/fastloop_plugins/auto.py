@@ -104,7 +104,7 @@ class Auto(Plugin):
 
     @hookimpl
     def check_run(self, run: Run) -> None:
-        logger.warning("auto: no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
+        self.log.warning("no plugin of fastloop is known to make this recipe faster on %s", run.device.type)
 
 
 class Selection:

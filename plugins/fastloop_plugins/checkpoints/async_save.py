@@ -12,7 +12,6 @@ If that is more than half of the free memory, the run logs it, and writes before
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
-logger = logging.getLogger("fastloop")
 
 SHARE = 0.5
 """Largest share of the free host memory that the copies of a checkpoint may take. Batches and the page cache need some,
@@ -78,7 +76,7 @@ class AsyncSave(Plugin):
             copies, event = snapshot(model, state, self.copies)
         except MemoryError as error:
             if not self.is_too_large:
-                logger.warning("async-save: %s: checkpoints are written before training continues", error)
+                self.log.warning("%s: checkpoints are written before training continues", error)
             self.is_too_large = True
             return None
         written: Future[None] = Future()

@@ -12,7 +12,6 @@ The checkpoints lie in ``checkpoints/best-*`` of the run folder, which ``train.k
 
 from __future__ import annotations
 
-import logging
 import shutil
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,8 +23,6 @@ from fastloop_plugins.training._monitor import Monitor
 
 if TYPE_CHECKING:
     from fastloop import Run
-
-logger = logging.getLogger("fastloop")
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class CheckpointBest(Plugin):
         problems = [checkpoint.verify(run.folder / self.path(one.step)) if run.is_main else None for one in self.kept]
         for one, wrong in zip(list(self.kept), run.processes.all_gather_object(problems)[0], strict=True):
             if wrong:
-                logger.warning("checkpoint-best: %s is lost: %s", self.path(one.step), wrong)
+                self.log.warning("%s is lost: %s", self.path(one.step), wrong)
                 self.kept.remove(one)
                 run.state.best = self.best()
         self.tidy(run)  # a killed run may have kept more than its newest checkpoint knows
@@ -91,9 +88,7 @@ class CheckpointBest(Plugin):
     @hookimpl
     def after_fit(self, run: Run) -> None:
         if not self.kept:
-            logger.warning(
-                "checkpoint-best: no evaluation gave a %s that is a number: the last weights stay", self.monitored.name
-            )
+            self.log.warning("no evaluation gave a %s that is a number: the last weights stay", self.monitored.name)
             return
         from fastloop import checkpoint
         from fastloop.checkpoint import resume

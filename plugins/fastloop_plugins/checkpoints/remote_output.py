@@ -15,7 +15,6 @@ A failed upload is repeated, then logged; if the last one fails, the command fai
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop_plugins.checkpoints._remote_folder import RemoteFolder
     from fastloop_plugins.checkpoints._uploader import Uploader
-
-logger = logging.getLogger("fastloop")
 
 
 class RemoteOutput(Plugin):
@@ -69,7 +66,7 @@ class RemoteOutput(Plugin):
             self.resumes = True
             newer = self.try_remote(run, lambda: self.remote.get_newest(run.folder))
             if newer and run.is_main:
-                logger.info("remote-output: downloaded the newest checkpoint of %s", self.remote.url)
+                self.log.info("downloaded the newest checkpoint of %s", self.remote.url)
 
     @hookimpl
     def check_run(self, run: Run) -> None:
@@ -100,7 +97,7 @@ class RemoteOutput(Plugin):
         if self.uploader is None:
             return
         uploader, self.uploader = self.uploader, None
-        logger.info("remote-output: waiting for the last upload to %s", self.remote.url)
+        self.log.info("waiting for the last upload to %s", self.remote.url)
         uploader.finish()
         if uploader.error is not None:
             raise SaveError(

@@ -16,7 +16,6 @@ Samples with the same value are shuffled in each epoch. Evaluations keep their o
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, PluginError, RecipeError, hookimpl, option
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
-
-logger = logging.getLogger("fastloop")
 
 
 class Curriculum(Plugin):
@@ -75,7 +72,7 @@ class Curriculum(Plugin):
         values = self.values(dataset)
         if min(values) == max(values):
             what = self.column or self.by
-            logger.warning("curriculum: all samples have %s %g: there is nothing to sort", what, values[0])
+            self.log.warning("all samples have %s %g: there is nothing to sort", what, values[0])
 
     def arrange(self, dataset: Any, ids: list[int], batch_size: int, generator: Generator | None) -> list[int]:
         """Order samples; see ``Settings.arrange``."""

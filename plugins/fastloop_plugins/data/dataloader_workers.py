@@ -10,7 +10,6 @@ room for ``num_workers`` x ``prefetch_factor`` batches of each process; Docker g
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
-
-logger = logging.getLogger("fastloop")
 
 
 class DataLoaderWorkers(Plugin):
@@ -98,4 +95,4 @@ class DataLoaderWorkers(Plugin):
     @hookimpl
     def check_run(self) -> None:
         if self.num_workers == "auto":
-            logger.info("dataloader-workers: %s", self.found)
+            self.log.info("%s", self.found)

@@ -11,7 +11,6 @@ If a batch of your own dataset and collator follows from the ids of its samples,
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
-logger = logging.getLogger("fastloop")
 T = TypeVar("T")
 
 
@@ -59,10 +57,10 @@ class DevicePrefetch(Plugin):
     @hookimpl
     def check_run(self, run: Run) -> None:
         if self.kind != "cuda":
-            logger.warning("device-prefetch: the device is %s: there is nothing to prefetch", self.kind)
+            self.log.warning("the device is %s: there is nothing to prefetch", self.kind)
         elif not run.settings.num_workers and not self.is_deterministic(run):
-            logger.warning(
-                "device-prefetch: reading a batch may draw random numbers, so no thread reads ahead. "
+            self.log.warning(
+                "reading a batch may draw random numbers, so no thread reads ahead. "
                 "Add dataloader-workers with num_workers of 1 or more."
             )
 

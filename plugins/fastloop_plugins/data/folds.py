@@ -14,7 +14,6 @@ summary has the fold's metrics.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
 
-logger = logging.getLogger("fastloop")
 
 POOLED = ("train", "validation")
 """The splits whose samples are divided."""
@@ -82,9 +80,7 @@ class Folds(Plugin):
             if classes is not None
             else "without regard to classes, which the data does not show"
         )
-        logger.info(
-            "folds: %d of %d samples are fold %d of %d, drawn %s", len(parts["validation"]), size, number, of, how
-        )
+        self.log.info("%d of %d samples are fold %d of %d, drawn %s", len(parts["validation"]), size, number, of, how)
         return {**datasets, **parts}
 
     @hookimpl(wrapper=True)

@@ -10,7 +10,6 @@ included; steps still take ``train.batch_size`` samples.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from fastloop import Run, Settings
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
-
-logger = logging.getLogger("fastloop")
 
 
 class LengthBucketing(Plugin):
@@ -121,7 +118,7 @@ class LengthBucketing(Plugin):
                 )
         lengths = self.lengths(run.datasets["train"])
         if lengths.min() == lengths.max():
-            logger.warning("length-bucketing: all samples have length %d: there is nothing to sort", lengths[0])
+            self.log.warning("all samples have length %d: there is nothing to sort", lengths[0])
             return
         sampler: Any = run.train_loader.sampler
         size, micro = sampler.size, run.loaders.micro_batch_size
@@ -129,16 +126,14 @@ class LengthBucketing(Plugin):
         plain = (list(range(first, min(first + micro, size))) for first in range(0, size, micro))
         shapes = self.shapes(lengths, (batch for _, step in sampler.steps() for batch in step))
         share, before = (self.padding(lengths, found) for found in (shapes, self.shapes(lengths, plain)))
-        logger.info(
-            "length-bucketing: %.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before
-        )
+        self.log.info("%.0f%% of the computed tokens are padding, instead of %.0f%%", 100 * share, 100 * before)
         counts = (
             len(shapes),
             sum(shapes.values()),
             sum(shapes.values()) / steps,
             len({width for _, width in shapes}),
         )
-        logger.info("length-bucketing: %d shapes in %d micro-batches (%.1f a step), %d widths", *counts)
+        self.log.info("%d shapes in %d micro-batches (%.1f a step), %d widths", *counts)
 
     def shapes(self, lengths: NDArray[np.int64], batches: Iterable[list[int]]) -> Counter[tuple[int, int]]:
         """(samples, width) -> number of batches with that shape."""

@@ -15,7 +15,6 @@ less memory.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from fastloop.runtime.hardware import Machine
     from fastloop_plugins.data._packing import PackedCollator
 
-logger = logging.getLogger("fastloop")
 
 FLASH = "flash_attention_2"
 INSIDE = {
@@ -166,7 +164,7 @@ class Packing(Plugin):
             found.set_attn_implementation(FLASH if current == FLASH else _varlen.register())
             self.collator.varlen = True
         elif run.device.type == "cuda":
-            logger.warning("packing: attention is computed one sequence at a time, since %s", absent)
+            self.log.warning("attention is computed one sequence at a time, since %s", absent)
         return answer
 
     @hookimpl
@@ -179,9 +177,9 @@ class Packing(Plugin):
         rows = [sum(batch) for batch in batches]
         share = 1 - sum(rows) / sum(max(batch) * len(batch) for batch in batches)
         if share < 0.02:
-            logger.warning("packing: batches have only %.1f%% of padding: there is little to remove", 100 * share)
+            self.log.warning("batches have only %.1f%% of padding: there is little to remove", 100 * share)
         else:
-            logger.info("packing: removes padding, %.0f%% of the tokens of padded batches", 100 * share)
+            self.log.info("removes padding, %.0f%% of the tokens of padded batches", 100 * share)
         if run.device.type == "cuda" and run.recipe.data.get("pad_to_multiple_of") is None:
             self.collator.multiple = multiple_for(rows, run.settings.pad_to_multiple_of or MULTIPLE)
         elif run.device.type == "cpu" and run.settings.pad_to_multiple_of is None:
@@ -190,8 +188,8 @@ class Packing(Plugin):
         if multiple > 1:
             more = 100 * (sum(widths) / sum(rows) - 1)
             shapes = len(set(widths))
-            logger.info(
-                "packing: rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
+            self.log.info(
+                "rows are padded to a multiple of %d tokens: %d shapes, %.0f%% more tokens",
                 multiple,
                 shapes,
                 more,

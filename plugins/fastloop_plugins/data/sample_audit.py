@@ -78,8 +78,8 @@ class SampleAudit(Plugin):
         if run.is_main:
             self._open(run, files)
             if not self.has_ids:
-                logger.warning(
-                    "sample-audit: %s shards itself: its samples have no ids to check, and are only counted",
+                self.log.warning(
+                    "%s shards itself: its samples have no ids to check, and are only counted",
                     type(dataset).__name__,
                 )
         run.processes.barrier()  # the folder is there
@@ -100,8 +100,8 @@ class SampleAudit(Plugin):
                 files.cut(rank, run.state.step)
         if run.state.epoch_samples and not (self.loaded and files.ranks()):
             self.unrecorded = epoch = run.state.epoch
-            logger.warning(
-                "sample-audit: the beginning of epoch %d is not recorded: it is only checked for repeated samples",
+            self.log.warning(
+                "the beginning of epoch %d is not recorded: it is only checked for repeated samples",
                 epoch,
             )
 

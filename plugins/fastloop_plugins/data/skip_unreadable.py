@@ -10,7 +10,6 @@ if its text is not a string, or if it has no label. The log names the first skip
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Plugin, hookimpl, option
@@ -18,8 +17,6 @@ from fastloop.errors import DataError
 
 if TYPE_CHECKING:
     from fastloop import Run
-
-logger = logging.getLogger("fastloop")
 
 
 class SkipUnreadable(Plugin):
@@ -42,7 +39,7 @@ class SkipUnreadable(Plugin):
     def check_run(self, run: Run) -> None:
         dataset = run.datasets["train"]
         if run.train_loader.stream is not None:
-            logger.warning("skip-unreadable: %s is iterable: its samples cannot be skipped", type(dataset).__name__)
+            self.log.warning("%s is iterable: its samples cannot be skipped", type(dataset).__name__)
 
     @hookimpl
     def after_step(self, run: Run) -> None:

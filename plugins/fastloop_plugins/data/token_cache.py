@@ -14,7 +14,6 @@ size, times and inode is not read again, and one that was only touched is not to
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
-
-logger = logging.getLogger("fastloop")
 
 
 class TokenCache(Plugin):
@@ -54,8 +51,8 @@ class TokenCache(Plugin):
         with tokens_kept_in(folder) as tokens:
             datasets = yield
         if not tokens.is_used:
-            logger.warning(
-                "token-cache: the task %r tokenizes nothing that can be cached: the plugin does nothing. It caches the "
+            self.log.warning(
+                "the task %r tokenizes nothing that can be cached: the plugin does nothing. It caches the "
                 "token ids of tasks that declare 'token-cache', without model.trust_remote_code.",
                 run.plugins.in_slot("task"),
             )

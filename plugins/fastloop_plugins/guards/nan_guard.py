@@ -76,9 +76,8 @@ class NanGuard(Plugin):
             and not self.skips_on_device
             and run.accelerator.scaler is None
         ):
-            logger.warning(
-                "nan-guard: this optimizer cannot skip a step on the device: the host waits at each step. Add "
-                "fused-optimizer."
+            self.log.warning(
+                "this optimizer cannot skip a step on the device: the host waits at each step. Add fused-optimizer."
             )
 
     @hookimpl

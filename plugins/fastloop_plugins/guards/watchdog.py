@@ -11,7 +11,6 @@ If a process makes no progress for ``timeout`` seconds, every process writes the
 from __future__ import annotations
 
 import faulthandler
-import logging
 import os
 import sys
 import threading
@@ -25,8 +24,6 @@ from fastloop_plugins.guards._heartbeats import RankHeartbeats
 
 if TYPE_CHECKING:
     from fastloop import Run
-
-logger = logging.getLogger("fastloop")
 
 
 class Watchdog(Plugin):
@@ -121,7 +118,7 @@ class Watchdog(Plugin):
                 warned = False
             elif not warned:
                 warned = True
-                logger.warning("watchdog: %s", self.heartbeats.diagnose())
+                self.log.warning("%s", self.heartbeats.diagnose())
 
     @staticmethod
     def end(run: Run, reason: str) -> None:

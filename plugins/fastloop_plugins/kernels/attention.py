@@ -13,7 +13,6 @@ Hopper, ``sdpa`` prefers cuDNN's attention, which is slow at each new shape: kee
 from __future__ import annotations
 
 import importlib.util
-import logging
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Device, Package, Plugin, PluginError, SpeedupEstimate, When, hookimpl, option
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
 
-logger = logging.getLogger("fastloop")
 
 FLASH = "flash_attention_2"
 
@@ -66,9 +64,7 @@ class Attention(Plugin):
     def before_prepare(self, run: Run, model: nn.Module) -> None:
         found = transformers_model(model)
         if found is None:
-            logger.warning(
-                "attention: %s is not a transformers model: its attention stays as it is", type(model).__name__
-            )
+            self.log.warning("%s is not a transformers model: its attention stays as it is", type(model).__name__)
             return
         wanted: str = self.implementation
         reason = "the recipe sets it"
@@ -78,7 +74,7 @@ class Attention(Plugin):
             from fastloop_cpu import use_blocked_attention
 
             use_blocked_attention(model)
-            logger.info("attention: blocked, since %s", reason)
+            self.log.info("blocked, since %s", reason)
             return
         try:
             found.set_attn_implementation(wanted)
@@ -87,7 +83,7 @@ class Attention(Plugin):
             raise PluginError(
                 f"{run.recipe.where}: plugins.attention.implementation: {wanted!r} does not serve this model: {cause}"
             ) from None
-        logger.info("attention: %s, since %s", wanted, reason)
+        self.log.info("%s, since %s", wanted, reason)
 
     @staticmethod
     def choose(run: Run, model: Any) -> tuple[str, str]:

@@ -8,7 +8,6 @@ For models with 2-d or 3-d convolutions; the gain is largest with ``amp`` on CUD
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
 from fastloop import Plugin, SpeedupEstimate, hookimpl
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
     from fastloop.estimates import StepProfile
     from fastloop.recipe import Recipe
-
-logger = logging.getLogger("fastloop")
 
 
 class ChannelsLast(Plugin):
@@ -56,7 +53,7 @@ class ChannelsLast(Plugin):
         for weight in found:
             weight.data = weight.data.contiguous(memory_format=formats[weight.ndim])
         if not found:
-            logger.warning(
-                "channels-last: %s has no weight of 4 or 5 dimensions: there is nothing to reorder",
+            self.log.warning(
+                "%s has no weight of 4 or 5 dimensions: there is nothing to reorder",
                 type(model).__name__,
             )

@@ -19,7 +19,6 @@ weights move in memory. ``.item()`` in the forward breaks a graph, unless ``capt
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Generator
 from contextlib import ExitStack
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
-logger = logging.getLogger("fastloop")
 
 FUSED, SECONDS_A_CALL = 0.5, 0.02
 """For estimates: the share of the fusible time that fusion saves, and the seconds to compile each call of an operation
@@ -168,15 +166,15 @@ class Compile(Plugin):
         wanted = self.mode in WITHOUT_GRAPHS
         if wanted and run.strategy.gathers_weights:
             self.used_mode = WITHOUT_GRAPHS[self.mode]
-            logger.warning(
-                "compile: mode %s: CUDA graphs need weights that stay in place, and %s gathers them anew in each step: "
+            self.log.warning(
+                "mode %s: CUDA graphs need weights that stay in place, and %s gathers them anew in each step: "
                 "none is recorded",
                 self.mode,
                 run.strategy.name,
             )
         elif wanted and (self.backend != "inductor" or run.device.type != "cuda"):
-            logger.warning(
-                "compile: mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded",
+            self.log.warning(
+                "mode %s: CUDA graphs need the inductor backend and a CUDA device: none is recorded",
                 self.mode,
             )
         elif wanted:
@@ -229,12 +227,12 @@ class Compile(Plugin):
             "failure": self.failure,
         }
         if skipped := found["cuda_graphs_skipped"]:
-            logger.warning(
-                "compile: %d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped
+            self.log.warning(
+                "%d graphs could not be recorded as CUDA graphs (TORCH_LOGS=cudagraphs shows why)", skipped
             )
         if (again := found["recompilations"]) >= self.recompile_limit:
-            logger.warning(
-                "compile: %d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.",
+            self.log.warning(
+                "%d recompilations: shapes vary too much. Raise data.pad_to_multiple_of or set dynamic: true.",
                 again,
             )
 
@@ -248,8 +246,8 @@ class Compile(Plugin):
             return [model]
         blocks = transformer_blocks(model)
         if not blocks:
-            logger.warning(
-                "compile: regional: %s has no list of repeated blocks: the full model is compiled", type(model).__name__
+            self.log.warning(
+                "regional: %s has no list of repeated blocks: the full model is compiled", type(model).__name__
             )
         return blocks or [model]
 

@@ -10,15 +10,12 @@ fused only if the model computes the loss from ``labels`` in the batch. For ``ca
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Device, Package, Plugin, hookimpl
 
 if TYPE_CHECKING:
     from torch import nn
-
-logger = logging.getLogger("fastloop")
 
 
 class Liger(Plugin):
@@ -40,9 +37,9 @@ class Liger(Plugin):
         patched: Any = model
         kind = getattr(getattr(model, "config", None), "model_type", None)
         if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-            logger.warning("liger: there are no kernels for %s: it stays as it is", kind or type(model).__name__)
+            self.log.warning("there are no kernels for %s: it stays as it is", kind or type(model).__name__)
             return
         fused = type(model).__name__.endswith("ForCausalLM")  # the forward that comes with it is a language model's
         fused = fused and with_loss(model) is None  # else the forward of the task computes the loss
         _apply_liger_kernel_to_instance(model=patched, fused_linear_cross_entropy=fused)
-        logger.info("liger: kernels for %s%s", kind, ", the head and its loss in one" * fused)
+        self.log.info("kernels for %s%s", kind, ", the head and its loss in one" * fused)

@@ -10,7 +10,6 @@ can change the last bits. Method: Chen et al., "Training Deep Nets with Sublinea
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from fastloop import Run
 
-logger = logging.getLogger("fastloop")
 
 CHANGES = {"num_batches_tracked", "_u", "weight_u"}
 """Names of buffers that a forward in train mode updates: of batch norm with running statistics, and of spectral
@@ -47,8 +45,8 @@ class ActivationCheckpointing(Plugin):
         # an outer block recomputes its inner ones
         blocks = [block for block in found if id(block) not in inner][:: self.every]
         if not blocks:
-            logger.warning(
-                "activation-checkpointing: %s has no list of repeated blocks: nothing is recomputed. Set blocks.",
+            self.log.warning(
+                "%s has no list of repeated blocks: nothing is recomputed. Set blocks.",
                 type(model).__name__,
             )
             return
@@ -56,8 +54,8 @@ class ActivationCheckpointing(Plugin):
             block for block in blocks if any(name.rpartition(".")[2] in CHANGES for name, _ in block.named_buffers())
         ]
         if stateful:
-            logger.warning(
-                "activation-checkpointing: %d of %d blocks (%s) have batch or spectral norm, which must not see a "
+            self.log.warning(
+                "%d of %d blocks (%s) have batch or spectral norm, which must not see a "
                 "batch twice: "
                 "they are not recomputed",
                 len(stateful),

@@ -12,7 +12,6 @@ On CUDA, the plugin sets ``expandable_segments:True``. A user's own value and a 
 from __future__ import annotations
 
 import ctypes.util
-import logging
 import os
 import platform
 from pathlib import Path
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
-logger = logging.getLogger("fastloop")
 
 LIBRARIES = {"tcmalloc": ("tcmalloc_minimal", "tcmalloc"), "jemalloc": ("jemalloc",)}
 """Replacements for malloc -> names of their libraries."""
@@ -104,12 +102,12 @@ class Allocator(Plugin):
             wanted = self.environment(run.recipe)
             missing = [f"{name}={value}" for name, value in wanted.items() if name not in os.environ]
             if missing:
-                logger.warning(
-                    "allocator: freed memory is returned to the system, since Python was started without: %s",
+                self.log.warning(
+                    "freed memory is returned to the system, since Python was started without: %s",
                     " ".join(missing),
                 )
             elif not wanted:
-                logger.warning("allocator: this system's allocator is not glibc's: it stays as it is")
+                self.log.warning("this system's allocator is not glibc's: it stays as it is")
         from fastloop.runtime.platform_support import page_faults
 
         self.before, self.step = page_faults(), run.state.step

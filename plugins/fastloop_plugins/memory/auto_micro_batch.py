@@ -12,7 +12,6 @@ pytorch.org/memory_viz). With several processes the run ends; started again with
 from __future__ import annotations
 
 import json
-import logging
 from typing import TYPE_CHECKING, Any
 
 from fastloop import FastloopError, Plugin, UsageError, hookimpl, option
@@ -22,8 +21,6 @@ from fastloop_plugins.memory._out_of_memory import free_tensors, is_out_of_memor
 
 if TYPE_CHECKING:
     from fastloop import Run
-
-logger = logging.getLogger("fastloop")
 
 
 class OutOfMemory(FastloopError):
@@ -58,8 +55,8 @@ class AutoMicroBatch(Plugin):
         found = run.processes.all_gather_object(found)[0]
         if found is not None and found["recipe"] == self.recipe(run):
             self.apply_sizes(run, found["sizes"])
-            logger.info(
-                "auto-micro-batch: starts with the size that fitted before: %s samples in a micro-batch",
+            self.log.info(
+                "starts with the size that fitted before: %s samples in a micro-batch",
                 run.loaders.micro_batch_size,
             )
 
@@ -113,7 +110,7 @@ class AutoMicroBatch(Plugin):
         self.write(run)
         if run.world_size > 1:
             raise OutOfMemory(f"process {run.rank}: {message}, when the run is started again with --resume.") from error
-        logger.warning("auto-micro-batch: %s", message)
+        self.log.warning("%s", message)
         self.apply_sizes(run, self.sizes)
         if not split:
             from fastloop.checks import batch_norm  # imports torch

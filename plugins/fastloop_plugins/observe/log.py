@@ -173,5 +173,5 @@ class Log(Plugin):
     def warn_once(self, path: Path, error: OSError) -> None:
         """Log the first file that cannot be written."""
         if not self.lost:
-            logger.warning("log: %s cannot be written: %s. Lines may be lost", path, error)
+            self.log.warning("%s cannot be written: %s. Lines may be lost", path, error)
         self.lost = True

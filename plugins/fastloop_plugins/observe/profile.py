@@ -11,7 +11,6 @@ pytorch.org/memory_viz.
 
 from __future__ import annotations
 
-import logging
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     from fastloop import Run
 
-logger = logging.getLogger("fastloop")
 
 ROWS = 60
 """Rows in the table of operations."""
@@ -80,9 +78,7 @@ class Profile(Plugin):
     def after_fit(self, run: Run) -> None:
         self.open.close()
         if not self.written:
-            logger.warning(
-                "profile: training ended after %d steps, before any step was recorded: lower wait", run.state.step
-            )
+            self.log.warning("training ended after %d steps, before any step was recorded: lower wait", run.state.step)
 
     @hookimpl
     def teardown(self) -> None:
@@ -101,4 +97,4 @@ class Profile(Plugin):
         if self.history:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"{self.prefix}.memory.pickle"))  # type: ignore[no-untyped-call]
         self.written += 1
-        logger.info("profile: %d steps written to %s", self.active, self.folder)
+        self.log.info("%d steps written to %s", self.active, self.folder)

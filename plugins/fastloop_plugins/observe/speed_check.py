@@ -140,9 +140,7 @@ class SpeedCheck(Plugin):
             return
         speedup = profile.seconds / max(profile.seconds - estimate.seconds, 0.1 * profile.seconds)
         if speedup >= WORTH:
-            logger.warning(
-                "speed-check: %s --with %s, estimated %.1fx (fastloop profile shows more)", estimate.why, name, speedup
-            )
+            self.log.warning("%s --with %s, estimated %.1fx (fastloop profile shows more)", estimate.why, name, speedup)
 
 
 def multiplications(model: nn.Module) -> float:

@@ -163,7 +163,7 @@ class Trackers(Plugin):
         for started in self.started:
             if not started.log_rows(name, rows, step) and (started.name, name) not in self.without_tables:
                 self.without_tables.add((started.name, name))
-                logger.info("trackers: %s has no tables, so it does not get the rows of %r", started.name, name)
+                self.log.info("%s has no tables, so it does not get the rows of %r", started.name, name)
 
     @hookimpl(trylast=True)
     def write_summary(self, run: Run, summary: dict[str, Any]) -> None:

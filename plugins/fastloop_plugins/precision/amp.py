@@ -14,7 +14,6 @@ bf16, little is left to gain from it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,7 +39,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
 
-logger = logging.getLogger("fastloop")
 
 CPU_CALL_SECONDS = 3e-4
 """For estimates: seconds that a matrix product on a CPU takes longer in bf16, apart from its arithmetic. It casts its
@@ -127,7 +125,7 @@ class Amp(Plugin):
 
         machine = this_machine(recipe.train.device)
         self.precision = next((dtype for dtype in ("bf16", "fp16") if dtype in machine.dtypes), "no")
-        logger.info("amp: dtype auto is %s on %s (%s)", self.precision, machine.device, machine.name)
+        self.log.info("dtype auto is %s on %s (%s)", self.precision, machine.device, machine.name)
 
     @hookimpl
     def configure(self) -> dict[str, Any]:

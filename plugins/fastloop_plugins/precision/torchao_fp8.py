@@ -12,7 +12,6 @@ slower.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fastloop import Run
-
-logger = logging.getLogger("fastloop")
 
 
 class TorchaoFp8(Plugin):
@@ -69,12 +66,11 @@ class TorchaoFp8(Plugin):
         padded = replace(Float8LinearConfig.from_recipe_name(self.recipe), pad_inner_dim=True)
         convert_to_float8_training(model, module_filter_fn=suits, config=padded)
         if not converted:
-            logger.warning(
-                "torchao-fp8: no linear layer has sizes that are multiples of 16, of %d or more: the model stays as "
-                "it is",
+            self.log.warning(
+                "no linear layer has sizes that are multiples of 16, of %d or more: the model stays as it is",
                 self.min_features,
             )
             return
-        logger.info("torchao-fp8: %d linear layers, %s", len(converted), self.recipe)
+        self.log.info("%d linear layers, %s", len(converted), self.recipe)
         if "compile" not in run.plugins.names():
-            logger.warning("torchao-fp8: without the plugin compile, casting to fp8 may take longer than fp8 saves")
+            self.log.warning("without the plugin compile, casting to fp8 may take longer than fp8 saves")

@@ -15,7 +15,6 @@ al., "The Llama 3 Herd of Models", 2024, section 3.3.2.
 
 from __future__ import annotations
 
-import logging
 from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from fastloop_plugins.strategies._context_attention import SequenceSlices
     from fastloop_plugins.strategies._memory_context import ContextShare
 
-logger = logging.getLogger("fastloop")
 OWN = "it computes attention over the processes itself."
 IGNORED = -100
 """Target of a token without a loss."""
@@ -89,7 +87,7 @@ class ContextParallel(Plugin):
 
         where = f"{run.recipe.where}: plugins.context-parallel"
         if run.world_size == 1:
-            logger.info("context-parallel: one process, so there is nothing to divide")
+            self.log.info("one process, so there is nothing to divide")
             return
         found = with_loss(model)
         if found is None or not getattr(found, "_supports_sdpa", False):

@@ -18,7 +18,6 @@ them. fp16 has smaller errors, but overflows.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
     from fastloop_plugins.strategies._memory_layout import Layout
-
-logger = logging.getLogger("fastloop")
 
 
 class DDP(TimedStrategy):
@@ -88,7 +85,7 @@ class DDP(TimedStrategy):
     def check_recipe(self, recipe: Recipe, plugins: PluginSet) -> None:
         reason = plugins.reasons.get(self.name, "")
         if reason.startswith("on by default"):
-            logger.info("ddp: %s, and the recipe lists no strategy. --without ddp leaves it out", reason)
+            self.log.info("%s, and the recipe lists no strategy. --without ddp leaves it out", reason)
 
     @hookimpl
     def configure(self) -> dict[str, Any]:
@@ -124,7 +121,7 @@ class DDP(TimedStrategy):
     @hookimpl
     def check_run(self, run: Run) -> None:
         if run.world_size == 1:
-            logger.info("ddp: one process, so there are no gradients to average")
+            self.log.info("one process, so there are no gradients to average")
         elif self.static_graph and run.settings.split is not None:
             splitter = run.settings.writers["split"]
             raise PluginError(

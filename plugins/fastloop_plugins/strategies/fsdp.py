@@ -19,7 +19,6 @@ shards, are refused. Any number of processes can read the sharded checkpoint. Me
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -40,8 +39,6 @@ if TYPE_CHECKING:
     from fastloop import Run
     from fastloop.recipe import Recipe
     from fastloop_plugins.strategies._memory_layout import Layout
-
-logger = logging.getLogger("fastloop")
 
 
 class FSDP(DividingStrategy):
@@ -148,7 +145,7 @@ class FSDP(DividingStrategy):
                 f"{run.recipe.where}: plugins.fsdp: works in fp32 and bf16; the recipe's precision is {precision!r}."
             )
         if not torch.distributed.is_initialized():
-            logger.info("fsdp: one process, so there is nothing to shard")
+            self.log.info("one process, so there is nothing to shard")
             return
         refuse_scalars(model, f"{run.recipe.where}: plugins.fsdp")
         dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -167,8 +164,8 @@ class FSDP(DividingStrategy):
         blocks = transformer_blocks(model, self.blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         blocks = [block for block in blocks if block is not model]  # it is sharded anyway
         if not blocks:
-            logger.warning(
-                "fsdp: %s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__
+            self.log.warning(
+                "%s has no list of repeated blocks: it is gathered all at once. Set blocks.", type(model).__name__
             )
         refuse_ties(model, blocks, f"{run.recipe.where}: plugins.fsdp.blocks")
         if precision == given == "bf16" and run.device.type == "cpu":

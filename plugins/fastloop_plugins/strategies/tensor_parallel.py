@@ -14,7 +14,6 @@ checkpoint. Method: Shoeybi et al., "Megatron-LM", 2019.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop_plugins.strategies._memory_layout import Layout
-
-logger = logging.getLogger("fastloop")
 
 
 class TensorParallel(DividingStrategy):
@@ -69,7 +66,7 @@ class TensorParallel(DividingStrategy):
         from torch.distributed.device_mesh import init_device_mesh
 
         if run.world_size == 1:
-            logger.info("tensor-parallel: one process, so there is nothing to divide")
+            self.log.info("one process, so there is nothing to divide")
             return
         mesh = init_device_mesh(run.device.type, (run.world_size,))
         self.group = TensorGroup(run, model, mesh, f"{run.recipe.where}: plugins.{self.name}")

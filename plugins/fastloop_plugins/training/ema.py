@@ -19,7 +19,6 @@ before the export.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
     from fastloop import Run
 
-logger = logging.getLogger("fastloop")
 AVERAGED = "averaged"
 """``State.model_weights`` while the model has the averages."""
 
@@ -114,7 +112,7 @@ class EMA(Plugin):
         from fastloop_plugins.training._batch_statistics import estimated
 
         if not self.updates:
-            logger.warning("ema: training ended before the first update: the trained weights are used")
+            self.log.warning("training ended before the first update: the trained weights are used")
             return
         self.exchange()
         self.final = True  # from here on, the model has the averaged weights

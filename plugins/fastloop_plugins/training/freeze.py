@@ -10,17 +10,12 @@ updates its statistics.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING
 
-from fastloop import Plugin, RecipeError, hookimpl, option
+from fastloop import Plugin, hookimpl, option
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from fastloop import Run
-
-log = logging.getLogger("fastloop")
 
 
 class Freeze(Plugin):
@@ -34,18 +29,16 @@ class Freeze(Plugin):
     match: str | list[str] = option("Pattern of parameter names, such as embeddings.*, or a list of them.")
 
     @hookimpl
-    def before_prepare(self, run: Run, model: nn.Module) -> None:
+    def before_prepare(self, model: nn.Module) -> None:
         from fastloop_plugins.training._patterns import matching, parameters_by_name
 
-        where, match = f"{run.recipe.where}: plugins.freeze.match", self.match
         parameters = parameters_by_name(model)
-        for pattern in [match] if isinstance(match, str) else match:
-            for name in matching(pattern, parameters, where):
+        patterns = [self.match] if isinstance(self.match, str) else self.match
+        for pattern in patterns:
+            for name in matching(pattern, parameters, f"{self.where}.match"):
                 parameters[name].requires_grad_(False)
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in parameters.values()]
         trained, total = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
         if not trained:
-            raise RecipeError(f"{where}: {match!r} freezes every parameter that is trained. Leave one out.")
-        log.info(
-            "freeze: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
-        )
+            raise self.error("match", f"{self.match!r} freezes every parameter that is trained. Leave one out.")
+        self.log.info("%s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)

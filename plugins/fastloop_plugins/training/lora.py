@@ -32,7 +32,6 @@ Finetuning of Quantized LLMs", 2023.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,8 +52,6 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
-
-logger = logging.getLogger("fastloop")
 
 
 def quantizes(plugin: Any) -> bool:
@@ -130,11 +127,9 @@ class LoRA(LoRAOptions):
             )
         if names := tied_and_adapted(wrapped):
             check_untied(model, names, where)
-            logger.info("lora: the exported model has a weight of its own for each tied layer: %s", ", ".join(names))
+            self.log.info("the exported model has a weight of its own for each tied layer: %s", ", ".join(names))
         trained, total = wrapped.get_nb_trainable_parameters()
-        logger.info(
-            "lora: %s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total
-        )
+        self.log.info("%s of %s parameters are trained (%.2f%%)", f"{trained:,}", f"{total:,}", 100 * trained / total)
         return wrapped
 
     @hookimpl(wrapper=True)

@@ -21,7 +21,6 @@ optimizer; a later entry overrides an earlier one. Schedules multiply the rate o
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
 
     from fastloop import Run
     from fastloop.recipe import Recipe
-
-log = logging.getLogger("fastloop")
 
 
 @dataclass(kw_only=True)
@@ -155,7 +152,7 @@ class ParameterGroups(Plugin):
                 if parameters:
                     optimizer.add_param_group({**group, **own, "params": parameters})
                     values = ", ".join(f"{key} {value}" for key, value in sorted(own.items())) or "train's values"
-                    log.info("parameter-groups: %d parameters with %s", len(parameters), values)
+                    self.log.info("%d parameters with %s", len(parameters), values)
 
 
 def biases_and_norms(model: nn.Module) -> Iterator[nn.Parameter]:

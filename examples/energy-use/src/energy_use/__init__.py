@@ -66,7 +66,7 @@ class EnergyUse(Plugin):
             self.found["gpu_busy"] = self.gpu.busy
         counted = ", ".join(f"{value:.0f} J by the {name}" for name, value in joules.items())
         counted = counted or f"no energy counter can be read here ({self.rapl.why})"
-        logger.info("energy-use: %.1f s, %.1f CPU seconds, %s", seconds, spent, counted)
+        self.log.info("%.1f s, %.1f CPU seconds, %s", seconds, spent, counted)
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:

@@ -11,7 +11,6 @@ Brock et al., "FreezeOut: Accelerate Training by Progressively Freezing Layers",
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,6 @@ from fastloop.errors import did_you_mean
 if TYPE_CHECKING:
     from fastloop import Run
     from torch import nn
-
-logger = logging.getLogger("fastloop")
 
 
 class LayerFreezing(Plugin):
@@ -61,8 +58,8 @@ class LayerFreezing(Plugin):
         self.blocks = self.find_layers(run.unwrap_model(), where)
         self.most = int(self.share * len(self.blocks) + 1e-9)  # 0.29 x 100 is a little less than 29
         if not self.most:
-            logger.warning(
-                "layer-freezing: nothing to freeze: share %g of the %d layers found in %s is none",
+            self.log.warning(
+                "nothing to freeze: share %g of the %d layers found in %s is none",
                 self.share,
                 len(self.blocks),
                 type(run.unwrap_model()).__name__,
@@ -79,9 +76,7 @@ class LayerFreezing(Plugin):
             weight.requires_grad_(False)
             weight.grad = None
         self.frozen = due
-        logger.info(
-            "layer-freezing: step %d: the first %d of %d layers are frozen", run.state.step, due, len(self.blocks)
-        )
+        self.log.info("step %d: the first %d of %d layers are frozen", run.state.step, due, len(self.blocks))
 
     @hookimpl
     def after_backward(self, run: Run) -> None:

@@ -11,7 +11,6 @@ later.
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,7 +21,6 @@ from fastloop_plugins.toolkit import ForeignLoad, cores, processors
 if TYPE_CHECKING:
     from fastloop import Machine, Recipe, Run, StepProfile
 
-logger = logging.getLogger("fastloop")
 
 WINDOW = 0.2
 """Seconds for which ``wait: auto`` measures other programs. The system counts processor time in steps of 0.01 s."""
@@ -96,8 +94,8 @@ class CpuAffinity(Plugin):
         quota = max(1, len(share) * cores() // len(pinned))
         torch.set_num_threads(self.count or quota)
         if not self.denormals and not torch.set_flush_denormal(True):
-            logger.warning("cpu-affinity: this processor cannot flush denormal numbers to zero")
-        logger.info("cpu-affinity: %d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
+            self.log.warning("this processor cannot flush denormal numbers to zero")
+        self.log.info("%d threads on cores %s", torch.get_num_threads(), ", ".join(map(str, share)))
 
     @hookimpl
     def write_summary(self, summary: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ breaks its graph at each mask.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from fastloop import Machine, Recipe, Run, StepProfile
     from torch import Tensor, nn
 
-logger = logging.getLogger("fastloop")
 
 NAME = "fast_dropout"
 """Name of the attention in transformers' registry."""
@@ -70,9 +68,7 @@ class FastDropout(Plugin):
         from fastloop_cpu._fast_dropout import BLOCKED, use
 
         if run.device.type != "cpu":
-            logger.warning(
-                "fast-dropout: this run is on %s, where dropout is cheap: the plugin does nothing", run.device.type
-            )
+            self.log.warning("this run is on %s, where dropout is cheap: the plugin does nothing", run.device.type)
             return
         found = [module for module in model.modules() if type(module) is nn.Dropout]
         for module in found:
@@ -81,7 +77,7 @@ class FastDropout(Plugin):
         usual = getattr(config, "_attn_implementation", None) in ("sdpa", "eager", BLOCKED)
         attention = usual and use(model, NAME, drops=True)
         if not found and not attention:
-            logger.warning("fast-dropout: %s has no dropout: there is nothing to replace", type(model).__name__)
+            self.log.warning("%s has no dropout: there is nothing to replace", type(model).__name__)
 
 
 def drop(module: nn.Dropout, torchs: Any, tensor: Tensor) -> Tensor:

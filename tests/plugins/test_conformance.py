@@ -92,6 +92,7 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "deepspeed": {"refuses": ("one process",)},  # it needs a launcher
     "cls-last-layer": {"task": TEXTS},
     "fused-loss": {"task": LANGUAGE, "options": {"chunk_tokens": 16}},
+    "target-logits": {"task": LANGUAGE},
     "freeze": {"options": {"match": "*.bias"}},
     "length-bucketing": {"task": TEXTS, "options": {"window": 2}},
     "liger": {"task": LANGUAGE, "device": "auto"},

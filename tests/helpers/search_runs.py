@@ -1,4 +1,4 @@
-"""A model, data and a recipe for tests of ``fastloop search``."""
+"""A model, data and a recipe for tests of ``fastloop sweep --trials``."""
 
 from __future__ import annotations
 

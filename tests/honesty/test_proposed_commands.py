@@ -734,8 +734,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "report/read.py fastloop evaluate",
         "scale/model.py --without",
         "scale/model.py fastloop plan",
-        "search/command.py fastloop search",
-        "search/study.py fastloop search",
+        "sweep/study.py fastloop sweep",
         "trials/record.py fastloop sweep",
         "chat/tokens.py data.max_length=",
         "streaming/dataset.py data.label_type=",
@@ -774,10 +773,10 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "bench/command.py fastloop report",
         "observe/speed_check.py --with",
         "observe/speed_check.py fastloop profile",
-        "search/command.py fastloop report",
-        "search/command.py output=",
-        "search/command.py train.batch_size=",
-        "search/command.py train.lr=",
+        "sweep/search.py fastloop report",
+        "sweep/search.py output=",
+        "sweep/search.py train.batch_size=",
+        "sweep/search.py train.lr=",
     ),
     "the hub, or weights of torchvision and timm, which need a network": (
         "fastloop_migrate/keys.py fastloop export",
@@ -835,7 +834,7 @@ def test_a_proposal_works(name: str, cli: Any, monkeypatch: pytest.MonkeyPatch) 
 
 # -- the sources -------------------------------------------------------------------------------------------------------
 
-COMMANDS = "bench|evaluate|export|import|new|plan|plugins|predict|profile|report|schema|search|sweep|train"
+COMMANDS = "bench|evaluate|export|import|new|plan|plugins|predict|profile|report|schema|sweep|train"
 PROPOSAL = re.compile(
     r"(?:data|train|model|plugins)(?:\.(?:[a-z_-]+|\{\}))+=|(?<![\w-])--(?:with|without|resume|split|checkpoint|nproc)\b"
     rf"|fastloop (?:{COMMANDS})\b|(?<=[ `(])output="

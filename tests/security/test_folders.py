@@ -160,8 +160,14 @@ FOLDERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "the joined predictions": ("out.csv.parts/joined", ("predict", "run", "a text", "--out", "out.csv")),
     "the results of a sweep": ("runs/sweep.json", ("sweep", "recipe.yaml", "train.lr=1,2", "output=runs", "--resume")),
     "a run of a sweep": ("runs/lr-1", ("sweep", "recipe.yaml", "train.lr=1,2", "output=runs", "--resume")),
-    "the results of a search": ("runs/sweep.json", ("search", "recipe.yaml", "train.lr=1..2", "output=runs")),
-    "the database of a search": ("runs/study.db", ("search", "recipe.yaml", "train.lr=1..2", "output=runs")),
+    "the results of a search": (
+        "runs/sweep.json",
+        ("sweep", "recipe.yaml", "train.lr=1..2", "--trials", "20", "output=runs"),
+    ),
+    "the database of a search": (
+        "runs/study.db",
+        ("sweep", "recipe.yaml", "train.lr=1..2", "--trials", "20", "output=runs"),
+    ),
     "the trace of a profile": ("runs/rank0.trace.json", ("profile", "recipe.yaml", "--output", "runs")),
     "a file of a new package": ("runs/pyproject.toml", ("new", "plugin", "other", "--folder", "runs")),
 }

@@ -1,4 +1,4 @@
-"""`fastloop search` with a database and a sweep.json that others changed: refused in one line, or without effect."""
+"""`sweep --trials` with a database and a sweep.json that others changed: refused in one line, or without effect."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import yaml
 from search_runs import CODE, RECIPE
 
-COMMAND = ("search", "recipe.yaml", "train.lr=1e-4..1e-1", "--trials", "1", "--without", "progress")
+COMMAND = ("sweep", "recipe.yaml", "train.lr=1e-4..1e-1", "--trials", "1", "--without", "progress")
 Attack = Callable[[Path], Any]
 
 

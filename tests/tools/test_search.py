@@ -1,4 +1,4 @@
-"""`fastloop search`: trials of Optuna, by workers that share a SQLite file and may be killed."""
+"""`fastloop sweep --trials`: trials of Optuna, by workers that share a SQLite file and may be killed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from search_runs import CODE, RECIPE
 
 from fastloop.errors import UsageError
 from fastloop_tools.report.read import read
-from fastloop_tools.search.space import parse
+from fastloop_tools.sweep.space import parse
 
-COMMAND = ("search", "recipe.yaml", "train.lr=1e-4..1e-1", "--storage", "sqlite:///study.db", "--without", "progress")
+SEARCH = ("sweep", "recipe.yaml", "--trials", "20", "--without", "progress")
+COMMAND = (*SEARCH, "train.lr=1e-4..1e-1", "--storage", "sqlite:///study.db")
 
 
 @pytest.fixture(autouse=True)
@@ -113,6 +114,8 @@ def test_a_wrong_range_is_refused(item, message):
     ("arguments", "message"),
     [
         ((), "there is nothing to search"),
+        (("train.lr=1..2", "--folds", "2"), "--trials and --folds exclude each other"),
+        (("train.lr=1..2", "--resume"), "--trials and --resume exclude each other"),
         (("train.lrr=1e-5..1e-3",), "Did you mean 'lr'?"),
         (("plugins.checkpoint-best.keep=1..2",), "keep"),
         (("train.epochs=1.0..2.5",), "train.epochs"),
@@ -127,7 +130,7 @@ def test_a_wrong_range_is_refused(item, message):
     ],
 )
 def test_a_wrong_command_line_is_explained_before_the_first_trial(cli, arguments, message):
-    code, out, err = cli("search", "recipe.yaml", *arguments)
+    code, out, err = cli(*SEARCH, *arguments)
     assert code == 2
     assert message in err
     assert "open-sesame" not in out + err
@@ -206,7 +209,7 @@ def test_the_direction_of_a_search_is_that_of_the_metric_and_not_of_its_name(met
 @pytest.mark.slow
 def test_a_run_that_fails_counts_and_the_same_values_are_not_trained_twice():
     done = fastloop(
-        "search", "recipe.yaml", "model.arguments.width=4,13", "--trials", "4", "--seeds", "2", "--without", "progress"
+        "sweep", "recipe.yaml", "model.arguments.width=4,13", "--trials", "4", "--seeds", "2", "--without", "progress"
     )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "failed: exit code 1, before training" in done.stdout

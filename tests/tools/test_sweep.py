@@ -419,3 +419,17 @@ def test_sweeps_with_one_url_keep_their_runs_apart():
     again = fastloop("sweep", "recipe.yaml", "--seeds", "1", "output=another/run")
     assert again.returncode == 1
     assert "run/seed-123 holds a run already" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train.lr=1e-5..1e-3",), "train.lr=1e-5..1e-3: a range has no grid. Give --trials N"),
+        (("train.lr=1,2", "--storage", "sqlite:///study.db"), "--storage: it is for workers"),
+        (("train.lr=1,2", "--heartbeat", "9"), "--heartbeat: it is for workers"),
+    ],
+)
+def test_what_needs_trials_is_refused_without_them(cli, arguments, message):
+    code, _, err = cli("sweep", "recipe.yaml", *arguments)
+    assert code == 2
+    assert message in err

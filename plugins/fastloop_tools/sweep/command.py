@@ -1,4 +1,7 @@
-"""``fastloop sweep``: trains every point of a grid with several seeds, one after another, and compares results."""
+"""``fastloop sweep``: trains every point of a grid with several seeds, one after another, and compares results.
+
+With ``--trials``, Optuna chooses the points: see ``search``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,8 @@ Values = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=A,B...",
-        help="Overrides. A key with several values spans the grid. Quote a value with a comma, or put it in brackets.",
+        help="Overrides. A key with several values spans the grid. Quote a value with a comma, or put it in brackets. "
+        "With --trials, also ranges such as train.lr=1e-5..1e-3.",
     ),
 ]
 
@@ -32,9 +36,37 @@ def sweep(
             min=2, metavar="K", help="Cross-validate: train each point K times, each with another fold as validation."
         ),
     ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Let Optuna choose N points, over all workers, instead of the whole grid."
+        ),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="With --trials: the database that workers share, such as sqlite:///study.db [default: "
+            "OUTPUT/study.db].",
+        ),
+    ] = None,
+    heartbeat: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="With --trials: time between two heartbeats of a trial [default: 60]. After twice this time, it is "
+            "lost.",
+        ),
+    ] = None,
     monitor: Annotated[
-        str, typer.Option(metavar="METRIC", help="The metric of the validation split to compare.")
-    ] = "loss",
+        str | None,
+        typer.Option(
+            metavar="METRIC",
+            help="The metric of the validation split to compare [default: loss; with --trials: that of "
+            "checkpoint-best or early-stopping, if the recipe lists one].",
+        ),
+    ] = None,
     mode: Annotated[
         str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")
     ] = "auto",
@@ -49,14 +81,33 @@ def sweep(
     the deviation of each point over the seeds and folds. It also has the differences to the best point for the same
     seeds and folds, with a 95% interval. A run that fails is recorded, and the sweep continues. Exit codes: 0 done; 1 a
     run failed; 2 usage error; 75 or 130 stopped, continue with --resume.
+
+    With --trials, Optuna chooses the points. Each trial is a training in a folder of the output folder. To use more
+    workers, on this machine or others, start the same command again with the same --storage: the workers share the
+    trials. The output folders need the same name. The same command also continues a search that was stopped. A trial
+    whose worker is stopped or lost is replaced by another one.
     """
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.runtime.files import read_json_object
-    from fastloop_tools.sweep import grid
+    from fastloop_tools.sweep import grid, space
+    from fastloop_tools.sweep.search import search
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import Trials, command_line, stop
 
+    if trials is not None:
+        if folds is not None or resume:
+            option = "--resume" if resume else "--folds"
+            raise UsageError(f"--trials and {option} exclude each other. Leave one of the two out.")
+        search(recipe, values or [], trials, storage, monitor, mode, seeds, with_, without, nproc, heartbeat or 60)
+        return
+    for option, value in (("--storage", storage), ("--heartbeat", heartbeat)):
+        if value is not None:
+            raise UsageError(f"{option}: it is for workers that share trials. Give --trials N, too.")
+    for axis in space.parse(values or ())[0]:
+        if not axis.values:
+            raise UsageError(f"{axis.key}={axis.text}: a range has no grid. Give --trials N, or a list of values.")
+    monitor = monitor or "loss"
     parsed, added = grid.parse(values or ()), names(with_)
     options: dict[str, Any] = {"--with": added, "--without": names(without), "--seeds": seeds, "--folds": folds}
     options |= {"--monitor": monitor, "--mode": mode, "--nproc": nproc, "--resume": True}
@@ -66,8 +117,8 @@ def sweep(
             raise UsageError(f"{key}: --folds sets the options of the plugin 'folds', too. Leave one of the two out.")
         parsed.fixed.append(f"plugins.folds.of={folds}")
         added = [*added, "folds"]
-    trials = Trials(recipe, parsed.fixed, added, names(without), monitor, nproc)
-    base, folder = trials.base, trials.folder
+    shared = Trials(recipe, parsed.fixed, added, names(without), monitor, nproc)
+    base, folder = shared.base, shared.folder
     if not parsed.axes and seeds is None and folds is None:
         raise UsageError(
             "there is nothing to sweep. Expected a key with several values, such as train.lr=1e-5,3e-5, or --seeds N, "
@@ -78,10 +129,10 @@ def sweep(
     numbers = [None] if seeds is None else [base.train.seed + index for index in range(seeds)]
     runs = parsed.runs(numbers, range(folds) if folds is not None else (None,))
     for run in runs:  # a value that is wrong ends the sweep before the first run
-        trials.load(run.overrides)
+        shared.load(run.overrides)
     show_messages()
     origin = {"recipe": str(base.source), "base": base.to_dict()}
-    record = Record(folder, origin, runs, monitor, trials.known_mode(mode))
+    record = Record(folder, origin, runs, monitor, shared.known_mode(mode))
     record.start(resume, again)
     with signals.on_signals(signals.stop_now):
         for number, run in enumerate(runs, start=1):
@@ -89,14 +140,14 @@ def sweep(
                 typer.echo(f"run {number} of {len(runs)}: {' '.join(run.overrides)}")
                 run.status, run.reason = "running", None
                 record.write()
-                code = trials.train(run)
+                code = shared.train(run)
                 record.write()
                 if run.status == "stopped":
                     typer.echo(f"The sweep was stopped in run {number} of {len(runs)}. Continue it with: {again}")
                     raise stop(code)
-            trials.check_metric(run)
+            shared.check_metric(run)
             if record.mode is None and run.status == "finished":
-                record.mode = trials.read_mode(read_json_object(folder / run.name / "summary.json"))
+                record.mode = shared.read_mode(read_json_object(folder / run.name / "summary.json"))
                 record.write()
     record.show()
     failed = [run for run in runs if run.status == "failed"]

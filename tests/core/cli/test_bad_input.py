@@ -218,7 +218,7 @@ def test_a_file_that_is_no_recipe_is_explained(text, fragments, capsys, monkeypa
         (["export", "run", "--to", "merged"], ["--to: found 'merged', expected one of: safetensors, adapter, onnx."]),
         (["export", "run", "--to", "onx"], ["--to", "'onx'", "Did you mean 'onnx'?"]),
         (["sweep", "nope.yaml", "--mode", "mni"], ["--mode", "'mni'", "auto, min, max", "Did you mean 'min'?"]),
-        (["search", "nope.yaml", "--mode", "up"], ["--mode", "'up'", "auto, min, max"]),
+        (["sweep", "nope.yaml", "--trials", "2", "--mode", "up"], ["--mode", "'up'", "auto, min, max"]),
     ],
     ids=" ".join,
 )

@@ -1,4 +1,4 @@
-"""``fastloop search``: finds the best values of recipe keys with Optuna. Any number of workers share a database."""
+"""``fastloop sweep --trials``: finds the best values of recipe keys with Optuna, by workers that share a database."""
 
 from __future__ import annotations
 
@@ -7,68 +7,39 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from fastloop.cli.arguments import RecipeName, With, Without, choice, names
+from fastloop.cli.arguments import names
 from fastloop.distributed import signals
 
 if TYPE_CHECKING:
     from fastloop import MetricMode
     from fastloop_tools.trials.runs import Trials
 
-Values = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="KEY=RANGE...",
-        help="Ranges (train.lr=1e-5..1e-3, plugins.lora.r=4..16) and lists (plugins.lora.r=4,8), and other overrides.",
-    ),
-]
-
 
 def search(
-    recipe: RecipeName,
-    values: Values = None,
-    trials: Annotated[int, typer.Option(min=1, metavar="N", help="Trials of the search, over all workers.")] = 20,
-    storage: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="The database that the workers share, such as sqlite:///study.db. Default: OUTPUT/study.db.",
-        ),
-    ] = None,
-    monitor: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METRIC",
-            help="The metric of the validation split to optimize. Default: that of checkpoint-best or early-stopping, "
-            "else loss.",
-        ),
-    ] = None,
-    mode: Annotated[
-        str, choice("--mode", ("auto", "min", "max"), "Whether a lower or a higher value is better.")
-    ] = "auto",
-    seeds: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Train each trial with N seeds, from train.seed on.")
-    ] = None,
-    with_: With = None,
-    without: Without = None,
-    nproc: Annotated[int, typer.Option(min=1, metavar="N", help="Start N processes for each run.")] = 1,
-    heartbeat: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="SECONDS", help="Time between two heartbeats of a trial. After twice this time, it is lost."
-        ),
-    ] = 60,
+    recipe: str,
+    values: list[str],
+    count: int,
+    storage: str | None,
+    monitor: str | None,
+    mode: str,
+    seeds: int | None,
+    with_: list[str] | None,
+    without: list[str] | None,
+    nproc: int,
+    heartbeat: int,
 ) -> None:
-    """Search the best values of keys with Optuna.
+    """Search the best values of keys with Optuna: ``fastloop sweep --trials``. The arguments are those of the command.
 
-    Each trial is a training in a folder of the output folder. To use more workers, on this machine or others, start the
-    same command again with the same --storage: the workers share the trials. The output folders need the same name. The
-    same command also continues a search that was stopped. A trial whose worker is stopped or lost is replaced by
-    another one. A trial that fails is recorded, and the search continues. Exit codes: 0 done; 1 a trial failed; 2 usage
-    error; 75 or 130 stopped.
+    Args:
+        count: Trials of the search, over all workers.
+
+    Raises:
+        UsageError: The command line is wrong, Optuna is not installed, or the study belongs to another search.
+        typer.Exit: With the exit code.
     """
     try:
         import optuna  # noqa: F401
@@ -76,17 +47,17 @@ def search(
         from fastloop.errors import UsageError
 
         raise UsageError(
-            "fastloop search: Optuna is not installed. Install it: pip install 'fastloop-train[optuna]'"
+            "--trials: Optuna is not installed. Install it: pip install 'fastloop-train[optuna]'"
         ) from None
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.metric_modes import direction
     from fastloop.plugins.resolve import resolve
     from fastloop.recipe import secrets
-    from fastloop_tools.search import space
-    from fastloop_tools.search.study import collect, open_study, read_runs, storage_errors
-    from fastloop_tools.search.worker import Worker
     from fastloop_tools.shared.tables import show_table
+    from fastloop_tools.sweep import space
+    from fastloop_tools.sweep.study import collect, open_study, read_runs, storage_errors
+    from fastloop_tools.sweep.worker import Worker
     from fastloop_tools.trials.record import Record
     from fastloop_tools.trials.runs import Trials, monitored
 
@@ -132,7 +103,7 @@ def search(
         write()  # an error of the study comes before the first line
         for axis in axes:
             typer.echo(secrets.hide(axis.describe()))
-        Worker(study, axes, numbers, trials, shared, write).work()
+        Worker(study, axes, numbers, count, shared, write).work()
         write()
         rows = collect(study)
     cells = [[str(row.number), row.shown, secrets.hide(" ".join(row.overrides))] for row in rows]

@@ -13,8 +13,8 @@ import optuna
 import typer
 from optuna.trial import TrialState
 
-from fastloop_tools.search.space import Axis
-from fastloop_tools.search.study import ERROR, RUNS, WORKER, counts, fail_lost_trials, read_trials
+from fastloop_tools.sweep.space import Axis
+from fastloop_tools.sweep.study import ERROR, RUNS, WORKER, counts, fail_lost_trials, read_trials
 from fastloop_tools.trials.runs import TrialRun, Trials, stop
 
 POLL_SECONDS = 1.0

@@ -60,8 +60,8 @@ def open_study(url: str, name: str, mode: MetricMode, origin: Mapping[str, Any],
         if ORIGIN not in study.user_attrs:
             if read_trials(study):
                 raise UsageError(
-                    f"--storage: the study {name!r} was not made by `fastloop search`. Set another output or another "
-                    "storage."
+                    f"--storage: the study {name!r} was not made by `fastloop sweep --trials`. Set another "
+                    "output or another storage."
                 )
             study.set_user_attr(ORIGIN, origin)
         check_origin(name, study.user_attrs[ORIGIN], origin)

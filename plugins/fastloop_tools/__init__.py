@@ -1,7 +1,7 @@
 """Commands that use the core: one folder a command, whose options are in the file that its entry point names.
 
 bench, profile            # measure a recipe, its plugins and its steps
-sweep, search             # train a recipe with several values of keys
+sweep                     # train a recipe with several values of keys
 plan                      # shows what would run; its parts: ``samples``, ``scale`` (memory), ``untrusted`` (code)
 inference                 # ``evaluate`` and ``predict``
 export, report, new       # write a model, a page about runs, or a package

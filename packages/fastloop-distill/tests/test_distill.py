@@ -28,7 +28,7 @@ class Watch(Plugin):
     def before_fit(self, run):
         self.optimized = {id(weight) for group in run.optimizer.param_groups for weight in group["params"]}
         self.weights = {name: weight.clone() for name, weight in run.unwrap_model().state_dict().items()}
-        self.teacher = next(plugin for plugin in run.plugins if plugin.name == "distill").teacher.model
+        self.teacher = next(plugin for plugin in run.plugins if plugin.name == "distill").teacher_model.model
         self.teacher.register_forward_hook(lambda *_: self.count())
 
     def count(self):

@@ -137,7 +137,7 @@ def test_recipes_that_it_cannot_train_are_refused_by_name(tmp_path):
         "negative": ({"loss": "cosine"}, SCORED | {"negative": "negative"}, {}, "data.negative: the loss cosine"),
         "classes": ({"loss": "cosine"}, SCORED | {"label_type": "class"}, {}, "label_type: found class, expected numb"),
         "dims": ({"dims": [8, 17]}, {}, {}, "dims: found 17, and vectors of the model have 16 numbers"),
-        "no dims": ({"dims": [0]}, {}, {}, "dims: found 0 (int) (should be greater than or equal to 1)"),
+        "no dims": ({"dims": [0]}, {}, {}, "dims: found 0 (int) (should be greater than 0)"),
         "no folder": ({}, {"beir": "nowhere"}, {}, "nowhere/corpus.jsonl is missing. Expected a folder as BEIR"),
         "one text": (
             {},

@@ -36,7 +36,7 @@ class Checked(Embedding):
         rows = [self.cached.rows(self.vectors(run.model, batch.inputs)) for batch in batches]
         weights = [weight for weight in run.model.parameters() if weight.requires_grad]
         keys = torch.cat([self.cached.row_keys(batch.inputs) for batch in batches])
-        return torch.autograd.grad(self.loss(torch.cat(rows).unbind(1), None, keys), weights)
+        return torch.autograd.grad(self.batch_loss(torch.cat(rows).unbind(1), None, keys), weights)
 
     @hookimpl
     def after_backward(self, run):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from world_rows import ROWS, Group
+from world_rows import Group
 from world_runs import Ended
 
 from fastloop.plugins.installed import load
@@ -28,7 +28,6 @@ MEASURED = (
     "samples_per_second",
     "save_seconds",
     "startup_seconds",
-    "threads",
     "tokens_per_second",
     "train_seconds",
     "upload",
@@ -73,10 +72,10 @@ uses them. AdamW changes a weight by up to ``lr``, 0.01, whatever the size of it
 
 def tolerance(group: Group, strategy: str) -> Tolerance:
     """How far a run of a group under a strategy may differ from one process."""
-    if strategy != "ddp":
-        rounds = any(load(name).numerics == "reduced-precision" for name in group.plugins)
-        return ROUNDED_WEIGHTS if rounds or group.task == "wide" else ORDER_OF_SUMS
-    return ORDER_OF_SUMS if any(ROWS[name].rounds for name in group.plugins) else EXACT
+    if strategy == "ddp":
+        return EXACT
+    rounds = any(load(name).numerics == "reduced-precision" for name in group.plugins)
+    return ROUNDED_WEIGHTS if rounds or group.task == "wide" else ORDER_OF_SUMS
 
 
 def differences(ours: Ended, expected: Ended, allowed: Tolerance) -> list[str]:

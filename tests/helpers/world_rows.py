@@ -118,7 +118,6 @@ class Row:
         strategies: Names in ``STRATEGIES`` that it is trained under. Pairs are trained under ``ddp`` and ``fsdp``.
         refuses: Plugin -> why no recipe has both, where neither declares it. Also of strategies.
         is_slow: Pair it on its own task only.
-        rounds: Why it sums in another order in one process than in two, under ``ddp``; empty: it does not.
     """
 
     task: str = "vectors"
@@ -127,7 +126,6 @@ class Row:
     strategies: Sequence[str] = ("ddp", "fsdp")
     refuses: Mapping[str, str] = field(default_factory=dict)
     is_slow: bool = False
-    rounds: str = ""
 
 
 ROWS: Mapping[str, Row] = {
@@ -143,7 +141,7 @@ ROWS: Mapping[str, Row] = {
     "checkpoint-best": Row(options={"monitor": "loss"}),
     "cls-last-layer": Row(task="texts"),
     "compile": Row(options={"backend": "aot_eager", "cache": False}, is_slow=True),
-    "cpu-affinity": Row(options={"denormals": False}, rounds="a process alone computes with the threads of all cores"),
+    "cpu-affinity": Row(options={"count": 1}),
     "cpu-attention": Row(task="wide"),
     "cpu-layers": Row(task="wide"),
     "curriculum": Row(task="texts", refuses={"length-bucketing": "both order the samples"}),

@@ -175,6 +175,7 @@ ROWS: Mapping[str, Row] = {
     "seq2seq": Row(task="dates"),
     "skip-unreadable": Row(),
     "speed-check": Row(),
+    "target-logits": Row(task="language"),
     "tensorboard": Row(),
     "text-classification": Row(task="texts"),
     "token-cache": Row(task="texts", options={"folder": "tokens"}),

@@ -58,8 +58,8 @@ READING = [
     Mutant(
         "text after a json document is ignored",
         f"{PLUGINS}/rows/json.py",
-        "if end < len(content):\n        end +=",
-        "if end < 0:\n        end +=",
+        "if end < len(content):\n        end = _after_space",
+        "if end < 0:\n        end = _after_space",
     ),
     Mutant(
         "held-out rows stay in train",

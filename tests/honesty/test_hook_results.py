@@ -23,6 +23,7 @@ NOT_CHECKED = ("teardown",)
 """Hooks whose results are ignored: an error at the end of a run would hide the run's own."""
 AT_LAUNCH = ("environment",)
 AFTER_AN_ERROR = ("recover",)
+OF_LOGGED_ROWS = ("log_rows",)
 IN_A_RESUMED_RUN = ("before_resume", "load_state")
 TO_PREDICT = ("build_prediction_data", "predict")
 NAN = float("nan")
@@ -46,6 +47,16 @@ class Fails(Plugin):
     def after_step(self, run: Any) -> None:
         if run.state.step == 2:
             raise ValueError("out of luck")
+
+
+class LogsRows(Plugin):
+    """Logs a row, so that ``log_rows`` is called."""
+
+    name = "logs-rows"
+
+    @hookimpl
+    def after_step(self, run: Any) -> None:
+        run.log_rows("samples", [{"a": 1}])
 
 
 class Saves(Plugin):
@@ -82,6 +93,8 @@ def train(tiny_run: Callable[..., Any], hook: str, plugin: Plugin) -> Any:
         return startup.environment(resolve(make_recipe({}), objects=[plugin]))
     if hook in AFTER_AN_ERROR:
         return tiny_run([plugin, Fails()], epochs=1)
+    if hook in OF_LOGGED_ROWS:
+        return tiny_run([plugin, LogsRows()], epochs=1)
     if hook in IN_A_RESUMED_RUN:
         return tiny_run([plugin], epochs=2, output="run", resume=True)
     return tiny_run([plugin], epochs=1)

@@ -480,7 +480,7 @@ CASES: dict[str, Case] = {
         {"COLUMN": "summary"},
     ),
     "target": Case(
-        ("text/task.py data.{}=",),
+        ("text/column_data.py data.{}=",),
         text(PAIRS, path="train.jsonl", model=T5, label=None, plugins=["seq2seq"]),
         (r"such as (data\.target=COLUMN)",),
         {"COLUMN": "summary"},
@@ -742,11 +742,19 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "testing/conformance.py fastloop plan",
         "new/job.py fastloop new",
     ),
+    "tests/tools/test_prepare.py trains on what is prepared, and gives data.streaming": (
+        "prepare/command.py --with",
+        "prepare/command.py fastloop train",
+        "prepare/data.py data.streaming=",
+    ),
     "tests/tools/test_inference_selection.py tries it": ("inference/target.py --without",),
     "several processes: tests/reliability and tests/plugins/strategies start them": (
         "fastloop_migrate/import_config.py --nproc",
         "cli/messages.py --resume",
         "cli/launch.py --resume",
+        "distributed/accelerator.py --nproc",
+        "distributed/ranks.py --nproc",
+        "distributed/ranks.py fastloop train",
         "cli/quick_checks.py --nproc",
         "data/_watched_loader.py --resume",
         "scale/command.py --nproc",

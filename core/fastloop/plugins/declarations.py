@@ -196,7 +196,7 @@ def check_declarations(plugin: Plugin, where: str) -> None:
             f"{where} declares the numerics {plugin.numerics!r}, which is no numerics class."
             f"{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
         )
-    if not hasattr(plugin, "where"):
+    if not hasattr(plugin, "_options"):
         raise PluginError(
             f"{where}: its __init__ does not call super().__init__(**options), which sets its options. Call it first."
         )

@@ -63,8 +63,8 @@ def sweep(
         str | None,
         typer.Option(
             metavar="METRIC",
-            help="The metric of the validation split to compare [default: loss; with --trials: that of "
-            "checkpoint-best or early-stopping, if the recipe lists one].",
+            help="The metric of the validation split to compare [default: loss; with --trials: that of a plugin of "
+            "the recipe that monitors one].",
         ),
     ] = None,
     mode: Annotated[

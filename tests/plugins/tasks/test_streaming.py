@@ -258,7 +258,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "offline": ({"files": None, "name": "somewhere"}, "data.name: 'somewhere' is not a local folder, and the hub"),
     "json": (
         {"files": {"train": "rows.json"}},
-        "rows.json: has no rows. Remove it from data.files.train",
+        "rows.json: cannot be streamed: it is one list",
     ),
     "twice": ({"files": {"train": ["rows.jsonl", "row*.jsonl"]}}, "data.files.train: .*rows.jsonl is listed twice"),
     "no column": ({"text": "txt"}, "there is no column 'txt', which data.text names"),

@@ -187,7 +187,7 @@ def test_balanced_weights_count_the_words_of_training():
     run = make(write_splits(), task={"loss": {"name": "focal", "class_weights": "balanced"}})
     tags = [tag for row in dispatches(**SPLITS)["train"] for tag in row["tags"]]
     expected = torch.tensor([len(tags) / (len(TAGS) * tags.count(tag)) for tag in TAGS])
-    torch.testing.assert_close(task_of(run).loss.weights, expected)
+    torch.testing.assert_close(task_of(run).criterion.weights, expected)
 
 
 # -- tags --------------------------------------------------------------------------------------------------------------

@@ -180,8 +180,8 @@ class ReviewTask(TextClassification):
     @hookimpl
     def check_recipe(self) -> None:
         """Sets the loss. There are no texts and no tokenizer to check."""
-        self.loss = ClassLoss("cross_entropy", "benchmark")
-        self.problem = make_problem("class", self.loss, None, "benchmark")
+        self.criterion = ClassLoss("cross_entropy", "benchmark")
+        self.problem = make_problem("class", self.criterion, None, "benchmark")
         self.text_model: Any = SimpleNamespace(tokenizer=SimpleNamespace(pad_token_id=PAD))
 
     @hookimpl

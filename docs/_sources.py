@@ -49,6 +49,8 @@ from fastloop_tools import toolkit as command_toolkit
 DOCS = Path(__file__).parent
 SCHEMA = STUB.parents[2] / "recipes" / "recipe.schema.json"
 PART = re.compile(r"(<!-- made: ([\w-]+) -->\n).*?(<!-- end: \2 -->)", re.DOTALL)
+CHECKOUT = STUB.parents[2]
+"""The folder of the code. The pages may be a copy elsewhere."""
 WHOLE = "<!-- {} -->\n"
 """First line of a page that is written whole."""
 
@@ -179,7 +181,7 @@ def plugin_page(name: str, cls: type[Plugin]) -> str:
     sections = " and ".join(f"[`{section}`](../recipe.md#{section})" for section in cls.sections)
     return "\n".join(
         [
-            WHOLE.format(Path(inspect.getfile(module)).relative_to(DOCS.parent).as_posix()),
+            WHOLE.format(Path(inspect.getfile(module)).relative_to(CHECKOUT).as_posix()),
             f"# {name}\n",
             f"{inspect.cleandoc(module.__doc__ or '')}\n",
             *(f"- {key}: {text}" for key, text in facts.items() if text),

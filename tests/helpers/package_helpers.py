@@ -129,7 +129,10 @@ class CleanVenv:
         self.python = Path(sysconfig.get_path("scripts", "venv", vars={"base": str(folder)}), "python")
         site = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(folder)}))
         others = [Path(path) for path in sys.path if path.endswith("-packages") and Path(path).is_dir()]
-        beside = [link_without_ours(other, folder / f"beside{index}") for index, other in enumerate(others)]
+        beside = [
+            link_without_ours(other, folder.with_name(f"beside{index}-{folder.name}"))
+            for index, other in enumerate(others)
+        ]
         (site / "beside.pth").write_text("\n".join(map(str, beside)) + "\n")
         if wheels:
             self.install(*wheels)

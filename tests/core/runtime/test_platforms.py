@@ -17,7 +17,7 @@ from fastloop.checkpoint.folder import Lock
 FORGET = """
 import os, signal, sys
 
-ours = ("fastloop", "fastloop_plugins", "fastloop_tools")
+ours = ("fastloop", "fastloop_plugins", "fastloop_tools", "fastloop_cpu", "fastloop_migrate")
 for name in [name for name in sys.modules if name.partition(".")[0] in ours]:
     del sys.modules[name]  # other packages stay imported: they support each platform themselves
 """

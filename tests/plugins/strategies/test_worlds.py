@@ -81,6 +81,7 @@ def test_each_plugin_is_a_row_or_says_why_it_is_not():
     assert not ROWS.keys() & NOT_COMPARED.keys()
 
 
+@pytest.mark.slow
 def test_each_pair_that_a_recipe_may_hold_is_in_a_group():
     names = [name for name, row in ROWS.items() if row.task == "vectors" and name not in UNPAIRED]
     wanted = {frozenset(pair) for pair in combinations(names, 2) if may_share(pair)}
@@ -94,6 +95,7 @@ def test_each_pair_that_a_recipe_may_hold_is_in_a_group():
     assert frozenset({"curriculum", "length-bucketing"}) not in held
 
 
+@pytest.mark.slow
 def test_each_plugin_that_trains_with_fsdp_does():
     trained = set()
     for group in (*single_groups(), *pair_groups()):

@@ -79,7 +79,7 @@ def test_the_command_of_each_variant_selects_it(plugins):
     for variant in variants:
         command = Command(file, nproc=PROCESSES).changed(recipe, variant, variants)
         assert command.is_accepted()
-        changed = load_recipe(file, command.overrides, command.listed, command.left_out)
+        changed = load_recipe(file, command.overrides, command.with_plugins, command.without_plugins)
         layout = Layout(weights=(Weight(shape=(4, 4)),), processes=PROCESSES, options=changed.plugins[variant.plugin])
         selected = [row["name"] for row in load(variant.plugin).estimate_memory(layout) if row.get("listed", True)]
         assert selected == [variant.name]

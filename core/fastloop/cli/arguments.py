@@ -74,9 +74,9 @@ class RecipeArguments:
     """
 
     recipe: str
-    overrides: list[str]
-    with_plugins: list[str]
-    without_plugins: list[str]
+    overrides: Sequence[str] = ()
+    with_plugins: Sequence[str] = ()
+    without_plugins: Sequence[str] = ()
 
     @classmethod
     def read(
@@ -97,7 +97,11 @@ class RecipeArguments:
 
     def words(self) -> list[str]:
         """The arguments as words of a command line."""
-        words = [self.recipe, *self.overrides]
+        return [self.recipe, *self.overrides, *self.plugin_words()]
+
+    def plugin_words(self) -> list[str]:
+        """``--with`` and ``--without`` as words of a command line."""
+        words = []
         if self.with_plugins:
             words += ["--with", ",".join(self.with_plugins)]
         if self.without_plugins:

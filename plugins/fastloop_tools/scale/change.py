@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastloop.cli.arguments import RecipeArguments
 from fastloop.errors import UsageError
 from fastloop.plugins.resolve import load_listed, resolve
-from fastloop.recipe import load_recipe
 from fastloop_tools.scale.model import quiet
 
 if TYPE_CHECKING:
@@ -22,22 +22,14 @@ CHECKPOINTING = "activation-checkpointing"
 
 
 @dataclass(frozen=True)
-class Command:
+class Command(RecipeArguments):
     """The arguments of `fastloop plan` or `fastloop train`.
 
     Attributes:
-        recipe: The recipe's file or name.
-        overrides: KEY=VALUE.
-        listed: Plugins of ``--with``.
-        left_out: Plugins of ``--without``.
         nproc: Processes of one machine.
         nnodes: Machines.
     """
 
-    recipe: str
-    overrides: Sequence[str] = ()
-    listed: Sequence[str] = ()
-    left_out: Sequence[str] = ()
     nproc: int = 1
     nnodes: int = 1
 
@@ -46,8 +38,7 @@ class Command:
         words = ["fastloop", "train", self.recipe, *self.overrides, "--nproc", str(self.nproc)]
         if self.nnodes > 1:
             words += ["--nnodes", str(self.nnodes), "--node-rank", "RANK", "--master", "HOST:PORT"]
-        for option, names in (("--with", self.listed), ("--without", self.left_out)):
-            words += [option, ",".join(names)] if names else []
+        words += self.plugin_words()
         line = ""
         for word in map(shlex.quote, words):
             if line and len(line) + len(word) > width:
@@ -60,9 +51,7 @@ class Command:
         """Whether the recipe with these arguments resolves: plugins may conflict, or refuse the optimizer."""
         try:
             with quiet():
-                resolved = resolve(
-                    load_recipe(self.recipe, self.overrides, self.listed, self.left_out), any_machine=True
-                )
+                resolved = resolve(self.load(), any_machine=True)
                 resolved.plugins.hooks.check_recipe(recipe=resolved.recipe, plugins=resolved.plugins)
         except UsageError:
             return False
@@ -91,15 +80,17 @@ class Command:
             self,
             overrides=[word for word in self.overrides if not word.startswith(tuple(dropped))]
             + [f"plugins.{variant.plugin}.{key}={json.dumps(value)}" for key, value in options.items()],
-            listed=[
-                name for name in self.listed if name not in removed and name not in map(recipe.references.get, removed)
+            with_plugins=[
+                name
+                for name in self.with_plugins
+                if name not in removed and name not in map(recipe.references.get, removed)
             ]
             + added,
-            left_out=[name for name in self.left_out if name not in added],
+            without_plugins=[name for name in self.without_plugins if name not in added],
         )
-        remaining = load_recipe(command.recipe, command.overrides, command.listed, command.left_out).plugins
-        left_out = [*command.left_out, *(name for name in removed if remaining.get(name, False) is not False)]
-        return dataclasses.replace(command, left_out=left_out)
+        remaining = command.load().plugins
+        still_there = [name for name in removed if remaining.get(name, False) is not False]
+        return dataclasses.replace(command, without_plugins=[*command.without_plugins, *still_there])
 
     @staticmethod
     def _drops(name: str, variant: MemoryVariant, recipe: Recipe) -> bool:

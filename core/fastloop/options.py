@@ -70,7 +70,8 @@ def option(
     Raises:
         TypeError: ``bounds`` has another name.
     """
-    if unknown := bounds.keys() - Bounds.__annotations__.keys():
+    unknown = bounds.keys() - Bounds.__annotations__.keys()
+    if unknown:
         raise TypeError(f"option() has no argument {min(unknown)!r}. Bounds are {', '.join(Bounds.__annotations__)}.")
     metadata = {"description": help, "key": key, **bounds}
     if default_factory is not dataclasses.MISSING:

@@ -27,9 +27,12 @@ def predecessors(plugins: Sequence[Plugin]) -> dict[str, set[str]]:
 def order(plugins: list[Plugin], reasons: dict[str, str]) -> list[Plugin]:
     """Recipe order with the fewest moves for ``runs_after`` and ``runs_before``: the next plugin is always the earliest
     whose predecessors are in order."""
-    before, rest, ordered = predecessors(plugins), list(plugins), list[Plugin]()
+    before = predecessors(plugins)
+    rest = list(plugins)
+    ordered: list[Plugin] = []
     while rest:
-        plugin = next(plugin for plugin in rest if not before[plugin.name] & {other.name for other in rest})
+        waiting = {plugin.name for plugin in rest}
+        plugin = next(plugin for plugin in rest if not before[plugin.name] & waiting)
         rest.remove(plugin)
         awaited = [other for other in ordered if other.name in before[plugin.name]]
         if awaited and plugins.index(awaited[-1]) > plugins.index(plugin):

@@ -151,10 +151,10 @@ PAGES = {
                 "reports: refused, or without effect. Code runs only with `model.trust_remote_code`. Secrets are "
                 "in nothing that a run writes, sends or shows.",
             ),
-            "test_listing": (
-                "`plan --untrusted`",
-                "Recipes that name code, hubs, other files or unsafe switches: everything is listed or refused, "
-                "and no code of the recipe, a plugin or torch is imported.",
+            "test_no_code": (
+                "`--no-code`",
+                "Recipes that name code in any key, code of a hub, pickles, or modules that replace installed ones: "
+                "every command refuses them, and none of their code runs.",
             ),
             "test_folders": (
                 "Run folders",

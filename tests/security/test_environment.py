@@ -81,7 +81,6 @@ INSPECTIONS: dict[str, list[str]] = {
     "one of our plugins, which imports torch": ["plugins", "compile"],
     "schema": ["schema"],
     "recipes": ["recipes"],
-    "a recipe from a stranger": ["plan", "quickstart", "--untrusted"],
     "help": ["--help"],
 }
 

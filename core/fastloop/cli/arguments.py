@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fastloop import no_code
+
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
 
@@ -55,6 +57,24 @@ Without = Annotated[
 ]
 
 
+def _forbid_code(context: typer.Context, is_given: bool) -> bool:
+    """Refuse code of recipes until the command ends."""
+    if is_given and not context.resilient_parsing:
+        context.with_resource(no_code.forbidding())
+    return is_given
+
+
+NoCode = Annotated[
+    bool,
+    typer.Option(
+        no_code.OPTION,
+        callback=_forbid_code,
+        help="Refuse a recipe that runs code of its own, and name each plugin of another package that runs.",
+    ),
+]
+"""The option ``--no-code``. A command only declares it: it applies to all code that a recipe names."""
+
+
 def names(listed: str | Sequence[str] | None) -> list[str]:
     """Split ``"a, b"`` into ``["a", "b"]``. A repeated option gives the names of all values, in order and without
     duplicates."""
@@ -100,13 +120,13 @@ class RecipeArguments:
         return [self.recipe, *self.overrides, *self.plugin_words()]
 
     def plugin_words(self) -> list[str]:
-        """``--with`` and ``--without`` as words of a command line."""
+        """``--with``, ``--without`` and ``--no-code`` as words of a command line."""
         words = []
         if self.with_plugins:
             words += ["--with", ",".join(self.with_plugins)]
         if self.without_plugins:
             words += ["--without", ",".join(self.without_plugins)]
-        return words
+        return words + no_code.words()
 
 
 def choice(option: str, values: Sequence[str], help: str) -> Any:

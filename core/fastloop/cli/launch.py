@@ -65,9 +65,7 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
     launch_options = f"--nproc {nproc}"
     if nnodes > 1:
         launch_options += f" --nnodes {nnodes} --node-rank {node_rank} --master {master}"
-    command = [sys.executable, "-m", "fastloop", *arguments]
-    if Path.cwd() not in [Path(entry).absolute() for entry in sys.path]:
-        command.insert(1, "-P")  # -m alone would add the current folder to sys.path
+    command = [*module_command("fastloop"), *arguments]
     earlier_kills = platform_support.kills()
     processes = []
     for local in range(nproc):
@@ -96,6 +94,14 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         message += f" Continue from its newest checkpoint with: {resume}"
     print(f"error: {secrets.hide(message)}", file=sys.stderr)
     return 128 - code
+
+
+def module_command(module: str) -> list[str]:
+    """The command that runs a module in a new process. Python imports modules from the current folder there only if it
+    does so in this process."""
+    if Path.cwd() in [Path(entry).absolute() for entry in sys.path]:
+        return [sys.executable, "-m", module]
+    return [sys.executable, "-P", "-m", module]  # -m alone would add the current folder to sys.path
 
 
 def _check_options(nproc: int, nnodes: int, node_rank: int, master: str | None) -> tuple[str, str]:

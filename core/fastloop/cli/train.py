@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastloop.cli import launch
-from fastloop.cli.arguments import Overrides, RecipeArguments, RecipeName, With, Without
+from fastloop.cli.arguments import NoCode, Overrides, RecipeArguments, RecipeName, With, Without
 from fastloop.distributed import signals
 from fastloop.recipe import secrets
 
@@ -45,6 +45,7 @@ def train(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
     resume: Annotated[
         str | None,
         typer.Option(

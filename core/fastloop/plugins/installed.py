@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastloop import no_code
 from fastloop.errors import PluginError, UsageError
 from fastloop.plugins.packages import DISTRIBUTION, OWN_DISTRIBUTIONS, suggest_plugin
 
@@ -60,6 +61,8 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     problem = unsupported(point)
     if problem:
         raise PluginError(f"{label} {problem}")
+    if point.dist is not None and not is_own(point):
+        no_code.announce(reference, " ".join(name_and_version(point.dist)))
     try:
         loaded = point.load()
     except (Exception, SystemExit) as error:

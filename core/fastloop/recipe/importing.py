@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from fastloop import no_code
 from fastloop.errors import RecipeError
 from fastloop.recipe import Recipe
 
@@ -31,8 +32,9 @@ def import_code(label: str, load: Callable[[Any], ModuleType], home: Any, recipe
     """Call ``load(home)``, which runs code of a user.
 
     Raises:
-        RecipeError: The code fails; names the line.
+        RecipeError: The command has the option ``--no-code``; or the code fails (names the line).
     """
+    no_code.refuse(f"{recipe.where}: {key}", f"it runs the Python code of {home}")
     try:
         return load(home)
     except (Exception, SystemExit) as error:

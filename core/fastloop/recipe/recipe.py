@@ -41,6 +41,7 @@ from typing import Any, Literal
 
 from pydantic import PositiveInt
 
+from fastloop import no_code
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.options import option, parse
 from fastloop.plugins.installed import defaults, find_entry_point
@@ -166,7 +167,6 @@ class Recipe:
         references: Plugin name -> its listed form, if that differs: ``package:name``, ``file.py``, ``file.py:Class``.
         source: The recipe's file, for messages and relative paths; None: made in Python.
         inference: The model to evaluate; None: the run trains.
-        parents: The files that ``source`` extends, nearest first.
     """
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -179,7 +179,6 @@ class Recipe:
     selected: dict[str, str] = field(default_factory=dict)
     selector: Plugin | None = None
     inference: Inference | None = None
-    parents: list[Path] = field(default_factory=list)
 
     @property
     def where(self) -> str:
@@ -229,8 +228,7 @@ def load_recipe(
     """
     path = find_recipe(name)
     references: dict[str, str] = {}
-    read: list[Path] = []
-    tree = _read(path, read, references)
+    tree = _read(path, [], references)
     for plugin in with_plugins:
         name = plugin_name(plugin, "--with", path, references)
         if name not in tree["plugins"] and split_file(plugin) is None:
@@ -244,8 +242,9 @@ def load_recipe(
         if name not in tree["plugins"] and split_file(plugin) is None:
             find_entry_point(plugin, "--without")
         tree["plugins"][name] = False
+    if no_code.is_forbidden():
+        no_code.check_import_path(path.parent)
     recipe = make_recipe(tree, path, references)
-    recipe.parents = read[1:]
     for name in overridden:
         if recipe.plugins[name] is not False and not defaults()[name].load().auto_enable(recipe):
             raise RecipeError(

@@ -7,6 +7,7 @@ import importlib.util
 import sys
 from typing import Any
 
+from fastloop import no_code
 from fastloop.errors import RecipeError, did_you_mean
 from fastloop.recipe import Recipe
 from fastloop.recipe.importing import import_code, import_file
@@ -20,18 +21,21 @@ def check_reference(reference: str, recipe: Recipe, key: str) -> tuple[str, str]
         key: The recipe's key, for messages.
 
     Raises:
-        RecipeError: The reference has another form, or the file or package does not exist.
+        RecipeError: The reference has another form, the file or package does not exist, or the command has the option
+            ``--no-code``.
     """
     where = f"{recipe.where}: {key}"
     home, _, name = reference.rpartition(":")
     if not home or not name.isidentifier():
         raise RecipeError(f"{where}: found {reference!r}, expected file.py:name or package.module:name.")
     package = home.partition(".")[0]
-    if home.endswith(".py"):
+    is_file = home.endswith(".py")
+    if is_file:
         if not recipe.find(home).is_file():
             raise RecipeError(f"{where}: no such file: {home}, neither in the current folder nor beside the recipe.")
     elif not package or (package not in sys.modules and importlib.util.find_spec(package) is None):
         raise RecipeError(f"{where}: no package {package!r} is installed. Install it, or name a file: file.py:{name}.")
+    no_code.refuse(where, f"it runs the Python code of {recipe.find(home) if is_file else home}")
     return home, name
 
 

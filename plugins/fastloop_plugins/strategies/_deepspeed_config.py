@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError
+from fastloop import PluginError, no_code
 from fastloop.errors import did_you_mean
 from fastloop_plugins.strategies._launcher import Launcher
 
@@ -64,6 +64,8 @@ class Configuration:
         if options.config is not None:
             path = recipe.find(options.config)
             self.json, self.file = read(path), str(path)
+            if lookup(self.json, "torch_autocast.lower_precision_safe_modules"):
+                no_code.refuse(f"{self.file}: torch_autocast.lower_precision_safe_modules", "it imports the classes")
         train = recipe.train
         given = (options.stage, lookup(self.json, "zero_optimization.stage"), 2)
         self.stage: int = next(stage for stage in given if stage is not None)

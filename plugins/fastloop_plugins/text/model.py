@@ -9,10 +9,11 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from fastloop import RecipeError, option
+from fastloop import RecipeError, no_code, option
 from fastloop.options import parse
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.adapters import Adapter, check_classes, continues, find_adapter, merge_adapter
@@ -130,10 +131,7 @@ class TextModel:
                     f"{self.where}.tokenizer.vocab_size: found {self.trained.vocab_size}, expected 300 or more for bpe."
                 )
             self._check_units(self.trained.kind, given or {})
-        if self.options.trust_remote_code:
-            logger.warning(
-                "model.trust_remote_code: runs the Python code that ships with %s", self.options.name or given
-            )
+        self._check_code()
         for named in ("name", "tokenizer"):
             if isinstance(name := getattr(self.options, named), str):
                 self._check_name(named, name)
@@ -144,6 +142,18 @@ class TextModel:
         if key == "model" and recipe.inference is None:
             check_known_length(recipe, self.options.config, self.options.name, given, self.where)
         weight_files(recipe)
+
+    def _check_code(self) -> None:
+        """Warn of the code that ships with the model. Refuse it, and kernels of the hub, with ``--no-code``."""
+        source = self.options.name or self.options.tokenizer
+        if self.options.trust_remote_code:
+            no_code.refuse(f"{self.where}.trust_remote_code", f"it runs the Python code that ships with {source}")
+            logger.warning("model.trust_remote_code: runs the Python code that ships with %s", source)
+        kernel = self.options.attn_implementation or ""
+        # transformers downloads a kernel for names such as "owner/kernel", and for flash_attention_2 if the package
+        # kernels is installed
+        if "/" in kernel or (kernel.startswith("flash_attention") and find_spec("kernels") is not None):
+            no_code.refuse(f"{self.where}.attn_implementation", f"it runs the kernel {kernel} of the hub")
 
     def _use_base_of_adapter(self) -> Adapter | None:
         """If ``model.name`` is the folder of an adapter, replace it by the adapter's base model, and use the tokenizer

@@ -15,6 +15,7 @@ import typer
 
 from fastloop.cli.arguments import (
     ACCEPTED,
+    NoCode,
     Overrides,
     RecipeName,
     With,
@@ -41,6 +42,7 @@ def bench(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
     select: Annotated[
         str,
         output_file(

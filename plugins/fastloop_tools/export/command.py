@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import With, Without, choice, names
+from fastloop.cli.arguments import NoCode, With, Without, choice, names
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.export.card import BASE_CONFIG
@@ -64,6 +64,7 @@ def export(
     ] = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
 ) -> None:
     """Write a trained model in a form that other programs load.
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from fastloop import no_code
 from fastloop.distributed import ranks
 from fastloop.errors import FastloopError, UsageError, did_you_mean
 from fastloop.recipe import Inference, Recipe
@@ -41,6 +42,8 @@ def evaluate_tasks(
     recipe, model = find_model(target, arguments)
     train = recipe.train if recipe else Train()
     remote = bool(recipe and recipe.model.get("trust_remote_code"))
+    if recipe is not None and remote:
+        no_code.refuse(f"{recipe.where}: model.trust_remote_code", f"it runs the Python code that ships with {model}")
     check_model(model, remote)
     try:
         import lm_eval
@@ -96,6 +99,10 @@ def check_folder(folder: Path | None, trusted: bool) -> None:
         return
     if not folder.is_dir():
         raise UsageError(f"--task-folder {folder}: no such folder.")
+    if no_code.is_forbidden():
+        raise UsageError(
+            f"--task-folder {folder}: task files run code, which {no_code.OPTION} refuses. Leave one of the two out."
+        )
     if not trusted:
         raise UsageError(
             f"--task-folder {folder}: task files run code: the functions of !function, metrics, and templates, which "

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fastloop.cli import ending, launch, startup
-from fastloop.cli.arguments import With, Without, names, output_file
+from fastloop.cli.arguments import NoCode, With, Without, names, output_file
 from fastloop.distributed import signals
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, secrets
@@ -73,6 +73,7 @@ def evaluate(
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="Start N processes on this machine.")] = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
 ) -> None:
     """Evaluate a trained model on a split or a file.
 

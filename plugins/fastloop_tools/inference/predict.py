@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fastloop import __version__
-from fastloop.cli.arguments import With, Without, names, output_file
+from fastloop.cli.arguments import NoCode, With, Without, names, output_file
 from fastloop.distributed import ranks, signals
 from fastloop.errors import UsageError
 from fastloop.recipe import Inference, Recipe, secrets
@@ -43,6 +43,7 @@ def predict(
     chunk: Annotated[int, typer.Option(min=1, metavar="ROWS", help="Rows to read, predict and write at once.")] = 4096,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
 ) -> None:
     """Predict the samples of a file, a text or a split.
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeArguments, RecipeName, With, Without, output_file
+from fastloop.cli.arguments import NoCode, Overrides, RecipeArguments, RecipeName, With, Without, output_file
 
 
 def plan(
@@ -15,20 +15,14 @@ def plan(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
     nproc: Annotated[int | None, typer.Option(min=1, metavar="N", help="For N processes.")] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Also show slots, effects, options and all reasons.")
     ] = False,
-    untrusted: Annotated[
-        bool,
-        typer.Option(
-            "--untrusted",
-            help="Only list the code, files and URLs of the recipe, and refuse code that is not installed.",
-        ),
-    ] = False,
     json_file: Annotated[
         str,
-        output_file("--json", "Estimate memory, and write it to this file; with --untrusted, the list.", stdout=True),
+        output_file("--json", "Estimate memory, and write it to this file.", stdout=True),
     ] = "",
     samples: Annotated[
         int | None,
@@ -57,11 +51,6 @@ def plan(
     from fastloop.errors import UsageError
 
     arguments = RecipeArguments.read(recipe, overrides, with_, without)
-    if untrusted:
-        from fastloop_tools.untrusted.command import list_code
-
-        list_code(arguments, json_file)
-        return
     if samples is not None:
         if json_file or device_memory:
             option = "--json" if json_file else "--device-memory"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from fastloop.cli.arguments import Overrides, RecipeArguments, RecipeName, With, Without
+from fastloop.cli.arguments import NoCode, Overrides, RecipeArguments, RecipeName, With, Without
 
 
 def prepare(
@@ -12,6 +12,7 @@ def prepare(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
 ) -> None:
     """Read, check and tokenize the data of a recipe, without training.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fastloop.cli import launch, startup
-from fastloop.cli.arguments import Overrides, RecipeName, With, Without, names
+from fastloop.cli.arguments import NoCode, Overrides, RecipeName, With, Without, names
 from fastloop.distributed import ranks
 from fastloop.errors import UsageError
 from fastloop.runtime.files import check_links
@@ -23,6 +23,7 @@ def profile(
     overrides: Overrides = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
     steps: Annotated[int, typer.Option(min=1, metavar="N", help="Fewest steps to time.")] = 8,
     seconds: Annotated[
         float, typer.Option("--seconds", min=0, metavar="SECONDS", help="Shortest time to measure.")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fastloop.cli.arguments import RecipeName, With, Without, choice, names
+from fastloop.cli.arguments import NoCode, RecipeName, With, Without, choice, names
 from fastloop.distributed import signals
 
 Values = Annotated[
@@ -27,6 +27,7 @@ def sweep(
     values: Values = None,
     with_: With = None,
     without: Without = None,
+    no_code: NoCode = False,
     seeds: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Train each point with N seeds, from train.seed on.")
     ] = None,

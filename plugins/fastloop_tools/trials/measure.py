@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -71,7 +70,7 @@ def run_process(
         source.write_text(json.dumps({**dataclasses.asdict(spec), "length": dict(length)}), encoding="utf-8")
         with errors.open("w") as stderr:
             process = subprocess.Popen(
-                [sys.executable, "-m", "fastloop_tools.trials.worker", str(source), str(target)],
+                [*launch.module_command("fastloop_tools.trials.worker"), str(source), str(target)],
                 env={**environment, launch.LAUNCHER: f"{os.getpid()} "},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
 
+from fastloop import no_code
 from fastloop.cli import launch
 from fastloop.distributed import signals
 from fastloop.errors import UsageError, did_you_mean
@@ -189,7 +190,7 @@ def option_words(options: Mapping[str, Any]) -> list[str]:
 
 def command_line(name: str, words: Iterable[str], options: Mapping[str, Any]) -> str:
     """The command line that repeats a command; see ``option_words``."""
-    return secrets.hide(shlex.join(["fastloop", name, *words, *option_words(options)]))
+    return secrets.hide(shlex.join(["fastloop", name, *words, *option_words(options), *no_code.words()]))
 
 
 def stop(code: int) -> typer.Exit:

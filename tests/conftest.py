@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from fastloop.cli import main
-from fastloop.cli.messages import Messages
+from fastloop.cli.messages import JSON_VARIABLE, Messages
 from fastloop.plugins.declarations import warn_once
 from fastloop.runtime import platform_support
 
@@ -106,6 +106,7 @@ def _in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Run the command line in this process: ``cli("plan", "quickstart")`` -> exit code, stdout, stderr."""
+    monkeypatch.setenv(JSON_VARIABLE, "")  # a test may call the command line with --json
     monkeypatch.setenv("COLUMNS", "300")  # a table's rows stay on their lines
     monkeypatch.setattr("rich._console", None)  # else one that an earlier test made, with its width
 

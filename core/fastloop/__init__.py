@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fastloop.options import option
     from fastloop.plugins.manager import PluginSet
     from fastloop.plugins.plugin import Device, Dtype, Package, Plugin, Trait, When, hookimpl
+    from fastloop.problem import Problem
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop.runtime.hardware import Machine
@@ -42,6 +43,7 @@ __all__ = [
     "PluginCrash",
     "PluginError",
     "PluginSet",
+    "Problem",
     "Recipe",
     "RecipeError",
     "Recommendation",
@@ -69,6 +71,7 @@ MODULES = {
     "options": ("option",),
     "plugins.manager": ("PluginSet",),
     "plugins.plugin": ("Device", "Dtype", "Package", "Plugin", "Trait", "When", "hookimpl"),
+    "problem": ("Problem",),
     "recipe": ("Recipe",),
     "run": ("Run",),
     "runtime.hardware": ("Machine",),

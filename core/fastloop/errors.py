@@ -1,61 +1,105 @@
 """The errors that users see.
 
-A message states the place of the problem (file, key or plugin), the found and the expected value, and the remedy.
+A message states the place of the problem (file, key or plugin), the found and the expected value, and the remedy. These
+are the fields of a ``Problem``, which makes the text::
+
+    raise RecipeError(
+        code="wrong-type",
+        place=f"{where}: output",
+        found=repr(output),
+        expected="the path of a folder",
+        remedy="Leave it out, or give `output=runs/a`.",
+    )
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
+
+from fastloop.problem import Fields, Problem
 
 if TYPE_CHECKING:
     from fastloop.state import Output
 
 
 class FastloopError(Exception):
-    """The run cannot continue. ``exit_code`` is the exit code of the command line."""
+    """The run cannot continue. ``exit_code`` is the exit code of the command line.
+
+    Args:
+        text: Whole sentences, or the whole message of an error without other fields.
+        fields: See ``Problem``: ``code``, ``place``, ``found``, ``expected`` and ``remedy``. Without ``code``, the
+            error has that of its class.
+
+    Attributes:
+        problem: The fields. ``str(error)`` is their text.
+    """
 
     exit_code = 1
+    code: ClassVar[str] = "run-failed"
+    """The code of errors that are raised without one."""
+
+    def __init__(self, text: str = "", **fields: Unpack[Fields]) -> None:
+        fields["code"] = fields.get("code") or self.code
+        self.problem = Problem(text, **fields)
+        super().__init__(str(self.problem))
 
 
 class UsageError(FastloopError):
     """A recipe, plugin, option or path is wrong. Raised before training starts."""
 
     exit_code = 2
+    code = "invalid-usage"
 
 
 class RecipeError(UsageError):
     """A recipe or an override is invalid."""
 
+    code = "invalid-recipe"
+
 
 class PluginError(UsageError):
     """A plugin is missing, has an invalid declaration, or does not work with the rest of the recipe."""
+
+    code = "invalid-plugin"
 
 
 class CheckpointError(UsageError):
     """A checkpoint is missing, damaged, or belongs to another run."""
 
+    code = "invalid-checkpoint"
+
 
 class NoCheckpoint(CheckpointError):
     """The path holds no checkpoint, not even a damaged one."""
+
+    code = "no-checkpoint"
 
 
 class SaveError(FastloopError):
     """A file could not be written (full disk, quota, read-only folder). Earlier files are intact."""
 
+    code = "save-failed"
+
 
 class DataError(FastloopError):
     """A batch could not be read. ``__cause__`` is the exception of the dataset, the collator or a worker."""
+
+    code = "reading-failed"
 
 
 class ProcessLost(FastloopError):
     """The connection to another process of the run broke. The log of that process has the reason."""
 
+    code = "process-lost"
+
 
 class ProcessesDisagree(UsageError):
     """The processes of a run differ in a fact that must be the same on each, such as the samples that they read. Raised
     on every process."""
+
+    code = "processes-disagree"
 
 
 class MetricError(UsageError):
@@ -67,8 +111,10 @@ class MetricError(UsageError):
         values: Name -> value of each metric, if one of them is not a number; otherwise empty.
     """
 
-    def __init__(self, message: str, output: Output | None, values: Mapping[str, Any]) -> None:
-        super().__init__(message)
+    code = "metric-failed"
+
+    def __init__(self, text: str, output: Output | None, values: Mapping[str, Any], **fields: Unpack[Fields]) -> None:
+        super().__init__(text, **fields)
         self.output, self.values = output, values
 
 
@@ -79,13 +125,17 @@ class PluginCrash(FastloopError):
         plugin: The plugin's name.
     """
 
-    def __init__(self, message: str, plugin: str = "") -> None:
-        super().__init__(message)
+    code = "plugin-crashed"
+
+    def __init__(self, text: str, plugin: str = "", **fields: Unpack[Fields]) -> None:
+        super().__init__(text, **fields)
         self.plugin = plugin
 
 
 class UserCodeError(FastloopError):
     """User code raised: a model, loss, metric or dataset. Names the file and line; ``__cause__`` is the exception."""
+
+    code = "user-code-failed"
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

@@ -15,6 +15,7 @@ import yaml
 from saving_helpers import summary, write_recipe
 
 from fastloop import __version__
+from fastloop.testing import assert_problem
 
 ALL = ("--slurm", "--kubernetes", "--skypilot")
 
@@ -178,7 +179,7 @@ def test_no_file_is_overwritten(new):
     assert new("recipe.yaml", "--slurm")[0] == 0
     code, _, err = new("recipe.yaml", *ALL)
     assert code == 2
-    assert err == "error: job already contains job.slurm. Nothing was written; use another --folder.\n"
+    assert_problem(err, "invalid-usage job job.slurm --folder")
     assert [path.name for path in Path("job").iterdir()] == ["job.slurm"]
 
 

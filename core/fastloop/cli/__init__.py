@@ -51,22 +51,41 @@ def show_version(requested: bool) -> None:
 
 @app.callback()
 def options(
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json",
+            help="Before the command: report errors and warnings as JSON on stderr, one a line, with code, place and "
+            "remedy.",
+        ),
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
     """List plugins in a recipe, and get the fastest correct training your hardware can do."""
+    if as_json:
+        from fastloop.cli.messages import report_as_json
+
+        report_as_json()
+
+
+def command_of(arguments: list[str]) -> str | None:
+    """The name of the command, which may follow the option ``--json``."""
+    words = arguments[1:] if arguments[:1] == ["--json"] else arguments
+    return words[0] if words else None
 
 
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 the run failed, 2 usage error, 75 stopped by a signal, 130
     interrupted."""
     arguments = sys.argv[1:]
-    if arguments[:1] == ["train"]:
+    command = command_of(arguments)
+    if command == "train":
         from fastloop.cli.train import with_resume_value
 
         arguments = with_resume_value(arguments)
-    if "torch" not in sys.modules and arguments and arguments[0] in INSPECTING:
+    if "torch" not in sys.modules and command in INSPECTING:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         try:
@@ -85,7 +104,7 @@ def process() -> None:
     """Run ``main`` as the entry point of a process. If torch is imported, exit with ``ending.leave``, so that torch
     does not abort."""
     code = 0
-    secure_streams(is_log=sys.argv[1:2] == ["train"])
+    secure_streams(is_log=command_of(sys.argv[1:]) == "train")
     try:
         main()
     except SystemExit as stop:

@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fastloop.cli.messages import print_error
 from fastloop.distributed.ranks import LOOPBACK, world_size
 from fastloop.distributed.signals import EXIT_INTERRUPTED, EXIT_STOPPED, STOP_TIMEOUT, on_signals
 from fastloop.errors import UsageError
-from fastloop.recipe import secrets
+from fastloop.problem import Problem
 from fastloop.runtime import platform_support
 from fastloop.runtime.step_folders import checkpoints
 
@@ -83,16 +84,17 @@ def launch(arguments: Sequence[str], nproc: int, nnodes: int, node_rank: int, ma
         return code
     name = signal.Signals(-code).name
     rank = node_rank * nproc + failed
-    message = f"process {rank} of {nproc * nnodes} (pid {processes[failed].pid}) was ended by {name}."
+    text = f"process {rank} of {nproc * nnodes} (pid {processes[failed].pid}) was ended by {name}."
     if code == -platform_support.KILL and platform_support.kills() > earlier_kills:
-        message += (
+        text += (
             f" {platform_support.explain_kill(earlier_kills)} Set a smaller train.micro_batch_size, use fewer "
             "workers, or raise the limit."
         )
+    remedy = ""
     if checkpoints(output):
         resume = f"{shlex.join(['fastloop', *arguments])} {launch_options} --resume"
-        message += f" Continue from its newest checkpoint with: {resume}"
-    print(f"error: {secrets.hide(message)}", file=sys.stderr)
+        remedy = f"Continue from its newest checkpoint with `{resume}`."
+    print_error(Problem(text, code="process-killed", remedy=remedy))
     return 128 - code
 
 
@@ -204,7 +206,8 @@ def _wait(processes: list[subprocess.Popen[bytes]]) -> int | None:
                 if EXIT_INTERRUPTED in codes or EXIT_STOPPED in codes:  # the other processes must stop, too
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
                 if time.monotonic() > deadline:
-                    print("error: not all processes stopped in time: the others are killed.", file=sys.stderr)
+                    text = "not all processes stopped in time: the others are killed."
+                    print_error(Problem(text, code="process-not-stopped"))
                     return None
                 time.sleep(POLL_SECONDS)
     finally:

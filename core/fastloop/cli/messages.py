@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
+import json
 import logging
+import os
 import re
 import sys
 import time
 import traceback
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from fastloop.distributed import ranks, signals
 from fastloop.errors import DataError, FastloopError, PluginCrash, ProcessLost, UsageError, UserCodeError
 from fastloop.plugins.packages import DISTRIBUTION
+from fastloop.problem import Problem
 from fastloop.recipe import secrets
 
 SUBJECT = re.compile(
@@ -32,6 +36,8 @@ PAGES = {
 """Subject -> the page of docs/ that explains what is checked."""
 
 
+JSON_VARIABLE = "FASTLOOP_JSON"
+"""Environment variable: 1 in the processes of `fastloop --json COMMAND`."""
 ERROR_DELAY = 5.0
 """Seconds to wait before reporting an error that another process probably reports first."""
 
@@ -59,10 +65,41 @@ class Messages(logging.Handler):
         """Print a message. Warnings have a prefix."""
         import rich
 
+        if record.levelno >= logging.WARNING and reports_json():
+            problem = record.msg if isinstance(record.msg, Problem) else Problem(record.getMessage(), code="warning")
+            print_json("warning", problem)
+            return
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        code = f" [{record.msg.code}]" if isinstance(record.msg, Problem) else ""
         rich.get_console().print(
-            prefix + self.format(record), markup=False, emoji=False, highlight=False, soft_wrap=True
+            prefix + self.format(record) + code, markup=False, emoji=False, highlight=False, soft_wrap=True
         )
+
+
+def report_as_json() -> None:
+    """From now on, this process and those that it starts report errors and warnings as JSON."""
+    os.environ[JSON_VARIABLE] = "1"
+
+
+def reports_json() -> bool:
+    """Whether this process reports errors and warnings as JSON."""
+    return os.environ.get(JSON_VARIABLE) == "1"
+
+
+def print_json(level: Literal["error", "warning"], problem: Problem) -> None:
+    """Print the fields of an error or a warning to stderr, as one line of JSON, without secrets."""
+    print(secrets.hide(json.dumps({"level": level} | problem.to_json())), file=sys.stderr, flush=True)
+
+
+def print_error(problem: Problem) -> None:
+    """Print an error to stderr, without secrets: ``error: TEXT [CODE]``, or as JSON."""
+    if reports_json():
+        print_json("error", problem)
+        return
+    code = f" [{problem.code}]" if problem.code else ""
+    print(f"error: {secrets.hide(str(problem))}{code}", file=sys.stderr)
+    if sys.stderr.isatty() and (page := documentation(str(problem))):
+        print(f"docs: {page}", file=sys.stderr)
 
 
 def show_messages() -> None:
@@ -102,17 +139,18 @@ def exit_with(error: BaseException) -> NoReturn:
             time.sleep(ERROR_DELAY)
         if isinstance(error, PluginCrash | UserCodeError | DataError) and error.__cause__ is not None:
             print(secrets.hide("".join(traceback.format_exception(error.__cause__))), end="", file=sys.stderr)
-        hint = " Its output has the reason. Continue with --resume." if isinstance(error, ProcessLost) else ""
-        print(f"error: {secrets.hide(str(error))}{hint}", file=sys.stderr)
-        if sys.stderr.isatty() and (page := documentation(str(error))):
-            print(f"docs: {page}", file=sys.stderr)
+        problem = error.problem
+        if isinstance(error, ProcessLost):
+            remedy = "Its output has the reason. Continue with `--resume`."
+            problem = dataclasses.replace(problem, remedy=remedy)
+        print_error(problem)
         sys.exit(error.exit_code)
     if isinstance(error, OSError) and error.filename is not None:
         # not of a plugin: those are explained
-        print(f"error: {secrets.hide(str(error.filename))}: {error.strerror}.", file=sys.stderr)
+        print_error(Problem(f"{error.strerror}.", code="file-failed", place=str(error.filename)))
         sys.exit(1)
-    if isinstance(error, TypeError | ValueError) and (problem := unreadable_package()) is not None:
-        print(f"error: {problem}", file=sys.stderr)
+    if isinstance(error, TypeError | ValueError) and (package := unreadable_package()) is not None:
+        print_error(Problem(package, code="broken-package"))
         sys.exit(UsageError.exit_code)
     if isinstance(error, KeyboardInterrupt | signals.Stopped) and ranks.rank() == 0:
         print(f"stopped by {error}" if isinstance(error, signals.Stopped) else "interrupted", file=sys.stderr)

@@ -37,8 +37,11 @@ def plugins(
     import rich
     from rich.text import Text
 
+    from fastloop.cli.messages import report_as_json
     from fastloop.plugins.installed import installed
 
+    if as_json:
+        report_as_json()
     if name is not None:
         show(name, as_json)
         return

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 def with_resume_value(arguments: list[str]) -> list[str]:
     """``--resume`` of `train` has an optional value. Add an empty value to the bare option, so that the next argument
-    is not parsed as its value. Arguments of other commands stay as they are."""
-    if arguments[:1] != ["train"]:
-        return arguments
+    is not parsed as its value."""
     complete = []
     for index, argument in enumerate(arguments):
         following = arguments[index + 1] if index + 1 < len(arguments) else None

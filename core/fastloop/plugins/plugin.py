@@ -16,13 +16,14 @@ The resolver reads only declarations on the class, so it treats third-party plug
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -33,6 +34,7 @@ from fastloop.metric_modes import MetricMode
 from fastloop.options import option, parse
 from fastloop.plugins.declared_options import check_declared, declare, options_of
 from fastloop.plugins.packages import DISTRIBUTION
+from fastloop.problem import Problem
 
 if TYPE_CHECKING:
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
@@ -127,13 +129,19 @@ class When:
 
 
 class PluginLog(logging.LoggerAdapter[logging.Logger]):
-    """fastloop's log, in which each line begins with the name of a plugin."""
+    """fastloop's log, in which each line begins with the name of a plugin.
+
+    A line may be a ``fastloop.problem.Problem``, whose place is then below the plugin's name.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger("fastloop"))
         self.plugin = name
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        if isinstance(msg, Problem):
+            place = f"{self.plugin}: {msg.place}" if msg.place else self.plugin
+            return dataclasses.replace(msg, place=place), kwargs
         return f"{self.plugin}: {msg}", kwargs
 
 
@@ -258,13 +266,16 @@ class Plugin:
         """fastloop's log. Each line begins with the plugin's name."""
         return PluginLog(self.name)
 
-    def error(self, key: str, text: str) -> RecipeError:
+    def error(
+        self, key: str, text: str = "", *, code: str = "", found: str = "", expected: str = "", remedy: str = ""
+    ) -> RecipeError:
         """The error for the value of an option: ``raise self.error("match", "matches no parameter. ...")``.
 
-        It names the recipe, the plugin and the option. With ``""`` for ``key``, it is about the plugin as such.
+        It names the recipe, the plugin and the option. With ``""`` for ``key``, it is about the plugin as such. The
+        other arguments are fields of a ``fastloop.Problem``.
         """
         place = f"{self.where}.{key}" if key else self.where
-        return RecipeError(f"{place}: {text}")
+        return RecipeError(text, code=code, place=place, found=found, expected=expected, remedy=remedy)
 
     def on_teardown(self, function: Callable[..., object], *arguments: Any) -> None:
         """Call a function at the end of the run, also after an error: ``self.on_teardown(torch.set_num_threads, 4)``.
@@ -275,7 +286,7 @@ class Plugin:
 
     def option_values(self) -> dict[str, Any]:
         """Key of an option in recipes -> its value."""
-        return {field.name: self._options[field.name] for field in fields(options_of(type(self)))}
+        return {field.name: self._options[field.name] for field in dataclasses.fields(options_of(type(self)))}
 
     def set_option(self, key: str, value: Any) -> None:
         """Replace the value of an option before the run is built, such as by one that a launcher's configuration asks

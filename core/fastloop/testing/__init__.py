@@ -3,7 +3,8 @@
     pytest_plugins = ["fastloop.testing"]
 
 ``tiny_run`` trains a tiny model with given plugins; ``hook_calls`` lists the hooks that fired; ``processes`` calls a
-function in several real processes, and ``run_commands`` runs commands. Three lines test a plugin's declarations:
+function in several real processes, and ``run_commands`` runs commands. ``expect_problem`` compares the fields of an
+error. Three lines test a plugin's declarations:
 
     from fastloop.testing import Conformance
 
@@ -28,6 +29,7 @@ from fastloop.testing.conformance import Conformance
 from fastloop.testing.conformance import pytest_collection_modifyitems as pytest_collection_modifyitems
 from fastloop.testing.conformance import pytest_configure as pytest_configure
 from fastloop.testing.conformance import pytest_terminal_summary as pytest_terminal_summary
+from fastloop.testing.problems import assert_problem, expect_problem
 from fastloop.testing.runs import Trained, train
 from fastloop.testing.starting import ProcessResult, processes, run_commands, start
 from fastloop.testing.studies import study_results
@@ -46,6 +48,8 @@ __all__ = [
     "Recorder",
     "TinyResult",
     "Trained",
+    "assert_problem",
+    "expect_problem",
     "hook_calls",
     "processes",
     "run_commands",

@@ -9,9 +9,10 @@ from statistics import median
 from typing import Any
 
 from fastloop.cli.numerics import BOUNDS, BROKEN, FAILED, NOT_COMPARED, compare
-from fastloop.errors import FastloopError, UsageError
+from fastloop.errors import UsageError
 from fastloop_tools.bench.plan import Ablation, closure, unresolvable
 from fastloop_tools.shared.tables import json_safe
+from fastloop_tools.trials.measure import failed_measurement
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, verdict
 from fastloop_tools.trials.worker import Window
@@ -141,8 +142,7 @@ class Bench:
                 found = self.runner.measure(self.ablation.recipe, self.settings, repeat, variant.plugins, cache)
                 if "error" in found:
                     if variant is variants[0] and repeat == 0:
-                        kind = UsageError if found["kind"] == "usage" else FastloopError
-                        raise kind(f"the baseline cannot be measured: {found['error']}")
+                        raise failed_measurement(f"the baseline cannot be measured: {found['error']}", found)
                     self.errors[variant.plugins] = found["error"]
                     result = f"failed: {found['error']}"
                 else:

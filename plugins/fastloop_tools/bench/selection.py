@@ -20,13 +20,14 @@ from time import monotonic
 from typing import Any, get_args
 
 from fastloop.cli.numerics import BROKEN, FAILED
-from fastloop.errors import FastloopError, UsageError
+from fastloop.errors import UsageError
 from fastloop.estimates import StepProfile
 from fastloop.plugins.plugin import Numerics, Plugin
 from fastloop.plugins.resolve import load_listed, resolve
 from fastloop.recipe import Recipe
 from fastloop_tools.profile.suggestions import show_speedup, speedup, suggest
 from fastloop_tools.shared.changed_recipes import edited
+from fastloop_tools.trials.measure import failed_measurement
 from fastloop_tools.trials.pairs import Measurement, TrialRunner, faster, speed
 from fastloop_tools.trials.statistics import break_even, interval, verdict
 from fastloop_tools.trials.worker import Window
@@ -127,9 +128,7 @@ class Selection:
         self.runner.listen()
         here = self.measure(self.given)
         if "error" in here:
-            raise (UsageError if here["kind"] == "usage" else FastloopError)(
-                f"the recipe cannot be measured: {here['error']}"
-            )
+            raise failed_measurement(f"the recipe cannot be measured: {here['error']}", here)
         rate, unit = speed(here)
         self.say(f"as given: {rate:,.1f} {unit}/s")
         self.check_budget()

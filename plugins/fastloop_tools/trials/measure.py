@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fastloop.cli import launch
+from fastloop.errors import FastloopError, UsageError
 from fastloop.runtime.platform_support import KILL, explain_kill, kills
 from fastloop_tools.trials.worker import Spec
 
@@ -102,3 +103,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
                 launch.signal_group(process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE)
+
+
+def failed_measurement(text: str, result: Mapping[str, Any]) -> FastloopError:
+    """The error for a measurement that failed, with the code of the error in its process.
+
+    Args:
+        text: The sentence around ``result["error"]``.
+        result: The result of ``run_process``.
+    """
+    kind = UsageError if result["kind"] == "usage" else FastloopError
+    code = result["problem"]["code"] if "problem" in result else "measurement-failed"
+    return kind(text, code=code)

@@ -21,6 +21,7 @@ from fastloop.cli import startup
 from fastloop.cli.numerics import switch_dropout_off
 from fastloop.errors import FastloopError, UsageError
 from fastloop.plugins.plugin import Plugin, hookimpl
+from fastloop.problem import Problem
 from fastloop.runtime import files
 
 if TYPE_CHECKING:
@@ -263,7 +264,8 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
         kind = next(name for cls, name in kinds.items() if isinstance(error, cls))
         text = str(error).strip()
         text = text if isinstance(error, FastloopError) else f"{type(error).__name__}: {text}"
-        return {"error": text.splitlines()[0], "kind": kind}
+        problem = error.problem if isinstance(error, FastloopError) else Problem(text, code="crashed")
+        return {"error": text.splitlines()[0], "kind": kind, "problem": problem.to_json()}
     finally:
         logger.removeHandler(warnings)
     return found | {"warnings": warnings.lines}

@@ -234,7 +234,7 @@ def test_a_command_of_a_package_is_listed_without_an_import_and_imported_when_it
     assert "Says how warm it is." in out
     assert "fastloop warm [OPTIONS]" in out
     assert cli("warm", "--degrees", "3") == (0, "3.0 degrees\n", "")
-    assert cli("picky") == (2, "", "error: not today\n")
+    assert cli("picky") == (2, "", "error: not today [invalid-usage]\n")
     code, _, err = cli("wram")
     assert code == 2
     assert "Did you mean 'warm'?" in err

@@ -1,0 +1,93 @@
+"""Problem: the fields of an error or a warning, and the text that a user reads. The text is made only here.
+
+An error has one: ``RecipeError("is listed twice.", code="listed-twice", place="recipe.yaml: plugins.ema").problem``.
+A warning is one: ``log.warning(Problem("is damaged.", code="damaged-cache", place="cache/rows"))``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+LINE = re.compile(r"^(?P<file>.+?), (?:line|row) (?P<line>\d[\d,]*)")
+"""A place in a file: ``train.csv, line 3``."""
+KEY = re.compile(r"^(?P<file>(?:recipe|.+\.ya?ml)): (?P<key>[\w.\[\]/-]+)")
+"""A place in a recipe: ``recipe.yaml: train.lr``."""
+PROPOSAL = re.compile(r"`([^`]+)`")
+"""A part of a remedy that a user can type."""
+
+
+class Fields(TypedDict, total=False):
+    """The fields of a ``Problem`` beside its text, as keyword arguments."""
+
+    code: str
+    place: str
+    found: str
+    expected: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The fields of an error or a warning.
+
+    ``str(problem)`` is the text: ``PLACE: TEXT Found FOUND, expected EXPECTED. REMEDY``.
+
+    Attributes:
+        text: Whole sentences about the problem. It may be empty if ``found`` or ``expected`` is given.
+        code: The kind of problem, in lower case with hyphens: ``unknown-option``. It does not change between releases,
+            so programs and tests compare it.
+        place: Where the problem is: ``recipe.yaml: train.lr``, ``train.csv, line 3``, ``--resume runs/a``.
+        found: The value that was found, without a full stop.
+        expected: The values that are possible, without a full stop.
+        remedy: Sentences about the change that solves the problem. A part between backquotes is an override, options
+            or a command that works as it is: "For classes, give `data.label_type=class`."
+    """
+
+    text: str = ""
+    code: str = ""
+    place: str = ""
+    found: str = ""
+    expected: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        facts = []
+        if self.found:
+            facts.append(f"found {self.found}")
+        if self.expected:
+            facts.append(f"expected {self.expected}")
+        sentence = ", ".join(facts)
+        if sentence:
+            sentence += "."
+        if self.text:
+            sentence = sentence[:1].upper() + sentence[1:]
+        parts = [self.text.strip(), sentence, self.remedy.strip()]
+        body = " ".join(part for part in parts if part)
+        return f"{self.place}: {body}" if self.place else body
+
+    @property
+    def proposals(self) -> list[str]:
+        """The overrides, options and commands of the remedy, as a user can type them."""
+        return PROPOSAL.findall(self.remedy)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields for programs. ``message`` is the whole text; ``file``, ``key`` and ``line`` are parts of the
+        place, or None."""
+        in_file = LINE.match(self.place)
+        in_recipe = KEY.match(self.place)
+        either = in_file or in_recipe
+        return {
+            "code": self.code,
+            "message": str(self),
+            "place": self.place,
+            "file": either["file"] if either else None,
+            "key": in_recipe["key"] if in_recipe else None,
+            "line": int(in_file["line"].replace(",", "")) if in_file else None,
+            "text": self.text,
+            "found": self.found,
+            "expected": self.expected,
+            "remedy": self.remedy,
+            "proposals": self.proposals,
+        }

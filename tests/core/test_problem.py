@@ -1,0 +1,114 @@
+"""The fields of errors and warnings, and the text that is made of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+
+from fastloop import Plugin, Problem, RecipeError, option
+from fastloop.errors import DataError, FastloopError, MetricError, UsageError
+from fastloop.plugins.plugin import listed_at
+
+
+@pytest.mark.parametrize(
+    ("problem", "text"),
+    [
+        (Problem("is missing."), "is missing."),
+        (Problem("is missing.", place="a.csv"), "a.csv: is missing."),
+        (Problem(place="r: k", found="1", expected="2 or 3"), "r: k: found 1, expected 2 or 3."),
+        (Problem(place="r: k", expected="2 or 3"), "r: k: expected 2 or 3."),
+        (Problem("The file is cut.", found="1", remedy="Copy it."), "The file is cut. Found 1. Copy it."),
+        (Problem("no such key.", remedy=" Did you mean 'lr'?"), "no such key. Did you mean 'lr'?"),
+    ],
+)
+def test_one_text_is_made_of_the_fields(problem: Problem, text: str):
+    assert str(problem) == text
+
+
+@pytest.mark.parametrize(
+    ("place", "file", "key", "line"),
+    [
+        ("recipe.yaml: train.lr", "recipe.yaml", "train.lr", None),
+        ("recipe: plugins.ema", "recipe", "plugins.ema", None),
+        ("a/train.csv, line 3", "a/train.csv", None, 3),
+        ("train.jsonl, row 1,234", "train.jsonl", None, 1234),
+        ("--resume runs/a", None, None, None),
+        ("", None, None, None),
+    ],
+)
+def test_json_has_the_parts_of_the_place(place: str, file: str | None, key: str | None, line: int | None):
+    fields = Problem("x", place=place).to_json()
+    assert (fields["place"], fields["file"], fields["key"], fields["line"]) == (place, file, key, line)
+
+
+def test_proposals_are_the_quoted_parts_of_the_remedy():
+    problem = Problem(
+        "`not.this=1`", remedy="For classes, give `data.label_type=class`. Or run `fastloop plan r.yaml`."
+    )
+    assert problem.proposals == ["data.label_type=class", "fastloop plan r.yaml"]
+
+
+def test_an_error_has_the_code_of_its_class_unless_it_has_one():
+    assert RecipeError("x").problem.code == "invalid-recipe"
+    assert RecipeError("x", code="unknown-option").problem.code == "unknown-option"
+    subclasses = [FastloopError]
+    for kind in subclasses:
+        subclasses += kind.__subclasses__()
+    codes = [vars(kind)["code"] for kind in subclasses if kind.__module__ == "fastloop.errors"]
+    assert len(codes) == len(set(codes)) > 10
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        UsageError("x", code="odd", place="p", remedy="Give `a=1`."),
+        DataError("x"),
+    ],
+)
+def test_an_error_of_another_process_keeps_its_fields(error: FastloopError):
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.problem, str(copy)) == (error.problem, str(error))
+
+
+def test_an_error_with_other_attributes_has_fields():
+    error = MetricError("is a list.", None, {"top": 1}, place="r: metrics")
+    assert (str(error), error.values) == ("r: metrics: is a list.", {"top": 1})
+
+
+class Warmth(Plugin):
+    """Warms."""
+
+    name = "warmth"
+    degrees: float = option("How warm.", default=20.0)
+
+
+def test_a_plugin_fills_in_the_place(caplog: pytest.LogCaptureFixture):
+    with listed_at("r.yaml: plugins.warmth"):
+        plugin = Warmth()
+    problem = plugin.error("degrees", "is too warm.", code="out-of-range").problem
+    assert problem == Problem("is too warm.", code="out-of-range", place="r.yaml: plugins.warmth.degrees")
+    assert plugin.error("", "is alone.").problem.place == "r.yaml: plugins.warmth"
+    plugin.log.warning(Problem("is idle.", code="no-effect", place="r.yaml"))
+    (record,) = caplog.records
+    assert record.msg == Problem("is idle.", code="no-effect", place="warmth: r.yaml")
+
+
+def test_a_command_reports_its_error_as_json(cli):
+    code, _, err = cli("--json", "plan", "quickstart", "train.lr=fast")
+    fields = json.loads(err)
+    assert code == 2
+    assert fields["level"] == "error"
+    assert "train.lr" in fields["message"]
+
+
+def test_an_option_of_plugins_is_the_same(cli):
+    code, _, err = cli("plugins", "emaa", "--json")
+    assert (code, json.loads(err)["level"]) == (2, "error")
+
+
+def test_a_command_shows_the_code(cli):
+    _, _, err = cli("plan", "quickstart", "train.lr=fast")
+    assert err.startswith("error: ")
+    assert err.endswith("]\n")

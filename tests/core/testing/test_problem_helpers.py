@@ -1,0 +1,41 @@
+"""``expect_problem`` and ``assert_problem``: codes, names and numbers are compared."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from fastloop import PluginError, Problem, RecipeError
+from fastloop.testing import assert_problem, expect_problem
+
+ERROR = RecipeError("found 3.", code="out-of-range", place="r.yaml: train.lr")
+
+
+@pytest.mark.parametrize("expected", ["out-of-range", "out-of-range train.lr 3", "out-of-range 3 r.yaml:"])
+def test_fields_that_fit(expected: str):
+    with expect_problem(expected, RecipeError) as raised:
+        raise ERROR
+    assert raised.value is ERROR
+    assert_problem(f"starting\nerror: {ERROR} [out-of-range]\n", expected)
+
+
+@pytest.mark.parametrize("expected", ["range", "unknown-option train.lr", "out-of-range train.lr 4"])
+def test_fields_that_do_not_fit(expected: str):
+    with pytest.raises(AssertionError, match=r"train\.lr"), expect_problem(expected):
+        raise ERROR
+    with pytest.raises(AssertionError):
+        assert_problem(f"error: {ERROR} [out-of-range]", expected)
+
+
+def test_another_class_does_not_fit():
+    with pytest.raises(RecipeError), expect_problem("out-of-range", PluginError):
+        raise ERROR
+
+
+def test_warnings(caplog: pytest.LogCaptureFixture):
+    logging.getLogger("fastloop").warning(Problem("is idle.", code="no-effect", place="ema"))
+    assert_problem(caplog, "no-effect ema")
+    assert_problem("12 steps\nwarning: ema: is idle. [no-effect]\ndone\n", "no-effect ema")
+    with pytest.raises(AssertionError):
+        assert_problem(caplog, "no-effect lion")

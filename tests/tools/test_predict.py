@@ -156,11 +156,11 @@ def test_an_interrupted_job_continues(trained, cli, monkeypatch, out):
     added: list[int] = []
     add = PredictionOutput.add
 
-    def interrupt(self: PredictionOutput, columns: Any, last: bool) -> None:
+    def interrupt(self: PredictionOutput, columns: Any, **options: Any) -> None:
         added.append(len(self.parts))
         if added == [0, 1, 2]:
             raise KeyboardInterrupt
-        add(self, columns, last)
+        add(self, columns, **options)
 
     monkeypatch.setattr(PredictionOutput, "add", interrupt)
     code, _, _ = cli("predict", *map(str, command), out)

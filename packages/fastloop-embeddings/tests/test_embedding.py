@@ -40,7 +40,8 @@ def trained(tmp_path_factory):
         texts = [*TEXTS_TO_PREDICT, *more.get(case, ())]
         (folder / "texts.csv").write_text("\n".join([data.get("text", "text"), *texts]) + "\n")
         commands.append([str(folder), "train", "recipe.yaml"])
-        commands.append([str(folder), "predict", "run", "texts.csv", "--out", f"vectors.{SUFFIXES[case]}"])
+        keep = ["--keep", "all"] if SUFFIXES[case] != "npy" else []
+        commands.append([str(folder), "predict", "run", "texts.csv", "--out", f"vectors.{SUFFIXES[case]}", *keep])
     arguments = "predict run documents.csv --out documents.npy plugins.embedding.predict=other"
     commands.append([str(folders["multiple_negatives"]), *arguments.split()])
     run_commands(commands)
@@ -55,8 +56,12 @@ def predicted(folder):
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
-        return np.array(parquet.read_table(path)["vector"].to_pylist())
-    return np.array([json.loads(line)["vector"] for line in path.read_text().splitlines()])
+        rows = parquet.read_table(path).to_pylist()
+    else:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    texts = (folder / "texts.csv").read_text().splitlines()[1:]
+    assert [next(iter(row.values())) for row in rows] == texts
+    return np.array([row["vector"] for row in rows])
 
 
 def validated(folder):

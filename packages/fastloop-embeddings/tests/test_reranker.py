@@ -30,7 +30,8 @@ def trained(tmp_path_factory):
         names = [data.get("text", "text"), data.get("other", "other")]
         (folder / "pairs.csv").write_text("\n".join(map(",".join, [names, *PAIRS])) + "\n")
         for suffix in ("npy", "jsonl"):
-            commands.append([str(folder), "predict", "run", "pairs.csv", "--out", f"scores.{suffix}"])
+            keep = ["--keep", f"query={names[0]}"] if suffix == "jsonl" else []
+            commands.append([str(folder), "predict", "run", "pairs.csv", "--out", f"scores.{suffix}", *keep])
         commands[-2:-2] = [[str(folder), "train", "recipe.yaml"]]
         commands.append([str(folder), "predict", "run", "--split", "test", "--with", "packing", "--out", "test.jsonl"])
     arguments = ["predict", "run", "candidates.csv", "--out", "candidates.npy"]
@@ -117,8 +118,9 @@ def test_it_learns_and_predicts(trained, case):
     assert json.loads((trained[case] / "run" / "summary.json").read_text())["validation"][metric] > least
     scores = np.load(trained[case] / "scores.npy")
     assert scores.shape == (len(PAIRS),)
-    lines = [json.loads(line)["score"] for line in (trained[case] / "scores.jsonl").read_text().splitlines()]
-    np.testing.assert_allclose(lines, scores, rtol=1e-6)
+    lines = [json.loads(line) for line in (trained[case] / "scores.jsonl").read_text().splitlines()]
+    assert [line["query"] for line in lines] == [pair[0] for pair in PAIRS]
+    np.testing.assert_allclose([line["score"] for line in lines], scores, rtol=1e-6)
     samples = [json.loads(line)["score"] for line in (trained[case] / "test.jsonl").read_text().splitlines()]
     sizes = {"multiple_negatives": {5}, "binary": {1}, "list_net": {4}}[case]
     assert {np.size(sample) for sample in samples} == sizes

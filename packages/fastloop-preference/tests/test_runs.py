@@ -68,7 +68,7 @@ def trained(tmp_path_factory):
         [
             (dpo, "train", "recipe.yaml"),
             (dpo, *predict, "rewards.jsonl"),
-            (dpo, *predict, "packed.jsonl", "--with", "packing"),
+            (dpo, *predict, "packed.jsonl", "--with", "packing", "--keep", "all"),
             (dpo, "evaluate", "run", "--json", "known.json"),
             (reward, "train", "recipe.yaml"),
             (reward, *predict, "rewards.jsonl"),
@@ -109,6 +109,16 @@ def test_predictions_are_log_probabilities_relative_to_the_model_before_training
     assert max(map(abs, expected)) > 1e-2
     for name in ("rewards", "packed"):
         assert read(trained / "dpo" / f"{name}.jsonl") == pytest.approx(expected, abs=1e-5)
+
+
+def test_predictions_keep_the_columns_of_their_rows(trained):
+    given, found = (
+        [json.loads(line) for line in (trained / "dpo" / name).read_text().splitlines()]
+        for name in ("rows.jsonl", "packed.jsonl")
+    )
+    assert [list(row) for row in found] == [["prompt", "chosen", "reward"]] * len(given)
+    for row, kept in zip(given, found, strict=True):
+        assert kept == {**row, "reward": kept["reward"]}
 
 
 def test_a_trained_model_stops_at_the_end_token_of_its_tokenizer(trained):

@@ -254,6 +254,9 @@ class CausalLM(SamplingOptions, GenerationOptions, TextTask):
             return Output(output.loss + self.router_weight * output.aux_loss)
         return Output(output.loss)
 
+    def output_columns(self) -> Sequence[str]:
+        return ("text",)
+
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
         tokenizer = self.text_model.tokenizer

@@ -268,6 +268,9 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
             return Output(output.loss)
         return Output(output.loss, output.logits.argmax(-1).flatten(), batch["labels"].flatten())
 
+    def output_columns(self) -> Sequence[str]:
+        return ("text",)
+
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[str]]:
         return {"text": self._generate(run, batch, self._for_predictions, together=False)}

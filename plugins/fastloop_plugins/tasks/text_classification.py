@@ -29,7 +29,7 @@ labels. ``f1`` follows scikit-learn: of class 1 with two classes, else the mean 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +167,9 @@ class TextClassification(ClassifierOptions, TextTask):
         from fastloop_plugins.text.masks import compute
 
         return self.problem.output(compute(model, batch).logits, batch["labels"])
+
+    def output_columns(self) -> Sequence[str]:
+        return self.problem.column_names(self.order.names)
 
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:

@@ -184,6 +184,9 @@ class TokenClassification(ClassifierOptions, TextTask):
             return Output(loss)
         return Output(loss, *word_scores(logits, batch))
 
+    def output_columns(self) -> Sequence[str]:
+        return ("words", "tags", "probabilities", "entities")
+
     @hookimpl
     def predict(self, run: Run, batch: dict[str, Any]) -> Mapping[str, list[Any]]:
         from fastloop_plugins.tasks.tags.metrics import tag_columns

@@ -242,6 +242,11 @@ class TextTask(Plugin):
             make: Returns the model's inputs for the given samples; without any, for a long and a short one.
         """
 
+    def output_columns(self) -> Sequence[str]:
+        """The columns that ``predict`` returns for a file. `fastloop predict --keep` then refuses an input column of
+        such a name before the model is built. Called after ``build_prediction_data``."""
+        return ()
+
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     @hookimpl

@@ -14,6 +14,7 @@ from fastloop.evaluation_results import evaluating
 
 if TYPE_CHECKING:
     from fastloop.data import Loader
+    from fastloop_tools.inference.keep import KeptColumns
 
 
 class Chunks(Plugin):
@@ -21,6 +22,7 @@ class Chunks(Plugin):
 
     Args:
         name: The input as it stands on the command line, for messages; None: a split.
+        kept: Columns of the input to keep; None: no column.
 
     Attributes:
         chunks: Datasets of the samples to predict, in order, beginning with the split of the run.
@@ -30,8 +32,9 @@ class Chunks(Plugin):
 
     name = "prediction-chunks"
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None, kept: KeptColumns | None = None) -> None:
         super().__init__()
+        self.kept = kept
         self.input = "stdin" if name == "-" else name
         self.chunks: Iterator[Any] = iter(())
         self.lines: Iterator[str] | None = None
@@ -48,6 +51,8 @@ class Chunks(Plugin):
         first: Any = next(chunks, [])
         if self.input is not None and len(first) == 0:
             raise UsageError(f"{self.input}: found nothing to predict. Expected at least one sample.")
+        if self.kept is not None and self.kept.listed:
+            self.kept.open(run, source, wanted.start)
         self.chunks = chain([first], chunks)
         return {wanted.split: first}
 

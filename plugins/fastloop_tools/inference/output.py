@@ -15,8 +15,12 @@ import logging
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import UUID
 
 from fastloop.cli.streams import has_reader
 from fastloop.errors import UsageError
@@ -72,8 +76,11 @@ class PredictionOutput:
         """Whether all parts are there."""
         return bool(self.parts) and self.parts[-1].suffix == ".last"
 
-    def add(self, columns: Mapping[str, list[Any]], last: bool) -> None:
+    def add(self, columns: Mapping[str, list[Any]], last: bool, types: Mapping[str, Any] | None = None) -> None:
         """Write the predictions of the next chunk. Values that are tensors of one shape are written as arrays.
+
+        Args:
+            types: Name -> type in pyarrow, for Parquet. The types of other columns follow from their values.
 
         Raises:
             SystemExit: The program that reads stdout has closed it, as ``head`` does. No more samples are predicted.
@@ -88,7 +95,7 @@ class PredictionOutput:
             return
         part = self.folder / (f"{len(self.parts):08}" + ".last" * last)
         unfinished = self.folder / "unfinished"
-        FORMATS[self.path.suffix].write(table, unfinished, not self.parts)
+        FORMATS[self.path.suffix].write(Part(table, types or {}, list(self.parts)), unfinished)
         unfinished.replace(part)
         self.parts.append(part)
 
@@ -100,6 +107,21 @@ class PredictionOutput:
         FORMATS[self.path.suffix].join(self.parts, joined)
         joined.replace(self.path)
         shutil.rmtree(self.folder)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows to write.
+
+    Attributes:
+        columns: Name -> a value for each row.
+        types: See ``PredictionOutput.add``.
+        before: The parts that are written.
+    """
+
+    columns: Columns
+    types: Mapping[str, Any]
+    before: Sequence[Path]
 
 
 def as_array(values: list[Any]) -> Any:
@@ -124,32 +146,57 @@ def rows(columns: Columns) -> Iterator[dict[str, Any]]:
         yield dict(zip(columns, values, strict=True))
 
 
+def json_value(value: Any) -> str:
+    """A value of a kept column that JSON has no type for.
+
+    Raises:
+        UsageError: It is no text: bytes.
+    """
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, Decimal | timedelta | UUID):
+        return str(value)
+    raise UsageError(
+        f"--keep: found a value of type {type(value).__name__}, which only .parquet can hold. Write --out "
+        "FILE.parquet, or leave out its column."
+    )
+
+
 def json_lines(columns: Columns) -> Iterator[str]:
     """One JSON object for each row."""
-    return (json.dumps(row, ensure_ascii=False) + "\n" for row in rows(columns))
+    return (json.dumps(row, ensure_ascii=False, default=json_value) + "\n" for row in rows(columns))
+
+
+def cell(value: Any) -> Any:
+    """A value as the cell of a CSV file."""
+    if isinstance(value, list | dict):
+        return json.dumps(value, default=json_value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return json_value(value)
 
 
 def csv_lines(columns: Columns, header: bool) -> Iterator[str]:
-    """Rows of cells; values that are lists are written as JSON."""
+    """Rows of cells; values that are lists or mappings are written as JSON."""
     line = io.StringIO(newline="")
     writer = csv.writer(line, lineterminator="\n")
     if header:
         writer.writerow(columns)
     for row in rows(columns):
-        writer.writerow([json.dumps(value) if isinstance(value, list) else value for value in row.values()])
+        writer.writerow(map(cell, row.values()))
     yield line.getvalue()
 
 
-def write_csv(columns: Columns, path: Path, first: bool) -> None:
+def write_csv(part: Part, path: Path) -> None:
     """A part with ``csv_lines``."""
     with path.open("w", encoding="utf-8", newline="") as file:
-        file.writelines(csv_lines(columns, header=first))
+        file.writelines(csv_lines(part.columns, header=not part.before))
 
 
-def write_jsonl(columns: Columns, path: Path, first: bool) -> None:
+def write_jsonl(part: Part, path: Path) -> None:
     """A part with ``json_lines``."""
     with path.open("w", encoding="utf-8", newline="") as file:
-        file.writelines(json_lines(columns))
+        file.writelines(json_lines(part.columns))
 
 
 def join_lines(parts: Sequence[Path], path: Path) -> None:
@@ -160,43 +207,76 @@ def join_lines(parts: Sequence[Path], path: Path) -> None:
                 shutil.copyfileobj(source, target)
 
 
-def write_parquet(columns: Columns, path: Path, first: bool) -> None:
-    """A part in Parquet. Rows of an array are lists of numbers."""
+def write_parquet(part: Part, path: Path) -> None:
+    """A part in Parquet. Rows of an array are lists of numbers.
+
+    Raises:
+        UsageError: A column has values of several types.
+    """
     import numpy as np
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
-    def column(values: Any) -> Any:
-        if isinstance(values, list) or values.ndim == 1:
+    def column(name: str, values: Any) -> Any:
+        if isinstance(values, list):
+            return pyarrow.array(values, part.types.get(name))
+        if values.ndim == 1:
             return values
         if values.ndim > 2:
             return values.tolist()
         ends = np.arange(len(values) + 1, dtype=np.int32) * values.shape[1]
         return pyarrow.ListArray.from_arrays(ends, values.ravel())
 
-    parquet.write_table(pyarrow.table({name: column(values) for name, values in columns.items()}), path)
+    arrays = {}
+    for name, values in part.columns.items():
+        try:
+            arrays[name] = column(name, values)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError, OverflowError) as error:
+            raise several_types(f"{name!r}: {error}") from None
+    table = pyarrow.table(arrays)
+    if part.before:
+        common_schema([parquet.read_schema(part.before[0]), table.schema])
+    parquet.write_table(table, path)
+
+
+def common_schema(schemas: Sequence[Any]) -> Any:
+    """The schema of the rows of all parts. A part of empty lists has no type for them, and a column of numbers may
+    begin with whole ones.
+
+    Raises:
+        UsageError: A column has values of several types.
+    """
+    import pyarrow
+
+    try:
+        return pyarrow.unify_schemas(schemas, promote_options="permissive")
+    except pyarrow.ArrowTypeError as error:
+        raise several_types(error) from None
+
+
+def several_types(problem: object) -> UsageError:
+    """The error for a column that Parquet cannot hold."""
+    return UsageError(f"--out: .parquet needs one type for each column: {problem}. Write .jsonl, or leave it out.")
 
 
 def join_parquet(parts: Sequence[Path], path: Path) -> None:
     """One file with the rows of all parts."""
-    import pyarrow
     from pyarrow import parquet
 
-    # a part of empty lists has no type for them
-    schema = pyarrow.unify_schemas([parquet.read_schema(part) for part in parts])
+    schema = common_schema([parquet.read_schema(part) for part in parts])
     with parquet.ParquetWriter(path, schema) as writer:
         for part in parts:
             writer.write_table(parquet.read_table(part).cast(schema))
 
 
-def write_npy(columns: Columns, path: Path, first: bool) -> None:
+def write_npy(part: Part, path: Path) -> None:
     """A part with the array of the only column."""
     import numpy as np
 
-    arrays = list(columns.values())
+    arrays = list(part.columns.values())
     if len(arrays) != 1 or isinstance(arrays[0], list):
         raise UsageError(
-            f"--out: .npy holds one column of numbers, and the task predicts {', '.join(columns)}. Write .parquet."
+            f"--out: .npy holds one column of numbers, and the task predicts {', '.join(part.columns)}. Write .parquet."
         )
     with path.open("wb") as file:
         np.save(file, arrays[0], allow_pickle=False)
@@ -220,11 +300,11 @@ class Format(NamedTuple):
     """A format of files of predictions.
 
     Attributes:
-        write: Writes a part: ``write(columns, path, first)``; ``first``: it is the first part.
+        write: Writes a part: ``write(part, path)``.
         join: Makes the file from its parts: ``join(parts, path)``.
     """
 
-    write: Callable[[Columns, Path, bool], None]
+    write: Callable[[Part, Path], None]
     join: Callable[[Sequence[Path], Path], None]
 
 

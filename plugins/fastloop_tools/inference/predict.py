@@ -20,6 +20,7 @@ from fastloop_tools.inference.evaluate import Target
 
 if TYPE_CHECKING:
     from fastloop.run import Run
+    from fastloop_tools.inference.keep import KeptColumns
     from fastloop_tools.inference.output import PredictionOutput
 
 log = logging.getLogger("fastloop")
@@ -40,6 +41,14 @@ def predict(
         output_file("--out", "File to write: .csv, .jsonl, .parquet or .npy. Without it: JSON lines on stdout.", Path),
     ] = None,
     split: Annotated[str | None, typer.Option(metavar="NAME", help="Predict a split of the recipe's data.")] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B",
+            help="Columns of FILE to write before the predictions; all: every one; NAME=COLUMN: by another name. May "
+            "be repeated.",
+        ),
+    ] = None,
     chunk: Annotated[int, typer.Option(min=1, metavar="ROWS", help="Rows to read, predict and write at once.")] = 4096,
     with_: With = None,
     without: Without = None,
@@ -68,10 +77,12 @@ def predict(
         raise UsageError(
             f"--out {out}: this is the file to predict, which the predictions would replace. Give another file."
         )
+    kept = read_keep(keep, source, out)
     recipe = load(
         target, given, Inference(Path(), split or "predict", source, chunk=chunk), names(with_), names(without)
     )
-    output = PredictionOutput(out, None if name == "-" else describe(recipe, target, name))
+    job = None if name == "-" else describe(recipe, target, name) | {"keep": kept.listed}
+    output = PredictionOutput(out, job)
     if out is None:
         import rich
 
@@ -82,12 +93,12 @@ def predict(
             recipe.inference = dataclasses.replace(recipe.inference, start=len(output.parts) * chunk)
             from fastloop_tools.inference.chunks import Chunks
 
-            reader = Chunks(name)
+            reader = Chunks(name, kept)
             with open_inference(recipe, [reader]) as run:
                 reader.lines = None
                 if output.parts:
                     log.info("predict: continues after %d rows of an interrupted job", len(output.parts) * chunk)
-                predict_chunks(run, reader.chunks, output, threaded=name != "-")
+                predict_chunks(run, reader.chunks, kept, output, threaded=name != "-")
         output.finish()
     if out is not None:
         typer.echo(f"written to {out}")
@@ -113,6 +124,27 @@ def read_source(name: str) -> Path | Iterable[str]:
     return [name]
 
 
+def read_keep(keep: list[str] | None, source: Path | Iterable[str] | None, out: Path | None) -> KeptColumns:
+    """The option ``--keep``.
+
+    Raises:
+        UsageError: There is no file with columns, or the output has no place for them.
+    """
+    from fastloop_tools.inference.keep import KeptColumns
+
+    listed = names(keep)
+    if listed and source is None:
+        raise UsageError(
+            "--keep: found --split, and columns are kept of a FILE only. Predict the file of that split: fastloop "
+            "predict RUN FILE --keep ..."
+        )
+    if listed and not isinstance(source, Path):
+        raise UsageError("--keep: found texts, which have no columns. Predict a FILE, or leave out --keep.")
+    if listed and out is not None and out.suffix == ".npy":
+        raise UsageError(f"--out {out}: .npy holds one column, and --keep adds others. Write .parquet.")
+    return KeptColumns(listed)
+
+
 def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     """Everything that determines the predictions: recipe, model, input and version. Files by size and time of
     change."""
@@ -131,11 +163,14 @@ def describe(recipe: Recipe, target: str, name: str | None) -> dict[str, Any]:
     }
 
 
-def predict_chunks(run: Run, chunks: Iterator[Any], output: PredictionOutput, threaded: bool) -> None:
+def predict_chunks(
+    run: Run, chunks: Iterator[Any], kept: KeptColumns, output: PredictionOutput, threaded: bool
+) -> None:
     """Predict chunks in order.
 
     Args:
         chunks: Datasets, beginning with the split of the run.
+        kept: Columns of the rows of these chunks.
         threaded: Whether to read the next chunk in a thread meanwhile. A thread that waits for stdin would block the
             exit.
     """
@@ -152,4 +187,8 @@ def predict_chunks(run: Run, chunks: Iterator[Any], output: PredictionOutput, th
             set_seed(run.recipe.train.seed + len(output.parts))  # so that sampled texts do not depend on interruptions
             columns = predict_dataset(run, run.loaders.replace(run.loaders.first, chunk))
             chunk = next(chunks, None) if following is None else following.result()
-            output.add(columns, last=chunk is None)
+            kept.check_names(columns)
+            rows = kept.take(count=len(next(iter(columns.values()))))
+            if chunk is None:
+                kept.finish()
+            output.add(rows | columns, last=chunk is None, types=kept.types)

@@ -71,6 +71,9 @@ class SentenceSimilarity(TextTask):
 
         return MetricCollection({"accuracy": Ranking()})
 
+    def output_columns(self) -> tuple[str, ...]:
+        return ("vector",)
+
     @hookimpl
     def predict(self, run: Any, batch: Mapping[str, Any]) -> Mapping[str, list[Any]]:
         return {"vector": self.vectors(run.model, batch).tolist()}

@@ -226,6 +226,9 @@ class Embedding(PairTask):
     def rank(self, run: Run, collection: Any) -> Any:
         return collection.search(run, self, self.vectors)
 
+    def output_columns(self) -> Sequence[str]:
+        return ("vector",)
+
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
         return {"vector": self.vectors(run.model, batch)}

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Output, RecipeError, hookimpl, option
@@ -152,6 +152,9 @@ class Reranker(PairTask):
         from fastloop_embeddings.metrics import Ranking, collect
 
         return collect(None if self.loss == "binary" else Ranking())
+
+    def output_columns(self) -> Sequence[str]:
+        return ("score",)
 
     @hookimpl
     def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:

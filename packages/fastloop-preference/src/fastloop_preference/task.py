@@ -132,6 +132,9 @@ class PreferenceTask(TextTask):
             self.totals = self.totals + sums(rewards) * (id(batch) not in self.repeated)
         return Output(losses.mean(), rewards, rewards)
 
+    def output_columns(self) -> Sequence[str]:
+        return ("reward",)
+
     def name_rewards(self, run: Run, rewards: Tensor) -> Mapping[str, Tensor]:
         """The predictions of a batch: ``reward``, or of a split's pairs ``chosen`` and ``rejected``."""
         paired = "rejected" in run.datasets[run.loaders.first][0]

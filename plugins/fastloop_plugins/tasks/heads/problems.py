@@ -40,6 +40,10 @@ class SingleLabel:
         """See ``classifier_metrics``."""
         return classifier_metrics(classes, options, where, len(names), self.threshold)
 
+    def column_names(self, names: Sequence[str]) -> list[str]:
+        """The names of ``columns``."""
+        return ["label", "probability", *(f"probability_{name}" for name in names)]
+
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """See ``prediction_columns``."""
         return prediction_columns(output, names, self.threshold)
@@ -69,6 +73,10 @@ class Regression:
             warnings.filterwarnings("ignore", message=".*will save all targets")  # two numbers for each text
             metrics["spearman"] = SpearmanCorrCoef()
         return collect(make_metrics(classes, options, where, own=metrics), where)
+
+    def column_names(self, names: Sequence[str]) -> list[str]:
+        """The names of ``columns``."""
+        return ["prediction"]
 
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """``prediction``: the number of each text."""
@@ -113,6 +121,10 @@ class MultiLabel:
             {name: LambdaInputTransformer(metric, _probabilities, _whole_numbers) for name, metric in metrics.items()},
             where,
         )
+
+    def column_names(self, names: Sequence[str]) -> list[str]:
+        """The names of ``columns``."""
+        return ["labels", *(f"probability_{name}" for name in names)]
 
     def columns(self, output: Output, names: Sequence[str]) -> dict[str, list[Any]]:
         """``labels``: the classes of each text, and the probability of each class."""

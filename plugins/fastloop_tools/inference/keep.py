@@ -1,0 +1,181 @@
+"""``fastloop predict --keep``: columns of the file to predict, beside the predictions of its rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastloop.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from fastloop import Run
+    from fastloop_plugins.rows.formats import Layout
+    from fastloop_plugins.text.task import TextTask
+
+log = logging.getLogger("fastloop")
+
+ALL = "all"
+"""Value of ``--keep`` for every column of the file."""
+FIRST_ROWS = 1024
+"""Rows that are read for the names of a file's columns: objects of a .jsonl file need not have the same keys."""
+
+
+@dataclass(frozen=True)
+class KeptColumn:
+    """A column to keep.
+
+    Attributes:
+        name: Its name beside the predictions.
+        source: Its name in the file.
+    """
+
+    name: str
+    source: str
+
+
+class KeptColumns:
+    """The columns of a file that ``--keep`` lists.
+
+    Args:
+        listed: ``COLUMN``, ``NAME=COLUMN`` or ``all``.
+
+    Attributes:
+        columns: The columns, in the order of the output; known when the file is open.
+        types: Name -> type in pyarrow, for the columns of a format that has types.
+    """
+
+    def __init__(self, listed: Sequence[str]) -> None:
+        self.listed = listed
+        self.columns: list[KeptColumn] = []
+        self.types: dict[str, Any] = {}
+        self.path = Path()
+        self.rows: Iterator[tuple[Any, ...]] = iter(())
+
+    def open(self, run: Run, path: Path, start: int) -> None:
+        """Find the columns in the file, and begin at row ``start``.
+
+        Raises:
+            UsageError: The task reads no rows, the file has no such column, or a name is taken.
+        """
+        from fastloop_plugins.rows.formats import explain_reading
+
+        task = reading_task(run, path)
+        layout = task.data.layout(predicts=True)
+        self.path = path
+        with explain_reading(str(path), layout.how), layout.open(str(path)) as file:
+            next(file.blocks(list(layout.columns), size=FIRST_ROWS), None)
+            names = list(file.names)
+            schema = file.schema
+        self.columns = self._choose(names)
+        self.check_names(task.output_columns())
+        if schema is not None:
+            self.types = {column.name: schema.field(column.source).type for column in self.columns}
+        self.rows = islice(self._read(layout, names), start, None)
+
+    def _read(self, layout: Layout, first_names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """Yield the kept columns of each row; None for one that the row lacks.
+
+        Args:
+            first_names: The columns of the first rows.
+        """
+        from fastloop_plugins.rows.formats import FEW, explain_reading
+
+        sources = [column.source for column in self.columns]
+        with explain_reading(str(self.path), layout.how), layout.open(str(self.path)) as file:
+            for block in file.blocks(sources, size=FEW):
+                yield from block.tuples(sources)
+            later = [name for name in file.names if name not in first_names]
+        if ALL in self.listed and later:
+            log.warning(
+                "--keep all: %s: the first %d rows lack the columns %s, which are not kept. Write every key in each.",
+                self.path,
+                FIRST_ROWS,
+                ", ".join(later),
+            )
+
+    def _choose(self, names: Sequence[str]) -> list[KeptColumn]:
+        """The columns that ``listed`` names, of a file with columns of these names."""
+        chosen = []
+        for entry in self.listed:
+            if entry == ALL:
+                continue
+            name, equals, source = entry.partition("=")
+            if entry in names or not equals:  # a name may have an equals sign
+                name, source = entry, entry
+            if source not in names:
+                suggestion = did_you_mean(source, names).partition(" Expected")[0]
+                raise UsageError(
+                    f"--keep: {self.path}: there is no column {source!r}. Its columns: {', '.join(names) or 'none'}."
+                    f"{suggestion}"
+                )
+            chosen.append(KeptColumn(name, source))
+        if ALL in self.listed:
+            renamed = {column.source: column for column in chosen}
+            chosen = [renamed.get(name, KeptColumn(name, name)) for name in names]
+        kept = [column.name for column in chosen]
+        for name in kept:
+            if kept.count(name) > 1:
+                raise UsageError(f"--keep: found two columns with the name {name!r}. Give another one: NAME=COLUMN.")
+        return chosen
+
+    def check_names(self, predicted: Collection[str]) -> None:
+        """Raise an error for a column whose name is the one of a prediction.
+
+        Args:
+            predicted: The columns that the task predicts.
+        """
+        for column in self.columns:
+            if column.name in predicted:
+                raise UsageError(
+                    f"--keep: the task predicts a column {column.name!r}, too. Give the column of {self.path} another "
+                    f"name: --keep input_{column.name}={column.source}"
+                )
+
+    def take(self, count: int) -> dict[str, list[Any]]:
+        """The columns of the next ``count`` rows.
+
+        Raises:
+            UsageError: The file has fewer rows.
+        """
+        if not self.columns:
+            return {}
+        rows = list(islice(self.rows, count))
+        if len(rows) < count:
+            raise self._other_count()
+        return {column.name: [row[place] for row in rows] for place, column in enumerate(self.columns)}
+
+    def finish(self) -> None:
+        """Check that every row is predicted.
+
+        Raises:
+            UsageError: The file has more rows.
+        """
+        if self.columns and next(self.rows, None) is not None:
+            raise self._other_count()
+
+    def _other_count(self) -> UsageError:
+        return UsageError(
+            f"--keep: {self.path}: the task does not predict one sample for each row, so no column can be kept."
+        )
+
+
+def reading_task(run: Run, path: Path) -> TextTask:
+    """The task of the run.
+
+    Raises:
+        UsageError: It reads no rows from this file.
+    """
+    from fastloop_plugins.text.task import TextTask
+
+    if path.is_file():
+        for plugin in run.plugins:
+            if isinstance(plugin, TextTask):
+                return plugin
+    raise UsageError(
+        f"--keep: the task {run.plugins.in_slot('task')!r} reads no columns from {path}. Predict a file with rows, or "
+        "leave out --keep."
+    )

@@ -1,0 +1,202 @@
+"""`fastloop predict --keep`: columns of the input beside the predictions of its rows."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import yaml
+from inference_runs import texts, train, write_csv, write_recipe
+from pyarrow import parquet
+from text_helpers import TINY_GPT
+
+from fastloop_tools.inference.output import PredictionOutput
+
+ROWS = [{"id": f"{index:03}", "when": f"2026-01-{index:02}", **row} for index, row in enumerate(texts(20), 1)]
+"""20 rows with the columns id, when, text and label; the predictions have a label, too."""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The run of a classifier."""
+    folder = tmp_path_factory.mktemp("trained")
+    train(write_recipe(folder))
+    return folder / "run"
+
+
+def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    if path.suffix == ".csv":
+        return write_csv(path, rows)
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(list(rows)), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        table: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        return table
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def predict(cli: Any, run: Path, source: Path, out: str, *options: str) -> list[dict[str, Any]]:
+    code, _, err = cli("predict", str(run), str(source), "--out", out, *options)
+    assert code == 0, err
+    return read(Path(out))
+
+
+def refused(cli: Any, *arguments: Any) -> str:
+    code, _, err = cli("predict", *map(str, arguments))
+    assert code == 2, err
+    error: str = err
+    return error
+
+
+@pytest.mark.parametrize("out", ["out.csv", "out.jsonl", "out.parquet"])
+@pytest.mark.parametrize("source", ["rows.csv", "rows.jsonl", "rows.parquet"])
+def test_kept_columns_stand_before_the_predictions_of_their_rows(run, cli, source, out):
+    path = write(Path(source), ROWS)
+    plain = predict(cli, run, path, out, "--chunk", "7")
+    found = predict(cli, run, path, out, "--chunk", "7", "--keep", "id,text")
+    assert list(found[0]) == ["id", "text", *plain[0]]
+    assert [{name: row[name] for name in plain[0]} for row in found] == plain
+    assert [(row["id"], row["text"]) for row in found] == [(row["id"], row["text"]) for row in ROWS]
+
+
+def test_all_columns_are_kept_with_another_name_for_one(run, cli):
+    path = write(Path("rows.csv"), ROWS)
+    found = predict(cli, run, path, "out.jsonl", "--keep", "all,truth=label")
+    assert list(found[0])[:5] == ["id", "when", "text", "truth", "label"]
+    assert [row["truth"] for row in found] == [row["label"] for row in ROWS]
+
+
+def test_types_of_parquet_stay(run, cli):
+    moment = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    rows = [{"id": index, "at": moment, "day": date(2026, 1, 2), "raw": b"\0\xff", "tags": ["a"], **row}
+            for index, row in enumerate(texts(6))]  # fmt: skip
+    rows[0]["id"] = None  # the first part has no value to take a type from
+    rows[1]["id"] = None
+    schema = pa.schema(
+        {"id": pa.int32(), "at": pa.timestamp("us", "UTC"), "day": pa.date32(), "raw": pa.binary(),
+         "tags": pa.list_(pa.string()), "text": pa.large_string()}
+    )  # fmt: skip
+    path = Path("rows.parquet")
+    parquet.write_table(pa.Table.from_pylist(rows, schema), path)
+    found = predict(cli, run, path, "out.parquet", "--keep", "all", "--chunk", "2")
+    assert parquet.read_schema("out.parquet").types[:6] == schema.types
+    assert [{name: row[name] for name in schema.names} for row in found] == pa.Table.from_pylist(
+        rows, schema
+    ).to_pylist()
+    texts_of_values = predict(cli, run, path, "out.jsonl", "--keep", "at,day,tags")
+    assert texts_of_values[0]["at"] == "2026-01-02T03:04:05+00:00"
+    assert (texts_of_values[0]["day"], texts_of_values[0]["tags"]) == ("2026-01-02", ["a"])
+    assert "type bytes" in refused(cli, run, path, "--keep", "raw")
+
+
+def test_a_row_without_the_key_has_null(run, cli):
+    rows: list[dict[str, Any]] = [{"text": "a film", "id": 1}, {"text": "a bore"}, {"text": "a film", "id": 2.5}]
+    path = write(Path("rows.jsonl"), rows)
+    for out in ("out.jsonl", "out.parquet"):
+        found = predict(cli, run, path, out, "--keep", "id", "--chunk", "1")
+        assert [row["id"] for row in found] == [1, None, 2.5]
+    path = write(Path("mixed.jsonl"), [{"text": "a film", "id": 1}, {"text": "a bore", "id": "b"}])
+    for chunk in (1, 2):
+        assert ".parquet" in refused(cli, run, path, "--keep", "id", "--chunk", chunk, "--out", "mixed.parquet")
+
+
+def test_a_job_that_continues_keeps_the_columns_of_its_rows(run, cli, monkeypatch):
+    path = write(Path("rows.jsonl"), ROWS)
+    add = PredictionOutput.add
+
+    def interrupt(self: PredictionOutput, *arguments: Any, **options: Any) -> None:
+        if len(self.parts) == 2:
+            raise KeyboardInterrupt
+        add(self, *arguments, **options)
+
+    command = ["predict", str(run), str(path), "--out", "out.jsonl", "--keep", "id", "--chunk", "6"]
+    monkeypatch.setattr(PredictionOutput, "add", interrupt)
+    assert cli(*command)[0] == 130
+    monkeypatch.setattr(PredictionOutput, "add", add)
+    code, out, _ = cli(*command)
+    assert (code, "continues after 12 rows" in out) == (0, True)
+    assert [row["id"] for row in read(Path("out.jsonl"))] == [row["id"] for row in ROWS]
+    # other columns are another job
+    finish = PredictionOutput.finish
+    monkeypatch.setattr(PredictionOutput, "finish", lambda self: None)
+    assert cli(*command)[0] == 0
+    monkeypatch.setattr(PredictionOutput, "finish", finish)
+    assert "id" not in predict(cli, run, path, "out.jsonl", "--chunk", "6")[0]
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("texts", "Did you mean 'text'?"),
+        ("other=texts", "Did you mean 'text'?"),
+        ("label", "--keep input_label=label"),
+        ("probability_good=id", "--keep input_probability_good=id"),
+        ("all", "--keep input_label=label"),
+        ("id,id=text", "'id'"),
+    ],
+)
+def test_columns_are_checked_before_the_model_is_loaded(run, cli, keep, message):
+    model = Path(shutil.copytree(run / "model", "model"))
+    (model / "model.safetensors").write_bytes(b"no weights")
+    path = write(Path("rows.csv"), ROWS)
+    recipe = run.parent / "recipe.yaml"
+    assert message in refused(cli, model, path, recipe, "--keep", keep)
+    assert message not in refused(cli, model, path, recipe, "--keep", "id")  # this one reads the weights
+
+
+def test_input_without_columns_is_refused(run, cli):
+    path = write(Path("rows.csv"), ROWS)
+    assert "have no columns" in refused(cli, run, "a film", "--keep", "text")
+    assert "have no columns" in refused(cli, run, "-", "--keep", "text")
+    assert "fastloop predict RUN FILE --keep" in refused(cli, run, "--split", "test", "--keep", "id")
+    assert ".npy holds one column" in refused(cli, run, path, "--keep", "id", "--out", "out.npy")
+
+
+TASKS = {
+    "number": {"data": {"label": "number", "label_type": "number"}},
+    "classes": {"data": {"label": "classes", "label_type": "classes"}},
+    "causal-lm": {
+        "model": {"config": TINY_GPT | {"n_positions": 32}, "tokenizer": {"kind": "bpe", "vocab_size": 300}},
+        "data": {"label": None, "max_length": 16},
+    },
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_columns_that_tasks_predict_are_refused(tmp_path, cli, task):
+    """Their names are known before there are predictions."""
+    home = tmp_path / "home"
+    home.mkdir()
+    recipe = write_recipe(home)
+    rows = [{"text": row["text"], "number": index, "classes": [row["label"]]} for index, row in enumerate(texts(30))]
+    write(home / "rows.jsonl", rows)
+    tree = yaml.safe_load(recipe.read_text())
+    tree["data"]["files"] = {"train": "rows.jsonl"}
+    for section, values in TASKS[task].items():
+        tree[section] |= values
+    tree["data"] = {key: value for key, value in tree["data"].items() if value is not None}
+    tree["train"]["epochs"] = 1
+    recipe.write_text(yaml.safe_dump(tree))
+    train(recipe)
+    options = ["plugins.causal-lm.max_new_tokens=8"] if task == "causal-lm" else []
+    columns = predict(cli, home / "run", home / "rows.jsonl", "out.jsonl", *options)[0]
+    for name in columns:
+        assert f"input_{name}=number" in refused(
+            cli, home / "run", home / "rows.jsonl", *options, "--keep", f"{name}=number"
+        )

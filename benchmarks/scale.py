@@ -45,8 +45,8 @@ def processes() -> list[dict[str, Any]]:
             if any(process.code for process in ended):
                 sys.exit(f"{arm} on {count} processes failed:\n{ended[0].output[-3000:]}")
             row = estimates[arm]
-            held = sum(row[name] for name in ("weights", "gradients", "optimizer", "kept"))
-            rows.append(ended[0].result | {"estimated": held, "estimated_wire": row["wire"]})
+            held = sum(row[name] for name in ("weights", "gradients", "optimizer", "buckets_kept"))
+            rows.append(ended[0].result | {"estimated": held, "estimated_wire": row["sent_bytes"]})
             print(rows[-1], flush=True)
     return rows
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fastloop.errors import CheckpointError, FastloopError, PluginCrash, PluginError, RecipeError, UsageError
     from fastloop.estimates import Recommendation, SpeedupEstimate, StepProfile
     from fastloop.hookspecs import hookspec
+    from fastloop.memory_estimates import Layout, MemoryEstimate
     from fastloop.metric_modes import MetricMode
     from fastloop.options import option
     from fastloop.plugins.manager import PluginSet
@@ -35,7 +36,9 @@ __all__ = [
     "Device",
     "Dtype",
     "FastloopError",
+    "Layout",
     "Machine",
+    "MemoryEstimate",
     "MetricMode",
     "Output",
     "Package",
@@ -67,6 +70,7 @@ MODULES = {
     "errors": ("CheckpointError", "FastloopError", "PluginCrash", "PluginError", "RecipeError", "UsageError"),
     "estimates": ("Recommendation", "SpeedupEstimate", "StepProfile"),
     "hookspecs": ("hookspec",),
+    "memory_estimates": ("Layout", "MemoryEstimate"),
     "metric_modes": ("MetricMode",),
     "options": ("option",),
     "plugins.manager": ("PluginSet",),

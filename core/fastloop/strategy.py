@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from fastloop.memory_estimates import Layout, MemoryEstimate
     from fastloop.run import Run
 
 METHODS = (
@@ -139,9 +140,17 @@ class Strategy(Plugin):
         yield
 
     @classmethod
-    def estimate_memory(cls, layout: Any) -> Iterator[dict[str, Any]]:
-        """For `fastloop plan --device-memory`: the bytes of a process, for each variant. By default there is no
-        estimate."""
+    def estimate_memory(cls, layout: Layout) -> Iterator[MemoryEstimate]:
+        """For `fastloop plan --device-memory`: the bytes that a process holds and sends, for each variant of the
+        strategy. By default there is no estimate.
+
+        A strategy that divides layers over processes that train on the same samples also declares two class methods.
+        ``divisions(processes, per_node)`` returns the numbers of processes that it can divide a layer over; 1: none.
+        ``divide_model(model, processes, precision, where)`` makes a model of fake tensors the share of a process, and
+        returns an object whose attribute ``sent`` counts the bytes that forward and backward send. ``layout`` then
+        describes the share. A plugin that divides the tokens of sequences declares ``divide_sequences(model, size)``,
+        which does the same for ``size`` processes of its option ``size``.
+        """
         return iter(())
 
 

@@ -225,7 +225,7 @@ def sharding_of_torch(world_size: int) -> dict[str, float]:
             "weights": distinct_bytes(model.parameters()),
             "gradients": gradients,
             "optimizer": state,
-            "wire": sent.bytes,
+            "sent_bytes": sent.bytes,
         }
     finally:
         torch.distributed.destroy_process_group()

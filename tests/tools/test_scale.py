@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 from fastloop.cli import app
 from fastloop.cli.option_table import describe
 from fastloop.errors import RecipeError, UsageError
+from fastloop.memory_estimates import Layout, Weight
 from fastloop.plugins.declared_options import options_of
 from fastloop.recipe import Recipe
 from fastloop_plugins.strategies import _memory_ddp, _memory_fsdp, _memory_zero
-from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_plugins.strategies.fsdp import FSDP
 from fastloop_tools.scale.activations import Activations, LiveBytes, equal_blocks, extrapolate, micro_step
 from fastloop_tools.scale.change import smallest_change
@@ -140,7 +140,7 @@ def large(count: int = 512, rows: int = 8192, columns: int = 1024, **fields: Any
 
 
 def held(row: Any) -> float:
-    return sum(row[name] for name in ("weights", "gradients", "optimizer"))
+    return row.weights + row.gradients + row.optimizer
 
 
 @pytest.mark.parametrize("processes", [64, 1024])
@@ -155,7 +155,9 @@ def test_zero_holds_what_its_paper_says(processes):
     once = large(4096, 1024, 1024, processes=processes, precision="fp16")
     volumes = {1: 2, 2: 2, 3: 3}
     for stage, volume in volumes.items():
-        assert _memory_zero.stage(once, stage, half=True)["wire"] == pytest.approx(volume * 2 * count, rel=0.02), stage
+        assert _memory_zero.stage(once, stage, half=True).sent_bytes == pytest.approx(volume * 2 * count, rel=0.02), (
+            stage
+        )
 
 
 @pytest.mark.parametrize("processes", [64, 1024])
@@ -166,11 +168,11 @@ def test_ddp_and_fsdp_hold_and_send_what_their_papers_say(processes):
     count = sum(weight.elements for weight in layout.weights)
     (ddp,), (fsdp, *_, offload) = _memory_ddp.estimate(layout), _memory_fsdp.estimate(layout)
     assert held(ddp) == 16 * count
-    assert ddp["wire"] == pytest.approx(2 * 4 * count, rel=0.02)
+    assert ddp.sent_bytes == pytest.approx(2 * 4 * count, rel=0.02)
     assert held(fsdp) == pytest.approx(16 * count / processes)
-    assert fsdp["wire"] == pytest.approx(3 * 4 * count, rel=0.02)
+    assert fsdp.sent_bytes == pytest.approx(3 * 4 * count, rel=0.02)
     assert held(offload) == 0
-    assert offload["host"] == held(fsdp)
+    assert offload.host == held(fsdp)
 
 
 def test_fsdp_within_machines_holds_more_and_sends_the_gradients_shards_between_them():
@@ -178,22 +180,22 @@ def test_fsdp_within_machines_holds_more_and_sends_the_gradients_shards_between_
     between 4 machines."""
     layout = large(processes=32, per_node=8)
     count = sum(weight.elements for weight in layout.weights)
-    assert ("hsdp" in [row["name"] for row in _memory_fsdp.estimate(layout)]) == (
+    assert ("hsdp" in [row.name for row in _memory_fsdp.estimate(layout)]) == (
         "shard_within" in [row.name for row in describe(options_of(FSDP))]
     )
     hybrid = _memory_fsdp.sharded(layout, 8)
     assert held(hybrid) == pytest.approx(16 * count / 8)
-    assert hybrid["wire"] == pytest.approx(3 * 4 * count * 7 / 8 + 2 * 3 / 4 * 4 * count / 8)
+    assert hybrid.sent_bytes == pytest.approx(3 * 4 * count * 7 / 8 + 2 * 3 / 4 * 4 * count / 8)
 
 
 def test_bf16_gathers_half_the_bytes_and_reduces_in_the_dtype_of_the_option():
     layout = large(processes=64, precision="bf16")
     volume = 4 * sum(weight.elements for weight in layout.weights) * layout.share
-    assert _memory_fsdp.sharded(layout, 64)["wire"] == pytest.approx(2 * volume)
+    assert _memory_fsdp.sharded(layout, 64).sent_bytes == pytest.approx(2 * volume)
     half = large(processes=64, precision="bf16", options={"reduce_dtype": "bf16"})
-    assert _memory_fsdp.sharded(half, 64)["wire"] == pytest.approx(1.5 * volume)
+    assert _memory_fsdp.sharded(half, 64).sent_bytes == pytest.approx(1.5 * volume)
     held_back = large(processes=64, micro_steps=4, options={"hold_gradients": True})
-    assert _memory_fsdp.sharded(held_back, 64)["wire"] == pytest.approx(9 * volume)
+    assert _memory_fsdp.sharded(held_back, 64).sent_bytes == pytest.approx(9 * volume)
 
 
 def test_options_of_ddp_change_its_buckets_and_traffic():
@@ -201,10 +203,10 @@ def test_options_of_ddp_change_its_buckets_and_traffic():
         _memory_ddp.estimate(large(processes=8, options=options))
         for options in ({}, {"gradient_as_bucket_view": False}, {"compress": "bf16"})
     )
-    assert plain["buckets"] == 0
-    assert copies["buckets"] == copies["kept"] == plain["gradients"]
-    assert half["wire"] == plain["wire"] / 2
-    assert half["buckets"] == 25 * 2**20
+    assert plain.buckets == 0
+    assert copies.buckets == copies.buckets_kept == plain.gradients
+    assert half.sent_bytes == plain.sent_bytes / 2
+    assert half.buckets == 25 * 2**20
 
 
 @pytest.mark.slow
@@ -306,8 +308,8 @@ def test_nothing_fits_is_reported_with_the_least(file):
 @pytest.mark.slow
 def test_step_times_are_the_larger_of_computation_and_communication():
     rows = estimate(tiny("decoder"), 2, flops=1e12, bandwidth=1e6).variants
-    assert all(row.seconds == max(row.flops / 1e12, row.wire / 1e6) for row in rows)
-    assert {row.seconds == row.wire / 1e6 for row in rows} == {True}  # such a link is slower than such a device
+    assert all(row.seconds == max(row.flops / 1e12, row.sent_bytes / 1e6) for row in rows)
+    assert {row.seconds == row.sent_bytes / 1e6 for row in rows} == {True}  # such a link is slower than such a device
 
 
 @pytest.mark.slow
@@ -322,17 +324,16 @@ def test_a_checkpoint_folder_gives_the_sizes_of_its_model():
 @pytest.mark.slow
 def test_a_strategy_of_a_file_shows_its_own_estimate():
     Path("halves.py").write_text(
-        "from fastloop import Strategy\n\n\n"
+        "from fastloop import MemoryEstimate, Strategy\n\n\n"
         "class Halves(Strategy):\n    name = 'halves'\n\n"
         "    @classmethod\n    def estimate_memory(cls, layout):\n"
-        "        full = sum(weight.bytes for weight in layout.weights)\n"
-        "        parts = {'weights': full / 2, 'gradients': full / 2, 'optimizer': full, 'buckets': 0, 'wire': "
-        "layout.processes}\n"
-        "        yield {'name': 'halves', 'options': {}} | parts\n"
+        "        half = layout.weight_bytes / 2\n"
+        "        yield MemoryEstimate(name='halves', weights=half, gradients=half, optimizer=2 * half, "
+        "sent_bytes=layout.processes)\n"
     )
     found = estimate(tiny("decoder", "./halves.py"), 4)
     (row,) = [row for row in found.variants if row.listed]
-    assert (row.name, row.wire, row.weights) == ("halves", 4, row.optimizer / 2)
+    assert (row.name, row.sent_bytes, row.weights) == ("halves", 4, row.optimizer / 2)
     assert {"ddp", "fsdp"} <= {row.name for row in found.variants}
 
 

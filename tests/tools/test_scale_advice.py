@@ -15,11 +15,11 @@ from scale_runs import tiny
 from typer.testing import CliRunner
 
 from fastloop.cli import app
+from fastloop.memory_estimates import Layout, Weight
 from fastloop.plugins.installed import load
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import load_recipe
 from fastloop.runtime.hardware import this_machine
-from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_tools.scale.activations import Activations, extrapolate
 from fastloop_tools.scale.change import Command, smallest_change
 from fastloop_tools.scale.estimate import estimate
@@ -81,7 +81,7 @@ def test_the_command_of_each_variant_selects_it(plugins):
         assert command.is_accepted()
         changed = load_recipe(file, command.overrides, command.with_plugins, command.without_plugins)
         layout = Layout(weights=(Weight(shape=(4, 4)),), processes=PROCESSES, options=changed.plugins[variant.plugin])
-        selected = [row["name"] for row in load(variant.plugin).estimate_memory(layout) if row.get("listed", True)]
+        selected = [row.name for row in load(variant.plugin).estimate_memory(layout) if row.listed]
         assert selected == [variant.name]
         assert ("activation-checkpointing" in changed.plugins) == variant.checkpointing
 

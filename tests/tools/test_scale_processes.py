@@ -26,7 +26,7 @@ MORE = [1, 4] if LONG else []
 def test_processes_hold_the_bytes_of_the_estimate(processes, tmp_path, arm, tolerance, count):
     ended = processes(count, scale_runs.measured, arm, folder=tmp_path)
     row = scale_runs.predicted(count)[arm]
-    estimated = sum(row[name] for name in ("weights", "gradients", "optimizer", "kept"))
+    estimated = sum(row[name] for name in ("weights", "gradients", "optimizer", "buckets_kept"))
     assert estimated == pytest.approx(ended[0].result["stepping"], rel=tolerance)
 
 
@@ -38,4 +38,4 @@ def test_the_wire_is_that_which_the_loopback_interface_counted(count, monkeypatc
     rows = [row for row in COUNTS["rows"] if row["processes"] == count and row["arm"] in scale_runs.ARMS]
     assert len(rows) == 6
     for row in rows:
-        assert found[row["arm"]]["wire"] == pytest.approx(row["wire"], rel=0.05), row["arm"]
+        assert found[row["arm"]]["sent_bytes"] == pytest.approx(row["wire"], rel=0.05), row["arm"]

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fastloop import Plugin, PluginError, hookimpl
+from fastloop import Layout, Plugin, PluginError, hookimpl
 from fastloop.lifecycle import open_run
+from fastloop.memory_estimates import Weight
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import VECTORS, Conformance, train
 from sklearn.datasets import load_digits
 from torch.utils.data import TensorDataset
+
+from local_sgd import LocalSGD
 
 DIGITS = {
     "model": {"module": "torch.nn:Linear", "arguments": {"in_features": 64, "out_features": 10}},
@@ -80,6 +83,14 @@ def test_processes_agree_every_few_steps_and_learn(processes, tmp_path):
     assert first.replicas == second.replicas, "the final weights are averaged"
     assert first.metrics == second.metrics, "evaluation uses the averaged weights"
     assert first.summary["validation"]["accuracy"] > 0.85
+
+
+def test_estimate_sends_the_weights_every_few_steps():
+    layout = Layout(weights=(Weight(shape=(8, 4), state=256),), buffers=16, processes=4, options={"every": 2})
+    (estimate,) = LocalSGD.estimate_memory(layout)
+    assert (estimate.weights, estimate.gradients, estimate.optimizer) == (144, 128, 256)
+    assert estimate.sent_bytes == 2 * 3 / 4 * 144 / 2
+    assert estimate.total == 144 + 128 + 256 + 144
 
 
 def test_with_every_step_it_is_sgd_on_averaged_gradients(processes, tmp_path):

@@ -9,10 +9,11 @@ gradient of each weight of which a process steps a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from fastloop_plugins.strategies._memory_layout import Layout, Weight, total
+from fastloop import Layout, MemoryEstimate
+from fastloop.memory_estimates import Weight
 
 BUCKET = 500_000_000
 """Elements of a bucket, at most: the plugin's and DeepSpeed's default."""
@@ -22,85 +23,117 @@ LIVE = 1_000_000_000
 """Elements of gathered weights that stage 3 keeps, if they are used again: DeepSpeed's default."""
 
 
-def estimate(layout: Layout) -> Iterator[dict[str, Any]]:
+def estimate(layout: Layout) -> Iterator[MemoryEstimate]:
     """Stages 0 to 3, and those with the optimizer, or optimizer and weights, in the host's memory."""
     half = layout.precision == "fp16"
+    listed_stage = layout.options.get("stage")
+    if listed_stage is None:
+        listed_stage = 2
+    offloads = bool(layout.options.get("offload_optimizer"))
     for number in range(4):
         if half and number == 0:
             continue  # the plugin refuses it
-        listed = number == (2 if layout.options.get("stage") is None else layout.options["stage"])
-        offloads = bool(layout.options.get("offload_optimizer"))
-        plain = {"name": f"zero-{number}", "options": {"stage": number}} | stage(layout, number, half)
-        yield plain | {"listed": listed and not offloads}
-        if number in (2, 3):
-            options = plain["options"] | {"offload_optimizer": True}
-            held = {"gradients": 0.0, "optimizer": 0.0, "host": plain["gradients"] + plain["optimizer"]}
-            if number == 3:
-                options["offload_parameters"] = True
-                held |= {"weights": float(layout.buffers), "host": held["host"] + plain["weights"] - layout.buffers}
-            yield plain | {"name": f"zero-{number} offload", "options": options, "listed": listed and offloads} | held
+        is_listed = number == listed_stage
+        plain = replace(stage(layout, number, half), listed=is_listed and not offloads)
+        yield plain
+        if number < 2:
+            continue
+        options = {**plain.options, "offload_optimizer": True}
+        offloaded = replace(
+            plain,
+            name=f"{plain.name} offload",
+            options=options,
+            listed=is_listed and offloads,
+            gradients=0.0,
+            optimizer=0.0,
+            host=plain.gradients + plain.optimizer,
+        )
+        if number == 3:
+            offloaded = replace(
+                offloaded,
+                options={**options, "offload_parameters": True},
+                weights=layout.buffers,
+                host=offloaded.host + plain.weights - layout.buffers,
+            )
+        yield offloaded
 
 
-def stage(layout: Layout, number: int, half: bool) -> dict[str, Any]:
+def stage(layout: Layout, number: int, half: bool) -> MemoryEstimate:
     """The bytes of a stage of ZeRO.
 
     Args:
         half: Whether the weights themselves have two bytes an element, with a sharded copy in fp32.
     """
-    n, trained = layout.processes, layout.trained
 
     def size(weight: Weight) -> int:
         return 2 * weight.elements if half else weight.bytes
 
-    def part(weight: Weight) -> int:
-        return -(-weight.elements // n)
-
-    full, grads = total(layout.weights, size), total(trained, size)
-    state, master = total(trained, lambda weight: weight.state), total(trained, lambda weight: 4 * weight.elements)
-    bucket = min(total(trained, lambda weight: weight.elements), layout.options.get("bucket_size") or BUCKET) * (
-        2 if half else 4
+    processes, trained, steps = layout.processes, layout.trained, layout.micro_steps
+    weights = sum(map(size, layout.weights))
+    gradients = sum(map(size, trained))
+    elements = sum(weight.elements for weight in trained)
+    bucket = min(elements, layout.options.get("bucket_size") or BUCKET) * (2 if half else 4)
+    variant = MemoryEstimate(
+        name=f"zero-{number}",
+        options={"stage": number},
+        weights=weights + layout.buffers,
+        gradients=gradients,
+        optimizer=layout.state_bytes,
+        buckets=bucket,
+        weights_cast=half and number > 0,
     )
-    steps = layout.micro_steps
     if number == 0:
-        wire = 2 * layout.share * grads
-        return {
-            "weights": full + layout.buffers,
-            "gradients": grads,
-            "optimizer": state,
-            "buckets": bucket * (n > 1),
-            "wire": wire,
-        }
+        buckets = bucket if processes > 1 else 0.0
+        return replace(variant, buckets=buckets, sent_bytes=2 * layout.share * gradients)
     if number < 3:
-        whole = number == 1 and steps > 1  # stage 1 reduces after the last micro-step
-        reduced = (1 if number == 1 else steps) * layout.share * grads * (2 if layout.device == "cpu" else 1)
-        return {
-            "weights": full + layout.buffers,
-            "gradients": grads if whole else straddling(layout, size),
-            "optimizer": (master + state) / n,
-            "buckets": bucket,
-            "wire": reduced + layout.share * grads,
-            "weights_cast": half,
-        }
+        reduces_once = number == 1  # stage 1 reduces after the last micro-step, and stage 2 in each
+        holds_all = reduces_once and steps > 1
+        reduced = (1 if reduces_once else steps) * layout.share * gradients
+        if layout.device == "cpu":
+            reduced *= 2
+        return replace(
+            variant,
+            gradients=gradients if holds_all else straddling(layout, size),
+            optimizer=(4 * elements + layout.state_bytes) / processes,
+            sent_bytes=reduced + layout.share * gradients,
+        )
     small = [weight for weight in layout.weights if weight.elements <= PERSISTENT]
     sharded = [weight for weight in layout.weights if weight.elements > PERSISTENT]
-    item = 2 if half else 4
-    gathered = min(total(sharded, size), LIVE * item)
-    return {
-        "weights": total(layout.weights, lambda weight: part(weight) * item) + total(small, size) + layout.buffers,
-        "gradients": total(trained, lambda weight: part(weight) * item),
-        "optimizer": total(trained, lambda weight: part(weight) * (4 + weight.state / max(weight.elements, 1))),
-        "buckets": bucket + gathered,
-        "kept": bucket,
-        "wire": layout.share * (steps * (2 * total(sharded, size) + grads) + total(small, size)),
-        "weights_cast": half,
-    }
+    small_bytes = sum(map(size, small))
+    sharded_bytes = sum(map(size, sharded))
+    itemsize = 2 if half else 4
+    shards = 0
+    for weight in layout.weights:
+        shards += shard(weight, processes) * itemsize
+    optimizer = 0.0
+    for weight in trained:
+        optimizer += shard(weight, processes) * (4 + weight.state / max(weight.elements, 1))
+    return replace(
+        variant,
+        weights=shards + small_bytes + layout.buffers,
+        gradients=sum(shard(weight, processes) for weight in trained) * itemsize,
+        optimizer=optimizer,
+        buckets=bucket + min(sharded_bytes, LIVE * itemsize),
+        buckets_kept=bucket,
+        sent_bytes=layout.share * (steps * (2 * sharded_bytes + gradients) + small_bytes),
+    )
 
 
-def straddling(layout: Layout, size: Any) -> float:
+def shard(weight: Weight, processes: int) -> int:
+    """Elements of one process's shard of a parameter, with padding."""
+    return -(-weight.elements // processes)
+
+
+def straddling(layout: Layout, size: Callable[[Weight], int]) -> float:
     """Bytes of the gradients that stages 1 and 2 hold on the process that holds most: of each weight of which it steps
     any part.
 
-    DeepSpeed flattens the weights of an optimizer's group, and cuts them into equal parts.
+    DeepSpeed flattens the weights of an optimizer's group, and cuts them into equal parts. Weights of 3, 4 and 1
+    elements on 2 processes have the parts [0 0 0 1] and [1 1 1 2]: the first process holds the gradients of weights 0
+    and 1, the second those of 1 and 2.
+
+    Args:
+        size: Bytes of a weight's gradient.
     """
     held = [0.0] * layout.processes
     groups: dict[int, list[Weight]] = {}
@@ -110,7 +143,9 @@ def straddling(layout: Layout, size: Any) -> float:
         part = -(-sum(weight.elements for weight in weights) // layout.processes)
         start = 0
         for weight in weights:
-            for rank in range(start // part, (start + max(weight.elements, 1) - 1) // part + 1):
+            first = start // part
+            last = (start + max(weight.elements, 1) - 1) // part
+            for rank in range(first, last + 1):
                 held[rank] += size(weight)
             start += weight.elements
     return max(held)

@@ -96,7 +96,7 @@ class DividingStrategy(TimedStrategy):
 
     @classmethod
     def divide_model(cls, model: nn.Module, processes: int, precision: str, where: str) -> TensorShare:
-        """For `fastloop plan`: make a model of fake tensors the share of a process; see ``_memory_layout``.
+        """For `fastloop plan`: make a model of fake tensors the share of a process; see ``Strategy.estimate_memory``.
 
         Raises:
             PluginError: The model or the precision is refused.

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fastloop import Run
+    from fastloop import Layout, MemoryEstimate, Run
     from fastloop.plugins.manager import PluginSet
     from fastloop.recipe import Recipe
     from fastloop.runtime.hardware import Machine
-    from fastloop_plugins.strategies._memory_layout import Layout
 
 
 class DDP(TimedStrategy):
@@ -70,8 +69,7 @@ class DDP(TimedStrategy):
         return Recommendation(why=f"{machine.processes} processes train together") if machine.processes > 1 else None
 
     @classmethod
-    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
-        """For `fastloop plan`: bytes of a process, and bytes that it sends in a step; see ``_memory_layout``."""
+    def estimate_memory(cls, layout: Layout) -> Iterator[MemoryEstimate]:
         from fastloop_plugins.strategies import _memory_ddp
 
         return _memory_ddp.estimate(layout)

@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fastloop import Run
+    from fastloop import Layout, MemoryEstimate, Run
     from fastloop.recipe import Recipe
-    from fastloop_plugins.strategies._memory_layout import Layout
     from fastloop_plugins.strategies._module_order import ModuleOrder
 
 
@@ -67,8 +66,7 @@ class DeepSpeed(TimedStrategy):
     config: str | None = option("A JSON file of DeepSpeed's own options.", default=None)
 
     @classmethod
-    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
-        """For `fastloop plan`: bytes of a process, and bytes that it sends in a step; see ``_memory_layout``."""
+    def estimate_memory(cls, layout: Layout) -> Iterator[MemoryEstimate]:
         from fastloop_plugins.strategies import _memory_zero
 
         return _memory_zero.estimate(layout)

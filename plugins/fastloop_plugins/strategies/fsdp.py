@@ -36,9 +36,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from fastloop import Run
+    from fastloop import Layout, MemoryEstimate, Run
     from fastloop.recipe import Recipe
-    from fastloop_plugins.strategies._memory_layout import Layout
 
 
 class FSDP(DividingStrategy):
@@ -75,8 +74,7 @@ class FSDP(DividingStrategy):
     )
 
     @classmethod
-    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
-        """For `fastloop plan`: bytes of a process, and bytes that it sends in a step; see ``_memory_layout``."""
+    def estimate_memory(cls, layout: Layout) -> Iterator[MemoryEstimate]:
         from fastloop_plugins.strategies import _memory_fsdp
 
         return _memory_fsdp.estimate(layout)
@@ -131,7 +129,7 @@ class FSDP(DividingStrategy):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
         from torch.distributed.tensor import Shard
 
-        from fastloop_plugins.strategies._memory_layout import shard_dim
+        from fastloop_plugins.strategies._memory_fsdp import shard_dim
         from fastloop_plugins.strategies._sharded_parameters import (
             match_norm_inputs,
             norms_with_statistics,

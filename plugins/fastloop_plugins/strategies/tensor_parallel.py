@@ -17,15 +17,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from fastloop import hookimpl
+from fastloop import MemoryEstimate, hookimpl
 from fastloop_plugins.strategies._tensor_group import CONFLICTS, DividingStrategy, TensorGroup, step_one_by_one
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from fastloop import Run
-    from fastloop_plugins.strategies._memory_layout import Layout
+    from fastloop import Layout, Run
 
 
 class TensorParallel(DividingStrategy):
@@ -38,19 +37,15 @@ class TensorParallel(DividingStrategy):
     conflicts = CONFLICTS
 
     @classmethod
-    def estimate_memory(cls, layout: Layout) -> Iterator[dict[str, Any]]:
-        """For `fastloop plan`: bytes of a process, whose share of the model ``layout`` has; see ``_memory_layout``."""
-        from fastloop_plugins.strategies._memory_layout import total
-
-        yield {
-            "name": cls.name,
-            "options": {},
-            "weights": total(layout.weights) + layout.buffers,
-            "gradients": total(layout.trained),
-            "optimizer": total(layout.trained, lambda weight: weight.state),
-            "buckets": 0.0,
-            "wire": 0.0,
-        }
+    def estimate_memory(cls, layout: Layout) -> Iterator[MemoryEstimate]:
+        """``layout`` describes the share of the model that a process has. `fastloop plan` counts the exchanged
+        activations."""
+        yield MemoryEstimate(
+            name=cls.name,
+            weights=layout.weight_bytes + layout.buffers,
+            gradients=layout.gradient_bytes,
+            optimizer=layout.state_bytes,
+        )
 
     @classmethod
     def divisions(cls, processes: int, per_node: int) -> list[int]:

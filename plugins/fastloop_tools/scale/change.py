@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,49 +60,85 @@ class Command(RecipeArguments):
     def changed(self, recipe: Recipe, variant: MemoryVariant, variants: Iterable[MemoryVariant]) -> Command:
         """The command that trains a variant.
 
+        With `ddp` in the recipe, the variant `fsdp` with activation checkpointing adds
+        ``--with fsdp,activation-checkpointing --without ddp``.
+
         Args:
             recipe: The recipe of this command.
             variants: All variants, whose options the recipe may have.
         """
-        before, is_recomputed = strategy_of(recipe), recipe.plugins.get(CHECKPOINTING, False) is not False
-        added = [variant.plugin] * (variant.plugin != before) + [CHECKPOINTING] * (
-            variant.checkpointing and not is_recomputed
-        )
-        removed = [name for name in (before, CHECKPOINTING) if name and self._drops(name, variant, recipe)]
-        given: dict[str, Any] = (recipe.plugins.get(variant.plugin) or {}) if variant.plugin == before else {}
-        defaults = load_listed(recipe, variant.plugin)().option_values() if given else {}
-        others = {key for other in variants if other.plugin == variant.plugin for key in other.options}
-        wanted = {**{key: defaults[key] for key in given if key in others}, **variant.options}
-        options = {key: value for key, value in wanted.items() if key not in given or given[key] != value}
-        dropped = {f"plugins.{name}." for part in removed for name in (part, recipe.references.get(part, part))}
-        dropped |= {f"plugins.{variant.plugin}.{key}=" for key in options}
+        strategy = strategy_of(recipe)
+        added = []
+        if variant.plugin != strategy:
+            added.append(variant.plugin)
+        if variant.checkpointing and not is_listed(recipe, CHECKPOINTING):
+            added.append(CHECKPOINTING)
+        removed = []
+        if strategy is not None and strategy != variant.plugin:
+            removed.append(strategy)
+        if is_listed(recipe, CHECKPOINTING) and not variant.checkpointing:
+            removed.append(CHECKPOINTING)
+        options = options_to_set(recipe, variant, variants)
         command = dataclasses.replace(
             self,
-            overrides=[word for word in self.overrides if not word.startswith(tuple(dropped))]
-            + [f"plugins.{variant.plugin}.{key}={json.dumps(value)}" for key, value in options.items()],
-            with_plugins=[
-                name
-                for name in self.with_plugins
-                if name not in removed and name not in map(recipe.references.get, removed)
-            ]
-            + added,
+            overrides=self._overrides(recipe, variant.plugin, options, removed),
+            with_plugins=self._with_plugins(recipe, added, removed),
             without_plugins=[name for name in self.without_plugins if name not in added],
         )
-        remaining = command.load().plugins
-        still_there = [name for name in removed if remaining.get(name, False) is not False]
-        return dataclasses.replace(command, without_plugins=[*command.without_plugins, *still_there])
+        # A plugin that only --with has added is gone now. One that the recipe's file lists needs --without.
+        remaining = command.load()
+        in_file = [name for name in removed if is_listed(remaining, name)]
+        return dataclasses.replace(command, without_plugins=[*command.without_plugins, *in_file])
 
-    @staticmethod
-    def _drops(name: str, variant: MemoryVariant, recipe: Recipe) -> bool:
-        """Whether a variant leaves out a plugin of the recipe."""
-        keeps = variant.checkpointing if name == CHECKPOINTING else name == variant.plugin
-        return recipe.plugins.get(name, False) is not False and not keeps
+    def _overrides(self, recipe: Recipe, plugin: str, options: Mapping[str, Any], removed: Sequence[str]) -> list[str]:
+        """The overrides, without those of removed plugins and of the options to set, which are added.
+
+        Args:
+            plugin: The plugin that gets the options.
+        """
+        dropped = [f"plugins.{plugin}.{key}=" for key in options]
+        for name in removed:
+            dropped += [f"plugins.{name}.", f"plugins.{recipe.references.get(name, name)}."]
+        overrides = [word for word in self.overrides if not word.startswith(tuple(dropped))]
+        for key, value in options.items():
+            overrides.append(f"plugins.{plugin}.{key}={json.dumps(value)}")
+        return overrides
+
+    def _with_plugins(self, recipe: Recipe, added: Sequence[str], removed: Sequence[str]) -> list[str]:
+        """The plugins of ``--with``, without the removed ones, by name or as the recipe lists them."""
+        dropped = {*removed, *(recipe.references.get(name, name) for name in removed)}
+        return [name for name in self.with_plugins if name not in dropped] + list(added)
+
+
+def is_listed(recipe: Recipe, plugin: str) -> bool:
+    """Whether a recipe lists a plugin, and does not leave it out."""
+    return recipe.plugins.get(plugin, False) is not False
 
 
 def strategy_of(recipe: Recipe) -> str | None:
     """The strategy that a recipe lists."""
-    listed = [name for name, options in recipe.plugins.items() if options is not False]
-    return next((name for name in listed if load_listed(recipe, name).slot == "strategy"), None)
+    for name in recipe.plugins:
+        if is_listed(recipe, name) and load_listed(recipe, name).slot == "strategy":
+            return name
+    return None
+
+
+def options_to_set(recipe: Recipe, variant: MemoryVariant, variants: Iterable[MemoryVariant]) -> dict[str, Any]:
+    """The options of a variant that the recipe does not have yet.
+
+    An option that selects another variant of the same strategy gets its default: with ``fsdp: {cpu_offload: true}`` in
+    the recipe, the plain variant sets ``cpu_offload`` to false.
+    """
+    given: dict[str, Any] = {}
+    if variant.plugin == strategy_of(recipe):
+        given = recipe.plugins.get(variant.plugin) or {}
+    wanted: dict[str, Any] = {}
+    if given:
+        defaults = load_listed(recipe, variant.plugin)().option_values()
+        selecting = {key for other in variants if other.plugin == variant.plugin for key in other.options}
+        wanted = {key: defaults[key] for key in given if key in selecting}
+    wanted |= variant.options
+    return {key: value for key, value in wanted.items() if key not in given or given[key] != value}
 
 
 def smallest_change(
@@ -112,17 +148,23 @@ def smallest_change(
     current = next((variant for variant in variants if variant.listed), None)
     if current is not None and current.fits is not False:
         return None
-
-    def changes(variant: MemoryVariant) -> tuple[float, ...]:
-        if current is None:
-            return (1 + variant.checkpointing + bool(variant.host), variant.wire)
-        different = variant.plugin != current.plugin
-        options = (
-            sum(current.options.get(key) != value for key, value in variant.options.items())
-            if not different
-            else bool(variant.host)
-        )
-        return (different + options + (variant.checkpointing != current.checkpointing), variant.host > 0, variant.wire)
-
-    fitting = sorted((variant for variant in variants if variant.fits), key=changes)
+    fitting = [variant for variant in variants if variant.fits]
+    fitting.sort(key=lambda variant: cost(variant, current))
     return next((variant for variant in fitting if accepts(variant)), None)
+
+
+def cost(variant: MemoryVariant, current: MemoryVariant | None) -> tuple[float, ...]:
+    """The number of changes of the recipe, whether the variant uses the host's memory, and its traffic.
+
+    Args:
+        current: The variant that the recipe selects; None: it selects none of them.
+    """
+    if current is None:
+        changes = 1 + variant.checkpointing + (variant.host > 0)
+    elif variant.plugin != current.plugin:
+        changes = 1 + (variant.host > 0) + (variant.checkpointing != current.checkpointing)
+    else:
+        changed = [key for key, value in variant.options.items() if current.options.get(key) != value]
+        changes = len(changed) + (variant.checkpointing != current.checkpointing)
+    uses_host = current is not None and variant.host > 0
+    return changes, uses_host, variant.sent_bytes

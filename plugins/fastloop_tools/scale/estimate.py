@@ -6,68 +6,52 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from fastloop import PluginError, RecipeError, Strategy
+from fastloop import Layout, MemoryEstimate, PluginError, RecipeError, Strategy
+from fastloop.memory_estimates import Weight
 from fastloop_plugins.kernels._blocks import transformer_blocks
-from fastloop_plugins.strategies._memory_layout import Layout, Weight
 from fastloop_plugins.strategies._tensor_group import CONFLICTS
 from fastloop_tools.scale.activations import PASSES, Activations, extrapolate, micro_step, state_bytes
 from fastloop_tools.scale.change import CHECKPOINTING, Command, smallest_change
 from fastloop_tools.scale.model import FakeRun, explain, make_fake, open_fake, quiet
 
 if TYPE_CHECKING:
+    import torch
+
+    from fastloop.plugins.resolve import ResolvedRecipe
     from fastloop.recipe import Recipe
+    from fastloop.settings import Settings
 
 logger = logging.getLogger("fastloop")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryVariant:
-    """A strategy with its options. Sizes are bytes of one process.
+class MemoryVariant(MemoryEstimate):
+    """A variant of a strategy, with or without activation checkpointing, on the recipe's model.
 
     Attributes:
-        name: In the table.
         plugin: The strategy plugin.
-        options: Its options.
         checkpointing: Whether activations are recomputed.
         listed: Whether the recipe selects this variant.
-        weights: Weights and buffers.
-        gradients: Gradients.
-        optimizer: Optimizer state, with a strategy's own copy of weights.
-        activations: The most that forward and backward hold beside all others.
         saved: The part of ``activations`` that forward keeps for backward.
-        buckets: Gathered weights and buffers of communication, at the time when they and the activations are most.
-        kept: The part of ``buckets`` that is also held when the optimizer is about to step.
-        total: The sum, without ``kept`` and ``saved``.
-        host: Bytes in the host's memory.
-        wire: Bytes that the process sends in an optimizer step.
         samples: Samples of a micro-batch of the process.
         flops: Floating-point operations in an optimizer step.
         fits: Whether ``total`` fits; None without ``--device-memory``.
         seconds: Time of an optimizer step if communication hides behind computation, or the reverse; None if unknown.
     """
 
-    name: str
     plugin: str
-    options: Mapping[str, Any]
     checkpointing: bool
-    listed: bool
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
     saved: float
-    buckets: float
-    kept: float
-    total: float
-    host: float
-    wire: float
     samples: int
     flops: float
     fits: bool | None
     seconds: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and the total as JSON values."""
+        return asdict(self) | {"total": self.total}
 
 
 @dataclass(kw_only=True)
@@ -100,7 +84,33 @@ class Estimate:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return asdict(self)
+        change = self.smallest_change
+        return {
+            **vars(self),
+            "variants": [variant.to_dict() for variant in self.variants],
+            "smallest_change": None if change is None else change.to_dict(),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLimits:
+    """The device to plan for.
+
+    Attributes:
+        memory: Its bytes; None: not given.
+        flops: Floating-point operations that it does in a second; None: not given.
+        bandwidth: Bytes that a process sends in a second; None: not given.
+    """
+
+    memory: float | None = None
+    flops: float | None = None
+    bandwidth: float | None = None
+
+    def seconds(self, flops: float, sent_bytes: float) -> float | None:
+        """The time of a step, if computation and communication overlap; None: unknown."""
+        if self.flops is None or self.bandwidth is None:
+            return None
+        return max(flops / self.flops, sent_bytes / self.bandwidth)
 
 
 def estimate(
@@ -126,98 +136,190 @@ def estimate(
     Raises:
         RecipeError: The model cannot be built or trained with fake tensors.
     """
-    import torch
-    from torch.utils._pytree import tree_leaves
-
-    from fastloop.data.loaders import micro_batches
-    from fastloop.distributed.groups import check_groups, count_sharing
     from fastloop.plugins.resolve import resolve
 
-    resolved, processes = resolve(recipe, any_machine=True), nproc * nnodes
-    recipe, plugins = resolved.recipe, resolved.plugins
-    plugins.hooks.check_recipe(recipe=recipe, plugins=plugins)
-    settings = plugins.configure(recipe)
-    check_groups(recipe, settings, processes)
-    sharing = count_sharing(processes, settings.processes_per_batch)
-    group = processes // sharing  # processes of the recipe's run that train on the same samples
-    micro_batch_size, micro_steps = micro_batches(recipe, sharing)
-    listed = {name: dict(options) for name, options in recipe.plugins.items() if isinstance(options, dict)}
-    divider = sequence_divider(recipe, listed)
-    context = group if divider is not None else 1
-    with ExitStack() as opened:
-
-        @cache
-        def build(samples: int, strategy: Any = None, size: int = 1) -> ModelShare:
-            with quiet() if build.cache_info().misses > 1 else nullcontext():
-                fake = opened.enter_context(open_fake(resolved, settings.mixed_precision, samples))
-            model, counter = fake.run.unwrap_model(), None
-            if size > 1:
-                counter = strategy.divide_model(model, size, fake.precision, recipe.where)
-            elif context > 1:
-                counter = divider.divide_sequences(model, context)
-            return ModelShare(fake, listed.get(CHECKPOINTING, {}), counter)
-
-        whole = build(micro_batch_size)
-        result = Estimate(
-            recipe=recipe.where,
-            processes=processes,
-            parameters=sum(weight.elements for weight in whole.weights),
-            precision=settings.mixed_precision,
-            batch=[list(leaf.shape) for leaf in tree_leaves(whole.fake.batch) if isinstance(leaf, torch.Tensor)],
-            micro_batch_size=micro_batch_size,
-            micro_steps=micro_steps,
-            device_memory=memory,
-        )
+    resolved = resolve(recipe, any_machine=True)
+    recipe = resolved.recipe
+    resolved.plugins.hooks.check_recipe(recipe=recipe, plugins=resolved.plugins)
+    limits = DeviceLimits(memory=memory, flops=flops, bandwidth=bandwidth)
+    with ExitStack() as stack:
+        estimator = Estimator(resolved, nproc, nnodes, limits, stack)
+        result = estimator.describe()
         for name, cls in strategies(recipe):
-            options, sizes = listed.get(name, {}), {1}
-            if hasattr(cls, "divisions"):
-                sizes = {*cls.divisions(processes, nproc), *([group] if name in listed and context == 1 else [])}
-            for size in sorted(sizes):
-                if size > 1 and (context > 1 or CONFLICTS.keys() & listed.keys()):
-                    continue  # the run would be refused
-                try:
-                    samples, steps = micro_batches(recipe, processes // max(size, context))
-                except RecipeError:
-                    continue  # likewise, and the recipe's own strategy is checked above
-                try:
-                    share = build(samples, cls, size) if size > 1 else build(samples)
-                except PluginError:
-                    if name in listed and size == group:
-                        raise
-                    continue
-                layout = Layout(
-                    weights=weights_of(share.fake, options.get("blocks"), share.weights),
-                    buffers=sum(buffer.nbytes for buffer in share.fake.run.unwrap_model().buffers()),
-                    processes=processes // size,
-                    per_node=max(1, nproc // size),
-                    tensor=size,
-                    micro_steps=steps,
-                    precision=settings.mixed_precision,
-                    samples=samples,
-                    device="cpu" if recipe.train.device == "cpu" else "cuda",
-                    options=options,
-                )
-                rows = list(cls.estimate_memory(layout))
-                # all strategies use the same undivided model
-                casts = {False, True} if size == 1 else {bool(row.get("weights_cast")) for row in rows}
-                activations = share.activations(casts)
-                for row in rows:
-                    row["name"] += f" x context {context}" * (context > 1)
-                    for checkpointing in (False, True):
-                        if (checkpointing, bool(row.get("weights_cast"))) not in activations:
-                            continue
-                        found = activations[checkpointing, bool(row.get("weights_cast"))]
-                        is_listed = name in listed and row.get("listed", True)
-                        chosen = is_listed and checkpointing == (CHECKPOINTING in listed)
-                        result.variants.append(
-                            _variant(row, name, found, checkpointing, chosen, layout, memory, flops, bandwidth)
-                        )
+            result.variants += estimator.variants_of(name, cls)
 
     def accepts(variant: MemoryVariant) -> bool:
         return command is None or command.changed(recipe, variant, result.variants).is_accepted()
 
     result.smallest_change = smallest_change(result.variants, accepts)
     return result
+
+
+class Estimator:
+    """Builds a recipe's model, or the share of it that one process has, and estimates the variants of a strategy.
+
+    Args:
+        nproc: Processes of one machine.
+        nnodes: Machines.
+        stack: Closes the built runs.
+
+    Raises:
+        RecipeError: The processes do not divide the batch.
+    """
+
+    def __init__(
+        self, resolved: ResolvedRecipe, nproc: int, nnodes: int, limits: DeviceLimits, stack: ExitStack
+    ) -> None:
+        from fastloop.data.loaders import micro_batches
+        from fastloop.distributed.groups import check_groups, count_sharing
+
+        self.resolved, self.recipe = resolved, resolved.recipe
+        self.nproc, self.processes = nproc, nproc * nnodes
+        self.limits = limits
+        self.settings: Settings = resolved.plugins.configure(self.recipe)
+        self.listed = {name: dict(options) for name, options in self.recipe.plugins.items() if options is not False}
+        check_groups(self.recipe, self.settings, self.processes)
+        sharing = count_sharing(self.processes, self.settings.processes_per_batch)
+        self.micro_batch_size, self.micro_steps = micro_batches(self.recipe, sharing)
+        self.group = self.processes // sharing
+        """Processes of the recipe's run that train on the same samples."""
+        self.divider = sequence_divider(self.recipe, self.listed)
+        self.context = self.group if self.divider is not None else 1
+        """Processes that divide the tokens of a sequence."""
+        self._stack = stack
+        self._built: dict[tuple[int, str, int], ModelShare] = {}
+
+    def describe(self) -> Estimate:
+        """The estimate of the recipe, without variants.
+
+        Raises:
+            RecipeError: The model cannot be built with fake tensors.
+        """
+        import torch
+        from torch.utils._pytree import tree_leaves
+
+        whole = self._build(self.micro_batch_size)
+        tensors = [leaf for leaf in tree_leaves(whole.fake.batch) if isinstance(leaf, torch.Tensor)]
+        return Estimate(
+            recipe=self.recipe.where,
+            processes=self.processes,
+            parameters=sum(weight.elements for weight in whole.weights),
+            precision=self.settings.mixed_precision,
+            batch=[list(tensor.shape) for tensor in tensors],
+            micro_batch_size=self.micro_batch_size,
+            micro_steps=self.micro_steps,
+            device_memory=self.limits.memory,
+        )
+
+    def variants_of(self, name: str, cls: type[Strategy]) -> Iterator[MemoryVariant]:
+        """The variants of a strategy.
+
+        Raises:
+            RecipeError: The model cannot be trained with fake tensors.
+            PluginError: The recipe lists a strategy that cannot divide the model.
+        """
+        from fastloop.data.loaders import micro_batches
+
+        for size in self._divisions(name, cls):
+            try:
+                samples, micro_steps = micro_batches(self.recipe, self.processes // max(size, self.context))
+            except RecipeError:
+                continue  # the run would be refused; the constructor has checked the recipe's own strategy
+            try:
+                share = self._build(samples, cls if size > 1 else None, size)
+            except PluginError:
+                if name in self.listed and size == self.group:
+                    raise
+                continue
+            layout = self._layout(share, name, size, samples, micro_steps)
+            rows = list(cls.estimate_memory(layout))
+            # all strategies use the same undivided model, so that both dtypes are measured at once
+            casts = {False, True} if size == 1 else {row.weights_cast for row in rows}
+            activations = share.activations(casts)
+            for row in rows:
+                for checkpointing in (False, True):
+                    measured = activations.get((checkpointing, row.weights_cast))
+                    if measured is not None:
+                        yield self._variant(row, name, measured, checkpointing, layout)
+
+    def _divisions(self, name: str, cls: Any) -> list[int]:
+        """The numbers of processes that a strategy divides a layer over, in ascending order."""
+        if not hasattr(cls, "divisions"):
+            return [1]
+        sizes = set(cls.divisions(self.processes, self.nproc))
+        if name in self.listed and self.context == 1:
+            sizes.add(self.group)
+        if self.context > 1 or CONFLICTS.keys() & self.listed.keys():
+            sizes &= {1}  # a run that divides layers would be refused
+        return sorted(sizes)
+
+    def _build(self, samples: int, strategy: Any = None, size: int = 1) -> ModelShare:
+        """The share of the model that one process has, built once for each number of samples, strategy and size.
+
+        Args:
+            samples: Samples of a micro-batch.
+            strategy: The strategy that divides the layers; None: none does.
+            size: The processes that it divides them over.
+        """
+        key = (samples, "" if strategy is None else strategy.name, size)
+        if key in self._built:
+            return self._built[key]
+        is_first = not self._built
+        with nullcontext() if is_first else quiet():
+            fake = self._stack.enter_context(open_fake(self.resolved, self.settings.mixed_precision, samples))
+        counter = None
+        model = fake.run.unwrap_model()
+        if strategy is not None:
+            counter = strategy.divide_model(model, size, fake.precision, self.recipe.where)
+        elif self.divider is not None and self.context > 1:
+            counter = self.divider.divide_sequences(model, self.context)
+        self._built[key] = ModelShare(fake, self.listed.get(CHECKPOINTING, {}), counter)
+        return self._built[key]
+
+    def _layout(self, share: ModelShare, name: str, size: int, samples: int, micro_steps: int) -> Layout:
+        options = self.listed.get(name, {})
+        return Layout(
+            weights=weights_of(share.fake, options.get("blocks"), share.weights),
+            buffers=sum(buffer.nbytes for buffer in share.fake.run.unwrap_model().buffers()),
+            processes=self.processes // size,
+            per_node=max(1, self.nproc // size),
+            tensor=size,
+            micro_steps=micro_steps,
+            precision=self.settings.mixed_precision,
+            samples=samples,
+            device="cpu" if self.recipe.train.device == "cpu" else "cuda",
+            options=options,
+        )
+
+    def _variant(
+        self, row: MemoryEstimate, plugin: str, measured: Activations, checkpointing: bool, layout: Layout
+    ) -> MemoryVariant:
+        """A row of the table: the estimate of a strategy, with the measured activations."""
+        is_listed = plugin in self.listed and row.listed
+        flops = measured.flops * layout.micro_steps
+        sent_bytes = row.sent_bytes + measured.sent * layout.micro_steps
+        complete = replace(row, activations=measured.peak)
+        return MemoryVariant(
+            name=row.name if self.context == 1 else f"{row.name} x context {self.context}",
+            plugin=plugin,
+            options=row.options,
+            checkpointing=checkpointing,
+            listed=is_listed and checkpointing == (CHECKPOINTING in self.listed),
+            weights=row.weights,
+            gradients=row.gradients,
+            optimizer=row.optimizer,
+            activations=measured.peak,
+            saved=measured.saved,
+            buckets=complete.largest_buckets,
+            buckets_kept=row.buckets_kept,
+            host=row.host,
+            weights_cast=row.weights_cast,
+            sent_bytes=sent_bytes,
+            samples=layout.samples,
+            flops=flops,
+            fits=None if self.limits.memory is None else complete.total <= self.limits.memory,
+            seconds=self.limits.seconds(flops, sent_bytes),
+        )
 
 
 class ModelShare:
@@ -235,67 +337,37 @@ class ModelShare:
     def __init__(self, fake: FakeRun, options: Mapping[str, Any], counter: Any) -> None:
         self.fake, self.options, self.counter = fake, options, counter
         self.weights = weights_of(fake, None)
-        self._found: dict[tuple[bool, bool], Activations] = {}
+        self._measured: dict[tuple[bool, bool], Activations] = {}
 
     def activations(self, casts: set[bool]) -> dict[tuple[bool, bool], Activations]:
         """The result of the first call of ``measure``."""
-        if not self._found:
-            self._found = measure(self.fake, self.options, self.counter, casts)
-        return self._found
+        if not self._measured:
+            self._measured = measure(self.fake, self.options, self.counter, casts)
+        return self._measured
 
 
 def sequence_divider(recipe: Recipe, listed: Mapping[str, Any]) -> Any:
     """The plugin of a recipe that divides the tokens of sequences; None: there is none."""
     from fastloop.plugins.resolve import load_listed
 
-    return next((cls for name in listed if hasattr(cls := load_listed(recipe, name), "divide_sequences")), None)
+    for name in listed:
+        cls = load_listed(recipe, name)
+        if hasattr(cls, "divide_sequences"):
+            return cls
+    return None
 
 
-def _variant(
-    row: Mapping[str, Any],
-    plugin: str,
-    found: Activations,
-    checkpointing: bool,
-    listed: bool,
-    layout: Layout,
-    memory: float | None,
-    flops: float | None,
-    bandwidth: float | None,
-) -> MemoryVariant:
-    parts = {name: float(row[name]) for name in ("weights", "gradients", "optimizer", "buckets")}
-    parts["buckets"] = max(parts["buckets"], float(row.get("alone", 0)) - found.peak)
-    total, work = sum(parts.values()) + found.peak, found.flops * layout.micro_steps
-    wire = float(row["wire"]) + found.sent * layout.micro_steps
-    known = flops is not None and bandwidth is not None
-    return MemoryVariant(
-        name=row["name"],
-        plugin=plugin,
-        options=row["options"],
-        checkpointing=checkpointing,
-        listed=listed,
-        **parts,
-        activations=found.peak,
-        saved=found.saved,
-        kept=float(row.get("kept", 0)),
-        total=total,
-        host=float(row.get("host", 0)),
-        wire=wire,
-        samples=layout.samples,
-        flops=work,
-        fits=None if memory is None else total <= memory,
-        seconds=max(work / flops, wire / bandwidth) if known else None,  # type: ignore[operator]
-    )
-
-
-def strategies(recipe: Recipe) -> Iterator[tuple[str, Any]]:
-    """The strategies: fastloop's own, and those that the recipe lists."""
+def strategies(recipe: Recipe) -> Iterator[tuple[str, type[Strategy]]]:
+    """The strategies by name: fastloop's own, and those that the recipe lists."""
     from fastloop.plugins.installed import load
     from fastloop.plugins.resolve import load_listed
     from fastloop_plugins._own_plugins import own_plugins
 
-    found = {name: load(name) for name in own_plugins()}
-    found |= {name: load_listed(recipe, name) for name, options in recipe.plugins.items() if options is not False}
-    for name, cls in found.items():
+    classes = {name: load(name) for name in own_plugins()}
+    for name, options in recipe.plugins.items():
+        if options is not False:
+            classes[name] = load_listed(recipe, name)
+    for name, cls in classes.items():
         if issubclass(cls, Strategy):
             yield name, cls
 
@@ -306,44 +378,47 @@ def weights_of(fake: FakeRun, blocks: list[str] | None, known: tuple[Weight, ...
     Args:
         blocks: Classes of the repeated blocks; None: found automatically.
         known: The weights of an earlier call, whose optimizer state is used.
+
+    Raises:
+        RecipeError: The optimizer cannot step fake tensors.
     """
     model, optimizer = fake.run.unwrap_model(), fake.run.optimizer
-    part = {
-        id(weight): index
-        for index, block in enumerate(transformer_blocks(model, blocks))
-        for weight in block.parameters()
-    }
+    block_of: dict[int, int] = {}  # id of a parameter -> index of its block
+    for index, block in enumerate(transformer_blocks(model, blocks)):
+        for weight in block.parameters():
+            block_of[id(weight)] = index
     parameters = list(model.parameters())
     if known:
-        return tuple(
-            replace(weight, block=part.get(id(parameter))) for weight, parameter in zip(known, parameters, strict=True)
-        )
+        pairs = zip(known, parameters, strict=True)
+        return tuple(replace(weight, block=block_of.get(id(parameter))) for weight, parameter in pairs)
     try:
         state = state_bytes(optimizer, fake.mode)
     except Exception as error:
         raise RecipeError(
             f"{fake.run.recipe.where}: train.optimizer: {type(optimizer).__name__} cannot step without memory for "
-            "weights: "
-            f"{str(error).splitlines()[0]}. Plan with another optimizer, such as train.optimizer=AdamW."
+            f"weights: {str(error).splitlines()[0]}. Plan with another optimizer, such as train.optimizer=AdamW."
         ) from error
-    stepped = [(number, weight) for number, group in enumerate(optimizer.param_groups) for weight in group["params"]]
-    places = {id(weight): (number, state[index]) for index, (number, weight) in enumerate(stepped)}
-    found = []
+    group_of: dict[int, int] = {}
+    state_of: dict[int, int] = {}
+    index = 0
+    for number, group in enumerate(optimizer.param_groups):
+        for weight in group["params"]:
+            group_of[id(weight)] = number
+            state_of[id(weight)] = state[index]
+            index += 1
+    weights = []
     for parameter in parameters:
-        group, size = places.get(id(parameter), (0, 0))
-        trained = parameter.requires_grad
-        shape = tuple(parameter.shape)
-        found.append(
+        weights.append(
             Weight(
-                shape=shape,
+                shape=tuple(parameter.shape),
                 itemsize=parameter.itemsize,
-                state=size,
-                trained=trained,
-                block=part.get(id(parameter)),
-                group=group,
+                state=state_of.get(id(parameter), 0),
+                trained=parameter.requires_grad,
+                block=block_of.get(id(parameter)),
+                group=group_of.get(id(parameter), 0),
             )
         )
-    return tuple(found)
+    return tuple(weights)
 
 
 def measure(
@@ -361,13 +436,11 @@ def measure(
     """
     import torch
 
-    from fastloop.plugins.installed import load
-
     run, model = fake.run, fake.run.unwrap_model()
-    dtypes = {False: torch.float32} | (
-        {True: torch.bfloat16 if fake.precision == "bf16" else torch.float16} if fake.precision != "no" else {}
-    )
-    found: dict[tuple[bool, bool], Activations] = {}
+    dtypes = {False: torch.float32}
+    if fake.precision != "no":
+        dtypes[True] = torch.bfloat16 if fake.precision == "bf16" else torch.float16
+    measured: dict[tuple[bool, bool], Activations] = {}
     errors: dict[bool, Exception] = {}
 
     def loss(called: Any) -> torch.Tensor:
@@ -375,31 +448,29 @@ def measure(
         return value
 
     def step() -> Activations:
-        before = share.sent if share is not None else 0.0
+        if share is None:
+            return micro_step(model, loss, fake.batch, fake.precision, fake.mode)
+        before = share.sent
         one = micro_step(model, loss, fake.batch, fake.precision, fake.mode)
-        return replace(one, sent=(share.sent - before) / PASSES if share is not None else 0.0)
+        return replace(one, sent=(share.sent - before) / PASSES)
 
     for checkpointing in (False, True):
-        if checkpointing:
-            try:
-                if not transformer_blocks(model, options.get("blocks")):
-                    break
-            except PluginError:
-                break
-            load(CHECKPOINTING)(**options).before_prepare(run=run, model=model)  # type: ignore[attr-defined]
+        if checkpointing and not recompute_blocks(fake, options):
+            break
         for cast, dtype in dtypes.items():
             if cast in errors or (len(dtypes) > 1 and cast not in casts):
                 continue
-            if dtype is not torch.float32 or cast != (next(model.parameters()).dtype != torch.float32):
+            has_other_dtype = next(model.parameters()).dtype != torch.float32
+            if dtype is not torch.float32 or cast != has_other_dtype:
                 make_fake(model, fake.mode, dtype)
             # autocast keeps its copies of weights until the end of forward, where recomputed blocks save none
             has_copies = checkpointing and not cast and len(dtypes) > 1
             try:
                 with quiet("torch._subclasses.fake_tensor", logging.CRITICAL):  # it logs tracebacks
-                    found[checkpointing, cast] = step() if has_copies else extrapolate(model, step)
+                    measured[checkpointing, cast] = step() if has_copies else extrapolate(model, step)
             except Exception as error:
                 errors[cast] = error
-    if not found:
+    if not measured:
         reason = next(iter(errors.values()))
         raise RecipeError(f"{run.recipe.where}: {explain(reason)}") from reason
     for cast, reason in errors.items():
@@ -409,6 +480,22 @@ def measure(
             fake.precision if cast else "fp32",
             str(reason).splitlines()[0],
         )
-    if fake.precision == "no":
-        found |= {(checkpointing, True): value for (checkpointing, _), value in list(found.items())}
-    return found
+    if fake.precision == "no":  # the dtype of autocast is that of the weights
+        for (checkpointing, _), activations in list(measured.items()):
+            measured[checkpointing, True] = activations
+    return measured
+
+
+def recompute_blocks(fake: FakeRun, options: Mapping[str, Any]) -> bool:
+    """Apply activation checkpointing to the blocks of the model. Returns whether it has blocks."""
+    from fastloop.plugins.installed import load
+
+    model = fake.run.unwrap_model()
+    try:
+        if not transformer_blocks(model, options.get("blocks")):
+            return False
+    except PluginError:
+        return False
+    plugin: Any = load(CHECKPOINTING)(**options)
+    plugin.before_prepare(run=fake.run, model=model)
+    return True

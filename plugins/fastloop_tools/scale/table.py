@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 COLUMNS = {
     "weight": "weights", "grad": "gradients", "optim": "optimizer", "activ": "activations", "bucket": "buckets",
-    "total": "total", "wire": "wire",
+    "total": "total", "wire": "sent_bytes",
 }  # fmt: skip
 """Head of a column -> the field of ``MemoryVariant``."""
 

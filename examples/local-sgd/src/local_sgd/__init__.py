@@ -7,7 +7,7 @@ Evaluation, checkpoints and the export use averaged weights. Method: Stich, "Loc
 Little", 2019.
 """
 
-from fastloop import PluginError, Strategy, hookimpl, option
+from fastloop import MemoryEstimate, PluginError, Strategy, hookimpl, option
 
 from local_sgd import weights
 
@@ -23,6 +23,18 @@ class LocalSGD(Strategy):
     }
 
     every: int = option("Optimizer steps between two averages.", default=8, ge=1)
+
+    @classmethod
+    def estimate_memory(cls, layout):
+        averaged = layout.weight_bytes + layout.buffers
+        yield MemoryEstimate(
+            name=cls.name,
+            weights=averaged,
+            gradients=layout.gradient_bytes,
+            optimizer=layout.state_bytes,
+            buckets_alone=averaged,  # the mean of the weights, between two steps
+            sent_bytes=2 * layout.share * averaged / layout.options.get("every", 8),
+        )
 
     def prepare(self, run, model, optimizer):
         if run.accelerator.mixed_precision == "fp16":  # an overflow would skip the step of one process

@@ -122,8 +122,8 @@ def test_few_equal_blocks_stand_for_all(plugins, monkeypatch):
         counts.append(len(model.model.layers))
         return micro_step(model, *arguments)
 
-    monkeypatch.setattr("fastloop_tools.scale.estimate.extrapolate", compute_both)
-    monkeypatch.setattr("fastloop_tools.scale.estimate.micro_step", count_blocks)
+    monkeypatch.setattr("fastloop_tools.scale.share.extrapolate", compute_both)
+    monkeypatch.setattr("fastloop_tools.scale.share.micro_step", count_blocks)
     estimate(tiny("decoder", "fsdp", *plugins), 4)
     assert len({step.saved for step in whole}) >= 4  # with recomputed blocks, and shares of tensor 2
 

@@ -103,8 +103,10 @@ def compare(gathered: Sequence[Mapping[str, Any]], place: str) -> None:
         for rank, facts in enumerate(gathered):
             if facts[name] != expected:
                 raise ProcessesDisagree(
-                    f"{place}: processes disagree on the {name}: process 0 has {expected!r}, and process {rank} has "
-                    f"{facts[name]!r}. {REMEDIES[name]}"
+                    f"processes disagree on the {name}: process 0 has {expected!r}, and process {rank} has "
+                    f"{facts[name]!r}. {REMEDIES[name]}",
+                    code="processes-disagree",
+                    place=place,
                 )
 
 
@@ -120,15 +122,19 @@ def _compare_samples(gathered: Sequence[StepFacts], place: str) -> None:
         if twin != rank:
             if gathered[twin].ids != facts.ids:
                 raise ProcessesDisagree(
-                    f"{place}: processes {twin} and {rank} must train on the same samples, and have "
-                    f"{gathered[twin].ids} and {facts.ids}. Let the dataset and the sampler be the same on each "
-                    "process."
+                    f"processes {twin} and {rank} must train on the same samples, and have {gathered[twin].ids} and "
+                    f"{facts.ids}.",
+                    code="processes-disagree",
+                    place=place,
+                    remedy="Let the dataset and the sampler be the same on each process.",
                 )
             continue
         for number in facts.ids:
             owner = owners.setdefault(number, rank)
             if owner != rank:
                 raise ProcessesDisagree(
-                    f"{place}: processes {owner} and {rank} both train on sample {number}. Let the dataset and the "
-                    "sampler be the same on each process."
+                    f"processes {owner} and {rank} both train on sample {number}.",
+                    code="processes-disagree",
+                    place=place,
+                    remedy="Let the dataset and the sampler be the same on each process.",
                 )

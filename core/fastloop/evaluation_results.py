@@ -127,7 +127,11 @@ class EvaluationResults:
             raise
         except Exception as error:
             raise MetricError(
-                f"{self.where}: a metric failed for {self.split}: {type(error).__name__}: {error}", self.newest, {}
+                f"a metric failed for {self.split}: {type(error).__name__}: {error}",
+                self.newest,
+                {},
+                code="metric-failed",
+                place=self.where,
             ) from error
 
     def read(self) -> tuple[float, float, dict[str, float]]:
@@ -146,9 +150,11 @@ class EvaluationResults:
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, SupportsFloat)):
                 raise MetricError(
-                    f"{self.where}: the metric {str(name)!r} does not give one number for {self.split}.",
+                    f"the metric {str(name)!r} does not give one number for {self.split}.",
                     self.newest,
                     values,
+                    code="metric-not-a-number",
+                    place=self.where,
                 )
         losses = torch.stack(self.losses) if self.losses else torch.zeros(0)
         wide = torch.float32 if losses.device.type == "mps" else torch.float64  # represents narrower dtypes exactly

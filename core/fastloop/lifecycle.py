@@ -247,8 +247,12 @@ def check_task(recipe: Recipe, plugins: PluginSet) -> None:
     implementations = plugins.manager.hook.build_model.get_hookimpls()
     if all(implementation.wrapper for implementation in implementations):
         raise PluginError(
-            f"{recipe.where}: no plugin of this recipe builds a model. List a task, such as text-classification, with "
-            "its model and data. `fastloop plugins` shows the tasks."
+            "no plugin of this recipe builds a model.",
+            code="no-task",
+            place=recipe.where,
+            remedy=(
+                "List a task, such as text-classification, with its model and data. `fastloop plugins` shows the tasks."
+            ),
         )
 
 
@@ -258,13 +262,15 @@ def _build_loaders(run: Run) -> None:
     datasets = run.hooks.build_datasets(run=run) or {}
     if trains and "train" not in datasets:
         raise PluginError(
-            f"{run.recipe.where}: no plugin built a training dataset. The task in use: "
-            f"{run.plugins.in_slot('task') or 'none'}."
+            f"no plugin built a training dataset. The task in use: {run.plugins.in_slot('task') or 'none'}.",
+            code="no-dataset",
+            place=run.recipe.where,
         )
     if loaders.first not in datasets:
         raise RecipeError(
-            f"{run.recipe.where}: data: there is no split {loaders.first!r}. There are: "
-            f"{', '.join(datasets) or 'none'}."
+            f"there is no split {loaders.first!r}. There are: {', '.join(datasets) or 'none'}.",
+            code="unknown-split",
+            place=f"{run.recipe.where}: data",
         )
     loaders.set_datasets({split: dataset for split, dataset in datasets.items() if trains or split == loaders.first})
     # train first: plugins fit the other splits to it
@@ -281,7 +287,9 @@ def _build_model(run: Run) -> None:
     model = run.hooks.build_model(run=run)
     if model is None:
         raise PluginError(
-            f"{run.recipe.where}: no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}."
+            f"no plugin built a model. The task in use: {run.plugins.in_slot('task') or 'none'}.",
+            code="no-model",
+            place=run.recipe.where,
         )
     if run.recipe.inference is not None:
         run.new_weights = frozenset()
@@ -295,11 +303,11 @@ def _build_model(run: Run) -> None:
     _share_new_weights(run, model)
     model = run.plugins.chain("before_prepare", model, run=run)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise PluginError(f"{run.recipe.where}: the model has no parameter that is trained.")
+        raise PluginError("the model has no parameter that is trained.", code="nothing-trained", place=run.recipe.where)
     run._built_model = model
     optimizer: Any = run.hooks.build_optimizer(run=run, model=model)  # one optimizer: fastloop wraps a dict
     if optimizer is None:
-        raise PluginError(f"{run.recipe.where}: no plugin built an optimizer.")
+        raise PluginError("no plugin built an optimizer.", code="no-optimizer", place=run.recipe.where)
     record = BuildRecord.make(model, optimizer, run.plugins)
     run.scheduler = run.hooks.build_scheduler(run=run, optimizer=optimizer)
     run.build_record = record.with_scheduler(run.scheduler)
@@ -345,8 +353,10 @@ def _prepare(run: Run, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any
         accelerator.native_amp = autocast
     if not (isinstance(prepared, tuple) and len(prepared) == 2 and isinstance(prepared[0], nn.Module)):
         raise PluginError(
-            f"{run.recipe.where}: plugin {strategy.name!r}: prepare returned a {type(prepared).__name__}, expected a "
-            "tuple of the model and the optimizer. docs/api.md describes the method."
+            f"prepare returned a {type(prepared).__name__}, expected a tuple of the model and the optimizer. "
+            "docs/api.md describes the method.",
+            code="wrong-result",
+            place=f"{run.recipe.where}: plugin {strategy.name!r}",
         )
     model, stepped = prepared
     # several optimizers skip their steps together
@@ -389,5 +399,7 @@ def _export(run: Run) -> None:
             sync_folder(run.folder / "model")  # before the summary says that the run is complete
     except (OSError, SafetensorError) as error:
         raise SaveError(
-            f"{run.folder / 'model'} was not written: {error}. Free disk space, then continue with --resume."
+            f"{run.folder / 'model'} was not written: {error}.",
+            code="save-failed",
+            remedy="Free disk space, then continue with --resume.",
         ) from error

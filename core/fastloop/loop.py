@@ -116,7 +116,7 @@ def train(run: Run) -> None:
         if run.interrupted or not schedule.is_epoch_done():
             break
         if state.epoch_samples == 0:
-            raise DataError(no_sample(run, "train"))
+            raise DataError(no_sample(run, "train"), code="empty-split")
         run.train_loader.check_length(state.epoch_samples)
         state.epoch, state.epoch_samples = state.epoch + 1, 0
         hooks.after_epoch(run=run)
@@ -191,8 +191,10 @@ def apply_gradients(run: Run, loss: Tensor, optimizer: str | None = None) -> Non
         several = getattr(run.optimizer, "optimizer", run.optimizer)  # without the wrapper that scales losses
         if not hasattr(several, "select"):
             raise PluginError(
-                f"run.apply_gradients: found the name {optimizer!r}, but the run has one optimizer. Let "
-                "build_optimizer return a dict of name -> optimizer."
+                f"found the name {optimizer!r}, but the run has one optimizer.",
+                code="unknown-optimizer",
+                place="run.apply_gradients",
+                remedy="Let build_optimizer return a dict of name -> optimizer.",
             )
         several.select(optimizer)
     run.hooks.after_backward(run=run, loss=loss)
@@ -276,7 +278,7 @@ def evaluation_loop(run: Run, split: str) -> dict[str, float]:
         *sums, metrics = results.read()
     total, weight = run.processes.all_reduce_sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     if not weight:
-        raise DataError(no_sample(run, split))
+        raise DataError(no_sample(run, split), code="empty-split")
     return {"loss": total / weight, **metrics}
 
 

@@ -61,8 +61,11 @@ def unknown_mode(key: str, name: str, choices: str = "mode: min or mode: max") -
         choices: The values to set, as the user writes them.
     """
     return UsageError(
-        f"{key}: found auto, and neither the class of the metric {name!r} nor a plugin declares whether a lower or a "
-        f"higher value is better. Set {choices}."
+        f"found auto, and neither the class of the metric {name!r} nor a plugin declares whether a lower or a higher "
+        "value is better.",
+        code="unknown-direction",
+        place=key,
+        remedy=f"Set {choices}.",
     )
 
 

@@ -204,11 +204,14 @@ def find_goals(gathered: Sequence[Mapping[StateName, StateLayout]], place: str) 
         for rank, states in enumerate(gathered):
             if name not in states:
                 raise ProcessesDisagree(
-                    f"{label} is missing on process {rank}. Build the same metrics on each process, and let updates "
-                    "add no metric or state."
+                    f"{label} is missing on process {rank}.",
+                    code="processes-disagree",
+                    remedy="Build the same metrics on each process, and let updates add no metric or state.",
                 )
             if states[name].problem is not None:
-                raise ProcessesDisagree(f"{label}: process {rank} has {states[name]}. {SAME_ROWS}")
+                raise ProcessesDisagree(
+                    f"process {rank} has {states[name]}. {SAME_ROWS}", code="processes-disagree", place=label
+                )
             layouts.append(states[name])
         first = find_first(layouts)
         goal = layouts[first]
@@ -216,7 +219,8 @@ def find_goals(gathered: Sequence[Mapping[StateName, StateLayout]], place: str) 
             if not fits(layout, goal):
                 raise ProcessesDisagree(
                     f"{label} differs between processes: process {first} has {goal}, and process {rank} has {layout}. "
-                    f"{REMEDIES[goal.kind]}"
+                    f"{REMEDIES[goal.kind]}",
+                    code="processes-disagree",
                 )
         if goal.form is not None:
             goals[name] = goal

@@ -66,9 +66,10 @@ def check_import_path(folder: Path) -> None:
     """
     if folder.resolve() in [Path(entry).resolve() for entry in sys.path]:
         raise RecipeError(
-            f"{OPTION}: Python imports modules from {folder.resolve()}, so a file beside the recipe can replace "
-            "installed code. Start fastloop as `fastloop`, not as `python -m fastloop`, and remove the folder from "
-            "PYTHONPATH."
+            f"Python imports modules from {folder.resolve()}, so a file beside the recipe can replace installed code.",
+            code="code-refused",
+            place=OPTION,
+            remedy="Start fastloop as `fastloop`, not as `python -m fastloop`, and remove the folder from PYTHONPATH.",
         )
 
 
@@ -84,7 +85,10 @@ def refuse(where: str, code: str) -> None:
     """
     if is_forbidden():
         raise RecipeError(
-            f"{where}: {code}, which {OPTION} refuses. Read that code first. If you trust it, leave out {OPTION}."
+            f"{code}, which {OPTION} refuses.",
+            code="code-refused",
+            place=where,
+            remedy=f"Read that code first. If you trust it, leave out {OPTION}.",
         )
 
 

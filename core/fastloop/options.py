@@ -100,11 +100,16 @@ def check_options(cls: Any, label: str) -> None:
         PluginError: It is not a dataclass, or pydantic does not support one of its types.
     """
     if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise PluginError(f"{label} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).")
+        raise PluginError(
+            f"{label} is {cls!r}, expected a dataclass: @dataclass(kw_only=True).", code="invalid-declaration"
+        )
     try:
         adapter(cls)
     except Exception as error:
-        raise PluginError(f"{label} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+        raise PluginError(
+            f"{label} cannot be checked: {type(error).__name__}: {str(error).splitlines()[0]}",
+            code="invalid-declaration",
+        ) from error
 
 
 def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
@@ -122,13 +127,13 @@ def parse(cls: type[T], values: Mapping[str, Any] | None, where: str) -> T:
     if values is None:
         values = {}
     if not isinstance(values, Mapping):
-        raise RecipeError(f"{where}: found {_format(values)}, expected a mapping of options.")
+        raise RecipeError(code="wrong-type", place=where, found=_format(values), expected="a mapping of options")
     validator = adapter(cls).validator  # type: ignore[arg-type]
     arguments = ArgsKwargs((), {str(key): value for key, value in values.items()})
     try:  # in strict mode, pydantic makes a dataclass from arguments only, as dataclasses of its own do
         valid: T = validator.validate_python(arguments, self_instance=cls.__new__(cls))
     except ValidationError as error:
-        raise RecipeError("\n".join(_explain(cls, error, where))) from None
+        raise RecipeError("\n".join(_explain(cls, error, where)), code="invalid-value") from None
     return valid
 
 

@@ -271,7 +271,9 @@ class Run:
         """
         if self._clipped_at != self.state.step:
             problem = "run.gradient_norm() was called where a step's gradients are not final."
-            raise PluginError(f"{problem} Call it in before_optimizer_step, and keep its result.")
+            raise PluginError(
+                f"{problem} Call it in before_optimizer_step, and keep its result.", code="gradients-gone"
+            )
         if self._gradient_norm is None:
             with region("gradient norm"):
                 self._gradient_norm = self.strategy.clip_gradients(self, math.inf)
@@ -321,13 +323,18 @@ class Run:
             return
         if re.fullmatch(r"[a-z0-9][a-z0-9_-]*", name) is None:
             raise PluginError(
-                f"run.log_rows: found the name {name!r}, expected small letters, digits, - and _, such as 'samples'."
+                code="wrong-format",
+                place="run.log_rows",
+                found=f"the name {name!r}",
+                expected="small letters, digits, - and _, such as 'samples'",
             )
         for row in rows:
             try:
                 json.dumps(row)
             except (TypeError, ValueError) as error:
-                raise PluginError(f"run.log_rows({name!r}): a row is no JSON: {error}. Convert its values.") from None
+                raise PluginError(
+                    f"run.log_rows({name!r}): a row is no JSON: {error}.", code="not-json", remedy="Convert its values."
+                ) from None
         self.hooks.log_rows(run=self, name=name, rows=rows, step=self.state.step)
 
     @property
@@ -357,7 +364,9 @@ class Run:
         if failure is not None:
             saver.errors += 1
             if self.recipe.train.on_save_error == "stop":
-                raise SaveError(f"{failure}. Free disk space, then continue with --resume.")
+                raise SaveError(
+                    f"{failure}.", code="save-failed", remedy="Free disk space, then continue with --resume."
+                )
             log.warning("%s. Training continues; earlier checkpoints are intact", failure)
         if signal_name is not None and not self.signals.finishing:
             self.signals.wait_until_logged()

@@ -54,17 +54,23 @@ class Scalars:
         the value."""
         if reduce not in get_args(Reduction):
             raise PluginError(
-                f"run.log({name!r}): no reduction {reduce!r}.{did_you_mean(str(reduce), get_args(Reduction))}"
+                f"run.log({name!r}): no reduction {reduce!r}.",
+                code="unknown-choice",
+                remedy=did_you_mean(str(reduce), get_args(Reduction)),
             )
         if not isinstance(name, str) or not name or name in RESERVED or name.startswith(("validation/", "test/")):
             raise PluginError(
-                f"run.log: found the name {name!r}, expected one of your own, such as 'my-plugin/noise'. The core logs "
-                f"{', '.join(CORE)}, and names of evaluation metrics begin with validation/ or test/. A wrapper of the "
-                "hook evaluate can add metrics."
+                f"found the name {name!r}, expected one of your own, such as 'my-plugin/noise'. The core logs "
+                f"{', '.join(CORE)}, and names of evaluation metrics begin with validation/ or test/. A wrapper of "
+                "the hook evaluate can add metrics.",
+                code="reserved-name",
+                place="run.log",
             )
         if self.reductions.setdefault(name, reduce) != reduce:
             raise PluginError(
-                f"run.log({name!r}): found reduce={reduce!r}, and {self.reductions[name]!r} before. Use one of them."
+                f"run.log({name!r}): found reduce={reduce!r}, and {self.reductions[name]!r} before.",
+                code="reduction-differs",
+                remedy="Use one of them.",
             )
         if isinstance(value, Tensor) and value.dim() == 0 and not value.is_complex():
             value = gather_full(value.detach())
@@ -79,7 +85,8 @@ class Scalars:
                 else f"{value!r:.60}"
             )
             raise PluginError(
-                f"run.log({name!r}): found {found}, expected a real number or a real tensor without dimensions."
+                f"run.log({name!r}): found {found}, expected a real number or a real tensor without dimensions.",
+                code="wrong-type",
             )
         if self.enabled:
             self.values.setdefault(name, []).append(value if isinstance(value, Tensor) else float(value))
@@ -213,14 +220,17 @@ def _check_names(every: Sequence[Mapping[str, tuple[str, Partial]]]) -> None:
         missing = [str(rank) for rank, of_process in enumerate(every) if name not in of_process]
         if missing:
             raise PluginError(
-                f"run.log({name!r}): not logged on process {', '.join(missing)} of {len(every)} since the last "
-                "log point. "
-                "Log it on every process, or with reduce='main'."
+                f"run.log({name!r}): not logged on process {', '.join(missing)} of {len(every)} since the last log "
+                "point.",
+                code="missing-on-a-process",
+                remedy="Log it on every process, or with reduce='main'.",
             )
         reductions = sorted({of_process[name][0] for of_process in every})
         if len(reductions) > 1:
             raise PluginError(
-                f"run.log({name!r}): processes use different reductions: {', '.join(reductions)}. Use one of them."
+                f"run.log({name!r}): processes use different reductions: {', '.join(reductions)}.",
+                code="reduction-differs",
+                remedy="Use one of them.",
             )
 
 

@@ -130,10 +130,16 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
         where = f"{recipe.where}: plugin {plugin.name!r}: configure returned"
         for name, value in _check_mapping(changes, where).items():
             if name not in names:
-                raise PluginError(f"{where} {name!r}, which is no field of Settings.{did_you_mean(name, names)}")
+                raise PluginError(
+                    f"{where} {name!r}, which is no field of Settings.",
+                    code="unknown-setting",
+                    remedy=did_you_mean(name, names),
+                )
             if not _has_type(value, name):
                 expected = Settings.__annotations__[name]
-                raise PluginError(f"{where} {name}: {value!r}, a {type(value).__name__}, expected {expected}.")
+                raise PluginError(
+                    f"{where} {name}: {value!r}, a {type(value).__name__}, expected {expected}.", code="wrong-type"
+                )
             before = fields[name]
             if isinstance(before, Mapping):
                 written = [f"{name}[{key!r}]" for key in _check_mapping(value, f"{where} {name}:")]
@@ -145,7 +151,9 @@ def merge_settings(recipe: Recipe, plugins: Iterable[tuple[Plugin, Callable[...,
                 writer = settings.writers.setdefault(part, plugin.name)
                 if writer != plugin.name:
                     problem = f"plugins {writer!r} and {plugin.name!r} both set {part}"
-                    raise PluginError(f"{recipe.where}: {problem}. Remove one of them.")
+                    raise PluginError(
+                        f"{problem}.", code="conflicting-values", place=recipe.where, remedy="Remove one of them."
+                    )
         fields.update(settings.of("train"))
     return settings
 
@@ -174,5 +182,8 @@ def _has_type(value: Any, name: str) -> bool:
 
 def _check_mapping(value: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise PluginError(f"{where} a {type(value).__name__}, expected a mapping. docs/loop.md describes the hook.")
+        raise PluginError(
+            f"{where} a {type(value).__name__}, expected a mapping. docs/loop.md describes the hook.",
+            code="wrong-result",
+        )
     return value

@@ -134,8 +134,11 @@ class Strategy(Plugin):
 
         if any(isinstance(parameter, DTensor) for parameter in run.unwrap_model().parameters()):
             raise PluginError(
-                f"{run.recipe.where}: plugin {self.name!r} divides the weights over processes, and a part of the run "
-                "needs them whole, such as to generate texts. Use ddp or fsdp."
+                f"plugin {self.name!r} divides the weights over processes, and a part of the run needs them whole, "
+                "such as to generate texts.",
+                code="weights-divided",
+                place=run.recipe.where,
+                remedy="Use ddp or fsdp.",
             )
         yield
 

@@ -258,7 +258,7 @@ def test_the_command_line_exits_with_1_if_a_hook_calls_sys_exit():
     )
     done = forked.run("-m", "fastloop", "train", "r.yaml")
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].endswith("failed in after_step: SystemExit: 0")
+    assert done.stderr.splitlines()[-1].endswith("failed in after_step: SystemExit: 0 [plugin-crashed]")
     assert json.loads(Path("out/summary.json").read_text())["status"] == "failed"
 
 

@@ -110,7 +110,7 @@ def test_plan_refuses_two_plugins_that_build_the_optimizer():
     assert code == 2
     assert "1. " not in out
     names = "r.yaml: 'lion' 'muon' build_optimizer muon lion hookimpl(wrapper=True) fallback_hooks"
-    assert_problem(err, f"invalid-plugin {names}")
+    assert_problem(err, f"hook-implemented-twice {names}")
     assert resolve(load_recipe("r.yaml", without_plugins=["muon"])).plugins.names()[:3] == ["module", "lion", "log"]
 
 

@@ -69,7 +69,7 @@ class Lock:
             owner = self._owner()
             os.close(self.file)
             who = "process {pid} on {host}, since {since}".format(**owner) if owner else "another process"
-            raise RecipeError(f"{where}: output: {folder} is in use by {who}. {remedy}")
+            raise RecipeError(f"{folder} is in use by {who}. {remedy}", code="folder-in-use", place=f"{where}: output")
         with contextlib.suppress(OSError):  # on a full disk, the lock works without the owner's name
             owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime(SINCE)}
             os.ftruncate(self.file, 0)
@@ -119,8 +119,9 @@ def check(run: Run) -> None:
     existing = next(parent for parent in (run.folder, *run.folder.absolute().parents) if parent.exists())
     if not existing.is_dir() or not _writable(existing):
         raise RecipeError(
-            f"{run.recipe.where}: output: {run.folder} cannot be written: {existing} is not a folder that this user "
-            "may write to."
+            f"{run.folder} cannot be written: {existing} is not a folder that this user may write to.",
+            code="folder-not-writable",
+            place=f"{run.recipe.where}: output",
         )
     if existing == run.folder and (existing / ".lock").exists() and ranks.rank() == 0:
         Lock(existing, run.recipe.where).release()
@@ -140,7 +141,10 @@ def check_contents(folder: Path, where: str) -> None:
     """
     if folder.is_dir() and _files(folder) and not (folder / "recipe.yaml").is_file():
         raise RecipeError(
-            f"{where}: output: {folder} holds other files than a run's. Expected a new or empty folder, or a run's."
+            f"{folder} holds other files than a run's.",
+            code="folder-not-empty",
+            place=f"{where}: output",
+            expected="a new or empty folder, or a run's",
         )
 
 
@@ -177,7 +181,9 @@ def make(run: Run) -> None:
             hidden=True,
         )
     except OSError as error:
-        raise RecipeError(f"{run.recipe.where}: output: {run.folder} cannot be written: {error}.") from error
+        raise RecipeError(
+            f"{run.folder} cannot be written: {error}.", code="folder-not-writable", place=f"{run.recipe.where}: output"
+        ) from error
 
 
 def summarize(run: Run, status: str, reason: str | None) -> dict[str, Any]:
@@ -250,7 +256,7 @@ def write_summary(run: Run, summary: dict[str, Any]) -> None:
             text = json.dumps(secrets.hidden(summary), indent=2, default=repr)
             files.write(run.folder / "summary.json", text + "\n", hidden=True)
         except OSError as error:
-            raise SaveError(f"{run.folder / 'summary.json'} cannot be written: {error}.") from error
+            raise SaveError(f"{run.folder / 'summary.json'} cannot be written: {error}.", code="save-failed") from error
 
 
 def _files(folder: Path) -> list[Path]:

@@ -64,7 +64,7 @@ def save(run: Run) -> None:
         try:
             pending = run.hooks.write_checkpoint(run=run, folder=path, model=run.strategy.model_state(run), state=state)
         except TypeError as error:
-            raise PluginError(f"save_state: {error}") from error
+            raise PluginError(str(error), code="invalid-state", place="save_state") from error
         run.saver.start(pending, run.state.step)
     run._sync_requests()
     run.state.save_requested = False  # also covers a signal that arrived during the save
@@ -106,7 +106,10 @@ def find_resume_point(folder: Path, path: Path) -> tuple[Path, list[str]] | None
         with suppress(OSError, ValueError, KeyError, TypeError):
             if json.loads((path / "summary.json").read_text())["status"] == "completed":
                 raise CheckpointError(
-                    f"{path}: no checkpoint, and the run is complete. Start a new run without --resume."
+                    "no checkpoint, and the run is complete.",
+                    code="run-complete",
+                    place=str(path),
+                    remedy="Start a new run without --resume.",
                 ) from None
     log.warning("%s: no checkpoint yet: the run starts from the beginning", path)
     return None
@@ -125,7 +128,10 @@ def load(run: Run, path: Path, skipped: list[str]) -> None:
         log.warning("%s", line)
     if not run.is_main and (problem := checkpoint.verify(path, wait=True)):
         raise CheckpointError(
-            f"{path}: process {run.rank} finds: {problem}. Put the run folder where all processes see the same files."
+            f"process {run.rank} finds: {problem}.",
+            code="checkpoint-differs",
+            place=str(path),
+            remedy="Put the run folder where all processes see the same files.",
         )
     model, saved = checkpoint.read(path, sharded_target(run), run.processes.host_group)
     malformed = f"{path}: malformed state.json. Resume from another checkpoint: "
@@ -144,7 +150,9 @@ def refuse_errors(what: str, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds or MALFORMED as error:  # noqa: B030
-        raise CheckpointError(f"{what}{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+        raise CheckpointError(
+            f"{what}{type(error).__name__}: {' '.join(str(error).split())[:200]}", code="invalid-state"
+        ) from error
 
 
 def _restore(run: Run, path: Path, model: dict[str, Tensor], saved: dict[str, Any]) -> None:
@@ -205,9 +213,12 @@ def _refuse_state_of(plugin: Plugin, path: Path) -> Iterator[None]:
     except (*MALFORMED, AssertionError, RuntimeError) as error:
         line = traceback.extract_tb(error.__traceback__)[-1]
         raise CheckpointError(
-            f"{path}: plugin {plugin.name!r} cannot load its state: {type(error).__name__}: "
+            f"plugin {plugin.name!r} cannot load its state: {type(error).__name__}: "
             f"{' '.join(str(error).split())[:200]} ({Path(line.filename).name}, line {line.lineno}). The state is "
-            "malformed, or of another version of the plugin. Resume from another checkpoint, or start a new run."
+            "malformed, or of another version of the plugin.",
+            code="invalid-state",
+            place=str(path),
+            remedy="Resume from another checkpoint, or start a new run.",
         ) from error
 
 

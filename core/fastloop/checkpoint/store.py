@@ -160,7 +160,7 @@ def write(
             shutil.rmtree(aside, ignore_errors=True)  # free the space on a full disk
         if not isinstance(error, OSError | SafetensorError):
             raise
-        raise SaveError(f"{folder} was not saved: {error}") from error
+        raise SaveError(f"{folder} was not saved: {error}", code="save-failed") from error
     return folder
 
 
@@ -228,7 +228,7 @@ def verify(folder: Path, wait: bool = False) -> str | None:
             "The checkpoint may be complete: try again when the file system responds, or resume from another "
             "one (--resume PATH)."
         )
-        raise CheckpointError(f"{folder} cannot be read: {error}. {advice}") from error
+        raise CheckpointError(f"{folder} cannot be read: {error}. {advice}", code="damaged-checkpoint") from error
     return problem
 
 
@@ -276,9 +276,12 @@ def find_newest(path: Path) -> tuple[Path, list[str]]:
             skipped.append(f"{candidate}: damaged ({problem})")
     if skipped:
         listed = "\n  ".join(skipped)
-        raise CheckpointError(f"No checkpoint to resume from is intact:\n  {listed}")
+        raise CheckpointError(f"No checkpoint to resume from is intact:\n  {listed}", code="damaged-checkpoint")
     raise NoCheckpoint(
-        f"{path}: no checkpoint to resume from. Expected a run folder, or one of its checkpoints/step-*."
+        "no checkpoint to resume from.",
+        code="no-checkpoint",
+        place=str(path),
+        expected="a run folder, or one of its checkpoints/step-*",
     )
 
 
@@ -316,7 +319,7 @@ def read(
                 part[name.removeprefix("model.")] = tensor
         return model, unpack(json.loads(read_again((folder / "state.json").read_text)), tensors)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError, RecursionError) as error:
-        raise CheckpointError(f"{folder}: cannot be read: {error}.") from None
+        raise CheckpointError(f"cannot be read: {error}.", code="damaged-checkpoint", place=str(folder)) from None
 
 
 def _read_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None], group: Any) -> dict[str, Tensor]:

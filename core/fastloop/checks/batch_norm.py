@@ -63,9 +63,14 @@ def recover(run: Run, error: Exception, split: str | None) -> None:
     """
     if split is None and str(error).startswith(TORCH_NEEDS_TWO):
         raise RecipeError(
-            f"{run.recipe.where}: train.batch_size: step {run.state.step + 1} computes one sample alone, and the "
-            "model's batch norm needs two samples at once. If an epoch's last step has too few, set train.drop_last: "
-            "true to leave it out. Otherwise use larger micro-batches."
+            f"step {run.state.step + 1} computes one sample alone, and the model's batch norm needs two samples at "
+            "once.",
+            code="single-sample",
+            place=f"{run.recipe.where}: train.batch_size",
+            remedy=(
+                "If an epoch's last step has too few, set train.drop_last: true to leave it out. Otherwise use larger "
+                "micro-batches."
+            ),
         ) from error
 
 
@@ -116,13 +121,17 @@ def _refuse_lone_sample(run: Run) -> None:
     assert sampler is not None
     if sampler.micro_batch_size == 1:
         raise RecipeError(
-            f"{run.recipe.where}: train.micro_batch_size: found 1, and the model's batch norm needs two samples at "
-            "once. Use micro-batches of two samples or more."
+            "found 1, and the model's batch norm needs two samples at once.",
+            code="single-sample",
+            place=f"{run.recipe.where}: train.micro_batch_size",
+            remedy="Use micro-batches of two samples or more.",
         )
     rest = sampler.size % sampler.batch_size
     shared = f", in micro-batches of {sampler.micro_batch_size} on {processes} processes" if processes > 1 else ""
     raise RecipeError(
-        f"{run.recipe.where}: train.batch_size: {sampler.size} samples in batches of {train.batch_size}{shared}, leave "
-        f"{rest} for an epoch's last step, and a process computes one of them alone. The model's batch norm needs two "
-        "samples at once. Set train.drop_last: true to leave these out, or use another batch size."
+        f"{sampler.size} samples in batches of {train.batch_size}{shared}, leave {rest} for an epoch's last step, and "
+        "a process computes one of them alone. The model's batch norm needs two samples at once.",
+        code="single-sample",
+        place=f"{run.recipe.where}: train.batch_size",
+        remedy="Set train.drop_last: true to leave these out, or use another batch size.",
     )

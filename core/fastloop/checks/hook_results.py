@@ -100,8 +100,10 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
             result = function(*arguments)
             if result is not None:
                 raise PluginError(
-                    f"{recipe.where}: plugin {plugin.name!r}: {hook} returned {_find_problem(hook, result)}. "
-                    f"{REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
+                    f"{hook} returned {_find_problem(hook, result)}. "
+                    f"{REMEDIES.get(hook, 'docs/loop.md describes the hook.')}",
+                    code="wrong-result",
+                    place=f"{recipe.where}: plugin {plugin.name!r}",
                 )
 
         return call
@@ -166,10 +168,11 @@ class HookChecks:
 
         def check(result: Any) -> Any:
             if hook == "train_step" and (problem := _find_update_problem(self.run.updates, result, wraps)):
-                raise PluginError(f"{where} {problem}")
+                raise PluginError(f"{where} {problem}", code="wrong-result")
             if (result is not None or needed) and (problem := _find_problem(hook, result)):
                 raise PluginError(
-                    f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}"
+                    f"{where} returned {problem}. {REMEDIES.get(hook, 'docs/loop.md describes the hook.')}",
+                    code="wrong-result",
                 )
             if hook == "before_prepare" and isinstance(result, nn.Module) and not result.training:
                 self._refuse_eval_mode(where)
@@ -192,7 +195,7 @@ class HookChecks:
             for problem, value in self._read(arguments).items() if _return_type(hook) == "None" else ():
                 if value != before[problem]:
                     remedy = REMEDIES.get(problem, REMEDIES["changed a counter"])
-                    raise PluginError(f"{where} {problem}. {remedy}")
+                    raise PluginError(f"{where} {problem}. {remedy}", code="wrong-result")
             if hook == "compute_loss":
                 self.has_loss[plugin.name] = self.has_loss.get(plugin.name, False) or result is not None
             if hook == "write_summary":
@@ -230,7 +233,7 @@ class HookChecks:
         """Raise an error for a hook after which a run would train in eval mode."""
         if self.run.recipe.inference is None:
             problem = "left the model in eval mode"
-            raise PluginError(f"{where} {problem}. {REMEDIES[problem]}")
+            raise PluginError(f"{where} {problem}. {REMEDIES[problem]}", code="wrong-result")
 
     def begin(self) -> None:
         """Check the hooks of the next ``STEPS`` steps."""
@@ -340,7 +343,7 @@ def _check_json(where: str, summary: Mapping[str, Any]) -> None:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise PluginError(
-                f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {error}."
+                f"{where} set {key!r} to a {type(value).__name__}, expected a JSON value: {error}.", code="not-json"
             ) from None
 
 

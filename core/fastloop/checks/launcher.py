@@ -73,29 +73,38 @@ def check_recipe(recipe: Recipe, plugins: PluginSet) -> None:
         if environment.get(variable, "").lower() in ("true", "1") and asked != strategy:
             listed = f"the recipe lists {strategy!r}" if strategy else "the recipe lists no strategy"
             raise PluginError(
-                f"{launcher} {asked!r} ({variable}), and {listed}. Take it out there, or list {asked!r} here."
+                f"{launcher} {asked!r} ({variable}), and {listed}.",
+                code="launcher-differs",
+                remedy=f"Take it out there, or list {asked!r} here.",
             )
     if environment.get(PARALLELISM, "").lower() in ("true", "1", "yes"):
         raise PluginError(
-            f"{launcher} a parallelism_config ({PARALLELISM}). Take it out there. List context-parallel, "
-            "tensor-parallel, or fsdp with tensor or shard_within here."
+            f"{launcher} a parallelism_config ({PARALLELISM}).",
+            code="launcher-differs",
+            remedy=(
+                "Take it out there. List context-parallel, tensor-parallel, or fsdp with tensor or shard_within here."
+            ),
         )
     if given not in ("no", ""):
         precision = plugins.configure(recipe).mixed_precision
         if given != precision:
             raise PluginError(
                 f"{launcher} mixed precision {given!r} (ACCELERATE_MIXED_PRECISION), and the recipe's is "
-                f"{precision!r}. Remove it there, or list a plugin in the slot 'precision' here with the same "
-                "precision."
+                f"{precision!r}.",
+                code="launcher-differs",
+                remedy="Remove it there, or list a plugin in the slot 'precision' here with the same precision.",
             )
     if compiler.upper() not in ("NO", ""):
         raise PluginError(
-            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND). Take it out there: plugins compile."
+            f"{launcher} the compiler {compiler!r} (ACCELERATE_DYNAMO_BACKEND).",
+            code="launcher-differs",
+            remedy="Take it out there: plugins compile.",
         )
     if steps not in ("1", "", "auto"):
         raise PluginError(
-            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS). Take it out there: "
-            "Set train.batch_size and train.micro_batch_size instead."
+            f"{launcher} {steps} accumulation steps (ACCELERATE_GRADIENT_ACCUMULATION_STEPS).",
+            code="launcher-differs",
+            remedy="Take it out there: Set train.batch_size and train.micro_batch_size instead.",
         )
     for variable in STRATEGIES:
         environment.pop(variable, None)

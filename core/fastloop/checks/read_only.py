@@ -66,9 +66,11 @@ class ReadOnlyChecks:
         yield
         if difference := numbers.difference(read_numbers(self.run)):
             raise PluginError(
-                f"{self.run.recipe.where}: plugin {plugin.name!r}: {hook} changed {difference}, and the plugin is "
-                "declared read_only: a run without it must compute the same numbers. Change nothing, or remove "
-                "read_only from its class and declare its numerics class."
+                f"{hook} changed {difference}, and the plugin is declared read_only: a run without it must compute "
+                "the same numbers.",
+                code="read-only-changed",
+                place=f"{self.run.recipe.where}: plugin {plugin.name!r}",
+                remedy="Change nothing, or remove read_only from its class and declare its numerics class.",
             )
         if states and plugin.name not in self.draws:
             self._report_draws(plugin, hook, states)

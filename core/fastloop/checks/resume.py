@@ -85,14 +85,16 @@ def read_state(path: Path) -> Any:
     try:
         return json.loads(read_again((path / "state.json").read_text))
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}.") from None
+        raise CheckpointError(f"cannot be read: {error}.", code="damaged-checkpoint", place=str(path)) from None
 
 
 def refusal(path: Path, difference: Difference) -> CheckpointError:
     """The error for a fixed setting that differs."""
     return CheckpointError(
-        f"{path}: was saved with {difference.key} = {difference.before!r}, and this run has {difference.now!r}. Resume "
-        "with the same, or start a new run."
+        f"was saved with {difference.key} = {difference.before!r}, and this run has {difference.now!r}.",
+        code="resume-differs",
+        place=str(path),
+        remedy="Resume with the same, or start a new run.",
     )
 
 
@@ -160,8 +162,10 @@ def compare_trained(run: Run, path: Path, saved: dict[str, Any]) -> None:
     problem = explain_parameters(saved["build"]["parameters"], run.build_record.parameters)
     if problem is not None:
         raise CheckpointError(
-            f"{path}: was saved by a run that trains other parameters: {problem}. Resume with the same model and the "
-            "same frozen layers, or start a new run."
+            f"was saved by a run that trains other parameters: {problem}.",
+            code="resume-differs",
+            place=str(path),
+            remedy="Resume with the same model and the same frozen layers, or start a new run.",
         )
     built = saved["build"]
     groups = [group_settings(group) for group in without_tensors(saved["optimizer"]["param_groups"])]
@@ -209,7 +213,12 @@ def compare_parts(run: Run, path: Path, saved: dict[str, Any]) -> None:
                 problem = f"was saved with a {name}, and this run has none"
             else:
                 problem = f"was saved without a {name}, and this run has one"
-            raise CheckpointError(f"{path}: {problem}. Resume with the plugins of the run that saved it.")
+            raise CheckpointError(
+                f"{problem}.",
+                code="resume-differs",
+                place=str(path),
+                remedy="Resume with the plugins of the run that saved it.",
+            )
     for key, value in saved["state"].items():
         usual = vars(run.state)[key]
         wrong_type = usual is not None and type(value) is not type(usual)
@@ -233,6 +242,7 @@ def compare_data(run: Run, path: Path, saved: dict[str, str]) -> None:
     if run.recipe.train.on_data_change == "stop":
         raise CheckpointError(
             f"{message} Resume with the same data, start a new run, or continue with the current data: "
-            "train.on_data_change=warn."
+            "train.on_data_change=warn.",
+            code="data-changed",
         )
     logger.warning("%s The run continues with the current data: this epoch may repeat or miss samples", message)

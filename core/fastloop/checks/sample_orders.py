@@ -46,5 +46,6 @@ def compare_orders(run: Run, own: dict[str, str], when: str = "") -> None:
         if len({order[split] for order in orders}) > 1:
             raise UsageError(
                 f"the {split} split's sampler gives another order on each process{when}. It must not depend on the "
-                "process: not on its rank, nor on the order of a set of strings (PYTHONHASHSEED)."
+                "process: not on its rank, nor on the order of a set of strings (PYTHONHASHSEED).",
+                code="random-order",
             )

@@ -137,7 +137,11 @@ def choice(option: str, values: Sequence[str], help: str) -> Any:
 
         if text not in values:
             suggestion = did_you_mean(text, values).partition(" Expected")[0]
-            raise UsageError(f"{option}: found {text!r}, expected one of: {', '.join(values)}.{suggestion}")
+            raise UsageError(
+                f"found {text!r}, expected one of: {', '.join(values)}.{suggestion}",
+                code="unknown-choice",
+                place=option,
+            )
         return text
 
     return typer.Option(option, parser=parse, metavar="|".join(values), help=help)
@@ -162,23 +166,36 @@ def output_file(option: str, help: str, kind: type = str, stdout: bool = False) 
             return kind(text)
         try:
             if text == "-":
-                raise UsageError(f"{option} -: this command writes to a file only. Name one.")
+                raise UsageError(
+                    f"{option} -: this command writes to a file only.", code="no-stdout", remedy="Name one."
+                )
             if path.is_dir():
-                raise UsageError(f"{option} {text}: found a folder, expected a file.")
+                raise UsageError(code="not-a-file", place=f"{option} {text}", found="a folder", expected="a file")
             devices = str(path.parent.resolve()).startswith(("/proc/", "/sys/")) or path.parent.resolve() == Path(
                 "/dev"
             )
             # /dev/stdout may lead to a file, and would be replaced itself
             if devices or (path.exists() and not path.is_file()):
                 advice = "For stdout, give -." if stdout else "Write a file, and copy it from there."
-                raise UsageError(f"{option} {text}: found a device, pipe or socket, expected a file. {advice}")
+                raise UsageError(
+                    f"found a device, pipe or socket, expected a file. {advice}",
+                    code="not-a-file",
+                    place=f"{option} {text}",
+                )
             if not path.parent.is_dir():
-                raise UsageError(f"{option} {text}: expected a file in an existing folder.")
+                raise UsageError(
+                    code="folder-missing", place=f"{option} {text}", expected="a file in an existing folder"
+                )
             # permission bits are not enough: a file system may be read-only
             tempfile.TemporaryFile(dir=path.parent).close()
         except (OSError, ValueError) as error:  # a ValueError: a null byte
             why = getattr(error, "strerror", None) or error
-            raise UsageError(f"{option} {text[:100]}: cannot be written: {why}. Give another file.") from None
+            raise UsageError(
+                f"cannot be written: {why}.",
+                code="file-not-writable",
+                place=f"{option} {text[:100]}",
+                remedy="Give another file.",
+            ) from None
         return kind(text)
 
     return typer.Option(option, parser=parse, metavar="FILE", help=help + " -: stdout." * stdout)
@@ -200,8 +217,18 @@ def numerics_classes(listed: str) -> list[str]:
     from fastloop.plugins.plugin import Numerics
 
     if not names(listed):
-        raise UsageError(f"--accept: names no numerics class. Expected some of: {', '.join(get_args(Numerics))}.")
+        raise UsageError(
+            "names no numerics class.",
+            code="missing-value",
+            place="--accept",
+            expected=f"some of: {', '.join(get_args(Numerics))}",
+        )
     for name in names(listed):
         if name not in get_args(Numerics):
-            raise UsageError(f"--accept: there is no numerics class {name!r}.{did_you_mean(name, get_args(Numerics))}")
+            raise UsageError(
+                f"there is no numerics class {name!r}.",
+                code="unknown-choice",
+                place="--accept",
+                remedy=did_you_mean(name, get_args(Numerics)),
+            )
     return names(listed)

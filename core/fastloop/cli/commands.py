@@ -64,10 +64,16 @@ class Commands(TyperGroup):
         if name in points:
             return name, load(name, points[name]), args[1:]
         if rivals := [key for key in points if key.endswith(f":{name}")]:
-            raise UsageError(f"{name}: a command of several packages. Say which: {' or '.join(rivals)}.")
+            raise UsageError(
+                "a command of several packages.",
+                code="ambiguous-name",
+                place=name,
+                remedy=f"Say which: {' or '.join(rivals)}.",
+            )
         raise UsageError(
-            f"there is no command {name!r}.{suggest_command(name, self.list_commands(ctx))} `fastloop --help` lists "
-            "them."
+            f"there is no command {name!r}.",
+            code="unknown-command",
+            remedy=f"{suggest_command(name, self.list_commands(ctx))} `fastloop --help` lists them.",
         )
 
 
@@ -120,7 +126,7 @@ def load(name: str, point: EntryPoint) -> Any:
     if point.dist is not None and distribution_name(point) != DISTRIBUTION:
         problem = unsupported(point)
         if problem:
-            raise UsageError(f"{label} {problem}")
+            raise UsageError(f"{label} {problem}", code="unsupported-version")
     try:
         function = point.load()
         if isinstance(function, typer.Typer):
@@ -133,5 +139,7 @@ def load(name: str, point: EntryPoint) -> Any:
         app.command(name)(function)
         command = typer.main.get_command(app)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(
+            f"{label} cannot be imported: {type(error).__name__}: {error}", code="import-failed"
+        ) from error
     return command

@@ -114,17 +114,28 @@ def _check_options(nproc: int, nnodes: int, node_rank: int, master: str | None) 
     """
     if world_size() > 1 or "LOCAL_RANK" in os.environ:
         raise UsageError(
-            f"--nproc {nproc}: another launcher started this process, one of {world_size()}. Leave one of the two out."
+            f"another launcher started this process, one of {world_size()}.",
+            code="launched-twice",
+            place=f"--nproc {nproc}",
+            remedy="Leave one of the two out.",
         )
     if nnodes > 1 and master is None:
-        raise UsageError(f"--nnodes {nnodes}: needs --master HOST:PORT, an address of node 0 that every node reaches.")
+        raise UsageError(
+            "needs --master HOST:PORT, an address of node 0 that every node reaches.",
+            code="missing-value",
+            place=f"--nnodes {nnodes}",
+        )
     if not 0 <= node_rank < nnodes:
-        raise UsageError(f"--node-rank {node_rank}: expected 0 to {nnodes - 1}, since --nnodes is {nnodes}.")
+        raise UsageError(
+            code="out-of-range",
+            place=f"--node-rank {node_rank}",
+            expected=f"0 to {nnodes - 1}, since --nnodes is {nnodes}",
+        )
     if master is None:
         return LOOPBACK, str(free_port())
     host, _, port = master.rpartition(":")
     if not host or not port.isdecimal():
-        raise UsageError(f"--master {master}: expected HOST:PORT, such as 10.0.0.1:29500.")
+        raise UsageError(code="wrong-format", place=f"--master {master}", expected="HOST:PORT, such as 10.0.0.1:29500")
     return host, port
 
 

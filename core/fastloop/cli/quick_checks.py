@@ -187,7 +187,12 @@ def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, n
         UsageError: Two of them exclude each other, or ``--overfit`` is used with several processes.
     """
     if overfit is not None and max(nproc or 1, ranks.world_size()) > 1:
-        raise UsageError("--overfit: expected one process. Leave out --nproc or the launcher.")
+        raise UsageError(
+            code="several-processes",
+            place="--overfit",
+            expected="one process",
+            remedy="Leave out --nproc or the launcher.",
+        )
     given = []
     if fast_dev_run:
         given.append("--fast-dev-run")
@@ -196,7 +201,9 @@ def check_options(fast_dev_run: bool, overfit: int | None, resume: str | None, n
     if resume is not None:
         given.append("--resume")
     if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} exclude each other. Leave out one of them.")
+        raise UsageError(
+            f"{' and '.join(given)} exclude each other.", code="exclusive-options", remedy="Leave out one of them."
+        )
 
 
 def run_fast_dev_run(resolved: ResolvedRecipe) -> int:

@@ -35,4 +35,6 @@ def schema(
     try:
         write(output, text + "\n", hidden=True)
     except OSError as error:
-        raise UsageError(f"--output: {output} cannot be written: {error.strerror}.") from None
+        raise UsageError(
+            f"{output} cannot be written: {error.strerror}.", code="file-not-writable", place="--output"
+        ) from None

@@ -129,15 +129,23 @@ def environment(resolved: ResolvedRecipe) -> dict[str, str]:
             continue
         where = f"{recipe.where}: plugin {plugin.name!r}: environment returned"
         if not isinstance(variables, dict):
-            raise PluginError(f"{where} a {type(variables).__name__}, expected dict[str, str]: variable -> value.")
+            raise PluginError(
+                f"{where} a {type(variables).__name__}, expected dict[str, str]: variable -> value.",
+                code="wrong-result",
+            )
         for name, value in variables.items():
             if not isinstance(name, str) or not isinstance(value, str):
-                raise PluginError(f"{where} {name!r}: {value!r}, expected text for both, such as 'NAME': '1'.")
+                raise PluginError(
+                    f"{where} {name!r}: {value!r}, expected text for both, such as 'NAME': '1'.", code="wrong-result"
+                )
             first = needed.setdefault(name, NeededVariable(value, plugin.name))
             if first.value != value:
                 raise PluginError(
-                    f"{recipe.where}: plugins {plugin.name!r} and {first.plugin!r} want different values of {name}: "
-                    f"{value!r} and {first.value!r}. Remove one of them."
+                    f"plugins {plugin.name!r} and {first.plugin!r} want different values of {name}: {value!r} and "
+                    f"{first.value!r}.",
+                    code="conflicting-values",
+                    place=recipe.where,
+                    remedy="Remove one of them.",
                 )
     return {name: variable.value for name, variable in needed.items()}
 

@@ -185,14 +185,23 @@ def check_dataset(dataset: Any, place: str) -> None:
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader):
         raise UsageError(
-            f"{place}: found a {kind}, which makes batches itself. Expected its dataset: train.batch_size, "
-            "train.eval_batch_size and the plugin dataloader-workers set what a DataLoader takes."
+            code="wrong-dataset",
+            place=place,
+            found=f"a {kind}, which makes batches itself",
+            expected=(
+                "its dataset: train.batch_size, train.eval_batch_size and the plugin dataloader-workers set what a "
+                "DataLoader takes"
+            ),
         )
     if isinstance(dataset, Iterator) and not isinstance(dataset, Dataset):
         raise UsageError(
-            f"{place}: found a {kind}, which can be read once: later epochs and evaluations would find it empty. "
-            "Expected a dataset that begins again: make a list of it, or write a class derived from "
-            "torch.utils.data.IterableDataset with a method __iter__ that yields the samples."
+            code="wrong-dataset",
+            place=place,
+            found=f"a {kind}, which can be read once: later epochs and evaluations would find it empty",
+            expected=(
+                "a dataset that begins again: make a list of it, or write a class derived from "
+                "torch.utils.data.IterableDataset with a method __iter__ that yields the samples"
+            ),
         )
 
 

@@ -121,8 +121,9 @@ class Loader:
         )
         if not self.sampler.size:
             raise UsageError(
-                f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples. Make the "
-                "batch size smaller."
+                f"the {split} split: drop_last=True leaves no batch of its {self.sampler.drawn} samples.",
+                code="no-batch",
+                remedy="Make the batch size smaller.",
             )
         reader: Any = (settings.reader_class or MapReader)(dataset)
         reader.has_copies = world_size > 1
@@ -180,8 +181,9 @@ class Loader:
         """
         if start and getattr(self.dataset, "shards_itself", False):
             raise CheckpointError(
-                f"{type(self.dataset).__name__} shards itself, so a run cannot resume {start} samples into its epoch. "
-                "Resume from a checkpoint of an epoch's end (train.save_every: epoch)."
+                f"{type(self.dataset).__name__} shards itself, so a run cannot resume {start} samples into its epoch.",
+                code="resume-impossible",
+                remedy="Resume from a checkpoint of an epoch's end (train.save_every: epoch).",
             )
         if self.sampler is not None:
             self.sampler.epoch, self.sampler.start = epoch, start
@@ -200,7 +202,7 @@ class Loader:
             except DataError:
                 raise
             except Exception as error:
-                raise DataError(explain_error(error)) from error
+                raise DataError(explain_error(error), code="reading-failed") from error
             for index, reason in batch.unreadable:
                 self.unreadable += 1
                 if self.unreadable <= MAX_WARNINGS:

@@ -39,8 +39,10 @@ def micro_batches(recipe: Recipe, world_size: int) -> tuple[int, int]:
     sizes = sorted(sorted(fits, key=lambda size: abs(size - device))[:2])
     hint = f" or micro_batch_size {' or '.join(map(str, sizes))}" if sizes else ""
     raise RecipeError(
-        f"{recipe.where}: train.batch_size: {train.batch_size} is not a multiple of {share}. "
-        f"Nearest that are: batch_size {' or '.join(map(str, near))}{hint}."
+        f"{train.batch_size} is not a multiple of {share}. Nearest that are: batch_size "
+        f"{' or '.join(map(str, near))}{hint}.",
+        code="not-divisible",
+        place=f"{recipe.where}: train.batch_size",
     )
 
 
@@ -85,7 +87,10 @@ class Loaders:
             check_dataset(dataset, f"{self._recipe.where}: data: the {split} split")
             if not isinstance(dataset, IterableDataset) and hasattr(dataset, "__len__") and len(dataset) == 0:
                 raise RecipeError(
-                    f"{self._recipe.where}: data: the {split} split is empty. Expected at least one sample."
+                    f"the {split} split is empty.",
+                    code="empty-split",
+                    place=f"{self._recipe.where}: data",
+                    expected="at least one sample",
                 )
         self.datasets = dict(datasets)
 

@@ -75,7 +75,9 @@ class SamplerOrder(Sampler[int]):
             self.size = len(sampler)
         except (TypeError, NotImplementedError):
             raise UsageError(
-                f"{self.where} has no length, so the steps of an epoch are not known. Give it a __len__."
+                f"{self.where} has no length, so the steps of an epoch are not known.",
+                code="no-length",
+                remedy="Give it a __len__.",
             ) from None
         self.start = self._copy(sampler)
         self.sampler, self.next = self._copy(self.start), 0
@@ -85,11 +87,12 @@ class SamplerOrder(Sampler[int]):
             self.newest = (-1, [])  # forget epoch 0, to draw it again
             again = self(0)
         except DataError as error:
-            raise UsageError(str(error)) from None
+            raise UsageError(str(error), code="random-order") from None
         if first != again:
             raise UsageError(
-                f"{self.where} gives another order each time, so a run could not resume in it. "
-                "Draw from torch, numpy, random or a generator that the sampler holds, and from nothing else."
+                f"{self.where} gives another order each time, so a run could not resume in it.",
+                code="random-order",
+                remedy="Draw from torch, numpy, random or a generator that the sampler holds, and from nothing else.",
             )
 
     def __len__(self) -> int:
@@ -117,8 +120,10 @@ class SamplerOrder(Sampler[int]):
     def _iterate(self, epoch: int) -> list[int]:
         if attribute := self._changed_attribute():
             raise DataError(
-                f"{self.where}: its {attribute} was changed during training, which a resumed run could not repeat. "
-                "Let the sampler's order follow from the epoch alone: give it a set_epoch(epoch)."
+                f"its {attribute} was changed during training, which a resumed run could not repeat.",
+                code="sampler-changed",
+                place=self.where,
+                remedy="Let the sampler's order follow from the epoch alone: give it a set_epoch(epoch).",
             )
         with IsolatedRandomState(hash((self.seed, epoch)) % 2**32):
             if hasattr(self.sampler, "set_epoch"):
@@ -127,14 +132,17 @@ class SamplerOrder(Sampler[int]):
         if len(ids) != self.size:
             count = f"more than {self.size}" if len(ids) > self.size else str(len(ids))
             raise DataError(
-                f"{self.where} gave {count} samples in epoch {epoch}, and its length is {self.size}. Make them "
-                "the same."
+                f"{self.where} gave {count} samples in epoch {epoch}, and its length is {self.size}.",
+                code="wrong-length",
+                remedy="Make them the same.",
             )
         try:
             return [operator.index(index) for index in ids]
         except TypeError:
             wrong = next(index for index in ids if not hasattr(index, "__index__"))
-            raise UsageError(f"{self.where} gave {wrong!r}, expected indices of samples: integers.") from None
+            raise UsageError(
+                f"{self.where} gave {wrong!r}, expected indices of samples: integers.", code="wrong-index"
+            ) from None
 
     def _copy(self, sampler: Any) -> Any:
         datasets = {id(value): value for value in _datasets(sampler)}
@@ -143,8 +151,8 @@ class SamplerOrder(Sampler[int]):
         except Exception as error:
             raise UsageError(
                 f"{self.where} cannot be copied, so a run could not resume in its order: {type(error).__name__}: "
-                f"{error}. "
-                "It must not hold open files or locks."
+                f"{error}. It must not hold open files or locks.",
+                code="not-copyable",
             ) from error
 
     def _changed_attribute(self) -> str:

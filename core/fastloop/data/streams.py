@@ -159,7 +159,8 @@ def check_drop_last(split: str, dataset: Any, shuffle: bool) -> None:
     if shards or not shuffle:
         kind = "shards itself" if shards else "is iterable and only evaluated"
         raise UsageError(
-            f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples "
-            "dropped would depend on the number of processes. Set drop_last=False, or let the dataset end "
-            "earlier."
+            f"the {split} split: drop_last=True for {type(dataset).__name__}, which {kind}: the samples dropped would "
+            "depend on the number of processes.",
+            code="no-drop-last",
+            remedy="Set drop_last=False, or let the dataset end earlier.",
         )

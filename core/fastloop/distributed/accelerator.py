@@ -37,9 +37,11 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
 
     if settings.mixed_precision not in PRECISIONS:
         raise PluginError(
-            f"{recipe.where}: plugin {settings.writers['mixed_precision']!r} set mixed_precision to "
-            f"{settings.mixed_precision!r}. Expected one of: {', '.join(PRECISIONS)}. For another precision, convert "
-            "layers in before_prepare."
+            f"plugin {settings.writers['mixed_precision']!r} set mixed_precision to {settings.mixed_precision!r}.",
+            code="unknown-choice",
+            place=recipe.where,
+            expected=f"one of: {', '.join(PRECISIONS)}",
+            remedy="For another precision, convert layers in before_prepare.",
         )
     check_variables(trains=recipe.inference is None)
     processes = world_size() if recipe.inference is None else 1
@@ -67,8 +69,12 @@ def build_accelerator(recipe: Recipe, resolution: PluginSet, settings: Settings)
     accelerator = Accelerator(mixed_precision=settings.mixed_precision, cpu=device == "cpu", kwargs_handlers=handlers)
     if accelerator.num_processes != world_size():  # on an accelerator, it needs the local rank
         raise UsageError(
-            f"the environment has {world_size()} processes, and torch connected {accelerator.num_processes}. Set "
-            "WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, as torchrun and --nproc N do."
+            f"the environment has {world_size()} processes, and torch connected {accelerator.num_processes}.",
+            code="wrong-environment",
+            remedy=(
+                "Set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process, as torchrun and "
+                "--nproc N do."
+            ),
         )
     # transformers' TrainingArguments clears the state that all share
     accelerator.state.__dict__ = dict(accelerator.state.__dict__)

@@ -21,9 +21,11 @@ def check_groups(recipe: Recipe, settings: Settings, processes: int) -> None:
     size = settings.processes_per_batch
     if 0 < size < processes and processes % size:
         raise PluginError(
-            f"{recipe.where}: plugin {settings.writers['processes_per_batch']!r} needs groups of {size} "
-            f"processes, and {processes} are not a multiple of {size}. Start "
-            f"{processes // size * size} or {(processes // size + 1) * size}."
+            f"plugin {settings.writers['processes_per_batch']!r} needs groups of {size} processes, and {processes} "
+            f"are not a multiple of {size}.",
+            code="not-divisible",
+            place=recipe.where,
+            remedy=f"Start {processes // size * size} or {(processes // size + 1) * size}.",
         )
 
 

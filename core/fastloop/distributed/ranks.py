@@ -64,7 +64,10 @@ def check_variables(trains: bool) -> None:
     for name in (*WORLD_SIZES, *RANKS, "MASTER_PORT"):
         value = os.environ.get(name, "")
         if value and not value.isdecimal():
-            raise UsageError(f"the environment variable {name} is {value!r}, expected a whole number. {remedy}")
+            raise UsageError(
+                f"the environment variable {name} is {value!r}, expected a whole number. {remedy}",
+                code="wrong-environment",
+            )
     sizes = [name for name in WORLD_SIZES if os.environ.get(name)]
     ranks = [name for name in RANKS if os.environ.get(name)]
     processes = world_size()
@@ -76,19 +79,25 @@ def check_variables(trains: bool) -> None:
         if missing:
             raise UsageError(
                 f"the environment variable {sizes[0]} is {processes}, and {' and '.join(missing)} is not set. Each of "
-                f"several processes needs it. {remedy}"
+                f"several processes needs it. {remedy}",
+                code="wrong-environment",
             )
     if rank() >= processes:
         found = f"{sizes[0]} is {processes}" if sizes else "WORLD_SIZE is not set"
         raise UsageError(
             f"the environment variable {ranks[0]} is {rank()}, and {found}. Expected a rank below the number of "
-            f"processes. {remedy}"
+            f"processes. {remedy}",
+            code="wrong-environment",
         )
     tasks = _from_environment(SLURM_TASKS) or 1
     if trains and tasks > 1 and not sizes:
         raise UsageError(
             f"srun started {tasks} tasks ({SLURM_TASKS}), and WORLD_SIZE is not set: each task would train a model of "
-            "its own into the same folder. Start one task on each machine, and in it: fastloop train RECIPE --nproc N "
-            "--nnodes M --node-rank $SLURM_NODEID --master HOST:PORT. Or set WORLD_SIZE, RANK, LOCAL_RANK, "
-            f"MASTER_ADDR and MASTER_PORT. For separate runs, unset {SLURM_TASKS}."
+            "its own into the same folder.",
+            code="wrong-environment",
+            remedy=(
+                "Start one task on each machine, and in it: fastloop train RECIPE --nproc N --nnodes M --node-rank "
+                "$SLURM_NODEID --master HOST:PORT. Or set WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. "
+                f"For separate runs, unset {SLURM_TASKS}."
+            ),
         )

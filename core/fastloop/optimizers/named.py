@@ -29,7 +29,9 @@ def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
         found: Callable[..., torch.optim.Optimizer] = import_object(name, recipe, "train.optimizer")
         if not callable(found) or (isinstance(found, type) and not issubclass(found, torch.optim.Optimizer)):
             raise RecipeError(
-                f"{where}: {name} is no subclass of torch.optim.Optimizer, and no function that returns one."
+                f"{name} is no subclass of torch.optim.Optimizer, and no function that returns one.",
+                code="wrong-type",
+                place=where,
             )
         return found
     known = {
@@ -40,7 +42,10 @@ def optimizer_function(recipe: Recipe) -> Callable[..., torch.optim.Optimizer]:
     del known["Optimizer"]
     if name not in known:
         raise RecipeError(
-            f"{where}: torch.optim has no {name!r}.{did_you_mean(name, known)} Another one is package.module:name."
+            f"torch.optim has no {name!r}.",
+            code="unknown-optimizer",
+            place=where,
+            remedy=f"{did_you_mean(name, known)} Another one is package.module:name.",
         )
     return known[name]
 
@@ -63,12 +68,16 @@ def optimizer_keywords(recipe: Recipe) -> dict[str, Any]:
         del own["weight_decay"]
     for key in [*own, *train.optimizer_arguments]:
         if key in own and key in train.optimizer_arguments:
-            raise RecipeError(f"{where}.{key}: train.{key} sets it. Remove it here.")
+            raise RecipeError(
+                f"train.{key} sets it.", code="set-twice", place=f"{where}.{key}", remedy="Remove it here."
+            )
         if key not in taken and not takes_any:
             listed = inspect.Signature([parameter.replace(annotation=parameter.empty) for parameter in parameters])
             raise RecipeError(
-                f"{where}.{key}: no such argument.{did_you_mean(key, taken)} The signature: "
-                f"{train.optimizer_name}{listed}"
+                "no such argument.",
+                code="unknown-argument",
+                place=f"{where}.{key}",
+                remedy=f"{did_you_mean(key, taken)} The signature: {train.optimizer_name}{listed}",
             )
     return own | train.optimizer_arguments
 
@@ -92,7 +101,9 @@ def build_optimizer(run: Run, model: torch.nn.Module) -> torch.optim.Optimizer:
     try:
         optimizer = optimizer_function(run.recipe)(parameters, **arguments)
     except (TypeError, ValueError) as error:
-        raise RecipeError(f"{where} was called with {arguments}: {error}.") from error
+        raise RecipeError(f"{where} was called with {arguments}: {error}.", code="call-failed") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise RecipeError(f"{where} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.")
+        raise RecipeError(
+            f"{where} returned a {type(optimizer).__name__}, expected a torch.optim.Optimizer.", code="wrong-result"
+        )
     return optimizer

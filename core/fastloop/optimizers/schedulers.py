@@ -32,7 +32,9 @@ class Schedulers:
                     did_you_mean(name, names),
                 )
                 raise PluginError(
-                    f"{where}: build_scheduler returned a scheduler for {name!r}.{hint} The run has {has}."
+                    f"build_scheduler returned a scheduler for {name!r}.{hint} The run has {has}.",
+                    code="unknown-optimizer",
+                    place=where,
                 )
         self.optimizers, self.members = optimizers, dict(members)
 

@@ -36,11 +36,17 @@ class Optimizers(Optimizer):
         where = f"{where}: build_optimizer returned"
         owners: dict[Any, str] = {}
         if not members:
-            raise PluginError(f"{where} an empty dict. Return an optimizer, or a dict of name -> optimizer.")
+            raise PluginError(
+                f"{where} an empty dict.",
+                code="wrong-result",
+                remedy="Return an optimizer, or a dict of name -> optimizer.",
+            )
         for name, member in members.items():
             if not isinstance(member, Optimizer):
                 raise PluginError(
-                    f"{where} a dict with {name!r}: {type(member).__name__}. Expected a torch.optim.Optimizer."
+                    f"{where} a dict with {name!r}: {type(member).__name__}.",
+                    code="wrong-result",
+                    expected="a torch.optim.Optimizer",
                 )
             for group in member.param_groups:
                 group["optimizer"] = name
@@ -48,8 +54,9 @@ class Optimizers(Optimizer):
                     if (other := owners.setdefault(parameter, name)) != name:
                         shape = tuple(parameter.shape)
                         raise PluginError(
-                            f"{where} {other!r} and {name!r}, which both hold a parameter of shape {shape}. Give it "
-                            "to one."
+                            f"{where} {other!r} and {name!r}, which both hold a parameter of shape {shape}.",
+                            code="shared-parameter",
+                            remedy="Give it to one.",
                         )
         self.members, self.selected, self.stepped, self.is_stepping = dict(members), tuple(members), set[str](), False
         self.defaults: dict[str, Any] = {}
@@ -62,7 +69,10 @@ class Optimizers(Optimizer):
         """
         if name not in self.members:
             hint, known = did_you_mean(name, self.members), ", ".join(self.members)
-            raise PluginError(f"run.optimizer has no optimizer {name!r}.{hint} build_optimizer returned: {known}.")
+            raise PluginError(
+                f"run.optimizer has no optimizer {name!r}.{hint} build_optimizer returned: {known}.",
+                code="unknown-optimizer",
+            )
         return self.members[name]
 
     @property
@@ -78,7 +88,8 @@ class Optimizers(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse it: only the optimizer that steps a group can hold it."""
         raise PluginError(
-            f'Add the group to one of {", ".join(self.members)}: run.optimizer["NAME"].add_param_group(...).'
+            f'Add the group to one of {", ".join(self.members)}: run.optimizer["NAME"].add_param_group(...).',
+            code="several-optimizers",
         )
 
     def select(self, name: str) -> None:
@@ -89,8 +100,10 @@ class Optimizers(Optimizer):
         """
         if not any(parameter.grad is not None for group in self[name].param_groups for parameter in group["params"]):
             raise PluginError(
-                f"run.apply_gradients: no parameter of the optimizer {name!r} has a gradient. Call "
-                "run.accumulate_gradients before each run.apply_gradients, which clears all gradients."
+                f"no parameter of the optimizer {name!r} has a gradient.",
+                code="no-gradient",
+                place="run.apply_gradients",
+                remedy="Call run.accumulate_gradients before each run.apply_gradients, which clears all gradients.",
             )
         for other, member in self.members.items():
             if other != name:
@@ -182,6 +195,7 @@ class ScaledOptimizers(AcceleratedOptimizer):  # type: ignore[misc] # Accelerate
         if not self.optimizer.is_stepping:
             name = member.param_groups[0]["optimizer"]
             raise PluginError(
-                f"the optimizer {name!r} was stepped with scaled gradients (fp16). Call run.apply_gradients(loss, "
-                f"{name!r}) instead."
+                f"the optimizer {name!r} was stepped with scaled gradients (fp16).",
+                code="scaled-gradients",
+                remedy=f"Call run.apply_gradients(loss, {name!r}) instead.",
             )

@@ -97,7 +97,11 @@ def make_caller(
                 entering = impl.plugin
                 generator = impl.function(*map(arguments.__getitem__, names))
                 if next(generator, ENDED) is ENDED:
-                    raise PluginError(f"plugin {entering.name!r}: {name} is a wrapper, and ended before its yield.")
+                    raise PluginError(
+                        f"{name} is a wrapper, and ended before its yield.",
+                        code="invalid-wrapper",
+                        place=f"plugin {entering.name!r}",
+                    )
                 entered.append((entering, generator))
             entering = None
             result = call_each(**arguments)
@@ -108,7 +112,11 @@ def make_caller(
         for plugin, running in reversed(entered):  # each sees the result or the error of what it surrounds
             try:
                 running.send(result) if failure is None else running.throw(failure)
-                raise PluginError(f"plugin {plugin.name!r}: {name} is a wrapper, and has a second yield.")
+                raise PluginError(
+                    f"{name} is a wrapper, and has a second yield.",
+                    code="invalid-wrapper",
+                    place=f"plugin {plugin.name!r}",
+                )
             except StopIteration as done:
                 result, failure = done.value, None
             except BaseException as error:

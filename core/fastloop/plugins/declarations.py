@@ -56,20 +56,27 @@ def check_together(plugins: Sequence[Plugin], installed: Collection[str], where:
     """
     for plugin in plugins:
         if not plugin.name:
-            raise PluginError(f"{where}: the plugin {type(plugin).__qualname__} has no name. Set `name` in its class.")
+            raise PluginError(
+                f"the plugin {type(plugin).__qualname__} has no name.",
+                code="unnamed-plugin",
+                place=where,
+                remedy="Set `name` in its class.",
+            )
         check_declarations(plugin, where)
         if sum(other.name == plugin.name for other in plugins) > 1:
-            raise PluginError(f"{where}: plugin {plugin.name!r} appears twice. Remove one.")
+            raise PluginError(
+                f"plugin {plugin.name!r} appears twice.", code="listed-twice", place=where, remedy="Remove one."
+            )
         rivals = [other for other in plugins if plugin.slot and plugin.slot in (other.slot, other.name)]
         if len(rivals) > 1:
             names, fix = _keep_one(rivals)
-            raise PluginError(f"{where}: {names} fill the slot {plugin.slot!r}. {fix}")
+            raise PluginError(f"{names} fill the slot {plugin.slot!r}. {fix}", code="slot-filled-twice", place=where)
     for plugin in plugins:
         _check_references(plugin, plugins, {*installed, *(other.name for other in plugins)}, where)
     try:
         graphlib.TopologicalSorter(predecessors(plugins)).prepare()
     except graphlib.CycleError as error:
-        raise PluginError(f"{where}: {_explain_cycle(error.args[1], plugins)}") from None
+        raise PluginError(_explain_cycle(error.args[1], plugins), code="ordering-cycle", place=where) from None
 
 
 def check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None:
@@ -82,10 +89,11 @@ def check_replacement(recipe: Recipe, plugin: Plugin, cls: type[Plugin]) -> None
     listed = plugin.name in recipe.plugins and split_file(recipe.references.get(plugin.name, "")) is None
     if not listed and not isinstance(plugin, cls):
         raise PluginError(
-            f"{recipe.where}: plugin {plugin.name!r} ({origin(type(plugin))}) has the name of a plugin that is on by "
-            "default, "
-            f"and would replace it. Rename it. To leave the other one out, add {{{plugin.name!r}: False}} to the "
-            "plugins."
+            f"plugin {plugin.name!r} ({origin(type(plugin))}) has the name of a plugin that is on by default, and "
+            "would replace it.",
+            code="name-taken",
+            place=recipe.where,
+            remedy=f"Rename it. To leave the other one out, add {{{plugin.name!r}: False}} to the plugins.",
         )
 
 
@@ -98,8 +106,11 @@ def check_strategy(recipe: Recipe, plugins: Iterable[Plugin], processes: int) ->
     has_strategy = any(plugin.slot == "strategy" for plugin in plugins)
     if processes > 1 and not has_strategy:
         raise PluginError(
-            f"{recipe.where}: started with {processes} processes, and the recipe leaves out the plugin that joins "
-            "them: none fills the slot 'strategy'. List one: `fastloop plugins` shows the plugins of each slot."
+            f"started with {processes} processes, and the recipe leaves out the plugin that joins them: none fills "
+            "the slot 'strategy'.",
+            code="no-strategy",
+            place=recipe.where,
+            remedy="List one: `fastloop plugins` shows the plugins of each slot.",
         )
 
 
@@ -118,12 +129,16 @@ def _check_references(plugin: Plugin, plugins: Sequence[Plugin], names: Collecti
             found = [other for other in plugins if refers([reference], other)]
             if found and declaration == "conflicts":
                 raise PluginError(
-                    f"{where}: plugins {plugin.name!r} and {found[0].name!r} exclude each other: "
-                    f"{plugin.conflicts[reference]} Remove one of them."
+                    f"plugins {plugin.name!r} and {found[0].name!r} exclude each other: {plugin.conflicts[reference]} "
+                    "Remove one of them.",
+                    code="excluded-plugin",
+                    place=where,
                 )
             if not found and declaration == "requires":
                 raise PluginError(
-                    f"{where}: plugin {plugin.name!r} requires {_explain_missing(reference, plugins, names)}"
+                    f"plugin {plugin.name!r} requires {_explain_missing(reference, plugins, names)}",
+                    code="missing-plugin",
+                    place=where,
                 )
             if found:
                 continue
@@ -193,29 +208,39 @@ def check_declarations(plugin: Plugin, where: str) -> None:
     where = f"{where}: plugin {plugin.name!r}"
     if plugin.numerics not in get_args(Numerics):
         raise PluginError(
-            f"{where} declares the numerics {plugin.numerics!r}, which is no numerics class."
-            f"{did_you_mean(str(plugin.numerics), get_args(Numerics))}"
+            f"{where} declares the numerics {plugin.numerics!r}, which is no numerics class.",
+            code="invalid-declaration",
+            remedy=did_you_mean(str(plugin.numerics), get_args(Numerics)),
         )
     if not hasattr(plugin, "_options"):
         raise PluginError(
-            f"{where}: its __init__ does not call super().__init__(**options), which sets its options. Call it first."
+            "its __init__ does not call super().__init__(**options), which sets its options.",
+            code="invalid-declaration",
+            place=where,
+            remedy="Call it first.",
         )
     for name, default in _DECLARED.items():
         value, kind = getattr(plugin, name), type(default)
         if kind in (tuple, dict) and (isinstance(value, str) or isinstance(value, Mapping) != (kind is dict)):
-            raise PluginError(f"{where} declares {name} = {value!r}, expected a {kind.__name__}.")
+            raise PluginError(
+                f"{where} declares {name} = {value!r}, expected a {kind.__name__}.", code="invalid-declaration"
+            )
     for metric, mode in plugin.adds_metrics.items():
         if mode is not None and mode not in get_args(MetricMode):
             raise PluginError(
                 f"{where} declares adds_metrics with {metric!r}: {mode!r}, expected 'min' if a lower value is better, "
-                "'max' if a higher one is, or None."
+                "'max' if a higher one is, or None.",
+                code="invalid-declaration",
             )
     if (plugin.slot == Strategy.slot) != isinstance(plugin, Strategy):
         found = (
             f"slot = {plugin.slot!r}, and its class is {'' if isinstance(plugin, Strategy) else 'not '}a "
             "fastloop.Strategy"
         )
-        raise PluginError(f"{where} declares {found}. The plugins in the slot 'strategy' are its subclasses.")
+        raise PluginError(
+            f"{where} declares {found}. The plugins in the slot 'strategy' are its subclasses.",
+            code="invalid-declaration",
+        )
     classes = [cls for cls in reversed(type(plugin).__mro__) if issubclass(cls, Plugin) and cls is not Plugin]
     own = {name: value for cls in classes for name, value in vars(cls).items()}
     for name, value in own.items():
@@ -223,8 +248,13 @@ def check_declarations(plugin: Plugin, where: str) -> None:
         kind = type(_DECLARED.get(meant or name))
         if meant and meant not in own and isinstance(value, _LIKE.get(kind, kind)):
             raise PluginError(
-                f"{where}: its class has the attribute {name!r}, which is no declaration of a plugin. Did you mean "
-                f"{meant!r}? An attribute of your own may have any name that begins with an underscore."
+                f"its class has the attribute {name!r}, which is no declaration of a plugin.",
+                code="unknown-declaration",
+                place=where,
+                remedy=(
+                    f"Did you mean {meant!r}? An attribute of your own may have any name that begins with an "
+                    "underscore."
+                ),
             )
 
 
@@ -280,9 +310,11 @@ def check_exclusive_hooks(plugins: Sequence[Plugin], reasons: dict[str, str], wh
         if len(rivals) > 1:
             names, fix = _keep_one(rivals)
             raise PluginError(
-                f"{where}: plugins {names} both implement {hook}, but only the first would be called. {fix} An author "
-                "can wrap the other implementation (@hookimpl(wrapper=True)) or leave the hook to it (fallback_hooks = "
-                f'("{hook}",)).'
+                f"plugins {names} both implement {hook}, but only the first would be called. {fix} An author can wrap "
+                "the other implementation (@hookimpl(wrapper=True)) or leave the hook to it (fallback_hooks = "
+                f'("{hook}",)).',
+                code="hook-implemented-twice",
+                place=where,
             )
         for plugin in [plugin for name, plugin, is_fallback in every if rivals and name == hook and is_fallback]:
             if plugin.name in reasons:

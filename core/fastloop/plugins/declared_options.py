@@ -46,13 +46,17 @@ class Option:
             return plugin._options[self.key]
         except AttributeError:
             raise PluginError(
-                f"{cls.__qualname__}.{self.name} has no value yet. Call super().__init__(**options) in __init__ first."
+                f"{cls.__qualname__}.{self.name} has no value yet.",
+                code="no-value-yet",
+                remedy="Call super().__init__(**options) in __init__ first.",
             ) from None
 
     def __set__(self, plugin: Plugin, value: Any) -> None:
         raise PluginError(
-            f"{plugin.where}.{self.key}: options have the values of the recipe, and cannot be assigned. Keep what the "
-            f"run changes in another attribute than {self.name!r}."
+            "options have the values of the recipe, and cannot be assigned.",
+            code="option-assigned",
+            place=f"{plugin.where}.{self.key}",
+            remedy=f"Keep what the run changes in another attribute than {self.name!r}.",
         )
 
     def read_type(self) -> Any:
@@ -74,19 +78,27 @@ def declare(cls: type[Plugin]) -> None:
         if not isinstance(value, dataclasses.Field):
             if any(isinstance(attribute, Option) for attribute in inherited):
                 raise PluginError(
-                    f"{cls.__qualname__}.{name} hides the option {name!r} of its base class. Rename it, or declare the "
-                    f"option again: {name}: TYPE = option(...)."
+                    f"{cls.__qualname__}.{name} hides the option {name!r} of its base class.",
+                    code="invalid-declaration",
+                    remedy=f"Rename it, or declare the option again: {name}: TYPE = option(...).",
                 )
             continue
         place = f"{cls.__qualname__}.{name}"
         if name not in inspect.get_annotations(cls):
-            raise PluginError(f"{place}: an option needs a type. Write {name}: TYPE = option(...).")
+            raise PluginError(
+                "an option needs a type.",
+                code="invalid-declaration",
+                place=place,
+                remedy=f"Write {name}: TYPE = option(...).",
+            )
         taken = [attribute for attribute in inherited if not isinstance(attribute, Option)]
         if taken or hasattr(getattr(hookspecs, name, None), "fastloop_spec"):
             meaning = "is an attribute of its base class" if taken else "is a hook"
             raise PluginError(
-                f"{place}: no option can have this name, because it {meaning}. Rename it. If recipes need this key: "
-                f'{name}_option: TYPE = option(..., key="{name}").'
+                f"no option can have this name, because it {meaning}.",
+                code="invalid-declaration",
+                place=place,
+                remedy=f'Rename it. If recipes need this key: {name}_option: TYPE = option(..., key="{name}").',
             )
         setattr(cls, name, Option(name, cls, value))
 
@@ -139,9 +151,13 @@ def check_declared(cls: type[Plugin], label: str) -> None:
         adapter(options_of(cls))
     except NameError as error:
         raise PluginError(
-            f"{label}: its options cannot be checked: {error}. Import it outside of TYPE_CHECKING: values are checked "
-            "by the types of the options."
+            f"its options cannot be checked: {error}.",
+            code="invalid-declaration",
+            place=label,
+            remedy="Import it outside of TYPE_CHECKING: values are checked by the types of the options.",
         ) from error
     except Exception as error:
         problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        raise PluginError(f"{label}: its options cannot be checked: {problem}") from error
+        raise PluginError(
+            f"its options cannot be checked: {problem}", code="invalid-declaration", place=label
+        ) from error

@@ -36,7 +36,8 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
     """
     if plugin.read_only and plugin.numerics != "bitwise":
         raise PluginError(
-            f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}."
+            f"plugin {plugin.name!r} is declared read_only: its numerics must be bitwise, not {plugin.numerics}.",
+            code="invalid-declaration",
         )
     _check_unmarked(plugin, known)
     marked = list(implementations(plugin))
@@ -46,7 +47,7 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         if hook not in known:
             if marks["optionalhook"]:
                 continue
-            raise PluginError(f"plugin {plugin.name!r}: {unknown_hook(hook, known)}")
+            raise PluginError(unknown_hook(hook, known), code="unknown-hook", place=f"plugin {plugin.name!r}")
         changes_run = hook in hookspecs.CHANGING_HOOKS or hook in first
         is_async = inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method)
         cannot_wrap = wrapper and hook in hookspecs.UNWRAPPABLE_HOOKS
@@ -60,7 +61,7 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
         ]
         for is_wrong, message in problems:
             if is_wrong:
-                raise PluginError(f"{where} {message}")
+                raise PluginError(f"{where} {message}", code="invalid-hook")
         _check_self(where, method, known[hook])
         for parameter in inspect.signature(method).parameters.values():
             check_argument(where, known[hook], parameter)
@@ -68,8 +69,10 @@ def check_hooks(plugin: Plugin, known: Mapping[str, Sequence[str]], first: Colle
     for hook in plugin.fallback_hooks:
         if hook not in implemented or (hook in known and hook not in first):
             raise PluginError(
-                f"plugin {plugin.name!r}: fallback_hooks names {hook!r}. Expected *first* hooks that the plugin "
-                f"implements.{did_you_mean(hook, [name for name in implemented if name in first])}"
+                f"fallback_hooks names {hook!r}. Expected *first* hooks that the plugin implements.",
+                code="unknown-hook",
+                place=f"plugin {plugin.name!r}",
+                remedy=did_you_mean(hook, [name for name in implemented if name in first]),
             )
 
 
@@ -82,8 +85,10 @@ def _check_unmarked(plugin: Plugin, known: Mapping[str, Sequence[str]]) -> None:
         code = getattr(inspect.unwrap(method), "__code__", None)
         place = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
         raise PluginError(
-            f"plugin {plugin.name!r}: the method {hook}{place} has the name of a hook but no @hookimpl, so it would "
-            f"never be called. Mark it with @hookimpl, or rename it: _{hook}."
+            f"the method {hook}{place} has the name of a hook but no @hookimpl, so it would never be called.",
+            code="unmarked-hook",
+            place=f"plugin {plugin.name!r}",
+            remedy=f"Mark it with @hookimpl, or rename it: _{hook}.",
         )
 
 
@@ -94,7 +99,11 @@ def _check_self(where: str, method: Any, known: Sequence[str]) -> None:
     first = next(iter(inspect.signature(method.__func__).parameters), None)
     if first is None or first in known:
         gets = "no argument" if first is None else f"the plugin as {first!r}"
-        raise PluginError(f"{where} has no argument 'self', so it would get {gets}. Add 'self' as the first argument.")
+        raise PluginError(
+            f"{where} has no argument 'self', so it would get {gets}.",
+            code="invalid-hook",
+            remedy="Add 'self' as the first argument.",
+        )
 
 
 def unknown_hook(hook: str, known: Collection[str]) -> str:
@@ -122,8 +131,12 @@ def check_argument(where: str, known: Sequence[str], parameter: inspect.Paramete
     if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or (has_default and name not in known):
         return
     if name not in known:
-        raise PluginError(f"{where} gets no argument {name!r}.{did_you_mean(name, known)}")
+        raise PluginError(
+            f"{where} gets no argument {name!r}.", code="unknown-argument", remedy=did_you_mean(name, known)
+        )
     if has_default or parameter.kind is parameter.KEYWORD_ONLY:
         raise PluginError(
-            f"{where}: the argument {name!r} must be positional and without a default, else it is not passed."
+            f"the argument {name!r} must be positional and without a default, else it is not passed.",
+            code="invalid-hook",
+            place=where,
         )

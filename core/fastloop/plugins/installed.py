@@ -60,16 +60,20 @@ def load(reference: str, where: str = "plugins") -> type[Plugin]:
     label = f"{where}: plugin {reference!r} ({source})"
     problem = unsupported(point)
     if problem:
-        raise PluginError(f"{label} {problem}")
+        raise PluginError(f"{label} {problem}", code="unsupported-version")
     if point.dist is not None and not is_own(point):
         no_code.announce(reference, " ".join(name_and_version(point.dist)))
     try:
         loaded = point.load()
     except (Exception, SystemExit) as error:
-        raise PluginError(f"{label} cannot be imported: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"{label} cannot be imported: {type(error).__name__}: {error}", code="import-failed"
+        ) from error
     cls = check_class(loaded, label)
     if cls.name != point.name:
-        raise PluginError(f"{label} calls itself {cls.name!r}. Its `name` and its entry point must be the same.")
+        raise PluginError(
+            f"{label} calls itself {cls.name!r}. Its `name` and its entry point must be the same.", code="name-differs"
+        )
     return cls
 
 
@@ -91,12 +95,16 @@ def find_entry_point(reference: str, where: str) -> importlib.metadata.EntryPoin
         return points[0]
     if points:
         raise PluginError(
-            f"{where}: {name!r} is the name of plugins in several packages. Say which: "
-            f"{' or '.join(sorted(f'{distribution_name(point)}:{name}' for point in points))}."
+            f"{name!r} is the name of plugins in several packages.",
+            code="ambiguous-name",
+            place=where,
+            remedy=f"Say which: {' or '.join(sorted(f'{distribution_name(point)}:{name}' for point in points))}.",
         )
     raise PluginError(
-        f"{where}: no plugin {reference!r} is installed.{suggest_plugin(name, installed())} `fastloop plugins` lists "
-        "them."
+        f"no plugin {reference!r} is installed.",
+        code="unknown-plugin",
+        place=where,
+        remedy=f"{suggest_plugin(name, installed())} `fastloop plugins` lists them.",
     )
 
 
@@ -149,7 +157,7 @@ def check_class(cls: Any, label: str) -> type[Plugin]:
     from fastloop.plugins.plugin import Plugin
 
     if not (isinstance(cls, type) and issubclass(cls, Plugin)):
-        raise PluginError(f"{label} is not a subclass of fastloop.Plugin.")
+        raise PluginError(f"{label} is not a subclass of fastloop.Plugin.", code="not-a-plugin")
     check_declared(cls, label)
     return cls
 
@@ -211,8 +219,12 @@ def _entry_points(folders: tuple[tuple[str, int], ...]) -> dict[str, importlib.m
     for other in importlib.metadata.distributions(name="fastloop"):
         raise UsageError(
             "two distributions with the import name fastloop are installed, and their files overwrite each other: "
-            f"{DISTRIBUTION}, and fastloop {other.version}, which is another project. Remove both, then install this "
-            f"one: pip uninstall --yes fastloop {DISTRIBUTION} && pip install {DISTRIBUTION}"
+            f"{DISTRIBUTION}, and fastloop {other.version}, which is another project.",
+            code="broken-installation",
+            remedy=(
+                f"Remove both, then install this one: pip uninstall --yes fastloop {DISTRIBUTION} && pip install "
+                f"{DISTRIBUTION}"
+            ),
         )
     points = importlib.metadata.entry_points()
     return {

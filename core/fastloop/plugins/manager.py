@@ -69,7 +69,7 @@ class Hooks(pluggy.PluginManager):
             try:
                 self.register(plugin, plugin.name)
             except pluggy.PluginValidationError as error:
-                raise PluginError(f"plugin {plugin.name!r}: {error}") from None
+                raise PluginError(str(error), code="invalid-hook", place=f"plugin {plugin.name!r}") from None
 
     def register_core(self) -> None:
         """Register fastloop's own implementations. This imports torch, so it is done only before hooks of a run are
@@ -92,12 +92,17 @@ class Hooks(pluggy.PluginManager):
                 continue
             names = [name for name in dir(namespace) if self.parse_hookspec_opts(namespace, name) is not None]
             if not names:
-                raise PluginError(f"{owner}: its `hookspecs` hold no function that is marked with fastloop.hookspec.")
+                raise PluginError(
+                    "its `hookspecs` hold no function that is marked with fastloop.hookspec.",
+                    code="no-hooks",
+                    place=str(owner),
+                )
             for name in names:
                 if name in owners:
                     _, other = owners[name]
                     raise PluginError(
-                        f"{owner} and {other} both declare the hook {name!r}. One of them must rename its own."
+                        f"{owner} and {other} both declare the hook {name!r}. One of them must rename its own.",
+                        code="hook-declared-twice",
                     )
                 owners[name] = (namespace, owner)
             self.add_hookspecs(namespace)
@@ -158,6 +163,7 @@ def make_crash(plugin: Plugin, hook: str, error: BaseException) -> PluginCrash:
     crash = PluginCrash(
         f"plugin {plugin.name!r} ({origin(type(plugin))}) failed in {hook}: {type(error).__name__}: {error}",
         plugin.name,
+        code="plugin-crashed",
     )
     crash.__cause__ = error
     return crash
@@ -296,5 +302,5 @@ class PluginSet:
                 callers.append(type(failure.plugin))
             place = user_line(error, callers)
             if place:
-                return UserCodeError(f"{place}: {type(error).__name__}: {error}")
+                return UserCodeError(f"{place}: {type(error).__name__}: {error}", code="user-code-failed")
         return None if failure is None else make_crash(failure.plugin, failure.hook, error)

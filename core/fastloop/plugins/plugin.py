@@ -243,8 +243,10 @@ class Plugin:
         declare(cls)
         if "description" in vars(cls):
             raise PluginError(
-                f"{cls.__qualname__}.description: the first sentence of the class's docstring describes a plugin. "
-                "Write it there, and remove the attribute."
+                "the first sentence of the class's docstring describes a plugin.",
+                code="invalid-declaration",
+                place=f"{cls.__qualname__}.description",
+                remedy="Write it there, and remove the attribute.",
             )
         if cls.__doc__:
             cls.description = first_sentence(cls.__doc__)
@@ -255,7 +257,10 @@ class Plugin:
         cls = type(self)
         if "on_error" in options and not self.read_only:
             raise self.error(
-                "on_error", f"only read-only plugins can be disabled, and {self.name!r} changes the run. Remove it."
+                "on_error",
+                f"only read-only plugins can be disabled, and {self.name!r} changes the run.",
+                code="not-read-only",
+                remedy="Remove it.",
             )
         check_declared(cls, self.where)
         self._options: dict[str, Any] = parse(options_of(cls), options, self.where).__dict__

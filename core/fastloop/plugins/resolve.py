@@ -96,8 +96,10 @@ def check_requirements(resolved: ResolvedRecipe, machine: hardware.Machine | Non
             missing = need.missing(plugin, machine)
             if missing:
                 raise PluginError(
-                    f"{recipe.where}: plugin {plugin.name!r} {missing.rstrip('.')}. Or leave it out: --without "
-                    f"{plugin.name}."
+                    f"plugin {plugin.name!r} {missing.rstrip('.')}.",
+                    code="requirement-missing",
+                    place=recipe.where,
+                    remedy=f"Or leave it out: --without {plugin.name}.",
                 )
 
 
@@ -190,7 +192,9 @@ def make(recipe: Recipe, name: str) -> Plugin:
         raise
     except (Exception, SystemExit) as error:
         problem = f"cannot be created: {type(error).__name__}: {error}"
-        raise PluginError(f"{recipe.place(name)}: {cls.__qualname__} ({origin(cls)}) {problem}") from error
+        raise PluginError(
+            f"{cls.__qualname__} ({origin(cls)}) {problem}", code="invalid-plugin", place=recipe.place(name)
+        ) from error
 
 
 def _collect(recipe: Recipe, objects: Iterable[Plugin]) -> ResolvedRecipe:
@@ -225,7 +229,11 @@ def _check_left_out(recipe: Recipe, installed_names: Collection[str]) -> None:
     for name, options in recipe.plugins.items():
         if options is False and name not in known:
             suggestion = suggest_plugin(name, installed_names)
-            raise PluginError(f"{recipe.where}: plugins.{name}: no plugin {name!r} is installed.{suggestion}")
+            raise PluginError(
+                f"no plugin {name!r} is installed.{suggestion}",
+                code="unknown-plugin",
+                place=f"{recipe.where}: plugins.{name}",
+            )
 
 
 def _add_defaults(recipe: Recipe, plugins: list[Plugin], reasons: dict[str, str]) -> None:

@@ -41,7 +41,9 @@ def import_code(label: str, load: Callable[[Any], ModuleType], home: Any, recipe
         last = traceback.extract_tb(error.__traceback__)[-1]
         place = f" ({last.filename}, line {last.lineno})" if "importlib" not in last.filename else ""
         raise RecipeError(
-            f"{recipe.where}: {key}: {label} cannot be imported: {type(error).__name__}: {error}{place}."
+            f"{label} cannot be imported: {type(error).__name__}: {error}{place}.",
+            code="import-failed",
+            place=f"{recipe.where}: {key}",
         ) from error
 
 

@@ -51,8 +51,10 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
     if isinstance(value, str):
         if found := _RESOLVER.search(value):
             raise RecipeError(
-                f"{place}: found {found[0]!r}. Expected ${{...}} with the name of another key of the recipe in it, and "
-                "no more."
+                code="wrong-format",
+                place=place,
+                found=repr(found[0]),
+                expected="${...} with the name of another key of the recipe in it, and no more",
             )
         parts = [
             (*path[: -len(dots) if dots else 0], *re.findall(r"[^][.\s]+", name))
@@ -62,7 +64,9 @@ def measure(tree: Any, where: str, path: tuple[Any, ...], sizes: dict[tuple[Any,
     sizes[path] = size = 1 + size + sum(measure(tree, where, part, sizes) for part in parts)
     if size > MAX_SIZE:
         raise RecipeError(
-            f"{place}: more than {MAX_SIZE:,} characters, with expanded ${{...}}. Shorten it, or use ${{...}} "
-            "less often."
+            f"more than {MAX_SIZE:,} characters, with expanded ${{...}}.",
+            code="too-large",
+            place=place,
+            remedy="Shorten it, or use ${...} less often.",
         )
     return size

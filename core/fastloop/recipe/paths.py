@@ -25,7 +25,9 @@ def check_path(text: str, source: Path | None) -> Path:
         path.exists()
     except (OSError, RuntimeError, ValueError) as error:
         why = getattr(error, "strerror", None) or str(error).rstrip(".")
-        raise RecipeError(f"{source or 'recipe'}: {text[:100]!r} cannot be a path: {why}.") from None
+        raise RecipeError(
+            f"{text[:100]!r} cannot be a path: {why}.", code="wrong-path", place=str(source or "recipe")
+        ) from None
     return path
 
 
@@ -63,7 +65,12 @@ def find_recipe(name: str) -> Path:
     if stem in shipped and (path.parent == Path() or path.parent.name == "recipes"):
         return shipped[stem]
     kind = "a folder" if path.is_dir() else "no such file"
-    raise RecipeError(f"{name}: {kind}, and no shipped recipe has this name.{did_you_mean(stem, shipped)}")
+    raise RecipeError(
+        f"{kind}, and no shipped recipe has this name.",
+        code="file-missing",
+        place=name,
+        remedy=did_you_mean(stem, shipped),
+    )
 
 
 def anchored(value: Any, home: Path) -> Any:

@@ -58,25 +58,33 @@ def _name_in_file(file: str, cls: str, where: str, source: Path | None) -> str:
     except OSError:
         beside = " nor beside the recipe" if source else ""
         raise RecipeError(
-            f"{where}: there is no file {file} that can be read, in the current folder{beside}."
+            f"there is no file {file} that can be read, in the current folder{beside}.",
+            code="file-missing",
+            place=where,
         ) from None
     except SyntaxError as error:
-        raise RecipeError(f"{where}: {path}, line {error.lineno}: not valid Python: {error.msg}.") from None
+        raise RecipeError(
+            f"not valid Python: {error.msg}.", code="invalid-python", place=f"{where}: {path}, line {error.lineno}"
+        ) from None
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     names = {name: read_literals(node).get("name") for name, node in classes.items() if node.bases}
     plugins = {cls: name for cls, name in names.items() if isinstance(name, str) and name}
     if cls and cls not in plugins:
         what = "has no literal `name`, or no base class" if cls in classes else "is not a class of the file"
-        raise RecipeError(f"{where}: {cls} {what}.{did_you_mean(cls, plugins)}")
+        raise RecipeError(f"{cls} {what}.", code="not-a-plugin", place=where, remedy=did_you_mean(cls, plugins))
     if not plugins:
         held = f"It has the classes {', '.join(classes)}. " if classes else ""
         raise RecipeError(
-            f'{where}: the file holds no plugin. {held}Expected a subclass of fastloop.Plugin with `name = "..."`.'
+            f'the file holds no plugin. {held}Expected a subclass of fastloop.Plugin with `name = "..."`.',
+            code="no-plugin",
+            place=where,
         )
     if not cls and len(plugins) > 1:
         raise RecipeError(
-            f"{where}: the file holds several plugins. Say which: "
-            f"{' or '.join(f'{file}:{known}' for known in plugins)}."
+            "the file holds several plugins.",
+            code="ambiguous-name",
+            place=where,
+            remedy=f"Say which: {' or '.join(f'{file}:{known}' for known in plugins)}.",
         )
     return plugins[cls] if cls else next(iter(plugins.values()))
 
@@ -97,23 +105,30 @@ def plugins_by_name(
     if plugins is None:
         return {}
     if not isinstance(plugins, Mapping | list):
-        raise RecipeError(f"{where}: plugins: found {plugins!r}, expected a list of names.")
+        raise RecipeError(code="wrong-type", place=f"{where}: plugins", found=repr(plugins), expected="a list of names")
     items = list(plugins.items()) if isinstance(plugins, Mapping) else []
     for index, entry in enumerate(plugins) if isinstance(plugins, list) else ():
         if not isinstance(entry, str) and not (isinstance(entry, Mapping) and len(entry) == 1):
             raise RecipeError(
-                f"{where}: plugins[{index}]: found {entry!r}, expected a name or one {{name: {{option: value}}}}."
+                code="wrong-type",
+                place=f"{where}: plugins[{index}]",
+                found=repr(entry),
+                expected="a name or one {name: {option: value}}",
             )
         items += [(entry, {})] if isinstance(entry, str) else entry.items()
     found: dict[str, dict[str, Any] | Literal[False]] = {}
     for reference, options in items:
         name = plugin_name(str(reference), f"{where}: plugins", source, references)
         if name in found:
-            raise RecipeError(f"{where}: plugins: {name!r} is listed twice. Remove one.")
+            raise RecipeError(
+                f"{name!r} is listed twice.", code="listed-twice", place=f"{where}: plugins", remedy="Remove one."
+            )
         if options is not None and options is not False and not isinstance(options, Mapping):
             raise RecipeError(
-                f"{where}: plugins.{reference}: found {options!r}, expected a mapping of options, or false to leave "
-                "it out."
+                code="wrong-type",
+                place=f"{where}: plugins.{reference}",
+                found=repr(options),
+                expected="a mapping of options, or false to leave it out",
             )
         found[name] = False if options is False else dict(options or {})
     return found

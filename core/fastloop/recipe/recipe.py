@@ -248,9 +248,10 @@ def load_recipe(
     for name in overridden:
         if recipe.plugins[name] is not False and not defaults()[name].load().auto_enable(recipe):
             raise RecipeError(
-                f"{path}: plugins.{name}: an override sets its options, but the recipe does not list it, and it is not "
-                "on by default here. "
-                f"Add it with --with {name}."
+                "an override sets its options, but the recipe does not list it, and it is not on by default here.",
+                code="plugin-not-listed",
+                place=f"{path}: plugins.{name}",
+                remedy=f"Add it with --with {name}.",
             )
     return recipe
 
@@ -271,14 +272,29 @@ def make_recipe(
     secrets.remember(tree, where)
     for key in tree:
         if key not in SECTIONS:
-            raise RecipeError(f"{where}: {key}: no such section.{did_you_mean(str(key), (*SECTIONS, 'extends'))}")
+            raise RecipeError(
+                "no such section.",
+                code="unknown-section",
+                place=f"{where}: {key}",
+                remedy=did_you_mean(str(key), (*SECTIONS, "extends")),
+            )
     safe_yaml.check_keys(tree, where)
     for section in ("model", "data"):
         if not isinstance(tree.get(section) or {}, Mapping):
-            raise RecipeError(f"{where}: {section}: found {tree[section]!r}, expected a mapping such as {{name: ...}}.")
+            raise RecipeError(
+                code="wrong-type",
+                place=f"{where}: {section}",
+                found=repr(tree[section]),
+                expected="a mapping such as {name: ...}",
+            )
     output = tree.get("output") or (f"runs/{source.stem}" if source else "runs/run")
     if not isinstance(output, str) or "://" in output:
-        raise RecipeError(f"{where}: output: found {output!r}, expected the path of a folder on this machine.")
+        raise RecipeError(
+            code="wrong-type",
+            place=f"{where}: output",
+            found=repr(output),
+            expected="the path of a folder on this machine",
+        )
     check_path(output, source)
     references = dict(references or {})
     return Recipe(
@@ -299,21 +315,29 @@ def _read(path: Path, seen: list[Path], references: dict[str, str]) -> dict[str,
         seen: Files that extend this one, to find a circle.
     """
     if path.resolve() in seen:
-        raise RecipeError(f"{path}: extends: recipes extend each other: {' -> '.join(map(str, (*seen, path)))}.")
+        raise RecipeError(
+            f"recipes extend each other: {' -> '.join(map(str, (*seen, path)))}.",
+            code="extends-itself",
+            place=f"{path}: extends",
+        )
     seen.append(path.resolve())
     try:
         tree = safe_yaml.load(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: cannot be read: {error}.") from None
+        raise RecipeError(f"cannot be read: {error}.", code="file-unreadable", place=str(path)) from None
     if not isinstance(tree, dict) or not tree:
-        raise RecipeError(f"{path}: expected a mapping with the sections {', '.join(SECTIONS)}.")
+        raise RecipeError(
+            code="wrong-type", place=str(path), expected=f"a mapping with the sections {', '.join(SECTIONS)}"
+        )
     secrets.remember(tree, str(path))
     tree["plugins"] = plugins_by_name(tree.get("plugins"), str(path), path, references)
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise RecipeError(f"{path}: extends: found {base!r}, expected one recipe's path or name.")
+        raise RecipeError(
+            code="wrong-type", place=f"{path}: extends", found=repr(base), expected="one recipe's path or name"
+        )
     beside = path.parent / check_path(base, path)
     home = beside if beside.is_file() else find_recipe(base)
     inherited: dict[str, str] = {}
@@ -341,12 +365,19 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
         for item in overrides:
             parts = _OVERRIDE.fullmatch(item)
             if parts is None or not parts["key"]:
-                raise RecipeError(f"{item}: not an override. Expected key=value, such as train.lr=1e-4.")
+                raise RecipeError(
+                    "not an override.", code="not-an-override", place=item, expected="key=value, such as train.lr=1e-4"
+                )
             key = parts["key"]
             value = parts["value"]
             head, _, rest = key.partition(".")
             if head not in SECTIONS:
-                raise RecipeError(f"{item}: there is no section {head!r}.{did_you_mean(head, SECTIONS)}")
+                raise RecipeError(
+                    f"there is no section {head!r}.",
+                    code="unknown-section",
+                    place=item,
+                    remedy=did_you_mean(head, SECTIONS),
+                )
             for listed, reference in references.items():
                 if head == "plugins" and rest.startswith(f"{reference}."):
                     rest = listed + rest.removeprefix(reference)
@@ -355,16 +386,19 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
             name = rest.partition(".")[0]
             if head == "plugins" and not name:
                 raise RecipeError(
-                    f"{item}: expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by "
-                    "--without."
+                    "expected plugins.NAME.OPTION=value. Plugins are added by --with, and left out by --without.",
+                    code="not-an-override",
+                    place=item,
                 )
             on_by_default = [plugin for plugin in defaults() if plugin not in tree["plugins"]]
             if head == "plugins" and not isinstance(tree["plugins"].get(name), Mapping) and name not in on_by_default:
                 there = [plugin for plugin, options in tree["plugins"].items() if options is not False]
                 there += difflib.get_close_matches(name, on_by_default)
                 raise RecipeError(
-                    f"{item}: the recipe {where} does not list {name!r}.{did_you_mean(name, there)} Add it with "
-                    f"--with {name}."
+                    f"the recipe {where} does not list {name!r}.",
+                    code="plugin-not-listed",
+                    place=item,
+                    remedy=f"{did_you_mean(name, there)} Add it with --with {name}.",
                 )
             interpolation.measure(item, key, (), {})
             secrets.remember({key.rpartition(".")[2]: value}, key)
@@ -373,13 +407,18 @@ def _apply(tree: dict[str, Any], overrides: Iterable[str], where: str, reference
                 OmegaConf.update(change, key, safe_yaml.load(value, item, in_shell=True))
                 config = OmegaConf.merge(config, change)  # type: ignore[assignment]
             except (OmegaConfBaseException, ValueError, TypeError, RecursionError) as error:
-                raise RecipeError(f"{item}: cannot be applied to {where}: {str(error).splitlines()[0]}.") from None
+                raise RecipeError(
+                    f"cannot be applied to {where}: {str(error).splitlines()[0]}.", code="override-failed", place=item
+                ) from None
         resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     except MissingMandatoryValue as error:
         raise RecipeError(
-            f"{where}: {error.full_key}: found '???', which stands for a value to fill in. Set it."
+            "found '???', which stands for a value to fill in.",
+            code="missing-value",
+            place=f"{where}: {error.full_key}",
+            remedy="Set it.",
         ) from None
     except (OmegaConfBaseException, RecursionError) as error:
-        raise RecipeError(f"{where}: {str(error).splitlines()[0]}.") from None
+        raise RecipeError(f"{str(error).splitlines()[0]}.", code="invalid-recipe", place=where) from None
     resolved["plugins"] = plugins_by_name(resolved.get("plugins"), where, None, {})
     return resolved

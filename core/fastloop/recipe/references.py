@@ -27,14 +27,25 @@ def check_reference(reference: str, recipe: Recipe, key: str) -> tuple[str, str]
     where = f"{recipe.where}: {key}"
     home, _, name = reference.rpartition(":")
     if not home or not name.isidentifier():
-        raise RecipeError(f"{where}: found {reference!r}, expected file.py:name or package.module:name.")
+        raise RecipeError(
+            code="wrong-format", place=where, found=repr(reference), expected="file.py:name or package.module:name"
+        )
     package = home.partition(".")[0]
     is_file = home.endswith(".py")
     if is_file:
         if not recipe.find(home).is_file():
-            raise RecipeError(f"{where}: no such file: {home}, neither in the current folder nor beside the recipe.")
+            raise RecipeError(
+                f"no such file: {home}, neither in the current folder nor beside the recipe.",
+                code="file-missing",
+                place=where,
+            )
     elif not package or (package not in sys.modules and importlib.util.find_spec(package) is None):
-        raise RecipeError(f"{where}: no package {package!r} is installed. Install it, or name a file: file.py:{name}.")
+        raise RecipeError(
+            f"no package {package!r} is installed.",
+            code="not-installed",
+            place=where,
+            remedy=f"Install it, or name a file: file.py:{name}.",
+        )
     no_code.refuse(where, f"it runs the Python code of {recipe.find(home) if is_file else home}")
     return home, name
 
@@ -53,5 +64,10 @@ def import_object(reference: str, recipe: Recipe, key: str) -> Any:
     )
     if not hasattr(module, name):
         public = [known for known in vars(module) if not known.startswith("_")]
-        raise RecipeError(f"{recipe.where}: {key}: {home} has no {name!r}.{did_you_mean(name, public)}")
+        raise RecipeError(
+            f"{home} has no {name!r}.",
+            code="unknown-name",
+            place=f"{recipe.where}: {key}",
+            remedy=did_you_mean(name, public),
+        )
     return getattr(module, name)

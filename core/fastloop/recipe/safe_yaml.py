@@ -82,7 +82,7 @@ def load(text: str, where: str, *, in_shell: bool = False) -> Any:
         mark = getattr(error, "problem_mark", None)
         place = _place(where, mark.line, in_shell) if mark else where
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise RecipeError(f"{place}: not valid YAML: {problem}.") from None
+        raise RecipeError(f"not valid YAML: {problem}.", code="invalid-yaml", place=place) from None
 
 
 def _place(where: str, line: int, in_shell: bool) -> str:
@@ -134,21 +134,29 @@ def _check_events(text: str, where: str, in_shell: bool) -> None:
         count += sizes.get(str(event.anchor), 1) if isinstance(event, yaml.AliasEvent) else 1
         if count > MAX_VALUES:
             raise RecipeError(
-                f"{place}: more than {MAX_VALUES:,} values, with expanded aliases. Write ${{key}} for another "
-                "key's value."
+                f"more than {MAX_VALUES:,} values, with expanded aliases.",
+                code="too-large",
+                place=place,
+                remedy="Write ${key} for another key's value.",
             )
         if isinstance(event, yaml.AliasEvent) and any(event.anchor == outer.anchor for outer in open_collections):
-            raise RecipeError(f"{place}: *{event.anchor} is recursive: it stands for a part that it is in itself.")
+            raise RecipeError(
+                f"*{event.anchor} is recursive: it stands for a part that it is in itself.",
+                code="recursive-alias",
+                place=place,
+            )
         tag = getattr(event, "tag", None)
         if tag and tag not in TAGS:
             tag = tag.replace(PREFIX, "!!")
             raise RecipeError(
-                f"{place}: found the tag {tag}. A recipe contains only text, numbers, lists and mappings."
+                f"found the tag {tag}. A recipe contains only text, numbers, lists and mappings.",
+                code="yaml-tag",
+                place=place,
             )
         if isinstance(event, yaml.CollectionStartEvent):
             open_collections.append(_Collection(event.anchor, count))
             if len(open_collections) > MAX_DEPTH:
-                raise RecipeError(f"{place}: nested deeper than {MAX_DEPTH} levels.")
+                raise RecipeError(f"nested deeper than {MAX_DEPTH} levels.", code="too-deep", place=place)
         elif isinstance(event, yaml.ScalarEvent) and event.anchor:
             sizes[event.anchor] = 1
 
@@ -194,7 +202,11 @@ class _Spelling:
                 continue
             if key.tag in (f"{PREFIX}bool", f"{PREFIX}null"):
                 kind = key.tag.removeprefix(PREFIX).replace("bool", "a boolean")
-                raise RecipeError(f"{self._place(key)}: YAML reads the key {key.value} as {kind}. {self._quote(key)}")
+                raise RecipeError(
+                    f"YAML reads the key {key.value} as {kind}. {self._quote(key)}",
+                    code="ambiguous-yaml",
+                    place=self._place(key),
+                )
             read = _key_text(self.loader.construct_object(key))
             if read in earlier:
                 first = earlier[read]
@@ -203,7 +215,7 @@ class _Spelling:
                     found = f"the key {key.value!r} appears twice, first in line {line}"
                 else:
                     found = f"the keys {first.value} (line {line}) and {key.value} are the same key, {read}"
-                raise RecipeError(f"{self._place(key)}: {found}. Remove one.")
+                raise RecipeError(f"{found}.", code="repeated-key", place=self._place(key), remedy="Remove one.")
             earlier[read] = key
 
     def _check_number(self, node: yaml.ScalarNode) -> None:
@@ -222,7 +234,11 @@ class _Spelling:
             remedy = ""
         else:
             return
-        raise RecipeError(f"{self._place(node)}: YAML reads {text} as {kind}: {read}. {self._quote(node)}{remedy}")
+        raise RecipeError(
+            f"YAML reads {text} as {kind}: {read}. {self._quote(node)}{remedy}",
+            code="ambiguous-yaml",
+            place=self._place(node),
+        )
 
     def _place(self, node: yaml.Node) -> str:
         return _place(self.where, node.start_mark.line, self.in_shell)
@@ -249,10 +265,17 @@ def check_keys(tree: Mapping[Any, Any], where: str, path: str = "") -> None:
     for key, value in tree.items():
         if isinstance(key, bool) or not isinstance(key, str | int | float):
             word = str(key).lower() if isinstance(key, bool) else str(key)
-            raise RecipeError(f"{place}: found the key {key!r}, expected text or a number, such as {word!r}.")
+            raise RecipeError(
+                code="wrong-type", place=place, found=f"the key {key!r}", expected=f"text or a number, such as {word!r}"
+            )
         text = _key_text(key)
         if text in earlier:
-            raise RecipeError(f"{place}: the keys {earlier[text]!r} and {key!r} are the same key, {text}. Remove one.")
+            raise RecipeError(
+                f"the keys {earlier[text]!r} and {key!r} are the same key, {text}.",
+                code="repeated-key",
+                place=place,
+                remedy="Remove one.",
+            )
         earlier[text] = key
         for item in value if isinstance(value, list | tuple) else [value]:
             if isinstance(item, Mapping):

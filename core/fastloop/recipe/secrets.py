@@ -66,7 +66,9 @@ def remember(tree: Any, where: str, secret: bool = False) -> None:
             remember(value, where, secret)
     elif isinstance(tree, str) and HIDDEN in tree:
         raise RecipeError(
-            f"{where}: found {HIDDEN}: a secret, which was left out when this recipe was written. Set it again."
+            f"{where}: found {HIDDEN}: a secret, which was left out when this recipe was written.",
+            code="hidden-secret",
+            remedy="Set it again.",
         )
     elif tree is not None and not isinstance(tree, bool):
         _remembered.update([str(tree)] if secret else _PASSWORD.findall(str(tree)))

@@ -57,7 +57,9 @@ def no_follow(path: str, flags: int) -> int:
         UsageError: The path is a link.
     """
     if Path(path).is_symlink():
-        raise UsageError(f"{path} is a link, which may lead out of its folder. Remove it.")
+        raise UsageError(
+            f"{path} is a link, which may lead out of its folder.", code="unsafe-link", remedy="Remove it."
+        )
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)  # the link may appear now
 
 
@@ -73,9 +75,18 @@ def check_links(folder: Path) -> None:
         with suppress(FileNotFoundError):  # a run that still trains removes files
             kind = stat.S_IFMT(path.lstat().st_mode)
             if kind == stat.S_IFLNK and not Path(target := os.path.realpath(path)).is_relative_to(inside):
-                raise UsageError(f"{path} is a link that leads out of {folder}, to {target}. Remove it.")
+                raise UsageError(
+                    f"{path} is a link that leads out of {folder}, to {target}.",
+                    code="unsafe-link",
+                    remedy="Remove it.",
+                )
             if kind not in (stat.S_IFLNK, stat.S_IFREG, stat.S_IFDIR):
-                raise UsageError(f"{path} is a device, pipe or socket. Expected files and folders. Remove it.")
+                raise UsageError(
+                    f"{path} is a device, pipe or socket.",
+                    code="not-a-file",
+                    expected="files and folders",
+                    remedy="Remove it.",
+                )
 
 
 def read_again(read: Callable[[], Any]) -> Any:

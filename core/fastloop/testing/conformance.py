@@ -91,14 +91,24 @@ class Conformance:
         checks = [name.removeprefix("test_") for name in dir(cls) if name.startswith("test_")]
         for name in cls.slow:
             if (check := name.partition("[")[0]) not in checks:
-                raise UsageError(f"{cls.__name__}.slow: there is no check {check!r}.{did_you_mean(check, checks)}")
+                raise UsageError(
+                    f"there is no check {check!r}.",
+                    code="unknown-check",
+                    place=f"{cls.__name__}.slow",
+                    remedy=did_you_mean(check, checks),
+                )
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Parametrize ``test_processes`` by strategy. pytest calls it for each test of the class."""
         if "strategy" in metafunc.fixturenames:
             known = {"one process", *installed()}
             for name in [name for name in (*self.strategy_options, *self.refuses) if name not in known]:
-                raise UsageError(f"{type(self).__name__}: there is no strategy {name!r}.{did_you_mean(name, known)}")
+                raise UsageError(
+                    f"there is no strategy {name!r}.",
+                    code="unknown-strategy",
+                    place=str(type(self).__name__),
+                    remedy=did_you_mean(name, known),
+                )
             metafunc.parametrize("strategy", strategies_for(self.plugin))
 
     @pytest.fixture(autouse=True)

@@ -107,8 +107,9 @@ def start(
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise UsageError(
-            f"{name} and its arguments cannot be sent to a process: {error}. Define the function at the top level of a "
-            "module, and pass arguments that pickle can write."
+            f"{name} and its arguments cannot be sent to a process: {error}.",
+            code="not-picklable",
+            remedy="Define the function at the top level of a module, and pass arguments that pickle can write.",
         ) from error
     context, folder = _context(), Path(folder or Path.cwd())
     folder.mkdir(parents=True, exist_ok=True)
@@ -207,7 +208,8 @@ def _work(
         report.with_suffix(".result").write_bytes(pickle.dumps(result))
     except Exception as error:
         raise UsageError(
-            f"{function.__qualname__} returned a {type(result).__name__} that pickle cannot write: {error}."
+            f"{function.__qualname__} returned a {type(result).__name__} that pickle cannot write: {error}.",
+            code="not-picklable",
         ) from error
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fastloop.cli.numerics import switch_dropout_off
     from fastloop.errors import did_you_mean
     from fastloop.metric_modes import metric_modes
     from fastloop.recipe.references import import_object
@@ -35,6 +36,7 @@ PLACES = {
     "processors": "fastloop.runtime.platform_support",
     "recipe_traits": "fastloop_plugins._task_traits",
     "require_trait": "fastloop_plugins._task_traits",
+    "switch_dropout_off": "fastloop.cli.numerics",
     "transformers_model": "fastloop_plugins._models",
 }
 """Public name -> its module, which is imported at the first use."""
@@ -54,6 +56,7 @@ __all__ = [
     "processors",
     "recipe_traits",
     "require_trait",
+    "switch_dropout_off",
     "transformers_model",
 ]
 

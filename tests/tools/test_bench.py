@@ -491,7 +491,9 @@ def test_dropout_is_off_in_modules_and_in_attributes():
             self.inner = nn.Sequential(nn.Dropout(0.5), nn.MultiheadAttention(4, 2, dropout=0.3))
 
     model = Attention()
-    switch_dropout_off(model)
+    rates = ["Attention.attention_dropout", "Config.attn_pdrop", "Dropout.p", "MultiheadAttention.dropout"]
+    assert sorted(switch_dropout_off(model)) == rates
+    assert switch_dropout_off(model) == []
     assert model.attention_dropout == model.config.attn_pdrop == model.inner[0].p == model.inner[1].dropout == 0.0
     assert model.config.hidden_size == 4.0
     sample = torch.ones(3, 4)

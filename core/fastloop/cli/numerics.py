@@ -49,15 +49,25 @@ def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return largest
 
 
-def switch_dropout_off(model: nn.Module) -> None:
+def switch_dropout_off(model: nn.Module) -> list[str]:
     """Set every dropout rate to 0: in torch's modules, and in the configurations and attributes of transformers'
-    models."""
+    models.
+
+    Returns:
+        The attributes that were above 0, each once, such as ``Dropout.p`` and ``GPT2Config.attn_pdrop``.
+    """
     from torch import nn
 
+    changed: dict[str, None] = {}
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
+            if module.p > 0:
+                changed[f"{type(module).__name__}.p"] = None
             module.p = 0.0
         for holder in (module, getattr(module, "config", None)):
             for name, value in list(getattr(holder, "__dict__", {}).items()):
                 if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+                    if value > 0:
+                        changed[f"{type(holder).__name__}.{name}"] = None
                     setattr(holder, name, 0.0)
+    return list(changed)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastloop import PluginError
 from fastloop.probing import probing
+from fastloop_plugins._models import transformers_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,7 +78,17 @@ class ReferenceModel:
                 stack.enter_context(adapted.disable_adapter())
                 yield run.model
             else:
+                follow_attention(self.copy, run.unwrap_model())
                 yield self.copy.to(run.device)
+
+
+def follow_attention(model: nn.Module, trained: nn.Module) -> None:
+    """Give a model the attention of the trained one. A plugin such as `packing` may have replaced that later, and their
+    batches are the same."""
+    own = transformers_model(model)
+    attention = transformers_model(trained).config._attn_implementation
+    if own.config._attn_implementation != attention:
+        own.set_attn_implementation(attention)
 
 
 def has_idle_adapters(model: Any) -> bool:

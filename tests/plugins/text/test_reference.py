@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from text_helpers import make_run
 from training_runs import execute
 
 from fastloop import Plugin, hookimpl
-from fastloop_plugins.text import ReferenceModel
+from fastloop_plugins.data._packing import Lengths
+from fastloop_plugins.data.packing import Packing
+from fastloop_plugins.text import ReferenceModel, compute
 from fastloop_plugins.training.lora import LoRA
 
 
@@ -28,7 +31,8 @@ class Refers(Plugin):
 
     name = "refers"
     runs_after = ("lora",)
-    runs_before = ("activation-checkpointing", "slot:strategy")
+    runs_before: tuple[str, ...] = ("activation-checkpointing", "slot:strategy")
+    inputs: Mapping[str, Any] = {"input_ids": torch.arange(5)[None]}
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,15 +44,14 @@ class Refers(Plugin):
         self.reference = ReferenceModel(run, model)
 
     def compare(self, run: Any) -> None:
-        ids = torch.arange(5)[None]
         with self.reference.computing(run) as model:
-            before = model(input_ids=ids, use_cache=False).logits
+            before = compute(model, self.inputs, use_cache=False).logits
             assert not before.requires_grad
             self.training.append(model.training)
         self.training.append(run.model.training)
         run.model.eval()
         with torch.no_grad():
-            self.found.append((before, run.model(input_ids=ids, use_cache=False).logits))
+            self.found.append((before, compute(run.model, self.inputs, use_cache=False).logits))
         run.model.train()
 
     @hookimpl
@@ -90,3 +93,15 @@ def test_an_adapter_that_a_run_continues_is_a_part_of_it():
     torch.testing.assert_close(after, before)
     assert plugin.reference.copy is not None
     assert (trained_after - before).abs().max() > 1e-3
+
+
+def test_a_plugin_that_changes_the_attention_later_changes_that_of_the_reference(monkeypatch):
+    """Packed rows of two texts, which must not attend to each other."""
+    monkeypatch.setattr(Refers, "runs_before", (*Refers.runs_before, "packing"))
+    packed = {"input_ids": torch.arange(8)[None], "position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2]])}
+    packed["packed"] = Lengths([5, 3])
+    monkeypatch.setattr(Refers, "inputs", packed)
+    plugin = refers(Packing())
+    (before, trained_before), (after, _) = plugin.found
+    torch.testing.assert_close(before, trained_before)
+    torch.testing.assert_close(after, before)

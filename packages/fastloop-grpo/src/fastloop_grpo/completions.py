@@ -1,0 +1,102 @@
+"""Completions of prompts: by the model that is trained, or by the engine of another plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastloop import PluginError, hookspec
+from fastloop_plugins.text import Completion, generate
+
+if TYPE_CHECKING:
+    from fastloop import Run
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: from the softmax of the logits divided by the temperature, without top-k or penalties.
+
+    Attributes:
+        max_new_tokens: Tokens of a completion at most.
+        temperature: Divides the logits; 0: take the most probable token.
+        end_tokens: The ids after which a completion ends.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    end_tokens: tuple[int, ...]
+
+
+class Hooks:
+    """The hook that an engine implements."""
+
+    @hookspec(firstresult=True)
+    def generate_completions(  # type: ignore[empty-body]
+        self, run: Run, prompts: list[list[int]], count: int, options: Sampling, seed: int
+    ) -> list[Completion]:
+        """First. Complete the prompts of this process with the current weights of ``run.model``.
+
+        In training, every process calls it once for each step, maybe without prompts. In an evaluation, processes may
+        call it differently often. So an engine that needs the weights sends them in ``before_step`` and
+        ``before_evaluate``, by ``run.full_state_dict()``, which every process must call.
+
+        Args:
+            prompts: Token ids of each prompt.
+            count: Completions of each prompt.
+            options: A ``Sampling``.
+            seed: Differs between steps and processes.
+
+        Returns:
+            ``count`` objects ``Completion`` of the first prompt, then those of the next ones. ``log_probabilities`` are
+            those by which the engine has drawn the tokens. The loss then weights tokens by the ratio of the model's
+            probability to the engine's, at most ``sampler_cap``. None: as the model's.
+        """
+
+
+def generate_by_model(
+    run: Run,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    options: Sampling,
+    pad_token: int,
+    seed: int,
+    batch_size: int | None,
+) -> list[Completion]:
+    """Complete prompts by the model itself; see ``fastloop_plugins.text.generate``."""
+    from transformers import GenerationConfig
+
+    drawing = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}
+    config = GenerationConfig(
+        max_new_tokens=options.max_new_tokens,
+        eos_token_id=list(options.end_tokens),
+        pad_token_id=pad_token,
+        **(drawing if options.temperature > 0 else {"do_sample": False}),
+    )
+    return generate(run, prompts, count, config, seed, batch_size)
+
+
+def check_completions(completions: Sequence[Completion], expected: int, vocabulary: int) -> None:
+    """Check what an engine returned.
+
+    Raises:
+        PluginError: There are not ``expected`` completions, one has no token or one that is not in the vocabulary, or
+            it has other than one log-probability for each token.
+    """
+    hook = "generate_completions"
+    if len(completions) != expected:
+        raise PluginError(f"{hook}: found {len(completions)} completions, expected {expected}: `count` of each prompt.")
+    for place, completion in enumerate(completions):
+        size = len(completion.ids)
+        if not size:
+            raise PluginError(f"{hook}: completion {place + 1} has no token, expected at least its end token.")
+        if min(completion.ids) < 0 or max(completion.ids) >= vocabulary:
+            raise PluginError(
+                f"{hook}: completion {place + 1} has the tokens {completion.ids}, expected ids below {vocabulary}."
+            )
+        given = completion.log_probabilities
+        if given is not None and len(given) != size:
+            raise PluginError(
+                f"{hook}: completion {place + 1} has {size} tokens and {len(given)} log-probabilities, expected one "
+                "for each token, or None."
+            )

@@ -1,0 +1,490 @@
+"""Trains a language model by reward functions: GRPO, Dr. GRPO, DAPO's loss and GSPO.
+
+    data: {files: {train: questions.jsonl}, prompt: question, columns: [answer], max_length: 512}
+    train: {batch_size: 8, lr: 1.0e-6}         # prompts of a step
+    plugins:
+      - grpo: {rewards: [rewards.py:is_correct], num_generations: 8, max_new_tokens: 256}
+
+``README.md`` describes its options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+from fastloop import Batch, Output, RecipeError, hookimpl, option
+from fastloop_plugins.text import (
+    Completion,
+    Model,
+    Ragged,
+    ReferenceModel,
+    TextTask,
+    WithPlaces,
+    add_loss,
+    chunk_log_probabilities,
+    end_tokens,
+    log_probabilities,
+    split,
+    template_text,
+)
+from fastloop_plugins.toolkit import switch_dropout_off
+
+from fastloop_grpo import prompts
+from fastloop_grpo.completions import Hooks, Sampling, check_completions, generate_by_model
+from fastloop_grpo.options import PromptData
+from fastloop_grpo.rewards import RewardFunction, Scored, load_rewards, sum_rewards
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fastloop import MetricMode, Run
+    from fastloop_plugins.text import Split
+    from torch import Tensor
+
+    from fastloop_grpo.losses import LossSettings
+    from fastloop_grpo.rollout import CompletionSample, Rollout
+
+OWN = ("targets", "places", "completions", "sizes", "advantages", "old", "reference", "sampled", "rows")
+"""Inputs of a batch that the model does not get."""
+DIVIDED = "the model that generates needs whole layers. Use ddp or fsdp."
+
+
+class GRPO(TextTask):
+    """Learns completions that reward functions prefer to others of the same prompt (GRPO)."""
+
+    name = "grpo"
+    numerics = "changes-training"
+    columns = ("prompt", "columns")
+    inputs = ("prompt",)
+    conversations = ("prompt",)
+    values = ("columns",)
+    auto_class = "AutoModelForCausalLM"
+    sections = {"model": Model, "data": PromptData}
+    unused_modules = ()
+    fallback_hooks = ("compute_loss", "generate_completions")
+    hookspecs = Hooks
+    runs_after = ("lora",)  # which may replace the head
+    runs_before = ("packing", "activation-checkpointing", "slot:strategy")  # which need the head as it will be
+    conflicts = {
+        "tensor-parallel": DIVIDED,
+        "context-parallel": DIVIDED,
+        "neftune": "noise would change the ratio of probabilities between two updates.",
+    }
+    adds_metrics: Mapping[str, MetricMode | None] = {"reward": "max", "completion_tokens": None, "truncated": "min"}
+
+    rewards: list[str] = option("Reward functions: file.py:name, or package.module:name.")
+    reward_weights: list[float] | None = option("The factor of each reward; null: 1.", default=None)
+    num_generations: int = option("Completions of each prompt: a group.", default=8, ge=2)
+    eval_generations: int | None = option(
+        "Completions of each prompt in an evaluation; null: num_generations.", default=None, ge=1
+    )
+    max_new_tokens: int = option("Tokens of a completion at most.", default=256, ge=1)
+    temperature: float = option("Divides the logits, in generation and in the loss.", default=1.0, gt=0)
+    loss: Literal["grpo", "dapo", "dr_grpo", "gspo"] = option(
+        "The mean over tokens (dapo), over completions of their means (grpo, gspo), or over max_new_tokens (dr_grpo).",
+        default="dapo",
+    )
+    scale_rewards: bool | None = option(
+        "Divide advantages by the group's standard deviation; null: except for dr_grpo.", default=None
+    )
+    beta: float = option("Weight of the divergence from the model before training.", default=0.0, ge=0)
+    epsilon: float = option("Clips the ratio of probabilities below 1 - epsilon.", default=0.2, gt=0, lt=1)
+    epsilon_high: float | None = option("Clips it above 1 + epsilon_high; null: epsilon.", default=None, gt=0)
+    updates_per_generation: int = option("Optimizer steps on the same completions.", default=1, ge=1)
+    mask_truncated: bool = option("Leave completions without an end out of the loss.", default=False)
+    loss_batch_size: int | None = option(
+        "Completions of a forward and backward pass; null: those of a micro-batch.", default=None, ge=1
+    )
+    generation_batch_size: int | None = option(
+        "Completions that are generated at once; null: all of a step.", default=None, ge=1
+    )
+    sampler_cap: float = option(
+        "Largest weight of a token that an engine has drawn with a smaller probability than the model's.",
+        default=2.0,
+        ge=1,
+    )
+    log_completions: int = option("Completions to log at each log point.", default=16, ge=0)
+
+    read_conversation = staticmethod(prompts.read_prompt)
+    encode = staticmethod(prompts.encode)
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.template: str | None = None
+        self.functions: list[RewardFunction] = []
+        self.splits: list[prompts.Prompts] = []
+        self.ends: tuple[int, ...] = ()
+        self.reference: ReferenceModel | None = None
+        self.saved_config: dict[str, Any] = {}  # of the model, before dropout was switched off
+        self.rows: list[dict[str, Any]] = []  # to log after the step
+        self.token_sums: Any = None  # over the tokens of a step: their number, clipped ones, divergences
+
+    # -- prompts -------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def check_recipe(self, recipe: Any) -> None:
+        if recipe.data.get("streaming"):
+            raise RecipeError(f"{recipe.where}: data.streaming: grpo reads all prompts before training. Remove it.")
+        super().check_recipe(recipe)
+        name = self.data.options.chat_template
+        if name not in (None, "tokenizer") and recipe.inference is None:  # an exported tokenizer has it
+            self.template = template_text(recipe, name)
+        if recipe.inference is not None and recipe.inference.chunk:
+            return  # predictions have no rewards
+        self.functions = load_rewards(recipe, self.rewards, self.reward_weights, self.data.names_of("columns"))
+        parts: dict[str, MetricMode | None] = {f"rewards/{function.name}": "max" for function in self.functions}
+        self.adds_metrics = {**type(self).adds_metrics, **parts}
+
+    def encoding_arguments(self) -> dict[str, Any]:
+        render = self.data.options.chat_template is not None
+        return super().encoding_arguments() | {"template": self.template, "render": render}
+
+    @staticmethod
+    def build_dataset(split: Split, arguments: Mapping[str, Any]) -> prompts.Prompts:
+        return prompts.Prompts(split, arguments["max_length"])
+
+    def check_dataset(self, split: str, dataset: prompts.Prompts) -> None:
+        size = self.data.options.max_length
+        if not len(dataset):
+            raise RecipeError(f"{self.data.where}.max_length: no prompt of the {split} split has 1 to {size} tokens.")
+        count = len(dataset.left_out)
+        if count:
+            text = "data: %s: %d prompts are left out: not 1 to %d tokens (data.max_length). The first is row %d"
+            self.log.warning(text, split, count, size, dataset.left_out[0] + 1)
+
+    @hookimpl
+    def build_datasets(self, run: Run) -> Mapping[str, Any]:
+        datasets: Mapping[str, Any] = super().build_datasets(run)
+        if self.template is not None:  # cached tokens did not need it
+            self.text_model.tokenizer.chat_template = self.template
+        self.splits = list(datasets.values())
+        first = 0
+        for dataset in self.splits:
+            dataset.first = first
+            first += len(dataset)
+        self.check_positions(datasets)
+        self.ends = tuple(end_tokens(self.text_model.tokenizer))
+        if self.functions:
+            self.try_rewards()
+        return datasets
+
+    def check_positions(self, datasets: Mapping[str, prompts.Prompts]) -> None:
+        """Raise an error if a model has too few positions for its longest prompt with a completion."""
+        positions = getattr(self.text_model.config, "max_position_embeddings", None)
+        longest = max(int(dataset.lengths.max()) for dataset in datasets.values())
+        if isinstance(positions, int) and 0 < positions < longest + self.max_new_tokens:
+            raise RecipeError(
+                f"{self.where}.max_new_tokens: found {self.max_new_tokens}, and the longest prompt has {longest} "
+                f"tokens: more than the model's {positions} positions. Set one smaller, or data.max_length."
+            )
+
+    def try_rewards(self) -> None:
+        """Call the reward functions once, before a model is loaded: with an empty completion of the first prompt, and
+        with one that repeats the prompt."""
+        prompt, *others = self.splits[0].values(0)
+        text = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+        ids = self.splits[0][0]["input_ids"].tolist()
+        completions = [Completion(list(self.ends[:1]), ended=True), Completion(ids, ended=False)]
+        scored = self.score([0], completions, ["", text], step=0)
+        for function in self.functions:
+            function(scored)
+
+    def row_values(self, row: int) -> list[Any]:
+        """The prompt with this number among all splits, and the values of its further columns."""
+        for dataset in self.splits:
+            if row < dataset.first + len(dataset):
+                return dataset.values(row - dataset.first)
+        raise IndexError(row)
+
+    @hookimpl(optionalhook=True)
+    def show_samples(self, run: Run, count: int) -> Iterator[list[tuple[str, Any]]]:
+        read = self.read_splits(run, count)["train"]
+        dataset = self.build_dataset(read, self.encoding_arguments())
+        for index in range(len(dataset)):
+            ids = dataset[index]["input_ids"].tolist()
+            yield [("prompt", [(self.text_model.tokenizer.decode([token]), None) for token in ids])]
+
+    # -- batches: of prompts, as the loader reads them, and of completions ---------------------------------------------
+
+    @hookimpl
+    def build_collator(self, run: Run) -> Callable[[list[Any]], Batch]:
+        options = self.data.options
+        longest = options.max_length + self.max_new_tokens
+        self.text_model.width(run, replace(options, max_length=longest))  # the first call defines the width
+        return super().build_collator(run)
+
+    @hookimpl(wrapper=True, specname="build_collator", tryfirst=True)  # around that of `packing`
+    def add_places(self) -> Generator[None, Any, Callable[[list[Any]], Batch]]:
+        return WithPlaces((yield))
+
+    def build_batch(self, samples: list[Any]) -> Ragged:
+        import torch
+
+        if not isinstance(samples[0], dict):
+            return self.build_completions(samples)
+        batch = super().build_batch(samples)
+        if "row" in samples[0]:
+            batch.fixed["rows"] = torch.tensor([sample.get("row", 0) for sample in samples])
+        return batch
+
+    def build_completions(self, samples: Sequence[CompletionSample]) -> Ragged:
+        """A batch of the loss; see ``losses.policy_loss``."""
+        import numpy as np
+        import torch
+
+        from fastloop_grpo.losses import loss_weight
+        from fastloop_grpo.rollout import NO_TARGET
+
+        ids = [sample.input_ids for sample in samples]
+        targets = [sample.targets for sample in samples]
+        sizes = torch.tensor([sample.size for sample in samples])
+        sampled = torch.from_numpy(np.concatenate([sample.sampled for sample in samples]))
+        fixed = {
+            "completions": torch.repeat_interleave(torch.arange(len(samples)), sizes),
+            "sizes": sizes.float(),
+            "advantages": torch.tensor([sample.advantage for sample in samples], dtype=torch.float32),
+        }
+        if not sampled.isnan().all():
+            fixed["sampled"] = sampled
+        return Ragged(
+            columns={"input_ids": (ids, self.text_model.tokenizer.pad_token_id), "targets": (targets, NO_TARGET)},
+            fixed=fixed,
+            loss_weight=loss_weight(int(sizes.sum()), len(samples), self.loss),
+            tokens=sum(map(len, ids)),
+        )
+
+    def completion_batches(self, run: Run, samples: Sequence[CompletionSample], count: int) -> list[Batch]:
+        """``count`` micro-batches of samples, on the device; those without a sample have no weight."""
+        from accelerate.utils import send_to_device
+
+        from fastloop_grpo.rollout import empty_sample
+
+        size, collate = self.completions_at_once(run), run.loaders.collators[run.loaders.first]
+        batches = []
+        for place in range(count):
+            part = list(samples[place * size : (place + 1) * size])
+            batch = collate(part or [empty_sample(self.text_model.tokenizer.pad_token_id)])
+            if not part:
+                batch = replace(batch, loss_weight=0)
+            batch.inputs = send_to_device(batch.inputs, run.device)
+            batches.append(batch)
+        return batches
+
+    def completions_at_once(self, run: Run) -> int:
+        """Completions of a forward and backward pass."""
+        return self.loss_batch_size or run.loaders.micro_batch_size * self.num_generations
+
+    # -- the model -----------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def build_model(self, run: Run) -> Any:
+        model = super().build_model(run)
+        add_loss(model)
+        return model
+
+    @hookimpl
+    def before_prepare(self, run: Run, model: Any) -> None:
+        if run.recipe.inference is not None:
+            return
+        self.saved_config = dict(vars(model.config))
+        changed = switch_dropout_off(model)  # the ratio of an update compares two forward passes
+        if changed:
+            self.log.info("dropout is off, so that ratios compare weights alone: %s", ", ".join(changed))
+        chunk_log_probabilities(run, model)
+        if self.beta:
+            self.reference = ReferenceModel(run, model)
+
+    @hookimpl
+    def export_model(self, run: Run, folder: Path) -> Path:
+        config = run.unwrap_model().config
+        for name, value in self.saved_config.items():
+            if isinstance(value, float) and getattr(config, name) == 0:  # a rate of dropout
+                setattr(config, name, value)
+        return super().export_model(run, folder)
+
+    def log_probabilities(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Those of the tokens of completions, end to end: (tokens,) float32."""
+        inputs = {name: value for name, value in batch.items() if name not in OWN}
+        return log_probabilities(model, inputs, batch["targets"], batch["places"], self.temperature)
+
+    def add_reference(self, run: Run, batches: Sequence[Batch]) -> None:
+        """Add the log-probabilities of the model before training to batches of completions."""
+        if self.reference is None:
+            return
+        with self.reference.computing(run) as model:
+            for batch in batches:
+                batch.inputs["reference"] = self.log_probabilities(model, batch.inputs)
+
+    # -- completions and their rewards ---------------------------------------------------------------------------------
+
+    @hookimpl
+    def generate_completions(
+        self, run: Run, prompts: list[list[int]], count: int, options: Sampling, seed: int
+    ) -> list[Completion]:
+        pad = self.text_model.tokenizer.pad_token_id
+        return generate_by_model(run, prompts, count, options, pad, seed, self.generation_batch_size)
+
+    def roll_out(self, run: Run, batches: Sequence[Mapping[str, Any]], count: int, draw: str) -> Rollout:
+        """Complete the prompts of batches, and score the completions.
+
+        Args:
+            count: Completions of each prompt.
+            draw: Names this drawing of tokens, which no other one of the run on any process may repeat.
+        """
+        import torch
+
+        from fastloop_grpo.rollout import Rollout
+
+        asked, rows = [], []
+        for batch in batches:
+            asked += [ids.tolist() for ids in split(batch["input_ids"], batch)]
+            rows += batch["rows"].tolist()
+        name = f"{run.recipe.train.seed} {draw}"
+        seed = int.from_bytes(blake2b(name.encode(), digest_size=6).digest(), "little")
+        sampling = Sampling(self.max_new_tokens, self.temperature, self.ends)
+        completions = run.hooks.generate_completions(run=run, prompts=asked, count=count, options=sampling, seed=seed)
+        tokenizer = self.text_model.tokenizer
+        check_completions(completions, len(asked) * count, len(tokenizer))
+        texts = tokenizer.batch_decode([completion.ids for completion in completions], skip_special_tokens=True)
+        scored = self.score(rows, completions, texts, run.state.step)
+        parts = {}
+        for function in self.functions:
+            parts[function.name] = function(scored) if completions else []
+        sums = torch.tensor(sum_rewards(self.functions, parts), dtype=torch.float64)
+        return Rollout(asked, completions, sums.view(len(asked), count), parts, scored)
+
+    def score(self, rows: Sequence[int], completions: Sequence[Completion], texts: list[str], step: int) -> Scored:
+        """The arguments of reward functions, for the completions of prompts with these numbers."""
+        from transformers import TrainerState
+
+        count = len(completions) // max(len(rows), 1)
+        values: list[list[Any]] = []
+        for row in rows:
+            values += [self.row_values(row)] * count
+        is_chat = [not isinstance(value[0], str) for value in values]
+        answers: list[Any] = []
+        for text, chat in zip(texts, is_chat, strict=True):
+            answers.append([{"role": "assistant", "content": text}] if chat else text)
+        arguments: dict[str, Any] = {
+            "prompts": [value[0] for value in values],
+            "completions": answers,
+            "completion_ids": [list(completion.ids) for completion in completions],
+        }
+        for place, name in enumerate(self.data.names_of("columns"), start=1):
+            arguments[name] = [value[place] for value in values]
+        return Scored(arguments, TrainerState(global_step=step))
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    @hookimpl
+    def train_step(self, run: Run, batches: list[Batch]) -> Tensor:
+        import torch
+
+        started = perf_counter()
+        asked = [batch.inputs for batch in batches if batch.samples]  # others repeat rows of another process
+        rollout = self.roll_out(run, asked, self.num_generations, f"train {run.state.step} {run.rank}")
+        generated = perf_counter()
+        gains = rollout.advantages(self.loss != "dr_grpo" if self.scale_rewards is None else self.scale_rewards)
+        if (run.state.step + 1) % run.recipe.train.log_every == 0:
+            self.rows = rollout.rows(gains, self.log_completions)
+        samples = rollout.samples(gains, self.mask_truncated)
+        own = -(-len(samples) // self.completions_at_once(run))
+        shared = run.processes.all_gather_object((own, rollout.means(), sum(rollout.sizes())))
+        parts = self.completion_batches(run, samples, max(count for count, _, _ in shared))
+        self.add_reference(run, parts)
+        self.token_sums = torch.zeros(3, device=run.device)
+        for _ in range(self.updates_per_generation):
+            loss = run.accumulate_gradients(parts)
+            run.apply_gradients(loss)
+        run.state.tokens += int(sum(count for _, _, count in shared))
+        self.log_step(run, [means for _, means, _ in shared])
+        run.log("seconds/generation", generated - started, reduce="main")
+        run.log("seconds/training", perf_counter() - generated, reduce="main")
+        return loss
+
+    @hookimpl
+    def after_step(self, run: Run) -> None:
+        if self.rows:
+            run.log_rows("completions", self.rows)
+            self.rows = []
+
+    def log_step(self, run: Run, means: Sequence[Mapping[str, Any]]) -> None:
+        """Log the means of a step over all processes."""
+        from fastloop_grpo.metrics import join_means
+
+        for name, mean in join_means(means).items():
+            if mean.count:
+                run.log(name, mean.value(), reduce="main")
+        tokens, clipped, divergence = run.processes.all_reduce_sum(self.token_sums.cpu()).tolist()
+        self.token_sums = None
+        run.log("clipped", clipped / max(tokens, 1), reduce="main")
+        if self.reference is not None:
+            run.log("kl", divergence / max(tokens, 1), reduce="main")
+
+    def loss_settings(self) -> LossSettings:
+        from fastloop_grpo.losses import LossSettings
+
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        return LossSettings(self.loss, self.beta, self.epsilon, high, self.max_new_tokens, self.sampler_cap)
+
+    @hookimpl
+    def compute_loss(self, run: Run, model: Any, batch: dict[str, Any]) -> Output:
+        """The loss of completions; of prompts, minus their mean reward, whose ``predictions`` are the values of
+        ``GroupMeans``. With gradients, prompts are only tried: see ``trial_samples``."""
+        import torch
+
+        from fastloop_grpo.losses import policy_loss
+        from fastloop_grpo.rollout import trial_samples
+
+        if "targets" not in batch and not torch.is_grad_enabled():
+            return self.evaluate_prompts(run, batch)
+        if "targets" not in batch:
+            samples = trial_samples([ids.tolist() for ids in split(batch["input_ids"], batch)])
+            size = self.completions_at_once(run)
+            trial = self.completion_batches(run, samples[:size], 1)
+            self.add_reference(run, trial)
+            batch = trial[0].inputs
+        found = self.log_probabilities(model, batch)
+        if "old" not in batch:  # the first update
+            batch["old"] = found.detach()
+        result = policy_loss(found, batch, self.loss_settings())
+        if self.token_sums is not None:
+            tokens = torch.full_like(result.loss, len(found)).detach()
+            self.token_sums += torch.stack([tokens, result.clipped.sum(), result.divergence.sum()])
+        return Output(result.loss)
+
+    # -- evaluation and prediction -------------------------------------------------------------------------------------
+
+    def evaluate_prompts(self, run: Run, batch: Mapping[str, Any]) -> Output:
+        """Completions of prompts of an evaluation: each evaluation draws with the same seeds."""
+        count = self.eval_generations or self.num_generations
+        rows = batch["rows"].tolist()
+        rollout = self.roll_out(run, [batch], count, f"evaluate {rows[0]} {len(rows)}")
+        _, values = rollout.group_values()
+        values = values.to(run.device)
+        return Output(-values[:, 0].nan_to_num().mean(), values, values)
+
+    @hookimpl
+    def build_metrics(self) -> Any:
+        from torchmetrics import MetricCollection
+
+        from fastloop_grpo.metrics import GroupMeans
+
+        parts = [f"rewards/{function.name}" for function in self.functions]
+        return MetricCollection({"groups": GroupMeans(["reward", *parts, "completion_tokens", "truncated"])})
+
+    @hookimpl
+    def predict(self, run: Run, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The most probable completion of each prompt."""
+        tokenizer = self.text_model.tokenizer
+        self.ends = self.ends or tuple(end_tokens(tokenizer))
+        asked = [ids.tolist() for ids in split(batch["input_ids"], batch)]
+        sampling = Sampling(self.max_new_tokens, 0.0, self.ends)
+        size = self.generation_batch_size
+        completions = generate_by_model(run, asked, 1, sampling, tokenizer.pad_token_id, 0, size)
+        ids = [completion.ids for completion in completions]
+        return {"text": tokenizer.batch_decode(ids, skip_special_tokens=True)}

@@ -1,0 +1,20 @@
+"""Options of the task's section ``data``."""
+
+from dataclasses import dataclass
+
+from fastloop import option
+from fastloop_plugins.text import Data
+
+
+@dataclass(kw_only=True)
+class PromptData(Data):
+    """The ``data`` section. ``max_length`` is of prompts: longer ones are left out."""
+
+    prompt: str = option("The column of prompts: texts, or lists of messages.", default="prompt")
+    columns: str | list[str] | None = option(
+        "Further columns, which reward functions get by these names: any JSON values.", default=None
+    )
+    chat_template: str | None = option(
+        "Render texts, too, by a Jinja file, chatml, or tokenizer, for its own; null: render messages only.",
+        default=None,
+    )

@@ -1,0 +1,190 @@
+"""Reward functions: checked before a model is loaded, called with the arguments that they name, and their results."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+from fastloop import RecipeError
+from fastloop_plugins.toolkit import did_you_mean, import_object
+
+if TYPE_CHECKING:
+    from fastloop import Recipe
+
+OWN_ARGUMENTS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments of reward functions beside the columns of ``data.columns``: those of TRL."""
+
+
+@dataclass
+class Scored:
+    """Completions with the values that reward functions get, and what these log.
+
+    Attributes:
+        values: Argument -> a value for each completion, such as ``prompts`` and the further columns.
+        metrics: Name -> the values that ``log_metric`` was called with.
+        extra: Name -> a value for each completion, by ``log_extra``.
+    """
+
+    values: Mapping[str, Sequence[Any]]
+    trainer_state: Any
+    metrics: dict[str, list[float]] = field(default_factory=dict)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """The number of completions."""
+        return len(self.values["completions"])
+
+    def log_metric(self, name: str, value: float) -> None:
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        self.extra[column] = list(values)
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments that a reward function may take."""
+        own = {"trainer_state": self.trainer_state, "log_extra": self.log_extra, "log_metric": self.log_metric}
+        return {**self.values, **own}
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A reward function of a recipe.
+
+    Attributes:
+        name: Its name in logs: that of the function, or the whole reference if two functions have the same name.
+        weight: Its factor in the sum of rewards.
+        parameters: The arguments that it takes; None: all, by ``**kwargs``.
+        place: The recipe, its key and the reference, for messages.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    weight: float
+    parameters: frozenset[str] | None
+    place: str
+
+    def __call__(self, scored: Scored) -> list[float]:
+        """The rewards of completions; NaN where the function returned None: it does not apply.
+
+        Raises:
+            RecipeError: The function raised, or it returned something else than a number or None for each completion.
+        """
+        given = scored.arguments()
+        if self.parameters is not None:
+            given = {name: value for name, value in given.items() if name in self.parameters}
+        try:
+            result = self.function(**given)
+            if inspect.isawaitable(result):
+                result = asyncio.run(wait_for(result))
+        except Exception as error:
+            line = traceback.extract_tb(error.__traceback__)[-1]
+            problem = f"raised {type(error).__name__}: {error} ({line.filename}, line {line.lineno})"
+            raise RecipeError(f"{self.place} {problem}.") from error
+        return self.read(result, scored)
+
+    def read(self, result: Any, scored: Scored) -> list[float]:
+        """The numbers that the function returned, see ``__call__``."""
+        if hasattr(result, "tolist"):  # a tensor or an array
+            result = result.tolist()
+        if not isinstance(result, Sequence) or isinstance(result, str):
+            kind = type(result).__name__
+            raise RecipeError(f"{self.place} returned a {kind}, expected a list of {scored.count} numbers.")
+        if len(result) != scored.count:
+            raise RecipeError(f"{self.place} returned {len(result)} values for {scored.count} completions.")
+        rewards = []
+        for value, completion in zip(result, scored.values["completions"], strict=True):
+            if value is None:
+                rewards.append(math.nan)
+            elif isinstance(value, Real) and math.isfinite(value):
+                rewards.append(float(value))
+            else:
+                raise RecipeError(
+                    f"{self.place} returned {value!r} for the completion {completion!r:.200}, expected a finite "
+                    "number, or None if it does not apply."
+                )
+        return rewards
+
+
+async def wait_for(result: Any) -> Any:
+    """The result of an async reward function."""
+    return await result
+
+
+def load_rewards(
+    recipe: Recipe, references: Sequence[str], weights: Sequence[float] | None, columns: Sequence[str]
+) -> list[RewardFunction]:
+    """Import the reward functions of a recipe.
+
+    Args:
+        references: ``file.py:name``, relative to the recipe, or ``package.module:name``.
+        weights: One for each; None: 1.
+        columns: The names of ``data.columns``.
+
+    Raises:
+        RecipeError: A function cannot be imported, is none, or needs an argument that there is not.
+    """
+    where = f"{recipe.where}: plugins.grpo"
+    if not references:
+        raise RecipeError(f"{where}.rewards: the list is empty. Name a function: file.py:name.")
+    if weights is not None and len(weights) != len(references):
+        raise RecipeError(
+            f"{where}.reward_weights: found {len(weights)} weights for {len(references)} functions, expected one for "
+            "each."
+        )
+    names = [reference.rpartition(":")[2] for reference in references]
+    functions = []
+    for place, reference in enumerate(references):
+        if references.count(reference) > 1:
+            raise RecipeError(f"{where}.rewards: {reference} is listed twice. Give it a larger weight instead.")
+        function = import_object(reference, recipe, "plugins.grpo.rewards")
+        parameters = check_parameters(function, f"{where}.rewards: {reference}", columns)
+        name = names[place] if names.count(names[place]) == 1 else reference
+        weight = 1.0 if weights is None else weights[place]
+        label = f"{where}.rewards: {reference}"
+        functions.append(RewardFunction(name, function, weight, parameters, label))
+    return functions
+
+
+def check_parameters(function: Any, place: str, columns: Sequence[str]) -> frozenset[str] | None:
+    """The arguments that a reward function takes; None: all.
+
+    Raises:
+        RecipeError: It is no function, or needs an argument that there is not.
+    """
+    if not callable(function):
+        raise RecipeError(f"{place} is a {type(function).__name__}, expected a function.")
+    known = {*OWN_ARGUMENTS, *columns}
+    taken = set()
+    takes_all = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            takes_all = True
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            continue
+        taken.add(parameter.name)
+        if parameter.default is parameter.empty and parameter.name not in known:
+            raise RecipeError(
+                f"{place} needs the argument {parameter.name!r}, and no column has this name."
+                f"{did_you_mean(parameter.name, known)} Name the columns that it reads: "
+                f"data.columns=[{parameter.name}]."
+            )
+    return None if takes_all else frozenset(taken & known)
+
+
+def sum_rewards(functions: Sequence[RewardFunction], parts: Mapping[str, Sequence[float]]) -> list[float]:
+    """The weighted sum of the rewards of each completion, without those that do not apply; NaN: none applies."""
+    sums = []
+    for values in zip(*(parts[function.name] for function in functions), strict=True):
+        applied = []
+        for function, value in zip(functions, values, strict=True):
+            if not math.isnan(value):
+                applied.append(function.weight * value)
+        sums.append(math.fsum(applied) if applied else math.nan)
+    return sums

@@ -1,0 +1,165 @@
+"""The completions of some prompts with their rewards, as samples of the loss, and as values and rows to log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from fastloop_plugins.text import Completion
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fastloop_grpo.losses import advantages, deviations, equal_groups
+from fastloop_grpo.metrics import Mean
+from fastloop_grpo.rewards import Scored
+
+NO_TARGET = -100
+"""Target of a token whose next one is none of a completion."""
+
+
+@dataclass(frozen=True)
+class CompletionSample:
+    """A prompt with a completion, as a sample of the loss.
+
+    For the prompt [5, 6] and the completion [7, 2], ``input_ids`` are [5, 6, 7, 2], and ``targets`` [-100, 7, 2, -100].
+
+    Attributes:
+        input_ids: All tokens, int32.
+        targets: The next token where that is one of the completion, int32.
+        size: The number of targets; 0: the completion has no loss.
+        advantage: That of the completion.
+        sampled: The log-probability of each target by an engine, (size,) float32; NaN: the model has drawn it.
+    """
+
+    input_ids: NDArray[np.int32]
+    targets: NDArray[np.int32]
+    size: int
+    advantage: float
+    sampled: NDArray[np.float32]
+
+
+def completion_sample(
+    prompt: Sequence[int], completion: Completion, advantage: float, masked: bool
+) -> CompletionSample:
+    """The sample of a completion. ``masked``: it has no loss."""
+    ids = np.array([*prompt, *completion.ids], dtype=np.int32)
+    targets = np.full(len(ids), NO_TARGET, dtype=np.int32)
+    if masked:
+        return CompletionSample(ids, targets, 0, advantage, np.zeros(0, dtype=np.float32))
+    targets[len(prompt) - 1 : -1] = completion.ids
+    size = len(completion.ids)
+    sampled = np.full(size, np.nan, dtype=np.float32)
+    if completion.log_probabilities is not None:
+        sampled[:] = completion.log_probabilities
+    return CompletionSample(ids, targets, size, advantage, sampled)
+
+
+def empty_sample(token: int) -> CompletionSample:
+    """A sample without a loss, of one token: for a process with fewer completions than another."""
+    return completion_sample([], Completion([token], ended=True), 0.0, masked=True)
+
+
+def trial_samples(prompts: Sequence[Sequence[int]]) -> list[CompletionSample]:
+    """Two samples of each prompt, whose completions are its tokens, to try a model without generating: their advantages
+    are 1 and -1/2, so that the gradient is not zero."""
+    samples = []
+    for prompt in prompts:
+        completion = Completion(list(prompt), ended=True)
+        samples.append(completion_sample(prompt, completion, 1.0, masked=False))
+        samples.append(completion_sample(prompt, completion, -0.5, masked=False))
+    return samples
+
+
+@dataclass
+class Rollout:
+    """Completions of prompts with their rewards.
+
+    Attributes:
+        prompts: The token ids of each prompt.
+        completions: ``count`` of the first prompt, then those of the next ones.
+        rewards: The sums of the rewards, (prompts, count) float64; NaN: none applies.
+        parts: Name of a reward function -> its reward of each completion.
+        scored: The arguments of the reward functions.
+    """
+
+    prompts: list[list[int]]
+    completions: list[Completion]
+    rewards: Tensor
+    parts: dict[str, list[float]]
+    scored: Scored
+
+    @property
+    def count(self) -> int:
+        """Completions of each prompt."""
+        return self.rewards.shape[1]
+
+    def advantages(self, scale: bool) -> list[float]:
+        """The advantage of each completion."""
+        values: list[float] = advantages(self.rewards, scale).flatten().tolist()
+        return values
+
+    def samples(self, gains: Sequence[float], mask_truncated: bool) -> list[CompletionSample]:
+        """The samples of the loss, the longest ones first, so that batches have little padding."""
+        samples = []
+        for place, (completion, gain) in enumerate(zip(self.completions, gains, strict=True)):
+            masked = mask_truncated and not completion.ended
+            samples.append(completion_sample(self.prompts[place // self.count], completion, gain, masked))
+        return sorted(samples, key=lambda sample: -len(sample.input_ids))
+
+    def means(self) -> dict[str, Mean]:
+        """The values that a training step logs, by name."""
+        means = {"reward": Mean.of(self.rewards.flatten().tolist())}
+        for name, values in self.parts.items():
+            means[f"rewards/{name}"] = Mean.of(values)
+        means["reward_spread"] = Mean.of(deviations(self.rewards).tolist())
+        means["groups_without_signal"] = Mean.of(equal_groups(self.rewards).double().tolist())
+        means["completion_tokens"] = Mean.of(self.sizes())
+        means["truncated"] = Mean.of(self.truncated())
+        for name, values in self.scored.metrics.items():
+            means[name] = Mean.of(values)
+        return means
+
+    def group_values(self) -> tuple[list[str], Tensor]:
+        """The names of the values of an evaluation, and their means of each prompt: (prompts, names) float32."""
+        columns = {"reward": self.rewards.flatten().tolist()}
+        for name, values in self.parts.items():
+            columns[f"rewards/{name}"] = values
+        columns |= {"completion_tokens": self.sizes(), "truncated": self.truncated()}
+        table = torch.tensor([*columns.values()], dtype=torch.float64).view(len(columns), -1, self.count)
+        return [*columns], table.nanmean(2).T.float()
+
+    def sizes(self) -> list[float]:
+        """The number of tokens of each completion."""
+        return [float(len(completion.ids)) for completion in self.completions]
+
+    def truncated(self) -> list[float]:
+        """1 for a completion without an end token, and 0 for others."""
+        return [float(not completion.ended) for completion in self.completions]
+
+    def rows(self, gains: Sequence[float], most: int) -> list[dict[str, Any]]:
+        """The first completions, as rows to log."""
+        rewards = self.rewards.flatten().tolist()
+        rows = []
+        for place, completion in enumerate(self.completions[:most]):
+            row = {
+                "prompt": self.scored.values["prompts"][place],
+                "completion": self.scored.values["completions"][place],
+                "tokens": len(completion.ids),
+                "ended": completion.ended,
+                "reward": rewards[place],
+                "advantage": gains[place],
+            }
+            for name, values in self.parts.items():
+                row[f"rewards/{name}"] = values[place]
+            for name, extra in self.scored.extra.items():
+                row[name] = extra[place] if place < len(extra) else None
+            rows.append({name: none_if_nan(value) for name, value in row.items()})
+        return rows
+
+
+def none_if_nan(value: Any) -> Any:
+    """None for NaN, which JSON has not."""
+    return None if isinstance(value, float) and value != value else value

@@ -148,7 +148,7 @@ def plugin_lists() -> str:
     groups: dict[str, list[str]] = {}
     for name, cls in ours().items():
         package, group = cls.__module__.split(".")[:2]
-        if package != "fastloop_plugins":
+        if package not in ("fastloop_plugins", "fastloop_tools"):  # the plugin of a command is in its folder
             group = f"{PLUGINS[name].distribution}, a package"
         numerics = "" if cls.slot == "task" else f" ({cls.numerics})"
         first = FIRST.split(summary(cls).rstrip("."))[0]

@@ -576,7 +576,7 @@ CASES: dict[str, Case] = {
         (r"use (--without early-stopping)",),
     ),
     "another split than a fold": Case(
-        ("data/folds.py --split",),
+        ("sweep/folds.py --split",),
         then(module(plugins=["folds"]), "evaluate", "out", "--split", "validation"),
         (r"another split: (--split test)",),
         drop=("--split", "validation"),

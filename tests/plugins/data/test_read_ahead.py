@@ -30,9 +30,9 @@ from fastloop.run import Run
 from fastloop.testing import tiny_data
 from fastloop_plugins.data._read_ahead import AHEAD, ReadAheadLoader
 from fastloop_plugins.data.device_prefetch import DevicePrefetch
-from fastloop_plugins.data.folds import Folds
 from fastloop_plugins.data.length_bucketing import LengthBucketing
 from fastloop_plugins.data.packing import Packing
+from fastloop_tools.sweep.folds import Folds
 
 NAME = "fastloop-batches"
 

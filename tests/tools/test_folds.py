@@ -15,7 +15,7 @@ from fastloop.plugins.resolve import resolve
 from fastloop.recipe import make_recipe
 from fastloop.testing import tiny_data
 from fastloop.testing.tasks import TEXTS, write_texts
-from fastloop_plugins.data.folds import Part, classes_of, divide
+from fastloop_tools.sweep.folds import Part, classes_of, divide
 
 
 @pytest.mark.parametrize(("size", "of"), [(5, 5), (67, 5), (100, 3), (9, 2)])

@@ -1,6 +1,6 @@
 """Trains on all samples except those of one fold, and validates on that fold.
 
-`fastloop sweep RECIPE --folds 5` trains each fold once.
+`fastloop sweep RECIPE --folds 5` adds it to the runs of a sweep, and trains each fold once. Such a run's recipe has:
 
     plugins:
       - folds: {number: 0, of: 5}
@@ -45,10 +45,11 @@ class Folds(Plugin):
 
     @hookimpl
     def check_recipe(self, recipe: Recipe) -> None:
-        number, of = self.number, self.of
-        if number >= of:
+        if self.number >= self.of:
             raise RecipeError(
-                f"{recipe.where}: plugins.folds.number: found {number}, expected a number from 0 to {of - 1}."
+                place=f"{recipe.where}: plugins.folds.number",
+                found=str(self.number),
+                expected=f"a number from 0 to {self.of - 1}",
             )
         if recipe.inference is not None and recipe.inference.split in POOLED:
             raise RecipeError(
@@ -62,26 +63,24 @@ class Folds(Plugin):
         datasets = yield
         if run.recipe.inference is not None:
             return datasets
-        where, pooled = f"{run.recipe.where}: plugins.folds", [datasets[split] for split in POOLED if split in datasets]
+        where = f"{run.recipe.where}: plugins.folds"
+        pooled = [datasets[split] for split in POOLED if split in datasets]
         for dataset in pooled:
             if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
                 raise RecipeError(f"{where}: {type(dataset).__name__} is iterable. Expected map-style data.")
-        size, (number, of) = sum(map(len, pooled)), (self.number, self.of)
-        if size < of:
-            raise RecipeError(f"{where}.of: found {of} folds for {size} samples. Expected at most {size}.")
+        size = sum(map(len, pooled))
+        if size < self.of:
+            raise RecipeError(f"{where}.of: found {self.of} folds for {size} samples. Expected at most {size}.")
         classes = classes_of(pooled)
-        folds = divide(size, of, run.recipe.train.seed, classes)
-        parts = {
-            "train": Part(pooled, (folds != number).nonzero()[0]),
-            "validation": Part(pooled, (folds == number).nonzero()[0]),
-        }
-        how = (
-            "with an equal share of each class"
-            if classes is not None
-            else "without regard to classes, which the data does not show"
-        )
-        self.log.info("%d of %d samples are fold %d of %d, drawn %s", len(parts["validation"]), size, number, of, how)
-        return {**datasets, **parts}
+        folds = divide(size, self.of, run.recipe.train.seed, classes)
+        train = Part(pooled, (folds != self.number).nonzero()[0])
+        validation = Part(pooled, (folds == self.number).nonzero()[0])
+        if classes is not None:
+            how = "with an equal share of each class"
+        else:
+            how = "without regard to classes, which the data does not show"
+        self.log.info("%d of %d samples are fold %d of %d, drawn %s", len(validation), size, self.number, self.of, how)
+        return {**datasets, "train": train, "validation": validation}
 
     @hookimpl(wrapper=True)
     def build_sampler(self, run: Run, split: str) -> Generator[None, Any, Any]:
@@ -129,10 +128,10 @@ class Part:
         """A hash of the datasets' fingerprints and the numbers of the samples."""
         from fastloop.data.datasets import fingerprint
 
-        found = hashlib.blake2b(self.ids.tobytes(), digest_size=8)
+        digest = hashlib.blake2b(self.ids.tobytes(), digest_size=8)
         for dataset in self.datasets:
-            found.update(fingerprint(dataset).encode())
-        return found.hexdigest()
+            digest.update(fingerprint(dataset).encode())
+        return digest.hexdigest()
 
 
 def classes_of(datasets: Sequence[Any]) -> NDArray[Any] | None:
@@ -140,23 +139,27 @@ def classes_of(datasets: Sequence[Any]) -> NDArray[Any] | None:
     import numpy as np
     from torch.utils.data import TensorDataset
 
-    found = []
+    classes = []
     for dataset in datasets:
-        listed = (
-            dataset.tensors[-1]
-            if isinstance(dataset, TensorDataset)
-            else getattr(dataset, "labels", getattr(dataset, "targets", None))
-        )
+        listed: Any
+        if isinstance(dataset, TensorDataset):
+            listed = dataset.tensors[-1]
+        else:
+            listed = getattr(dataset, "labels", getattr(dataset, "targets", None))
         values = np.asarray(listed if listed is not None else [])
         if values.shape != (len(dataset),) or values.dtype.kind not in "iu":
             return None
-        found.append(values)
-    return np.concatenate(found)
+        classes.append(values)
+    return np.concatenate(classes)
 
 
 def divide(size: int, of: int, seed: int, classes: NDArray[Any] | None) -> NDArray[Any]:
     """The fold of each sample, (N,) int64. The sizes of folds differ by one at most, and so do the numbers of each
-    class in them."""
+    class in them.
+
+    The samples are shuffled, sorted by class, and dealt like cards: with two folds and the classes [a b a b b], the
+    order may be the samples [2 0 4 1 3] (a a b b b), whose folds are [0 1 0 1 0].
+    """
     import numpy as np
 
     order = np.random.default_rng(seed).permutation(size)

@@ -144,7 +144,6 @@ ROWS: Mapping[str, Row] = {
     "cpu-affinity": Row(options={"count": 1}),
     "cpu-attention": Row(task="wide"),
     "cpu-layers": Row(task="wide"),
-    "curriculum": Row(task="texts", refuses={"length-bucketing": "both order the samples"}),
     "dataloader-workers": Row(options={"num_workers": 1}),
     "ddp": Row(train=ADAMW, strategies=("ddp",)),
     "deepspeed": Row(train=ADAMW, strategies=("deepspeed",)),

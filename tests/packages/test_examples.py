@@ -20,6 +20,7 @@ from package_helpers import ROOT, CleanVenv, ForkingPython, build_wheels
 pytestmark = pytest.mark.slow
 
 NAMES = (
+    "curriculum",
     "digits-gan",
     "drawn-shapes",
     "energy-use",
@@ -31,6 +32,7 @@ NAMES = (
     "step-variants",
 )
 PLUGINS = {
+    "curriculum": ("curriculum",),
     "digits-gan": ("gan",),
     "drawn-shapes": ("drawn-shapes",),
     "energy-use": ("energy-use",),
@@ -86,6 +88,7 @@ def test_they_are_listed_with_distribution_and_version_and_not_imported(shelf, t
     plugins = [plugin for name in NAMES for plugin in PLUGINS[name]]
     found = {name: [rows[name][key] for key in ("distribution", "version", "slot", "numerics")] for name in plugins}
     assert found == {
+        "curriculum": ["curriculum", "0.1.0", None, "changes-training"],
         "drawn-shapes": ["drawn-shapes", "0.1.0", "task", "bitwise"],
         "energy-use": ["energy-use", "0.1.0", None, "bitwise"],
         "layer-freezing": ["layer-freezing", "0.1.0", None, "changes-training"],
@@ -189,7 +192,7 @@ def test_a_strategy_joins_two_processes(shelf):
 def test_plugin_files_of_the_newer_examples_are_short(shelf):
     files = [
         file
-        for name in ("digits-gan", "local-sgd", "mixup", "sqlite-log", "step-variants")
+        for name in ("curriculum", "digits-gan", "local-sgd", "mixup", "sqlite-log", "step-variants")
         for file in (shelf[1] / name).glob("src/*/*.py")
     ]
     assert len(files) >= 7

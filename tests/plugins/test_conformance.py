@@ -84,7 +84,6 @@ TRIED_ON: dict[str, dict[str, Any]] = {
     "cpu-attention": {"task": WIDE},
     "cpu-layers": {"task": WIDE},
     "compile": {"options": {"backend": "eager", "cache": False}},
-    "curriculum": {"task": TEXTS},
     "dataloader-workers": {"options": {"num_workers": 1}},
     "ema": {"options": {"decay": 0.9}},
     "fast-dropout": {"task": TEXTS},

@@ -74,7 +74,6 @@ CASES: dict[str, tuple[str, list[Any], dict[str, Any]]] = {
     "language-packed": ("language", [{"packing": {}}, {"fused-loss": {}}], {"micro_batch_size": 4}),
     "lora": ("language", [{"lora": {"r": 4}}, {"activation-checkpointing": {}}], {}),
     "saving": ("language", ["async-save", "checkpoint-best"], {"save_every": 3, "evaluate_every": 5}),
-    "curriculum": ("language", [{"curriculum": {}}], {}),
     "muon": ("language", [], {"optimizer": {"name": "Muon"}}),
 }
 

@@ -48,13 +48,11 @@ class Rows:
         columns: Name -> values. Lists become columns.
         labels: The label of each row, if the task has labels: 0..n-1, or as ``text.targets`` reads them.
         sources: The number of each row's source, with ``data.sources``.
-        ranks: The number by which a plugin orders the rows, if there is one.
     """
 
     columns: Mapping[str, Any]
     labels: NDArray[Any] | None = None
     sources: NDArray[np.int64] | None = None
-    ranks: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
         self.columns = {
@@ -72,7 +70,7 @@ class Rows:
     def keep(self, ids: NDArray[np.int64]) -> Rows:
         """The rows with these ids."""
         columns = {name: values.keep(ids) for name, values in self.columns.items()}
-        others: list[Any] = [self.labels, self.sources, self.ranks]
+        others: list[Any] = [self.labels, self.sources]
         return Rows(columns, *(None if values is None else values[ids] for values in others))
 
 

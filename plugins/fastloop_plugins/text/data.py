@@ -44,10 +44,9 @@ from fastloop_plugins.text.options import Data, Files
 from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.sources import Source, find_sources, mix_sources
 from fastloop_plugins.text.streaming.options import StreamedData, check_streaming
-from fastloop_plugins.text.targets import is_readable, read_labels, read_numbers, summarize
+from fastloop_plugins.text.targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
     from fastloop.recipe import Recipe
 
@@ -95,9 +94,6 @@ class TextData(StreamedData):
         self.several = isinstance(self.options.label, list)
         self.label_type = self.options.label_type or ("classes" if self.several else "class")
         self.classes: list[str] = []  # in inference: set before ``load``, from the model
-        self.rank_column: str | None = None  # a column of numbers of train, which a plugin may set before ``load``
-        self.rank_option = ""  # the option that names it
-        self.ranks: NDArray[np.float64] | None = None  # its number for each row of train, after ``load``
         self.messages: list[tuple[int, str]] = []  # level and message
         self.skip_unreadable, self.unreadable = False, 0  # whether to skip unreadable rows; number of skipped rows
         if labelled and self.options.label is None:
@@ -247,10 +243,6 @@ class TextData(StreamedData):
                 rows[role].labels = labels.ids[role]
         if self.sources and "train" in rows:
             rows["train"].sources = np.repeat(*np.transpose([(part.source, len(part)) for part in used["train"]]))
-        if self.rank_column is not None and self.inference is None:
-            rows["train"].ranks = np.concatenate(
-                [read_numbers(part, self.rank_column, self.rank_option) for part in used["train"]]
-            )
         classes = rows["train"].labels if "train" in rows and self.label_type == "class" else None
         fraction = self.options.validation_fraction if held_out else 0.0
         if fraction and self.how.blank_lines and "train" in rows:
@@ -273,7 +265,6 @@ class TextData(StreamedData):
         )
         self.messages.append((logging.INFO, f"data: {', '.join(sizes.values())}{suffix}"))
         self.log_messages()
-        self.ranks = rows["train"].ranks if self.inference is None else None
         return rows
 
     def name_part(self, split: str) -> str:
@@ -292,13 +283,7 @@ class TextData(StreamedData):
             return Layout(self.how, columns, self.optional_columns(), predicts=True)
         columns = self.text_columns() | self.label_columns() | self.text_columns()
         columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
-        optional = [*self.optional_columns(), *self.rank_columns()]
-        return Layout(self.how, columns, optional, skip_unreadable=self.skip_unreadable)
-
-    def rank_columns(self) -> dict[str, str]:
-        """``rank_column``, if there is one and it is not read in any case -> the option that names it."""
-        read = self.text_columns() | self.label_columns() | self.drop.columns()
-        return {} if self.rank_column is None or self.rank_column in read else {self.rank_column: self.rank_option}
+        return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
 
     def row_columns(self) -> dict[str, str]:
         """Column that ``parse`` reads -> the option that names it. Those of ``optional_columns`` follow."""

@@ -51,7 +51,7 @@ class Source:
             raise RecipeError(f"{self.where}.text: found {own}, expected as many columns as data.text: {data.columns}.")
         names = dict(zip(data.columns, ((name, f"{key}.text") for name in own), strict=True))
         names |= {name: (self.label or name, f"{key}.label") for name in data.labels}
-        others = data.drop.columns() | data.rank_columns()
+        others = data.drop.columns()
         return names | {name: (name, option) for name, option in others.items() if name not in names}
 
     def read(self, number: int, data: TextData) -> list[Table]:

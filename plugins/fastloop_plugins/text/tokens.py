@@ -114,7 +114,7 @@ def read(
         None if model.options.trust_remote_code or first else _cache.use_token_folder()
     )  # the hash does not cover such code
     source, how = None, json.dumps([documents, arguments], sort_keys=True)
-    if folder is not None and model.trained is None and data.files and data.stream is None and not data.rank_column:
+    if folder is not None and model.trained is None and data.files and data.stream is None:
         source = folder / _cache.digest(
             ["data", str(ENCODING), __version__, model.fingerprint(), how, data.identity(folder)]
         )

@@ -116,7 +116,6 @@ ELSEWHERE = {
     "context-parallel": "needs several processes",
     "cpu-affinity": "needs a new process",
     "ddp": "needs several processes",
-    "curriculum": "needs a column of numbers",
     "deepspeed": "needs several processes",
     "fsdp": "needs several processes",
     "fused-loss": "needs a vocabulary",

@@ -92,7 +92,7 @@ def test_each_pair_that_a_recipe_may_hold_is_in_a_group():
         held |= pairs
     assert wanted <= held
     assert frozenset({"lora", "token-cache"}) in held
-    assert frozenset({"curriculum", "length-bucketing"}) not in held
+    assert frozenset({"folds", "sample-audit"}) not in held
 
 
 @pytest.mark.slow

@@ -729,6 +729,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "names of options and commands in sentences that propose none of them": (
         "fastloop_migrate/keys.py --resume",
         "fastloop_migrate/import_config.py fastloop import",
+        "inference/predict.py fastloop predict",
         "recipe/recipe.py --without",
         "report/read.py fastloop train",
         "report/read.py fastloop evaluate",
@@ -799,7 +800,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "export/source.py --checkpoint",  # test_export.py
         "fastloop/lifecycle.py fastloop plugins",  # test_cli.py
         "new/command.py fastloop train",  # tests/packages
-        "scale/estimate.py train.optimizer=",  # test_scale.py
+        "scale/share.py train.optimizer=",  # test_scale.py
         "scale/change.py plugins.{}.{}=",  # test_scale_advice.py
         "trials/runs.py --resume",  # test_sweep.py
         "sweep/command.py fastloop report",

@@ -47,7 +47,6 @@ from fastloop_plugins.text.streaming.options import StreamedData, check_streamin
 from fastloop_plugins.text.targets import is_readable, read_labels, summarize
 
 if TYPE_CHECKING:
-
     from fastloop.recipe import Recipe
 
 logger = logging.getLogger("fastloop")

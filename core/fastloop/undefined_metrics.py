@@ -28,7 +28,7 @@ CONSTANT_PREDICTIONS = "all predictions for the split are equal"
 
 
 @dataclass(frozen=True)
-class Rule:
+class UndefinedMetricRule:
     """How to find out whether metrics of some classes are undefined.
 
     Attributes:
@@ -77,7 +77,7 @@ def unwrapped(metric: Metric) -> Metric:
 
 
 @cache
-def _rules() -> list[Rule]:
+def _rules() -> list[UndefinedMetricRule]:
     from torchmetrics import classification as classes
     from torchmetrics import regression
 
@@ -114,14 +114,18 @@ def _rules() -> list[Rule]:
         classes.MultilabelLogAUC,
     )
     return [
-        Rule(of_positives, _without_positives, (0.0,)),
-        Rule(of_negatives, _without_negatives, (0.0,)),
-        Rule((classes.BinaryJaccardIndex, classes.MultilabelJaccardIndex), _without_positives_in_matrix, (0.0,)),
-        Rule(of_agreement, _one_class),
-        Rule((classes.BinaryAveragePrecision, classes.MultilabelAveragePrecision), _without_recall, (0.0,)),
-        Rule(of_roc_curve, _without_curve),
-        Rule((regression.SpearmanCorrCoef,), _constant_values),
-        Rule((regression.R2Score, regression.ExplainedVariance), _constant_squares),
+        UndefinedMetricRule(of_positives, _without_positives, (0.0,)),
+        UndefinedMetricRule(of_negatives, _without_negatives, (0.0,)),
+        UndefinedMetricRule(
+            (classes.BinaryJaccardIndex, classes.MultilabelJaccardIndex), _without_positives_in_matrix, (0.0,)
+        ),
+        UndefinedMetricRule(of_agreement, _one_class),
+        UndefinedMetricRule(
+            (classes.BinaryAveragePrecision, classes.MultilabelAveragePrecision), _without_recall, (0.0,)
+        ),
+        UndefinedMetricRule(of_roc_curve, _without_curve),
+        UndefinedMetricRule((regression.SpearmanCorrCoef,), _constant_values),
+        UndefinedMetricRule((regression.R2Score, regression.ExplainedVariance), _constant_squares),
     ]
 
 

@@ -103,7 +103,7 @@ def plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ChangedSetting:
     """A setting that differs between a checkpoint and the run that resumes from it.
 
     Attributes:
@@ -117,7 +117,7 @@ class Difference:
     now: Any
 
 
-def differences(before: Any, now: Any, key: str) -> Iterator[Difference]:
+def differences(before: Any, now: Any, key: str) -> Iterator[ChangedSetting]:
     """The values that differ between two trees of mappings and lists. A key that only one of them has is compared with
     None.
 
@@ -129,7 +129,7 @@ def differences(before: Any, now: Any, key: str) -> Iterator[Difference]:
         now = dict(enumerate(now))
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         if before != now:
-            yield Difference(key, before, now)
+            yield ChangedSetting(key, before, now)
         return
     for name in {**before, **now}:
         yield from differences(before.get(name), now.get(name), f"{key}.{name}")
@@ -139,7 +139,7 @@ def _holds_mappings(values: list[Any]) -> bool:
     return any(isinstance(value, Mapping) for value in values)
 
 
-def changed_settings(built: Any, saved: Any, now: Any, key: str) -> Iterator[Difference]:
+def changed_settings(built: Any, saved: Any, now: Any, key: str) -> Iterator[ChangedSetting]:
     """The settings that differ between two runs, without the values that the first run changed while it trained, such
     as the number of steps of a scheduler.
 

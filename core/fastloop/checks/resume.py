@@ -17,7 +17,7 @@ import torch
 from fastloop.checkpoint import unpack
 from fastloop.checkpoint.build_record import (
     OPTIMIZER_CODE,
-    Difference,
+    ChangedSetting,
     changed_settings,
     explain_parameters,
     group_settings,
@@ -88,7 +88,7 @@ def read_state(path: Path) -> Any:
         raise CheckpointError(f"cannot be read: {error}.", code="damaged-checkpoint", place=str(path)) from None
 
 
-def refusal(path: Path, difference: Difference) -> CheckpointError:
+def refusal(path: Path, difference: ChangedSetting) -> CheckpointError:
     """The error for a fixed setting that differs."""
     return CheckpointError(
         f"was saved with {difference.key} = {difference.before!r}, and this run has {difference.now!r}.",
@@ -98,7 +98,7 @@ def refusal(path: Path, difference: Difference) -> CheckpointError:
     )
 
 
-def compare_recipes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> list[Difference]:
+def compare_recipes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> list[ChangedSetting]:
     """Compare the model, the data and the section ``train``. Returns the free settings that differ.
 
     Raises:
@@ -106,13 +106,13 @@ def compare_recipes(path: Path, old: dict[str, Any], new: dict[str, Any]) -> lis
     """
     for section in ("model", "data"):
         if old[section] != new[section]:
-            raise refusal(path, Difference(section, old[section], new[section]))
+            raise refusal(path, ChangedSetting(section, old[section], new[section]))
     changed = []
     for key, now in new["train"].items():
         before = old["train"].get(key, getattr(Train, key))  # a checkpoint of an early version may lack a key
         if before == now:
             continue
-        difference = Difference(f"train.{key}", before, now)
+        difference = ChangedSetting(f"train.{key}", before, now)
         differs_in_code = key == "optimizer" and without_code(before) == without_code(now)
         if key in FIXED and not differs_in_code:
             raise refusal(path, difference)
@@ -127,7 +127,7 @@ def without_code(optimizer: Any) -> Any:
     return {name: value for name, value in optimizer.items() if name not in OPTIMIZER_CODE}
 
 
-def compare_plugins(run: Run, path: Path, saved: dict[str, Any]) -> list[Difference]:
+def compare_plugins(run: Run, path: Path, saved: dict[str, Any]) -> list[ChangedSetting]:
     """Compare the options of the plugins that both runs have. Returns the free options that differ.
 
     Raises:
@@ -144,7 +144,7 @@ def compare_plugins(run: Run, path: Path, saved: dict[str, Any]) -> list[Differe
             before = saved[plugin.name]["options"].get(name)
             if before == value:
                 continue
-            difference = Difference(f"plugins.{plugin.name}.{name}", before, value)
+            difference = ChangedSetting(f"plugins.{plugin.name}.{name}", before, value)
             if plugin.on_resume.get(name, default) == "fixed":
                 raise refusal(path, difference)
             changed.append(difference)

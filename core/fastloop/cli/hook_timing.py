@@ -16,7 +16,7 @@ from fastloop.plugins.plugin import Plugin
 
 
 @dataclass(slots=True)
-class HookCalls:
+class HookTime:
     """Number and time of the calls of one plugin's hook.
 
     Attributes:
@@ -41,16 +41,16 @@ class HookTimer:
     """
 
     def __init__(self) -> None:
-        self.calls: dict[tuple[str, str], HookCalls] = {}
+        self.calls: dict[tuple[str, str], HookTime] = {}
         self.nested_seconds = 0.0
 
-    def sorted_calls(self) -> list[HookCalls]:
+    def sorted_calls(self) -> list[HookTime]:
         """The hooks that were called, in the order of their first calls."""
         return sorted((calls for calls in self.calls.values() if calls.count), key=lambda calls: calls.first)
 
     def __call__(self, plugin: Plugin, hook: str, function: Callable[..., Any], wrapper: bool) -> Callable[..., Any]:
         """The function that replaces an implementation."""
-        calls = self.calls[plugin.name, hook] = HookCalls(plugin.name, hook)
+        calls = self.calls[plugin.name, hook] = HookTime(plugin.name, hook)
 
         @functools.wraps(function)
         def count(*arguments: Any) -> Any:
@@ -60,7 +60,7 @@ class HookTimer:
         return enclose(count, wrapper, lambda: self._measure(calls))
 
     @contextmanager
-    def _measure(self, calls: HookCalls) -> Iterator[None]:
+    def _measure(self, calls: HookTime) -> Iterator[None]:
         outer_seconds, self.nested_seconds, started = self.nested_seconds, 0.0, perf_counter()
         try:
             yield

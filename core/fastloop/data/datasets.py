@@ -67,7 +67,7 @@ class DatasetProtocol(Protocol):
         ...
 
 
-class Samples(list[Any]):
+class MicroBatchSamples(list[Any]):
     """The samples of a micro-batch, with the fields of ``Batch`` that the collator does not know."""
 
     ids: tuple[int, ...] = ()
@@ -115,17 +115,17 @@ class MapReader(Dataset[Any]):
                 self._generators = find_generators(self.dataset)
             seed_generators(self._generators, micro_batch.seed)
         try:
-            samples = Samples(self.read(micro_batch))
+            samples = MicroBatchSamples(self.read(micro_batch))
         except Exception:
             samples = self.read_each(micro_batch)
         if not samples.unreadable:
             samples.ids = tuple(micro_batch)
         if micro_batch.is_filler:
-            samples = Samples([samples[0] if isinstance(samples[0], Filler) else Filler(samples)])
+            samples = MicroBatchSamples([samples[0] if isinstance(samples[0], Filler) else Filler(samples)])
         samples.is_last_micro_batch = micro_batch.is_last_micro_batch
         return samples
 
-    def read_each(self, micro_batch: list[int]) -> Samples:
+    def read_each(self, micro_batch: list[int]) -> MicroBatchSamples:
         """Called after an error of reading, which it raises. A subclass may return other samples instead, with
         ``unreadable`` and their ``ids`` set."""
         raise
@@ -139,7 +139,7 @@ class Collate:
         self.collator = collator
 
     def __call__(self, samples: list[Any]) -> Batch:
-        read = samples if isinstance(samples, Samples) else Samples()
+        read = samples if isinstance(samples, MicroBatchSamples) else MicroBatchSamples()
         ids, first = read.ids, next(iter(samples), None)
         if isinstance(first, Numbered):
             ids, samples = tuple(position for position, _ in samples), [sample for _, sample in samples]

@@ -228,7 +228,7 @@ def test_dense_is_refused_where_weights_are_sharded(bases, tmp_path):
 
 
 def test_a_base_of_the_hub_is_read_from_its_cache(bases, tmp_path, monkeypatch, caplog):
-    from fastloop_plugins.text import Model
+    from fastloop_plugins.text import ModelOptions
     from huggingface_hub import constants
 
     from fastloop_embeddings.modules import find_folder
@@ -248,13 +248,13 @@ def test_a_base_of_the_hub_is_read_from_its_cache(bases, tmp_path, monkeypatch, 
         def find(name):
             return tmp_path / "nowhere" / name
 
-    assert find_folder(Recipe, Model(name="owner/name"), download=True) == snapshot
+    assert find_folder(Recipe, ModelOptions(name="owner/name"), download=True) == snapshot
     assert not caplog.records
-    assert find_folder(Recipe, Model(name="owner/name"), download=False) is None
-    assert find_folder(Recipe, Model(name="owner/other"), download=True) is None
+    assert find_folder(Recipe, ModelOptions(name="owner/name"), download=False) is None
+    assert find_folder(Recipe, ModelOptions(name="owner/other"), download=True) is None
     snapshot.unlink()
     snapshot.symlink_to(bases / "plain")  # as a download by transformers leaves it
-    assert find_folder(Recipe, Model(name="owner/name"), download=True) == snapshot
+    assert find_folder(Recipe, ModelOptions(name="owner/name"), download=True) == snapshot
     assert "modules.json" in caplog.text
 
 

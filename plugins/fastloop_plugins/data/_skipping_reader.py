@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from fastloop.data.datasets import Filler, MapReader, Samples
+from fastloop.data.datasets import Filler, MapReader, MicroBatchSamples
 from fastloop.errors import DataError
 
 FILLER_ATTEMPTS = 100
@@ -14,13 +14,13 @@ FILLER_ATTEMPTS = 100
 class SkippingReader(MapReader):
     """A ``MapReader`` for ``Settings.reader_class``."""
 
-    def read_each(self, micro_batch: list[int]) -> Samples:
+    def read_each(self, micro_batch: list[int]) -> MicroBatchSamples:
         """The readable samples of a micro-batch, or a filler if none is readable.
 
         Raises:
             DataError: There is no filler.
         """
-        samples = Samples()
+        samples = MicroBatchSamples()
         for index in micro_batch:  # may contain an id twice
             try:
                 (sample,) = self.read([index])

@@ -87,7 +87,7 @@ def is_untyped(path: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """How the files of a ``data`` section are read.
 
     Attributes:
@@ -113,7 +113,7 @@ class Layout:
     names: Sequence[Mapping[str, tuple[str, str]]] = ()
     renamed: Mapping[str, str] = field(default_factory=dict)
 
-    def of_file(self, number: int) -> Layout:
+    def of_file(self, number: int) -> FileLayout:
         """How a file of a stream is read, with the names that its columns have."""
         if not self.names:
             return self

@@ -18,7 +18,7 @@ from fastloop import __version__
 from fastloop.errors import DataError, RecipeError
 from fastloop_plugins import _cache
 from fastloop_plugins.rows.file import BadRow, File
-from fastloop_plugins.rows.formats import FEW, Layout, explain_reading, first_line
+from fastloop_plugins.rows.formats import FEW, FileLayout, explain_reading, first_line
 from fastloop_plugins.rows.paths import ARCHIVES, COMPRESSIONS, PACKED, URL, find_files, format_of
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Index:
         return f"{self.paths[self.file[group]]}, row {row - before + 1}" + " of those kept" * any(self.dropped)
 
 
-def read_index(paths: Sequence[str], layout: Layout, label: str | None, lists: bool = False) -> Index:
+def read_index(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bool = False) -> Index:
     """Count the rows of files: from the metadata of Parquet files, and by reading other files. ``token-cache`` keeps
     the result.
 
@@ -151,7 +151,7 @@ def read_index(paths: Sequence[str], layout: Layout, label: str | None, lists: b
     return index
 
 
-def _scan(paths: Sequence[str], layout: Layout, label: str | None, lists: bool) -> Index:
+def _scan(paths: Sequence[str], layout: FileLayout, label: str | None, lists: bool) -> Index:
     groups: list[list[int]] = []
     labels: dict[Any, list[int]] = {}
     facts = [str(layout.drop)] * bool(layout.drop.conditions)
@@ -216,7 +216,7 @@ class Reader:
         rows_read: Rows read so far, with those that were skipped in their row group.
     """
 
-    def __init__(self, index: Index, layout: Layout, columns: Sequence[str]) -> None:
+    def __init__(self, index: Index, layout: FileLayout, columns: Sequence[str]) -> None:
         self.index, self.layout, self.columns, self.rows_read = index, layout, list(columns), 0
         self.open: OrderedDict[int, File] = OrderedDict()
 

@@ -15,12 +15,12 @@ from fastloop_plugins.text.batches import ColumnSequences, join_ids
 from fastloop_plugins.text.column_data import ColumnData
 from fastloop_plugins.text.generation import generation_config
 from fastloop_plugins.text.next_token_loss import IGNORED
-from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.samples import show_tokens
 from fastloop_plugins.text.special_tokens import end_of
 from fastloop_plugins.text.task import AnyModel
 from fastloop_plugins.text.tokens import encode_marked, portions
-from fastloop_plugins.text.written_targets import DIFFERENCES, Difference, Finding, TargetWriter, unpack_text
+from fastloop_plugins.text.written_targets import DIFFERENCES, Finding, TargetWriter, TextDifference, unpack_text
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,7 +40,7 @@ GENERATED = ("exact_match", "bleu", "chrf")
 
 
 @dataclass(kw_only=True)
-class PairData(Data):
+class PairData(DataOptions):
     """The ``data`` section of ``seq2seq``."""
 
     target: str | None = option("The column of targets: the texts to generate.", default=None)
@@ -122,7 +122,7 @@ class PairSequences(ColumnSequences):
             text = unpack_text(sample["reference"])
             assert text is not None
             written = tokenizer.decode(sample["labels"], skip_special_tokens=True)
-            findings.append(Finding(Difference(int(reason)), int(count), text, written))
+            findings.append(Finding(TextDifference(int(reason)), int(count), text, written))
         return findings
 
 

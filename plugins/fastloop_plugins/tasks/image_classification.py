@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 from fastloop import Output, Package, RecipeError, hookimpl, option
 from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import classifier_metrics, find_metrics
-from fastloop_plugins.tasks.image.data import Data, ImageData
-from fastloop_plugins.tasks.image.model import ImageModel, Model
+from fastloop_plugins.tasks.image.data import ImageData, ImageDataOptions
+from fastloop_plugins.tasks.image.model import ImageModel, ImageModelOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -57,7 +57,7 @@ class ImageClassification(ClassifierOptions):
     slot = "task"
     fallback_hooks = ("compute_loss",)
     requirements = (Package("pillow", ">=11", extra="vision"),)
-    sections = {"model": Model, "data": Data}
+    sections = {"model": ImageModelOptions, "data": ImageDataOptions}
 
     threshold: float | None = option(
         "Predict class 1 of two if its probability is above this; null: the likelier.", default=None, gt=0, lt=1

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Code:
+class ReferencedCode:
     """The keys of both sections."""
 
     module: str = option("file.py:name or package.module:name.")
@@ -43,7 +43,7 @@ class Code:
 
 
 @dataclass(kw_only=True)
-class Model(Code):
+class ReferencedModel(ReferencedCode):
     """The ``model`` section."""
 
     weights: str | None = option(HELP, default=None)
@@ -51,7 +51,7 @@ class Model(Code):
 
 
 @dataclass(kw_only=True)
-class Data(Code):
+class ReferencedData(ReferencedCode):
     """The ``data`` section."""
 
     pad_to_multiple_of: int | None = option(
@@ -65,7 +65,7 @@ class Module(Plugin):
     name = "module"
     on_resume = {"metrics": "free"}
     slot = "task"
-    sections = {"model": Model, "data": Data}
+    sections = {"model": ReferencedModel, "data": ReferencedData}
 
     loss: str | dict[str, Any] | None = option(
         "focal, a function of torch.nn.functional or file.py:name, or {name: ..., arguments}; null: the model "

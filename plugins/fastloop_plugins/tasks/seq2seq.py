@@ -46,7 +46,7 @@ from fastloop_plugins.text.generation import (
     generating,
     generation_config,
 )
-from fastloop_plugins.text.model import Model
+from fastloop_plugins.text.model import ModelOptions
 from fastloop_plugins.text.next_token_loss import IGNORED
 from fastloop_plugins.text.options import SamplingOptions, text_traits
 from fastloop_plugins.text.padding_check import PROBE
@@ -86,7 +86,7 @@ class Seq2Seq(SamplingOptions, GenerationOptions, TextTask):
     conflicts = {
         "packing": "an encoder-decoder has two rows of different length for each sample, and packing makes one."
     }
-    sections = {"model": Model, "data": PairData}
+    sections = {"model": ModelOptions, "data": PairData}
     auto_class = "AutoModelForSeq2SeqLM"
     unused_modules = ()
     encoding_version = 2

@@ -39,8 +39,8 @@ from fastloop_plugins.tasks.heads.losses import ClassifierOptions, ClassLoss
 from fastloop_plugins.tasks.heads.metrics import find_metrics
 from fastloop_plugins.tasks.heads.problems import make_problem
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.model import Model, TextModel
-from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.model import ModelOptions, TextModel
+from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.padding_check import ALIKE, PROBE
 from fastloop_plugins.text.task import TextTask
 
@@ -62,7 +62,7 @@ class TextClassification(ClassifierOptions, TextTask):
     name = "text-classification"
     on_resume = {"metrics": "free", "threshold": "free"}
     labels = "required"
-    sections = {"model": Model, "data": Data}
+    sections = {"model": ModelOptions, "data": DataOptions}
     auto_class = "AutoModelForSequenceClassification"
     unused_modules = ()
     reads_all = False

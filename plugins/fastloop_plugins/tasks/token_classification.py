@@ -43,7 +43,7 @@ from fastloop_plugins.tasks.tags.batches import (
 )
 from fastloop_plugins.tasks.tags.data import TagData, TagTextData, has_tags
 from fastloop_plugins.tasks.tags.words import encode_rows
-from fastloop_plugins.text.model import Model
+from fastloop_plugins.text.model import ModelOptions
 from fastloop_plugins.text.padding_check import ALIKE, PROBE
 from fastloop_plugins.text.task import TextTask
 
@@ -66,7 +66,7 @@ class TokenClassification(ClassifierOptions, TextTask):
     on_resume = {"metrics": "free", "scheme": "free"}
     columns = ("words",)
     labels = "required"
-    sections = {"model": Model, "data": TagData}
+    sections = {"model": ModelOptions, "data": TagData}
     auto_class = "AutoModelForTokenClassification"
     unused_modules = ()
     reads_all = False

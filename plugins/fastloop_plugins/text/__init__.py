@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fastloop_plugins.text.chosen_tokens import WithPlaces, chunk_log_probabilities, log_probabilities
     from fastloop_plugins.text.generation import Completion, generate
     from fastloop_plugins.text.masks import compute, compute_all, pool, split
-    from fastloop_plugins.text.model import Model, OtherModel
+    from fastloop_plugins.text.model import ModelOptions, OtherModel
     from fastloop_plugins.text.next_token_loss import add_loss
-    from fastloop_plugins.text.options import Data, padded_traits, text_traits
+    from fastloop_plugins.text.options import DataOptions, padded_traits, text_traits
     from fastloop_plugins.text.reference import ReferenceModel
     from fastloop_plugins.text.special_tokens import end_tokens
     from fastloop_plugins.text.task import TextTask
@@ -29,8 +29,8 @@ PLACES = {
     "Chat": "chat.rows",
     "ChatRenderer": "chat.template",
     "Completion": "generation",
-    "Data": "options",
-    "Model": "model",
+    "DataOptions": "options",
+    "ModelOptions": "model",
     "OtherModel": "model",
     "Ragged": "batches",
     "ReferenceModel": "reference",
@@ -60,8 +60,8 @@ __all__ = [
     "Chat",
     "ChatRenderer",
     "Completion",
-    "Data",
-    "Model",
+    "DataOptions",
+    "ModelOptions",
     "OtherModel",
     "Ragged",
     "ReferenceModel",

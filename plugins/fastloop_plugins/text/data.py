@@ -26,7 +26,7 @@ from fastloop_plugins.models.hub import explain, is_hub_name, offline, quiet
 from fastloop_plugins.rows.column import Column, in_blocks
 from fastloop_plugins.rows.content_hashes import ContentHashes
 from fastloop_plugins.rows.drop import Condition, Drop
-from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import (
     FORMATS,
@@ -40,7 +40,7 @@ from fastloop_plugins.rows.splits import DRAW, Limit, Rows, Splits, divide, hold
 from fastloop_plugins.rows.table import Bad, Table, table_of, text_column
 from fastloop_plugins.text.columns import check_texts, column_names
 from fastloop_plugins.text.dropped_rows import drop_rows
-from fastloop_plugins.text.options import Data, Files
+from fastloop_plugins.text.options import DataOptions, Files
 from fastloop_plugins.text.repeats import find_repeats
 from fastloop_plugins.text.sources import Source, find_sources, mix_sources
 from fastloop_plugins.text.streaming.options import StreamedData, check_streaming
@@ -64,7 +64,7 @@ class TextData(StreamedData):
         RecipeError: An option is invalid, or a file does not exist.
     """
 
-    section: ClassVar[type[Data]] = Data
+    section: ClassVar[type[DataOptions]] = DataOptions
     text_key = "text"  # the option that names the column of texts
     unit = "rows"  # what a row is called in messages
     subject = "a language model"  # what a task without labels is called in messages
@@ -275,14 +275,14 @@ class TextData(StreamedData):
         """Column of texts -> the option that names it."""
         return dict.fromkeys(self.columns, self.text_key)
 
-    def layout(self, predicts: bool = False) -> Layout:
+    def layout(self, predicts: bool = False) -> FileLayout:
         """How files are read: those of a split, or a file to predict, which has no labels."""
         if predicts:
             columns = dict.fromkeys(self.columns, self.text_key)
-            return Layout(self.how, columns, self.optional_columns(), predicts=True)
+            return FileLayout(self.how, columns, self.optional_columns(), predicts=True)
         columns = self.text_columns() | self.label_columns() | self.text_columns()
         columns |= {name: key for name, key in self.drop.columns().items() if name not in columns}
-        return Layout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
+        return FileLayout(self.how, columns, self.optional_columns(), skip_unreadable=self.skip_unreadable)
 
     def row_columns(self) -> dict[str, str]:
         """Column that ``parse`` reads -> the option that names it. Those of ``optional_columns`` follow."""

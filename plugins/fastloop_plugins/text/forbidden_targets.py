@@ -129,7 +129,7 @@ def _bad_words_ids(target: Target, value: Iterable[Sequence[int]], config: Gener
 
 
 @dataclass(frozen=True)
-class Rule:
+class ForbiddingSetting:
     """A setting of ``GenerationConfig`` that forbids some targets.
 
     Attributes:
@@ -142,19 +142,19 @@ class Rule:
 
 
 RULES = {
-    "min_length": Rule("are shorter", _min_length),
-    "min_new_tokens": Rule("are shorter", _min_new_tokens),
-    "max_length": Rule("are longer", _max_length),
-    "max_new_tokens": Rule("are longer", _max_new_tokens),
-    "no_repeat_ngram_size": Rule("repeat a sequence of as many tokens", _no_repeat_ngram_size),
-    "encoder_no_repeat_ngram_size": Rule(
+    "min_length": ForbiddingSetting("are shorter", _min_length),
+    "min_new_tokens": ForbiddingSetting("are shorter", _min_new_tokens),
+    "max_length": ForbiddingSetting("are longer", _max_length),
+    "max_new_tokens": ForbiddingSetting("are longer", _max_new_tokens),
+    "no_repeat_ngram_size": ForbiddingSetting("repeat a sequence of as many tokens", _no_repeat_ngram_size),
+    "encoder_no_repeat_ngram_size": ForbiddingSetting(
         "have a sequence of as many tokens of the input", _encoder_no_repeat_ngram_size
     ),
-    "forced_bos_token_id": Rule("begin with another token", _forced_bos_token_id),
-    "forced_eos_token_id": Rule("end with another token at the maximum length", _forced_eos_token_id),
-    "suppress_tokens": Rule("have such a token", _suppress_tokens),
-    "begin_suppress_tokens": Rule("begin with such a token", _begin_suppress_tokens),
-    "bad_words_ids": Rule("have such a sequence of tokens", _bad_words_ids),
+    "forced_bos_token_id": ForbiddingSetting("begin with another token", _forced_bos_token_id),
+    "forced_eos_token_id": ForbiddingSetting("end with another token at the maximum length", _forced_eos_token_id),
+    "suppress_tokens": ForbiddingSetting("have such a token", _suppress_tokens),
+    "begin_suppress_tokens": ForbiddingSetting("begin with such a token", _begin_suppress_tokens),
+    "bad_words_ids": ForbiddingSetting("have such a sequence of tokens", _bad_words_ids),
 }
 
 

@@ -21,7 +21,7 @@ from fastloop_plugins.rows.table import Table, is_missing, show
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from fastloop_plugins.text.options import Data
+    from fastloop_plugins.text.options import DataOptions
 
 FEW = 5
 """Rows: a class with fewer training rows gets a warning."""
@@ -129,7 +129,7 @@ def count_classes(ids: Sequence[int] | NDArray[np.int64], classes: Sequence[str]
     )
 
 
-def number_labels(parts: Mapping[str, list[Table]], options: Data, where: str) -> Labels:
+def number_labels(parts: Mapping[str, list[Table]], options: DataOptions, where: str) -> Labels:
     """Assign a class to each label of the training split, and to each row of every split.
 
     Args:
@@ -157,7 +157,7 @@ def number_labels(parts: Mapping[str, list[Table]], options: Data, where: str) -
     return Labels(found_ids, classes, [f"{files}: {line}" for line in _oddities(found_ids["train"], classes)], notes)
 
 
-def labels_of_model(parts: Mapping[str, list[Table]], options: Data, classes: list[str], model: str) -> Labels:
+def labels_of_model(parts: Mapping[str, list[Table]], options: DataOptions, classes: list[str], model: str) -> Labels:
     """Give each row the id of its label in a trained model. A row may lack any of the classes.
 
     A label is a class if their names are equal, or else equal except for case and spaces. Other whole numbers are ids,
@@ -214,7 +214,7 @@ def labels_of_model(parts: Mapping[str, list[Table]], options: Data, classes: li
 # -- reading the column ------------------------------------------------------------------------------------------------
 
 
-def _values(part: Table, options: Data, what: str, notes: list[str]) -> Values:
+def _values(part: Table, options: DataOptions, what: str, notes: list[str]) -> Values:
     """The labels of one part: text or whole numbers."""
     values, distinct = part.column("label", str(options.label)), dict[tuple[type, Any], int]()
     try:  # 1, 1.0 and True are equal
@@ -253,7 +253,7 @@ def plain(value: Any) -> Label:
     return str(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else int(value)
 
 
-def _names(options: Data) -> dict[str, Label]:
+def _names(options: DataOptions) -> dict[str, Label]:
     """Label as text -> the name or number that ``data.label_map`` gives it."""
     names = dict[str, Label]()
     for label, name in (options.label_map or {}).items():

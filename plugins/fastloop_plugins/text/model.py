@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fastloop.recipe import Recipe
     from fastloop.run import Run
     from fastloop_plugins.text.batches import Width
-    from fastloop_plugins.text.options import Data
+    from fastloop_plugins.text.options import DataOptions
 
 logger = logging.getLogger("fastloop")
 
@@ -53,7 +53,7 @@ LAYERS = 10_000
 
 
 @dataclass(kw_only=True)
-class Model:
+class ModelOptions:
     """The ``model`` section."""
 
     name: str | None = option("Pretrained model: hub id or local folder.", default=None)
@@ -99,7 +99,7 @@ class TextModel:
 
     head: ClassVar[str] = CLASSIFIER  # how the names of the task's classes in transformers end
     label_key: ClassVar[str] = "data.label"
-    section: ClassVar[type[Model]] = Model
+    section: ClassVar[type[ModelOptions]] = ModelOptions
 
     def __init__(self, recipe: Recipe, classify: bool, key: str = "model") -> None:
         self.recipe, self.key, self.where, self.classify = recipe, key, f"{recipe.where}: {key}", classify
@@ -325,7 +325,7 @@ class TextModel:
             ]
         return digest([transformers.__version__, tokenizers.__version__, *(part for file in files for part in file)])
 
-    def width(self, run: Run, options: Data) -> Width:
+    def width(self, run: Run, options: DataOptions) -> Width:
         """The width of batches. The collators of all splits share it, because ``check_padding`` changes its side."""
         if self._width is None:
             from fastloop_plugins.text.batches import Width

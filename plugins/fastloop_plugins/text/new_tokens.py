@@ -12,7 +12,7 @@ from fastloop import RecipeError
 from fastloop_plugins.models.vocabulary import add_tokens, resize, rows_needed, rows_of, tokens_after
 
 if TYPE_CHECKING:
-    from fastloop_plugins.text.model import Model
+    from fastloop_plugins.text.model import ModelOptions
 
 logger = logging.getLogger("fastloop")
 
@@ -36,7 +36,7 @@ class NewTokens:
         RecipeError: An option is invalid.
     """
 
-    def __init__(self, options: Model, model: str | None, source: str, key: str, where: str) -> None:
+    def __init__(self, options: ModelOptions, model: str | None, source: str, key: str, where: str) -> None:
         self.options, self.model, self.source, self.key, self.where = options, model, source, key, where
         self.wanted = [*(options.tokens or ()), *(options.special_tokens or ())]
         self.ids: list[int] = []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class Data(StreamingOptions):
+class DataOptions(StreamingOptions):
     """The ``data`` section."""
 
     name: str | None = option("Dataset: hub id or local folder.", default=None)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastloop.errors import RecipeError
 from fastloop.runtime.files import read_json_object
 from fastloop_plugins.models.hub import config_from_scratch, quiet
-from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.options import DataOptions
 
 if TYPE_CHECKING:
     from fastloop.recipe import Recipe
@@ -47,7 +47,7 @@ def check_known_length(
         tokenizer: ``model.tokenizer``: a name, or what a tokenizer is trained by. None: the model's own.
         where: The ``model`` section, for messages.
     """
-    max_length = recipe.data.get("max_length", Data.max_length)
+    max_length = recipe.data.get("max_length", DataOptions.max_length)
     if not isinstance(max_length, int):
         return
     folder = None if name is None else recipe.find(name)

@@ -50,7 +50,7 @@ def contains(ranked: Marks, marks: Marks) -> NDArray[np.bool_]:
 
 
 @dataclass(frozen=True)
-class Samples:
+class ComparedSamples:
     """The samples of a split, to compare.
 
     Attributes:
@@ -96,10 +96,10 @@ def find_repeats(splits: Mapping[str, Rows], data: TextData) -> list[str]:
         name_label=None if data.label_type == "number" else lambda label: _name(label, data.classes),
         remove="Remove them with data.deduplicate=true unless they are intended",
     )
-    return describe_repeats({role: Samples(rows.texts, rows.labels) for role, rows in splits.items()}, wording)
+    return describe_repeats({role: ComparedSamples(rows.texts, rows.labels) for role, rows in splits.items()}, wording)
 
 
-def describe_repeats(splits: Mapping[str, Samples], wording: Wording) -> list[str]:
+def describe_repeats(splits: Mapping[str, ComparedSamples], wording: Wording) -> list[str]:
     """Compare the samples of ``train`` with each other and with those of the other splits.
 
     Returns:

@@ -101,7 +101,7 @@ class TextTask(Plugin):
         class Similarity(TextTask):
             name = "similarity"
             columns = ("text", "other")
-            sections = {"model": Model, "data": PairData}    # PairData adds the option ``other`` to ``Data``
+            sections = {"model": ModelOptions, "data": PairData}    # adds the option ``other`` to ``DataOptions``
 
             @hookimpl
             def compute_loss(self, model, batch):

@@ -22,7 +22,7 @@ DIFFERENCES = 8
 """Numbers for a difference in the first number of a packed text."""
 
 
-class Difference(IntEnum):
+class TextDifference(IntEnum):
     """Why the tokens of a target decode to another text."""
 
     CUT = 1
@@ -34,13 +34,13 @@ class Difference(IntEnum):
 
 
 REASONS = {
-    Difference.UNKNOWN: "have unknown tokens",
-    Difference.CHANGED: "are changed by the tokenizer",
-    Difference.NORMALIZED: "are changed by the tokenizer's normalization",
+    TextDifference.UNKNOWN: "have unknown tokens",
+    TextDifference.CHANGED: "are changed by the tokenizer",
+    TextDifference.NORMALIZED: "are changed by the tokenizer's normalization",
 }
 
 
-def pack_text(text: str, difference: Difference) -> list[int]:
+def pack_text(text: str, difference: TextDifference) -> list[int]:
     """The text of a target as int32 for its row: ``DIFFERENCES * bytes + difference``, and then four bytes in each."""
     data = text.encode("utf-8", "surrogatepass")
     words = np.frombuffer(data + bytes(-len(data) % 4), "<i4")
@@ -79,14 +79,14 @@ class TargetWriter:
             packed.append([] if text == other else pack_text(text, self._difference(text, other, ids, is_cut)))
         return packed
 
-    def _difference(self, text: str, written: str, ids: Sequence[int], is_cut: bool) -> Difference:
+    def _difference(self, text: str, written: str, ids: Sequence[int], is_cut: bool) -> TextDifference:
         if is_cut:
-            return Difference.CUT
+            return TextDifference.CUT
         if self._unknown is not None and self._unknown in ids:
-            return Difference.UNKNOWN
+            return TextDifference.UNKNOWN
         if self._normalize(text) == self._normalize(written):
-            return Difference.NORMALIZED
-        return Difference.CHANGED
+            return TextDifference.NORMALIZED
+        return TextDifference.CHANGED
 
     def _normalize(self, text: str) -> str:
         return text if self._normalizer is None else str(self._normalizer.normalize_str(text))
@@ -101,7 +101,7 @@ class Finding:
         written: The text that its tokens decode to.
     """
 
-    difference: Difference
+    difference: TextDifference
     count: int
     text: str
     written: str

@@ -13,7 +13,7 @@ from fastloop.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
     from fastloop import Run
-    from fastloop_plugins.rows.formats import Layout
+    from fastloop_plugins.rows.formats import FileLayout
     from fastloop_plugins.text.task import TextTask
 
 log = logging.getLogger("fastloop")
@@ -76,7 +76,7 @@ class KeptColumns:
             self.types = {column.name: schema.field(column.source).type for column in self.columns}
         self.rows = islice(self._read(layout, names), start, None)
 
-    def _read(self, layout: Layout, first_names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    def _read(self, layout: FileLayout, first_names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
         """Yield the kept columns of each row; None for one that the row lacks.
 
         Args:

@@ -41,7 +41,8 @@ TASK_FILES = {"src/{module}/__init__.py": "task.py", "tests/test_{module}.py": "
 LICENSES = {"MIT": "MIT", "Apache-2.0": "Apache-2.0", "BSD-3-Clause": "BSD-3-Clause", "none": ""}
 """License -> template of its text."""
 TAKEN = {
-    "Annotated", "Any", "Conformance", "Data", "Mapping", "Model", "Output", "PairData", "Plugin", "Run", "Tensor",
+    "Annotated", "Any", "Conformance", "DataOptions", "Mapping", "ModelOptions", "Output", "PairData", "Plugin", "Run",
+    "Tensor",
 }  # fmt: skip
 """Names that the templates import."""
 

@@ -17,7 +17,7 @@ from fastloop.errors import DataError, RecipeError
 from fastloop.recipe import make_recipe
 from fastloop_plugins.rows import index
 from fastloop_plugins.rows.conll import Columns
-from fastloop_plugins.rows.formats import CONLL, READERS, Layout, describe_formats
+from fastloop_plugins.rows.formats import CONLL, READERS, FileLayout, describe_formats
 from fastloop_plugins.rows.index import Reader, find_shards, read_index
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.rows.paths import find_files
@@ -30,7 +30,7 @@ PATHS = [
 ]
 
 
-def streamed(layout: Layout, path: str, skip: int = 0) -> list[tuple[Any, ...]]:
+def streamed(layout: FileLayout, path: str, skip: int = 0) -> list[tuple[Any, ...]]:
     """All rows, read from the last row group to the first, each from its row ``skip`` on."""
     found = read_index([path], layout, None)
     reader = Reader(found, layout, [*layout.columns])
@@ -39,7 +39,7 @@ def streamed(layout: Layout, path: str, skip: int = 0) -> list[tuple[Any, ...]]:
     return [row for group in reversed(groups) for row in group]
 
 
-def in_memory(layout: Layout, path: str) -> list[tuple[Any, ...]]:
+def in_memory(layout: FileLayout, path: str) -> list[tuple[Any, ...]]:
     """The rows of a file as a table, which one by one are the same."""
     read = layout.read(path)
     rows = list(zip(*(read.column(key, name) for name, key in layout.columns.items()), strict=True))
@@ -47,7 +47,7 @@ def in_memory(layout: Layout, path: str) -> list[tuple[Any, ...]]:
     return rows
 
 
-def alike(layout: Layout, path: str) -> list[tuple[Any, ...]]:
+def alike(layout: FileLayout, path: str) -> list[tuple[Any, ...]]:
     """The rows of a file, which all ways of reading give."""
     rows = in_memory(layout, path)
     assert streamed(layout, path) == rows
@@ -63,7 +63,7 @@ def test_all_ways_of_reading_give_the_same_rows(path, monkeypatch):
         Path(write("a.jsonl", content)).rename(path)
     else:
         write(path, content)
-    layout = Layout(Read(), COLUMNS)
+    layout = FileLayout(Read(), COLUMNS)
     assert alike(layout, path) == [(row["text"], row["label"]) for row in content]
     whole = path.endswith((".gz", ".bz2", ".zst"))
     kept = [row for number, row in enumerate(content) if (number if whole else number % 20) >= 3]
@@ -79,17 +79,22 @@ def test_any_encoding_and_line_end_is_read_in_every_way(encoding, end, monkeypat
     named = encoding if encoding in ("cp1252", "shift_jis", "iso2022_jp") else None
     content = "".join(f"{text},{label}{end}" for text, label in [("text", "label"), *rows])
     Path("a.csv").write_bytes(content.encode(encoding))
-    assert alike(Layout(Read(encoding=named), COLUMNS), "a.csv") == rows
+    assert alike(FileLayout(Read(encoding=named), COLUMNS), "a.csv") == rows
     content = end.join(json.dumps({"text": text, "label": label}, ensure_ascii=False) for text, label in rows)
     Path("a.jsonl").write_bytes(content.encode(encoding))
-    assert alike(Layout(Read(encoding=named), COLUMNS), "a.jsonl") == rows
+    assert alike(FileLayout(Read(encoding=named), COLUMNS), "a.jsonl") == rows
 
 
 def test_the_options_of_csv_files_hold_in_every_way(monkeypatch):
     monkeypatch.setattr(index, "GROUP", 2)
     Path("a.csv").write_text('a "fine; b\nfilm; c\nbore; d\nlove; e\n')
     how = Read(delimiter=";", columns=["text", "label"], quoting="none")
-    assert alike(Layout(how, COLUMNS), "a.csv") == [('a "fine', " b"), ("film", " c"), ("bore", " d"), ("love", " e")]
+    assert alike(FileLayout(how, COLUMNS), "a.csv") == [
+        ('a "fine', " b"),
+        ("film", " c"),
+        ("bore", " d"),
+        ("love", " e"),
+    ]
 
 
 def test_sentences_are_read_in_every_way(monkeypatch):
@@ -97,14 +102,14 @@ def test_sentences_are_read_in_every_way(monkeypatch):
     sentences = [(["EU", f"word{number}"], ["B-ORG", "O"]) for number in range(10)]
     lines = ["# id = 1\n" + "".join(f"{word} {tag}\n" for word, tag in zip(*pair, strict=True)) for pair in sentences]
     Path("a.conll").write_text("-DOCSTART- O\n\n" + "\n\n".join(lines))
-    layout = Layout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
+    layout = FileLayout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
     assert alike(layout, "a.conll") == sentences
     assert layout.read("a.conll").row(2) == "a.conll, line 9"
 
 
 def test_a_line_that_cannot_be_decoded_is_named_in_every_encoding():
     good = "text,label\n" + "fine,1\n" * 9000
-    layout = Layout(Read(), COLUMNS)
+    layout = FileLayout(Read(), COLUMNS)
     Path("a.csv").write_bytes(good.encode() + b"\xff,1\n")
     with pytest.raises(RecipeError, match=r"^a\.csv, line 9002: not UTF-8"):
         layout.read("a.csv")
@@ -115,7 +120,7 @@ def test_a_line_that_cannot_be_decoded_is_named_in_every_encoding():
 
 def test_a_row_that_became_bad_is_named_by_its_number():
     Path("a.jsonl").write_text("".join(json.dumps({"text": str(number)}) + "\n" for number in range(9)))
-    layout = Layout(Read(), {"text": "text"})
+    layout = FileLayout(Read(), {"text": "text"})
     found = read_index(["a.jsonl"], layout, None)
     Path("a.jsonl").write_text(Path("a.jsonl").read_text().replace('"6"', "'6'"))
     with pytest.raises(DataError, match=r"^a\.jsonl, row 7: not valid JSON: Expecting value\. See character 10: "):
@@ -137,25 +142,25 @@ def test_a_json_list_is_read_in_every_encoding_and_layout(encoding, layout):
         file.write(f" \r\n{text}\r\n".encode(encoding))
     how = Read(encoding="cp1252" if encoding == "cp1252" else None)
     expected = [(row["text"], row["label"]) for row in rows]
-    assert in_memory(Layout(how, COLUMNS), path) == expected
-    assert Layout(how, COLUMNS).first_names(path) == ["text", "label"]
+    assert in_memory(FileLayout(how, COLUMNS), path) == expected
+    assert FileLayout(how, COLUMNS).first_names(path) == ["text", "label"]
 
 
 def test_a_json_list_is_not_streamed_and_the_error_names_jsonl():
     write("a.json", table(9))
     with pytest.raises(RecipeError, match=r"^a\.json: cannot be streamed: it is one list, .*\.jsonl"):
-        read_index(["a.json"], Layout(Read(), COLUMNS), None)
+        read_index(["a.json"], FileLayout(Read(), COLUMNS), None)
 
 
 @pytest.mark.parametrize("content", ["[]", " [ \n] ", "[\n\n]\n"])
 def test_a_json_list_without_elements_has_no_rows(content):
     Path("a.json").write_text(content)
-    assert list(Layout(Read(), {"text": "text"}).rows("a.json")) == []
+    assert list(FileLayout(Read(), {"text": "text"}).rows("a.json")) == []
 
 
 def test_a_column_of_a_json_list_may_be_missing_in_some_rows():
     Path("a.json").write_text('[{"text": "a", "label": 0}, {"text": "b"}]')
-    layout = Layout(Read(), {"text": "text"}, optional=["label"])
+    layout = FileLayout(Read(), {"text": "text"}, optional=["label"])
     assert {name: list(found) for name, found in layout.read("a.json").columns.items()} == {
         "text": ["a", "b"],
         "label": [0, None],
@@ -183,7 +188,7 @@ def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, mes
     Path("a.json").write_text('[\n{"text": "a"},\n{"text": "b"}' + end)
     found = list[Any]()
     with pytest.raises(RecipeError) as caught:
-        found.extend(Layout(Read(max_row_mib=1), {"text": "text"}).rows("a.json"))
+        found.extend(FileLayout(Read(max_row_mib=1), {"text": "text"}).rows("a.json"))
     assert str(caught.value).startswith(f"a.json, {message}")
     assert found == [("a",), ("b",)]
 
@@ -192,7 +197,7 @@ def test_a_bad_element_of_a_json_list_is_named_after_the_rows_before_it(end, mes
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
 def test_lines_and_paragraphs_are_read_in_every_way(encoding, end, monkeypatch):
     monkeypatch.setattr(index, "GROUP", 4)
-    layout, texts = Layout(Read(), {"text": "text"}), [f"é {number}" for number in range(10)]
+    layout, texts = FileLayout(Read(), {"text": "text"}), [f"é {number}" for number in range(10)]
     lines = [("", *texts, " "), tuple(f"{text}{end}and more{end} {end}" for text in texts)]
     for number, content in enumerate(lines):
         Path("a.txt").write_bytes(end.join(content).encode(encoding))
@@ -204,14 +209,14 @@ def test_lines_and_paragraphs_are_read_in_every_way(encoding, end, monkeypatch):
     )
     Path("a.txt").write_text("a\n\n" + "b\n" * 2**19 + "c\n")
     with pytest.raises(RecipeError, match=r"^a\.txt, line 524291: longer than 1 MiB"):
-        Layout(Read(max_row_mib=1), {"text": "text"}).read("a.txt")
+        FileLayout(Read(max_row_mib=1), {"text": "text"}).read("a.txt")
     with pytest.raises(RecipeError, match=r"^a\.txt: cannot be streamed: data\.read\.blank_lines makes it one row"):
-        read_index(["a.txt"], Layout(Read(blank_lines=True), {"text": "text"}), None)
+        read_index(["a.txt"], FileLayout(Read(blank_lines=True), {"text": "text"}), None)
 
 
 def test_an_arrow_file_is_read_in_both_of_its_formats_and_checked():
     content = table(90)
-    layout, found = Layout(Read(), COLUMNS), pyarrow.Table.from_pylist(content)
+    layout, found = FileLayout(Read(), COLUMNS), pyarrow.Table.from_pylist(content)
     with pyarrow.ipc.new_file("a.arrow", found.schema) as file:
         file.write_table(found, max_chunksize=20)
     assert alike(layout, "a.arrow") == [(row["text"], row["label"]) for row in content]
@@ -235,13 +240,13 @@ def test_an_arrow_file_is_read_in_both_of_its_formats_and_checked():
 def test_the_table_of_formats_is_that_of_the_readers(suffix, values, packed, group, monkeypatch):
     assert index.GROUP == 1024
     rows = [{"text": f"word{number}", "label": ["a", "b"]} for number in range(5)]
-    path, layout = f"a{suffix}", Layout(Read(), {"text": "text"})
+    path, layout = f"a{suffix}", FileLayout(Read(), {"text": "text"})
     if suffix in (".csv", ".tsv", ".txt"):
         lines = ["text"] * (suffix != ".txt") + [row["text"] for row in rows]
         Path(path).write_text("".join(f"{line}\n" for line in lines))
     elif suffix == CONLL:
         Path(path).write_text("".join(f"{row['text']} a\n\n" for row in rows))
-        layout = Layout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
+        layout = FileLayout(Read(), {"words": "words", "tags": "tags"}, conll=Columns())
     elif suffix in (".arrow", ".parquet"):
         {".arrow": write_arrow, ".parquet": write_parquet}[suffix](path, rows)
     else:
@@ -283,5 +288,5 @@ def test_the_rows_before_a_bad_row_are_read_first(path, content):
     columns = {"words": "words", "tags": "tags"} if path == "a.conll" else {"text": "text"}
     found: list[Any] = []
     with pytest.raises(RecipeError, match=rf"^{path}, line [345]: "):
-        found.extend(Layout(Read(max_row_mib=1), columns, conll=Columns()).rows(path))
+        found.extend(FileLayout(Read(max_row_mib=1), columns, conll=Columns()).rows(path))
     assert len(found) == 2

@@ -13,7 +13,7 @@ from fastloop import PluginError, RecipeError
 from fastloop.errors import UsageError
 from fastloop.recipe import make_recipe
 from fastloop_plugins.rows import paths
-from fastloop_plugins.rows.formats import Layout, reader_of
+from fastloop_plugins.rows.formats import FileLayout, reader_of
 from fastloop_plugins.rows.index import Reader, read_index
 from fastloop_plugins.rows.options import Read
 from fastloop_plugins.text.chunks import text_chunks
@@ -42,8 +42,8 @@ def entry(monkeypatch, tmp_path):
     paths.installed_formats.cache_clear()
 
 
-def layout() -> Layout:
-    return Layout(Read(), {"text": "text", "label": "label"})
+def layout() -> FileLayout:
+    return FileLayout(Read(), {"text": "text", "label": "label"})
 
 
 def test_it_is_read_in_memory_compressed_and_as_a_stream(entry):

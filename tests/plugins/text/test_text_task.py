@@ -251,11 +251,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from fastloop import Output, hookimpl, option
-from fastloop_plugins.text import Data, Model, Ragged, Sequences, TextTask, compute, split
+from fastloop_plugins.text import DataOptions, ModelOptions, Ragged, Sequences, TextTask, compute, split
 
 
 @dataclass(kw_only=True)
-class SpanData(Data):
+class SpanData(DataOptions):
     other: str = option("The column of the text to find in data.text.", default="other")
 
 
@@ -270,7 +270,7 @@ class Spans(TextTask):
 
     name = "spans"
     columns = inputs = ("text", "other")
-    sections = {"model": Model, "data": SpanData}
+    sections = {"model": ModelOptions, "data": SpanData}
     auto_class = "AutoModelForQuestionAnswering"
 
     @staticmethod
@@ -321,11 +321,11 @@ from dataclasses import dataclass
 
 import torch
 from fastloop import Output, hookimpl, option
-from fastloop_plugins.text import Chat, ChatRenderer, Data, Model, TextTask, compute, join_ids, split
+from fastloop_plugins.text import Chat, ChatRenderer, DataOptions, ModelOptions, TextTask, compute, join_ids, split
 
 
 @dataclass(kw_only=True)
-class PreferenceData(Data):
+class PreferenceData(DataOptions):
     text: str = option("The preferred conversation.", default="chosen")
     other: str = option("The other one.", default="rejected")
 
@@ -335,7 +335,7 @@ class Preferences(TextTask):
 
     name = "preferences"
     columns = conversations = ("text", "other")
-    sections = {"model": Model, "data": PreferenceData}
+    sections = {"model": ModelOptions, "data": PreferenceData}
     auto_class = "AutoModelForCausalLM"
 
     @staticmethod
@@ -397,18 +397,18 @@ def test_columns_may_hold_conversations(caplog):
 
 
 def test_compute_passes_neither_labels_nor_lengths_to_the_model():
-    class Model(torch.nn.Module):
+    class ModelOptions(torch.nn.Module):
         def forward(self, **inputs: Any) -> dict[str, Any]:
             return inputs
 
     batch = {"input_ids": 1, "labels": 2, "sequence_lengths": 3, "position_ids": 4}
-    assert compute(Model(), batch, use_cache=False) == {"input_ids": 1, "position_ids": 4, "use_cache": False}
+    assert compute(ModelOptions(), batch, use_cache=False) == {"input_ids": 1, "position_ids": 4, "use_cache": False}
 
 
 GRADES = '''
 from torch.nn.functional import cross_entropy
 from fastloop import Output, hookimpl
-from fastloop_plugins.text import Data, Model, TextTask, compute
+from fastloop_plugins.text import DataOptions, ModelOptions, TextTask, compute
 
 
 class Grades(TextTask):
@@ -416,7 +416,7 @@ class Grades(TextTask):
 
     name = "grades"
     labels = "required"
-    sections = {"model": Model, "data": Data}
+    sections = {"model": ModelOptions, "data": DataOptions}
     auto_class = "AutoModelForSequenceClassification"
     reads_all = False
 
@@ -459,11 +459,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fastloop import Output, hookimpl, option
-from fastloop_plugins.text import Data, Model, Sequences, TextTask, compute
+from fastloop_plugins.text import DataOptions, ModelOptions, Sequences, TextTask, compute
 
 
 @dataclass(kw_only=True)
-class ValueData(Data):
+class ValueData(DataOptions):
     extra: str | list[str] | None = option("Columns of values.", default=None)
 
 
@@ -486,7 +486,7 @@ class Valued(TextTask):
     name = "valued"
     columns = ("text", "extra")
     values = ("extra",)
-    sections = {"model": Model, "data": ValueData}
+    sections = {"model": ModelOptions, "data": ValueData}
 
     @staticmethod
     def encode(tokenizer, rows, arguments):

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from fastloop_plugins._cache import flat
 from fastloop_plugins.tasks._pairs import PairSequences, encode_rows, reference_texts
 from fastloop_plugins.text.batches import padded
-from fastloop_plugins.text.written_targets import Difference, pack_text, unpack_text
+from fastloop_plugins.text.written_targets import TextDifference, pack_text, unpack_text
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "one", "two", "three", "four"]
 SPECIAL = ["<pad>", "</s>", "<unk>"]
@@ -116,16 +116,16 @@ def test_references_are_the_texts_of_the_data(name, most):
     ("name", "text", "difference"),
     [
         ("unigram", "red cat", None),
-        ("unigram", "{red: one}", Difference.UNKNOWN),
-        ("unigram", "red cat dog bird one two three four red cat dog bird", Difference.CUT),
-        ("unigram", " red", Difference.CHANGED),
-        ("lower case", "Red", Difference.NORMALIZED),
-        ("lower case", "Red!", Difference.UNKNOWN),
-        ("one space", "red  cat", Difference.NORMALIZED),
-        ("word pieces", "RED", Difference.NORMALIZED),
-        ("word pieces", "red , cat", Difference.CHANGED),
+        ("unigram", "{red: one}", TextDifference.UNKNOWN),
+        ("unigram", "red cat dog bird one two three four red cat dog bird", TextDifference.CUT),
+        ("unigram", " red", TextDifference.CHANGED),
+        ("lower case", "Red", TextDifference.NORMALIZED),
+        ("lower case", "Red!", TextDifference.UNKNOWN),
+        ("one space", "red  cat", TextDifference.NORMALIZED),
+        ("word pieces", "RED", TextDifference.NORMALIZED),
+        ("word pieces", "red , cat", TextDifference.CHANGED),
         ("byte pairs", "{漢字}", None),
-        ("byte pairs", "red </s> cat", Difference.CHANGED),
+        ("byte pairs", "red </s> cat", TextDifference.CHANGED),
     ],
 )
 def test_the_reason_why_a_target_is_not_written(name, text, difference):
@@ -138,7 +138,7 @@ def test_the_reason_why_a_target_is_not_written(name, text, difference):
 
 @pytest.mark.parametrize("text", ["", "a", "abc", "abcd", "漢字", "\ud800", "x" * 70_000])
 def test_a_packed_text_is_the_same_text(text):
-    packed = np.array(pack_text(text, Difference.CUT), np.int32)
+    packed = np.array(pack_text(text, TextDifference.CUT), np.int32)
     padding = np.zeros(3, np.int32)
     assert unpack_text(np.concatenate([packed, padding]).astype(np.int64)) == text
     assert unpack_text(padding) is unpack_text(padding[:0]) is None

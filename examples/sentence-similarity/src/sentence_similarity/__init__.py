@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastloop import Output, hookimpl, option
-from fastloop_plugins.text import Data, Model, TextTask, compute, pool
+from fastloop_plugins.text import DataOptions, ModelOptions, TextTask, compute, pool
 
 
 @dataclass(kw_only=True)
-class PairData(Data):
+class PairData(DataOptions):
     """The ``data`` section."""
 
     other: str = option("The column of the texts that those of data.text are compared with.", default="other")
@@ -37,7 +37,7 @@ class SentenceSimilarity(TextTask):
     name = "sentence-similarity"
     columns = ("text", "other")
     labels = "optional"
-    sections = {"model": Model, "data": PairData}
+    sections = {"model": ModelOptions, "data": PairData}
 
     temperature: float = option(
         "Divides the similarities; smaller values weigh the most similar wrong text more.", default=0.05, gt=0

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Output, RecipeError, hookimpl, option
-from fastloop_plugins.text import Model, TextTask, compute
+from fastloop_plugins.text import ModelOptions, TextTask, compute
 from pydantic import PositiveInt
 
 from fastloop_embeddings.cached_gradients import CachedGradients
@@ -39,7 +39,7 @@ class Embedding(PairTask):
     """Learns vectors of texts."""
 
     name = "embedding"
-    sections = {"model": Model, "data": PairData}
+    sections = {"model": ModelOptions, "data": PairData}
 
     loss: Literal["multiple_negatives", "cosent", "cosine", "triplet"] = option(
         "The loss: the first and the last need similar texts, the others a score for each row.",

@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from fastloop import RecipeError, hookimpl, option
-from fastloop_plugins.text import Data, TextTask
+from fastloop_plugins.text import DataOptions, TextTask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ NO_VALIDATION = (
 
 
 @dataclass(kw_only=True)
-class PairData(Data):
+class PairData(DataOptions):
     """The ``data`` section."""
 
     other: str = option("The column of the texts that those of data.text are compared with.", default="other")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import Output, RecipeError, hookimpl, option
-from fastloop_plugins.text import Model, Ragged, compute, padded_traits
+from fastloop_plugins.text import ModelOptions, Ragged, compute, padded_traits
 
 from fastloop_embeddings.modules import find_folder, read_score_activation
 from fastloop_embeddings.options import NO_VALIDATION, RANKINGS, PairTask, RankedData
@@ -38,7 +38,7 @@ class Reranker(PairTask):
     auto_class = "AutoModelForSequenceClassification"
     unused_modules = ()
     reads_all = False  # the model reads the first token of a pair
-    sections = {"model": Model, "data": RankedData}
+    sections = {"model": ModelOptions, "data": RankedData}
 
     loss: Literal["multiple_negatives", "binary", "list_net"] = option(
         "The loss: the first needs pairs that fit, the others a score for each pair.", default="multiple_negatives"

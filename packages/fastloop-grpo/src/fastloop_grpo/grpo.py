@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fastloop import Batch, Output, RecipeError, hookimpl, option
 from fastloop_plugins.text import (
     Completion,
-    Model,
+    ModelOptions,
     Ragged,
     ReferenceModel,
     TextTask,
@@ -63,7 +63,7 @@ class GRPO(TextTask):
     conversations = ("prompt",)
     values = ("columns",)
     auto_class = "AutoModelForCausalLM"
-    sections = {"model": Model, "data": PromptData}
+    sections = {"model": ModelOptions, "data": PromptData}
     unused_modules = ()
     fallback_hooks = ("compute_loss", "generate_completions")
     hookspecs = Hooks

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from fastloop import option
-from fastloop_plugins.text import Data
+from fastloop_plugins.text import DataOptions
 
 
 @dataclass(kw_only=True)
-class PromptData(Data):
+class PromptData(DataOptions):
     """The ``data`` section. ``max_length`` is of prompts: longer ones are left out."""
 
     prompt: str = option("The column of prompts: texts, or lists of messages.", default="prompt")

@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fastloop import Output, RecipeError, hookimpl, option
-from fastloop_plugins.text import Model, Ragged, WithPlaces, compute_all
+from fastloop_plugins.text import ModelOptions, Ragged, WithPlaces, compute_all
 
 from fastloop_preference.options import LabelledData
 from fastloop_preference.policy import PolicyTask, mean_of_step
@@ -37,7 +37,7 @@ class KTO(PolicyTask):
     name = "kto"
     labels = "required"
     completions = 1
-    sections = {"model": Model, "data": LabelledData}
+    sections = {"model": ModelOptions, "data": LabelledData}
     conflicts = {"packing": "it computes each prompt with the completion of another row in a batch of its own."}
     divergence: Any = None
     adds_metrics: Mapping[str, MetricMode | None] = {  # without pairs, there are no accuracies

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from fastloop import option
-from fastloop_plugins.text import Data
+from fastloop_plugins.text import DataOptions
 
 
 @dataclass(kw_only=True)
-class PromptData(Data):
+class PromptData(DataOptions):
     """Options of ``data`` that all tasks have."""
 
     prompt: str | None = option("The column of prompts; null: the completions begin with them.", default="prompt")

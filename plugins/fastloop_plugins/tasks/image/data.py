@@ -32,7 +32,7 @@ MAX_PIXELS = 89_478_485
 
 
 @dataclass(kw_only=True)
-class Data:
+class ImageDataOptions:
     """The ``data`` section."""
 
     images: str | None = option(
@@ -178,7 +178,7 @@ class ImageData:
         from fastloop.recipe.references import check_reference
 
         self.recipe, self.where, self.inference = recipe, f"{recipe.where}: data", recipe.inference
-        self.options = parse(Data, recipe.data, self.where)
+        self.options = parse(ImageDataOptions, recipe.data, self.where)
         self.splits = parse(Splits, self.options.splits, f"{self.where}.splits")
         self.limit = parse(Limit, self.options.limit, f"{self.where}.limit")
         self.augment = parse(Augment, self.options.augment, f"{self.where}.augment")

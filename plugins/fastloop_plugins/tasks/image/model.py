@@ -44,7 +44,7 @@ timm, also ``input``, the settings of its transform; earlier versions wrote the 
 
 
 @dataclass(kw_only=True)
-class Model:
+class ImageModelOptions:
     """The ``model`` section."""
 
     name: str | None = option(
@@ -74,7 +74,7 @@ class ImageModel:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe, self.where = recipe, f"{recipe.where}: model"
-        self.options = parse(Model, recipe.model, self.where)
+        self.options = parse(ImageModelOptions, recipe.model, self.where)
         check_source(self.options, self.where, "resnet")
         self.adapter = self._use_base_of_adapter()
         self.name = self.options.name or str((self.options.config or {}).get("model_type"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastloop_plugins.text.repeats import Samples, Wording, describe_repeats
+from fastloop_plugins.text.repeats import ComparedSamples, Wording, describe_repeats
 
 if TYPE_CHECKING:
     from fastloop_plugins.tasks.image.data import ImageFiles
@@ -36,7 +36,7 @@ def find_repeated_images(splits: Mapping[str, ImageFiles], classes: Sequence[str
     samples = {}
     for split, listed in paths.items():
         contents = [digests.get(path, str(path)) for path in listed]  # a file that is not read equals no other
-        samples[split] = Samples(contents, np.asarray(splits[split].labels))
+        samples[split] = ComparedSamples(contents, np.asarray(splits[split].labels))
     wording = Wording(
         samples="images",
         contents="images",

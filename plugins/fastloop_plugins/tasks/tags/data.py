@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.conll import Columns
-from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.paths import CONLL, find_files, format_of
 from fastloop_plugins.rows.splits import Rows
 from fastloop_plugins.rows.table import Bad, Table, problem_of_text, show
 from fastloop_plugins.text.data import TextData
 from fastloop_plugins.text.labels import count_classes, list_labels
-from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.options import DataOptions
 
 if TYPE_CHECKING:
     from fastloop import Run
@@ -28,7 +28,7 @@ LISTS = "a file of type .conll, .jsonl, .json or .parquet"
 
 
 @dataclass(kw_only=True)
-class TagData(Data):
+class TagData(DataOptions):
     """The ``data`` section of ``token-classification``."""
 
     words: str | int | None = option(
@@ -138,7 +138,7 @@ class TagTextData(TextData):
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
-    def layout(self, predicts: bool = False) -> Layout:
+    def layout(self, predicts: bool = False) -> FileLayout:
         suffixes = (CONLL, ".txt", ".tsv") if self.options.format == "conll" else (CONLL,)
         return replace(super().layout(predicts), conll=self.numbers, conll_suffixes=suffixes)
 

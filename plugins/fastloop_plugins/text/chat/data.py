@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fastloop import RecipeError, option
 from fastloop_plugins.rows.drop import drop_line, with_drop_line
-from fastloop_plugins.rows.formats import Layout
+from fastloop_plugins.rows.formats import FileLayout
 from fastloop_plugins.rows.paths import find_files, format_of
 from fastloop_plugins.rows.splits import Rows, join_rows
 from fastloop_plugins.rows.table import Bad, RowError, Table, text_column
@@ -43,7 +43,7 @@ from fastloop_plugins.text.chat.template import (
 )
 from fastloop_plugins.text.columns import column_names
 from fastloop_plugins.text.data import TextData
-from fastloop_plugins.text.options import Data
+from fastloop_plugins.text.options import DataOptions
 from fastloop_plugins.text.tokens import ENCODING
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ logger = logging.getLogger("fastloop")
 
 
 @dataclass(kw_only=True)
-class LanguageData(Data):
+class LanguageData(DataOptions):
     """The ``data`` section of ``causal-lm``."""
 
     messages: str | list[str] | None = option(
@@ -157,7 +157,7 @@ class LanguageTextData(TextData):
                     f"{self.where}.files.train",
                     self.formats,
                 )
-        there = Layout(self.how, {"text": "text"}).first_names(str(paths[0])) if paths else []
+        there = FileLayout(self.how, {"text": "text"}).first_names(str(paths[0])) if paths else []
         found = [] if "text" in there else chat_columns(there)
         if len(found) > 1:
             choices = " or ".join(map(_override, found))

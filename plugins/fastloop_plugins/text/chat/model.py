@@ -15,7 +15,7 @@ from fastloop_plugins.rows.table import RowError
 from fastloop_plugins.text.chat.endings import ANSWER, QUESTION, with_end
 from fastloop_plugins.text.chat.rows import Chat, text_of
 from fastloop_plugins.text.chat.template import BUILT_IN, ChatRenderer, answer_end, template_text
-from fastloop_plugins.text.model import Model, TextModel
+from fastloop_plugins.text.model import ModelOptions, TextModel
 from fastloop_plugins.text.next_token_loss import add_loss
 from fastloop_plugins.text.special_tokens import end_of, name_tokens
 
@@ -33,7 +33,7 @@ SPECIAL = re.compile(r"<\|[^|<>\s]+\|>")
 
 
 @dataclass(kw_only=True)
-class DecoderOptions(Model):
+class DecoderOptions(ModelOptions):
     """The ``model`` section of ``causal-lm``."""
 
     pad_vocab_to: int | None = option(

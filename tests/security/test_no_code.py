@@ -336,7 +336,7 @@ def test_started_processes_do_not_import_from_the_current_folder(command):
 def test_the_option_is_in_the_commands_that_fastloop_proposes(cli):
     """control: a command that continues or repeats another one keeps the option"""
     from fastloop.cli.arguments import RecipeArguments
-    from fastloop_tools.trials.runs import command_line
+    from fastloop_tools.shared.command_lines import command_line
 
     arguments = RecipeArguments("r.yaml", ["train.lr=1"])
     with no_code.forbidding():

@@ -20,8 +20,7 @@ from fastloop.recipe import Recipe, load_recipe, make_recipe
 from fastloop_plugins._time import parse_time
 from fastloop_tools.bench.selected_recipe import text
 from fastloop_tools.bench.selection import Selection, decide
-from fastloop_tools.profile import observe
-from fastloop_tools.trials import pairs
+from fastloop_tools.trials import pairs, profile_observer
 from fastloop_tools.trials.worker import Spec, Window, measure
 
 CODE = """
@@ -179,7 +178,8 @@ def command(
 
     def call(*arguments: str) -> tuple[int, str]:
         monkeypatch.setattr(pairs, "run_process", in_this_process)
-        monkeypatch.setattr(observe, "peaks", lambda device, dtypes: dict.fromkeys(dtypes, 1e11))  # which takes seconds
+        # measuring them takes seconds
+        monkeypatch.setattr(profile_observer, "peaks", lambda device, dtypes: dict.fromkeys(dtypes, 1e11))
         monkeypatch.setattr(sys, "argv", ["fastloop", *arguments])
         code = 0
         try:

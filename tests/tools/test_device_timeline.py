@@ -9,7 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from fastloop.runtime.regions import region
-from fastloop_tools.profile.timeline import build_timeline, read_timeline
+from fastloop_tools.trials.timeline import build_timeline, read_timeline
 
 TRACE = Path(__file__).with_name("cuda_trace.json")
 

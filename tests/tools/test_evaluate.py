@@ -17,7 +17,7 @@ from text_helpers import TINY, TINY_GPT
 
 from fastloop.plugins.resolve import resolve
 from fastloop.recipe import Inference, load_recipe
-from fastloop_tools.inference.picture import draw
+from fastloop_tools.shared.matrix_picture import draw
 
 CODE = """
 import torch

@@ -23,7 +23,7 @@ from fastloop_cpu._cpu_attention import unavailable
 from fastloop_plugins.observe._machine_speed import fault_seconds, peaks
 from fastloop_tools.profile import page
 from fastloop_tools.profile.suggestions import suggest
-from fastloop_tools.profile.timeline import build_host_timeline
+from fastloop_tools.trials.timeline import build_host_timeline
 
 CODE = """
 import os

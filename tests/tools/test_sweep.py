@@ -19,9 +19,10 @@ import yaml
 
 from fastloop.errors import UsageError
 from fastloop_tools.report.read import read
+from fastloop_tools.shared.command_lines import command_line
 from fastloop_tools.sweep.grid import parse, split_values
 from fastloop_tools.trials.record import Record, compare
-from fastloop_tools.trials.runs import TrialRun, command_line
+from fastloop_tools.trials.runs import TrialRun
 from fastloop_tools.trials.statistics import mean_interval
 
 CODE = """

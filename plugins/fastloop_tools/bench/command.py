@@ -244,9 +244,9 @@ def measure_ablation(
     from fastloop_tools.bench import report
     from fastloop_tools.bench.ablation import Bench
     from fastloop_tools.bench.plan import make_ablation
+    from fastloop_tools.shared.command_lines import command_line
     from fastloop_tools.shared.tables import dump
     from fastloop_tools.trials.pairs import TrialRunner
-    from fastloop_tools.trials.runs import command_line
 
     by_reference = {reference: name for name, reference in recipe.references.items()}
     sets = [[by_reference.get(name, name) for name in listed] for listed in sets]

@@ -204,7 +204,7 @@ def show(record: dict[str, Any], json_file: str) -> None:
         write(Path(json_file), text, hidden=True)
         typer.echo(f"written to {json_file}")
     if json_file and record["classes"]:
-        from fastloop_tools.inference.picture import draw
+        from fastloop_tools.shared.matrix_picture import draw
 
         picture = Path(json_file).with_suffix(".svg")
         title = (

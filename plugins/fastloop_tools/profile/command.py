@@ -42,7 +42,7 @@ def profile(
     """
     from fastloop.cli.messages import show_messages
     from fastloop.recipe import load_recipe
-    from fastloop_tools.trials.runs import command_line, option_words
+    from fastloop_tools.shared.command_lines import command_line, option_words
     from fastloop_tools.trials.worker import Window
 
     loaded = load_recipe(recipe, overrides or (), names(with_), names(without))
@@ -77,9 +77,9 @@ def look(recipe: Recipe, folder: Path, window: Window, never: list[str]) -> bool
     from fastloop.estimates import StepProfile
     from fastloop.runtime.files import write
     from fastloop_tools.profile import page
-    from fastloop_tools.profile.observe import ProfileObserver
     from fastloop_tools.profile.suggestions import suggest
     from fastloop_tools.shared.tables import dump
+    from fastloop_tools.trials.profile_observer import ProfileObserver
     from fastloop_tools.trials.worker import Spec, WarningCollector, train_short, whole_length
 
     trace = folder / f"rank{ranks.rank()}.trace.json"

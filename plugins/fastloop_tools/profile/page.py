@@ -7,9 +7,9 @@ from typing import Any
 
 from fastloop.estimates import StepProfile
 from fastloop_tools.profile.suggestions import Suggestion, show_speedup, speedup
-from fastloop_tools.profile.timeline import LAUNCH, OTHER
 from fastloop_tools.shared.tables import markdown_table
 from fastloop_tools.trials.statistics import break_even
+from fastloop_tools.trials.timeline import LAUNCH, OTHER
 
 OPERATIONS, HOOKS = 10, 5
 """Rows of the tables of operations and hooks."""

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastloop.metric_modes import recorded_mode
-from fastloop_tools.inference.picture import Matrix, draw_matrix
 from fastloop_tools.report import sweeps
 from fastloop_tools.report.charts import Chart, Panel, line_chart, panel
 from fastloop_tools.report.metrics import Series
 from fastloop_tools.report.read import Evaluation, Found, TrainedRun
-from fastloop_tools.report.tables import Cell, ReportTable, differences, environment
+from fastloop_tools.report.tables import differences, environment
+from fastloop_tools.shared.matrix_picture import Matrix, draw_matrix
 from fastloop_tools.shared.svg import number
+from fastloop_tools.shared.tables import Cell, ReportTable
+from fastloop_tools.trials.record import results_table
 
 if TYPE_CHECKING:
     import jinja2
@@ -50,7 +52,7 @@ def render(found: Found, title: str) -> str:
         tables=_tables(found.runs),
         rows=[(run.name, name, rows_table(rows)) for run in found.runs for name, rows in run.rows.items() if rows],
         evaluations=[shown for run in found.runs for shown in shown_evaluations(run)],
-        sweeps=[(name, sweeps.table(record), sweeps.plots(record)) for name, record in found.sweeps],
+        sweeps=[(name, results_table(record), sweeps.plots(record)) for name, record in found.sweeps],
         ablations=[(name, record, ablation_bars(record)) for name, record in found.ablations],
         profiles=[(name, record, region_bars(record)) for name, record in found.profiles],
     )

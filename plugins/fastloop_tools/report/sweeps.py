@@ -1,4 +1,4 @@
-"""The plots and the table of a sweep: the metric against each value that varies."""
+"""The plots of a sweep: the metric against each value that varies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from statistics import fmean, stdev
 from typing import Any
 
 from fastloop_tools.report.charts import FULL, Chart, Frame, Limits, Line, Mean, path, value_range
-from fastloop_tools.report.tables import Cell, ReportTable
 from fastloop_tools.shared.svg import number
 
 SERIES = 6
@@ -106,20 +105,3 @@ def axis(texts: Sequence[str], key: str) -> tuple[dict[str, float], str]:
     if numbers[low] > 0 and Decimal(high) >= 10 * Decimal(low):  # as floats, 9e-4 is less than 10 * 9e-5
         return {text: math.log10(value) for text, value in numbers.items()}, f"{key}, logarithmic"
     return numbers, key
-
-
-def table(record: Mapping[str, Any]) -> ReportTable:
-    """The points of a sweep."""
-    rows = []
-    for point in record["points"]:
-        over = point["difference"] or {}
-        shown = {key: "" if over.get(key) is None else number(over[key]) for key in ("mean", "low", "high")}
-        mean, deviation = ("" if point[key] is None else number(point[key]) for key in ("mean", "deviation"))
-        interval = f"{shown['low']} to {shown['high']}" if shown["low"] else ""
-        texts = [f"{point['finished']} of {len(point['runs'])}", mean, deviation, shown["mean"], interval]
-        best = point["point"] == record["best"]
-        rows.append((point["point"], [Cell(text, best and at == 1) for at, text in enumerate(texts)]))
-    better = record.get("better")
-    measured = record["monitor"] + (f" ({better} is better)" if better else "")
-    columns = ["runs", measured, "deviation", "minus best", "95% interval"]
-    return ReportTable("point", columns, rows, numbers=True)

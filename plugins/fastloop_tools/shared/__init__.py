@@ -1,1 +1,1 @@
-"""Helpers of several commands: changed recipes, recipes as text, JSON files, tables, pictures, and samples as text."""
+"""Helpers of several commands. They import no command, and ``trials`` imports only them."""

@@ -5,9 +5,38 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from fastloop.recipe import secrets
+
+
+class Cell(NamedTuple):
+    """A value, and whether it is the best of its kind."""
+
+    text: str
+    best: bool = False
+
+
+@dataclass
+class ReportTable:
+    """A table with a head and names of rows.
+
+    Attributes:
+        corner: The head of the names.
+        numbers: Whether the cells are numbers.
+    """
+
+    corner: str
+    columns: list[str]
+    rows: list[tuple[str, list[Cell]]]
+    numbers: bool = False
+
+    def transposed(self, corner: str) -> ReportTable:
+        """The table with its columns as rows."""
+        cells = zip(*(cells for _, cells in self.rows), strict=True)
+        rows = [(name, list(row)) for name, row in zip(self.columns, cells, strict=True)]
+        return ReportTable(corner, [name for name, _ in self.rows], rows, self.numbers)
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None, wraps: int = 0) -> None:

@@ -91,10 +91,11 @@ def sweep(
     from fastloop.cli.messages import show_messages
     from fastloop.errors import UsageError
     from fastloop.runtime.files import read_json_object
+    from fastloop_tools.shared.command_lines import command_line
     from fastloop_tools.sweep import grid, space
     from fastloop_tools.sweep.search import search
     from fastloop_tools.trials.record import Record
-    from fastloop_tools.trials.runs import Trials, command_line, stop
+    from fastloop_tools.trials.runs import Trials, stop
 
     if trials is not None:
         if folds is not None or resume:

@@ -21,7 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from fastloop.errors import FastloopError, UsageError
 from fastloop.metric_modes import MetricMode
 from fastloop.recipe import secrets
-from fastloop_tools.report.tables import compare, flat
+from fastloop_tools.shared.differing_keys import dotted, rows_that_differ
 from fastloop_tools.shared.json_files import MALFORMED
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 
@@ -164,7 +164,7 @@ def check_origin(name: str, there: Mapping[str, Any], here: Mapping[str, Any]) -
     Raises:
         UsageError: It belongs to another recipe or other ranges; shows both.
     """
-    changed = compare([flat(there), flat(here)])
+    changed = rows_that_differ([dotted(there), dotted(here)])
     if changed:
         parts = [f"{key}: {old or '(none)'} in the study, {new or '(none)'} here" for key, (old, new) in changed]
         if len(parts) > 5:

@@ -1,5 +1,5 @@
 """Trials of a recipe: variants, their runs in processes of their own, records, and paired statistics.
 
-Measured runs, for bench and profile: ``worker``, ``measure``, ``pairs``. Trained runs, for sweeps and
-searches: ``runs`` and ``record`` (``sweep.json``). Both use ``statistics`` and ``tables``.
+Measured runs, for bench and profile: ``worker``, ``measure``, ``pairs``, ``profile_observer``, ``timeline``. Trained
+runs, for sweeps: ``runs`` and ``record`` (``sweep.json``). Both use ``statistics``.
 """

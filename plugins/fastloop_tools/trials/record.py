@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -14,9 +14,9 @@ from fastloop.errors import UsageError
 from fastloop.metric_modes import MetricMode
 from fastloop.recipe import secrets
 from fastloop.runtime import files
-from fastloop_tools.report import sweeps
 from fastloop_tools.shared.json_files import MALFORMED, read_json
-from fastloop_tools.shared.tables import show_table
+from fastloop_tools.shared.svg import number
+from fastloop_tools.shared.tables import Cell, ReportTable, show_table
 from fastloop_tools.trials.runs import TrialRun, parse_runs
 from fastloop_tools.trials.statistics import mean_interval
 
@@ -93,7 +93,7 @@ class Record:
 
     def show(self) -> None:
         """Print the table of the points."""
-        table = sweeps.table(self.contents())
+        table = results_table(self.contents())
         rows = [
             [name, *(f"{cell.text} (best)" if cell.best else cell.text for cell in cells)] for name, cells in table.rows
         ]
@@ -142,3 +142,20 @@ def compare(runs: Sequence[TrialRun], monitor: str, mode: MetricMode | None) -> 
             }
         )
     return results, best
+
+
+def results_table(record: Mapping[str, Any]) -> ReportTable:
+    """The points of a sweep, from the contents of its record."""
+    rows = []
+    for point in record["points"]:
+        over = point["difference"] or {}
+        shown = {key: "" if over.get(key) is None else number(over[key]) for key in ("mean", "low", "high")}
+        mean, deviation = ("" if point[key] is None else number(point[key]) for key in ("mean", "deviation"))
+        interval = f"{shown['low']} to {shown['high']}" if shown["low"] else ""
+        texts = [f"{point['finished']} of {len(point['runs'])}", mean, deviation, shown["mean"], interval]
+        best = point["point"] == record["best"]
+        rows.append((point["point"], [Cell(text, best and at == 1) for at, text in enumerate(texts)]))
+    better = record.get("better")
+    measured = record["monitor"] + (f" ({better} is better)" if better else "")
+    columns = ["runs", measured, "deviation", "minus best", "95% interval"]
+    return ReportTable("point", columns, rows, numbers=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +12,14 @@ from typing import Annotated, Any
 import typer
 from pydantic import ConfigDict, StringConstraints, TypeAdapter
 
-from fastloop import no_code
 from fastloop.cli import launch
 from fastloop.distributed import signals
 from fastloop.errors import UsageError, did_you_mean
 from fastloop.metric_modes import MetricMode, recorded_mode, unknown_mode
-from fastloop.recipe import Recipe, load_recipe, safe_yaml, secrets
+from fastloop.recipe import Recipe, load_recipe, safe_yaml
 from fastloop.runtime.files import read_json_object
 from fastloop.runtime.step_folders import checkpoints
+from fastloop_tools.shared.command_lines import option_words
 
 STOPPED = (signals.EXIT_INTERRUPTED, signals.EXIT_STOPPED, 128 + 2, 128 + 15)
 """Exit codes of a run that a signal has stopped: saved, or too early in its start to save."""
@@ -177,20 +176,6 @@ class Trials:
         if mode is None:
             raise unknown_mode("--mode", self.monitor, "--mode min or --mode max")
         return mode
-
-
-def option_words(options: Mapping[str, Any]) -> list[str]:
-    """Options as words of a command line. A list is joined by commas; None, False and empty values are left out."""
-    words = []
-    for key, value in options.items():
-        if value is not None and value is not False and value not in ("", []):  # 0 is a value
-            words += [key] if value is True else [key, ",".join(value) if isinstance(value, list) else str(value)]
-    return words
-
-
-def command_line(name: str, words: Iterable[str], options: Mapping[str, Any]) -> str:
-    """The command line that repeats a command; see ``option_words``."""
-    return secrets.hide(shlex.join(["fastloop", name, *words, *option_words(options), *no_code.words()]))
 
 
 def stop(code: int) -> typer.Exit:

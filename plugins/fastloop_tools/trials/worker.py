@@ -250,7 +250,7 @@ def measure(spec: Spec, length: Mapping[str, Any]) -> dict[str, Any]:
         resolved = startup.resolve_early(recipe)
         meter = StepMeter(spec, warnings)
         if spec.profile_steps:
-            from fastloop_tools.profile.observe import ProfileObserver
+            from fastloop_tools.trials.profile_observer import ProfileObserver
 
             meter = ProfileObserver(spec, warnings)
         run, summary = run_recipe(resolved, meter)

@@ -1,0 +1,46 @@
+"""The keys in which recipes, or other facts of runs, differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Rows = list[tuple[str, list[str]]]
+"""Key -> its value in each recipe."""
+
+
+def rows_that_differ(facts: Sequence[Mapping[str, str]]) -> Rows:
+    """The keys whose values are not all the same."""
+    keys = dict.fromkeys(key for one in facts for key in one)
+    rows = [(key, [one.get(key, "") for one in facts]) for key in keys]
+    return [(key, values) for key, values in rows if len(set(values)) > 1]
+
+
+def dotted(values: Any, where: str = "") -> dict[str, str]:
+    """The dotted keys of a recipe -> values as text. Plugins are keyed by name, not by position.
+
+    ``{"train": {"lr": 1.0}, "plugins": ["ema", {"amp": {"dtype": "bf16"}}]}`` is ``{"train.lr": "1.0",
+    "plugins.ema": "on", "plugins.amp": "dtype: bf16"}``.
+    """
+    if isinstance(values, Mapping):
+        texts: dict[str, str] = {}
+        for key, value in values.items():
+            texts |= dotted(value, f"{where}.{key}" if where else str(key))
+        if not texts and where:
+            return {where: "{}"}
+        return texts
+    if where == "plugins" and isinstance(values, list):
+        texts = {}
+        for entry in values:
+            named = entry if isinstance(entry, Mapping) else {entry: {}}
+            for name, options in named.items():
+                texts[f"plugins.{name}"] = _options(options)
+        return texts
+    return {where: json.dumps(values) if isinstance(values, list) else str(values)}
+
+
+def _options(options: Any) -> str:
+    if isinstance(options, Mapping) and options:
+        return ", ".join(f"{key}: {value}" for key, value in options.items())
+    return "off" if options is False else "on"
